@@ -1,0 +1,40 @@
+"""Errors of the library. Wrong arguments raise `ValueError` or `TypeError`; everything else is an `EPError`."""
+
+
+class EPError(RuntimeError):
+    """Base of every error that is not a wrong argument of the caller."""
+
+
+class EPTimeoutError(EPError):
+    """A peer died or stalled: a wait passed its deadline.
+
+    Attributes: `rank` (the peer waited for, in the buffer's group; -1 where it cannot be told), `phase`, `expected` and `seen`
+    (what the wait expected of that peer and what was there).
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, phase: str = "", expected: int = -1, seen: int = -1):
+        super().__init__(message)
+        self.rank, self.phase, self.expected, self.seen = rank, phase, expected, seen
+
+
+class EPPeerError(EPError):
+    """Another rank left this call with an error of its own, which the message repeats.
+
+    Attribute: `rank`, the peer that failed, in the buffer's group.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1):
+        super().__init__(message)
+        self.rank = rank
+
+
+class EPMismatchError(EPError):
+    """Ranks disagree: other settings at construction, or another operation at the same call. The message names the ranks."""
+
+
+class BackendUnavailableError(EPError):
+    """The backend asked for by name cannot serve this group here; the message says why and what to do."""
+
+
+class BufferDestroyedError(EPError):
+    """A buffer or a handle was used after the buffer's `destroy()` or in a process forked from its owner."""
