@@ -261,10 +261,9 @@ class Buffer:
         """
         begin = self._begin(async_op)
         self._check_handle(handle)
-        number, layout, alignment = self._number, handle.layout, handle.expert_alignment
         combined_x, _ = torch.ops.deepep_moe.combine(
             x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
-            number, layout, alignment,
+            self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
         return (combined_x, self._end()) if begin else combined_x
 

@@ -144,9 +144,10 @@ private:
         for (int peer = 0; peer < c_.num_ranks; ++peer) {
             if (peer == c_.rank) continue;
             const Peer& state = peers_[peer];
-            if ((wanted >> peer & 1) && state.receiver.drained() == state.receiver.filled())
+            if ((wanted >> peer & 1) && state.receiver.is_empty())
                 report(Lack{peer, "combine rows", state.receiver.drained() + 1, state.receiver.filled()});
-            if (state.next_slot < state.last_slot) report(Lack{peer, "combine ring space", state.sender.filled(), state.sender.drained()});
+            if (state.next_slot < state.last_slot && state.sender.is_full())
+                report(Lack{peer, "combine ring space", state.sender.filled(), state.sender.drained()});
         }
     }
 

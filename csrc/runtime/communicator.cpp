@@ -72,7 +72,6 @@ Entry& Communicator::begin_entry(const Signature& signature) {
     ++sequence_;
     Entry& own = entry(rank_);
     own.sequence.store(0);  // readers of the call before last, if any is that late, must notice
-    own.failed = 0;
     own.signature = signature;
     own.num_recv_rows = -1;
     return own;
@@ -100,22 +99,27 @@ void Communicator::check_entries() const {
     std::string mismatch;
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         const Entry& theirs = entry(peer);
+        const Refusal& refusal = header(peer).refusals[sequence_ % kRefusals];
+        if (refusal.sequence.load(std::memory_order_acquire) == sequence_)
+            throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + refusal.message, peer);
         if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
                                 call_name(theirs.sequence) + "; see its output for the error", peer);
-        if (theirs.failed) throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + theirs.message, peer);
         if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
     }
     if (!mismatch.empty())
         throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) + mismatch);
 }
 
-void Communicator::abort(const std::string& message) {
-    Entry& own = begin_entry({});
-    own.failed = 1;
-    copy_text(own.message, kMessageBytes, message);
+void Communicator::refuse(Entry& own, const std::string& message) {
+    Refusal& refusal = header(rank_).refusals[sequence_ % kRefusals];
+    refusal.sequence.store(0);
+    copy_text(refusal.message, kMessageBytes, message);
+    refusal.sequence.store(sequence_, std::memory_order_release);
     own.sequence.store(sequence_, std::memory_order_release);
 }
+
+void Communicator::abort(const std::string& message) { refuse(begin_entry({}), message); }
 
 // ---- what a wait looks at ----
 
@@ -190,9 +194,7 @@ PlanResult Communicator::plan(const PlanParams& params) {
     try {
         count_own(params.layout);
     } catch (const std::invalid_argument& error) {
-        own.failed = 1;
-        copy_text(own.message, kMessageBytes, error.what());
-        own.sequence.store(sequence_, std::memory_order_release);
+        refuse(own, error.what());
         throw;
     }
     enter(own);

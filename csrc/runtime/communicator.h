@@ -68,6 +68,7 @@ private:
 
     void check_owner() const;
     Entry& begin_entry(const Signature& signature);
+    void refuse(Entry& own, const std::string& message);
     void enter(Entry& own);  // publishes and waits for all ranks; throws PeerError, MismatchError
     void check_entries() const;
     void check_bounds(int expert_alignment, Layout layout) const;

@@ -6,7 +6,9 @@ error), then one all-to-all whose rows carry their lane indices, weights and sca
 
 import contextlib
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,11 @@ class Entry:
 
 
 _NUM_FIELDS = len(Entry.__dataclass_fields__)
+
+
+def _reinterpret(rows: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
+    """The bytes of rows [num_rows, ...] as [num_rows, num_columns] of `dtype`."""
+    return rows.contiguous().flatten().view(dtype).view(rows.shape[0], num_columns)
 
 
 class CollectiveBackend:
@@ -224,14 +231,15 @@ class CollectiveBackend:
         """Send rows of `parts` (by destination), receive as many kinds of rows (by source), all in one message a peer."""
         if self.settings.num_ranks == 1:
             return parts
-        payload = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+        row_bytes = [part.shape[1] * part.element_size() for part in parts]
+        payload = torch.cat([_reinterpret(part, torch.uint8, size) for part, size in zip(parts, row_bytes, strict=True)], dim=1)
         received = payload.new_empty(sum(num_received), payload.shape[1])
         try:
             dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group)
         except RuntimeError as error:
             raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
-        pieces = received.split([part.shape[1] * part.element_size() for part in parts], dim=1)
-        return [piece.contiguous().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+        pieces = received.split(row_bytes, dim=1)
+        return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
 
     def _entry(self, operation: int, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
         if isinstance(args, CombineArgs):
@@ -277,12 +285,16 @@ class CollectiveBackend:
             return gathered.cpu()
         entries = own.repeat(s.num_ranks, 1)
         peers = [(s.rank + offset) % s.num_ranks for offset in range(1, s.num_ranks)]
-        sends = [dist.isend(own, group=group, group_dst=peer, tag=_TAG) for peer in peers]
-        receives = [dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG) for peer in peers]
         deadline = datetime.timedelta(seconds=s.timeout_s)
-        for peer, work in [*zip(peers, receives, strict=True), *zip(peers, sends, strict=True)]:
+        steps: list[tuple[int, Callable[[], Any]]] = []
+        works: list[Any] = []
+        for peer in peers:
+            steps.append((peer, lambda peer=peer: works.append(dist.isend(own, group=group, group_dst=peer, tag=_TAG))))
+            steps.append((peer, lambda peer=peer: works.append(dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG))))
+        steps += [(peer, lambda index=index: works[index].wait(deadline)) for index, (peer, _) in enumerate(steps)]
+        for peer, step in steps:
             try:
-                work.wait(deadline)  # type: ignore[union-attr]
+                step()
             except RuntimeError as error:
                 dead = self._dead_rank()
                 raise self._timeout(peer if dead < 0 else dead, "entry into the call", self._call, self._call - 1, str(error)) from error
