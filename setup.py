@@ -49,7 +49,7 @@ def extension() -> Pybind11Extension:
         depends=headers,
         cxx_std=20,
         define_macros=[("DEEPEP_MOE_VERSION", '"0.1.0"')],
-        extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra"],
+        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
     )
 
@@ -61,6 +61,7 @@ with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs
             "deepep_moe",
             "deepep_moe.backends",
             "deepep_moe.ops",
+            "deepep_moe.reference",
             "deepep_moe.nn",
             "deepep_moe.bench",
             "deepep_moe.testing",
