@@ -1,6 +1,14 @@
 """Native library: tensors are addresses (`Tensor.data_ptr()`, 0 for none) of contiguous memory; sizes are counts of elements."""
 
+from typing import Any
+
 __version__: str
+
+class DType:
+    float32: DType
+    bfloat16: DType
+    float16: DType
+    float8: DType
 
 # gate (csrc/cpu/gate.h)
 MAX_TOPK: int
@@ -18,7 +26,7 @@ class GateOptions:
         score_function: str,
         normalize: bool,
         routed_scaling_factor: float,
-        dtype: str,
+        dtype: DType,
         index64: bool,
         num_threads: int,
     ) -> None: ...
@@ -36,3 +44,5 @@ def gate_forward(
 def gate_backward(
     options: GateOptions, *, logits_ptr: int, topk_idx_ptr: int, grad_topk_weights_ptr: int, grad_logits_ptr: int
 ) -> None: ...
+
+def __getattr__(name: str) -> Any: ...  # the exchange's bindings

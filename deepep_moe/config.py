@@ -1,19 +1,41 @@
-"""Settings from the environment. Every variable the library reads is read here, at each call, so that a change takes effect at once."""
+"""Settings from the environment. This is the only module that reads environment variables."""
 
 import os
 
+_DEFAULT_TIMEOUT_S = 300.0
+_MAX_THREADS = 64
 
-def num_threads() -> int:
-    """Most threads a native CPU operation may use: `DEEPEP_MOE_NUM_THREADS`, by default the CPUs this process may run on, at most 8.
 
-    Raises:
-        ValueError: the variable is not a whole number of at least 1.
+def _number(name: str, default: float, low: float, high: float) -> float:
+    text = os.environ.get(name)
+    if text is None or not text.strip():
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name}={text!r} is not a number; unset it or give one from {low:g} to {high:g}") from None
+    if not low <= value <= high:
+        raise ValueError(f"environment variable {name}={text!r} is out of range; give a number from {low:g} to {high:g}")
+    return value
+
+
+def available_cpus() -> int:
+    """CPUs this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def num_threads(num_ranks_on_host: int = 1) -> int:
+    """Threads one rank's CPU kernels may use: `DEEPEP_MOE_NUM_THREADS`, else an equal share of the CPUs, 8 at most.
+
+    Raises ValueError where the variable is not a whole number from 1 to 64.
     """
-    text = os.environ.get("DEEPEP_MOE_NUM_THREADS")
-    if text is None:
-        return min(8, len(os.sched_getaffinity(0)))
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(
-            f"DEEPEP_MOE_NUM_THREADS must be a whole number of at least 1, got {text!r}; correct it or unset it for the default"
-        )
-    return int(text)
+    share = min(8, max(1, available_cpus() // num_ranks_on_host))
+    value = _number("DEEPEP_MOE_NUM_THREADS", share, 1, _MAX_THREADS)
+    if value != int(value):
+        raise ValueError(f"environment variable DEEPEP_MOE_NUM_THREADS={value!r} is not a whole number; give one from 1 to {_MAX_THREADS}")
+    return int(value)
+
+
+def timeout_s() -> float:
+    """Deadline of every wait for a peer, seconds: `DEEPEP_MOE_TIMEOUT_S`, else 300."""
+    return _number("DEEPEP_MOE_TIMEOUT_S", _DEFAULT_TIMEOUT_S, 0.01, 1e6)

@@ -1,23 +1,14 @@
 // Bindings of the CPU gate: pointers and sizes in, nothing out. See deepep_moe/_C.pyi.
+#include "bindings/bindings.h"
 #include "cpu/gate.h"
-
-#include <pybind11/pybind11.h>
 
 #include <stdexcept>
 #include <string>
 #include <string_view>
 
-namespace py = pybind11;
 using namespace deepep_moe;
 
 namespace {
-
-DType parse_dtype(std::string_view name) {
-    if (name == "float32") return DType::kFloat32;
-    if (name == "bfloat16") return DType::kBFloat16;
-    if (name == "float16") return DType::kFloat16;
-    throw std::invalid_argument("dtype must be float32, bfloat16 or float16, got '" + std::string(name) + "'");
-}
 
 ScoreFunction parse_score_function(std::string_view name) {
     if (name == "sigmoid") return ScoreFunction::kSigmoid;
@@ -27,7 +18,7 @@ ScoreFunction parse_score_function(std::string_view name) {
 }
 
 GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int num_groups, int topk_groups, int group_score_topk,
-                         std::string_view score_function, bool normalize, double routed_scaling_factor, std::string_view dtype, bool index64,
+                         std::string_view score_function, bool normalize, double routed_scaling_factor, DType dtype, bool index64,
                          int num_threads) {
     return {
         .num_tokens = num_tokens,
@@ -39,7 +30,7 @@ GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int 
         .score_function = parse_score_function(score_function),
         .normalize = normalize,
         .routed_scaling_factor = routed_scaling_factor,
-        .dtype = parse_dtype(dtype),
+        .dtype = dtype,
         .index64 = index64,
         .num_threads = num_threads,
     };

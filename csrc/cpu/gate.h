@@ -11,11 +11,9 @@
 
 #include <cstdint>
 
-#include "common/dtypes.h"
+#include "common/types.h"
 
 namespace deepep_moe {
-
-constexpr int kMaxTopk = 32;
 
 enum class ScoreFunction {
     kSigmoid,
@@ -33,7 +31,7 @@ struct GateOptions {
     ScoreFunction score_function;
     bool normalize;
     double routed_scaling_factor;
-    DType dtype;             // of logits and grad_logits
+    DType dtype;             // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
     bool index64;            // topk_idx is int64, otherwise int32
     int num_threads;         // at most this many, fewer for few tokens
 };

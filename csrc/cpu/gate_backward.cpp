@@ -69,20 +69,17 @@ DEEPEP_MOE_INLINE void grad_softmax(const GateOptions& o, const float* logits, L
     for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(scores[k] * (lanes.grads[k] - dot));
 }
 
-template <typename T>
+template <class T>
 DEEPEP_MOE_INLINE void store_row(const float* row, void* out, int64_t offset, int n) {
-    for (int i = 0; i < n; ++i) static_cast<T*>(out)[offset + i] = from_float<T>(row[i]);
+    for (int i = 0; i < n; ++i) static_cast<typename T::Storage*>(out)[offset + i] = T::store(row[i]);
 }
 
 DEEPEP_MOE_INLINE void store_grad(const GateBackwardParams& params, int64_t token, const float* row) {
     const int n = params.options.num_experts;
     switch (params.options.dtype) {
-        case DType::kFloat32:
-            return store_row<float>(row, params.grad_logits, token * n, n);
-        case DType::kBFloat16:
-            return store_row<BFloat16>(row, params.grad_logits, token * n, n);
-        case DType::kFloat16:
-            return store_row<Float16>(row, params.grad_logits, token * n, n);
+        case DType::kBFloat16: return store_row<BFloat16>(row, params.grad_logits, token * n, n);
+        case DType::kFloat16: return store_row<Float16>(row, params.grad_logits, token * n, n);
+        default: return store_row<Float32>(row, params.grad_logits, token * n, n);
     }
 }
 

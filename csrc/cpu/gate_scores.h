@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/elements.h"
 #include "common/math.h"
 #include "cpu/gate.h"
 
@@ -17,10 +18,11 @@ constexpr double kWeightEpsilon = 1e-20;
 
 // Guards memory; callers that want friendlier messages check before.
 inline void check_gate_options(const GateOptions& o) {
-    const bool valid = o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk && o.num_topk <= o.num_experts && o.num_groups >= 1 &&
-                       o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 && o.topk_groups <= o.num_groups &&
-                       int64_t{o.num_experts / o.num_groups} * o.topk_groups >= o.num_topk && o.group_score_topk >= 1 &&
-                       (o.topk_groups == o.num_groups || o.group_score_topk <= o.num_experts / o.num_groups);
+    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
+    const bool valid = element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk &&
+                       o.num_topk <= o.num_experts && group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 &&
+                       o.topk_groups <= o.num_groups && int64_t{group_size} * o.topk_groups >= o.num_topk &&
+                       (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
     if (valid) return;
     const auto str = [](int64_t value) { return std::to_string(value); };
     throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
@@ -36,25 +38,19 @@ DEEPEP_MOE_INLINE int32_t ordered_bits(float value) {
 
 DEEPEP_MOE_INLINE float from_ordered_bits(int32_t key) { return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff)); }
 
-template <typename T>
-DEEPEP_MOE_INLINE void convert_row(const T* __restrict in, float* __restrict out, int n) {
-    for (int i = 0; i < n; ++i) out[i] = to_float(in[i]);
+template <class T>
+DEEPEP_MOE_INLINE const float* load_row(const void* __restrict in, int64_t offset, int n, float* __restrict out) {
+    for (int i = 0; i < n; ++i) out[i] = T::load(static_cast<const typename T::Storage*>(in)[offset + i]);
+    return out;
 }
 
 // The token's logits as fp32: in place where they are fp32, otherwise converted into `buffer`.
 DEEPEP_MOE_INLINE const float* logits_row(const void* logits, DType dtype, int64_t token, int n, float* buffer) {
-    const int64_t offset = token * n;
     switch (dtype) {
-        case DType::kFloat32:
-            return static_cast<const float*>(logits) + offset;
-        case DType::kBFloat16:
-            convert_row(static_cast<const BFloat16*>(logits) + offset, buffer, n);
-            break;
-        case DType::kFloat16:
-            convert_row(static_cast<const Float16*>(logits) + offset, buffer, n);
-            break;
+        case DType::kBFloat16: return load_row<BFloat16>(logits, token * n, n, buffer);
+        case DType::kFloat16: return load_row<Float16>(logits, token * n, n, buffer);
+        default: return static_cast<const float*>(logits) + token * n;
     }
-    return buffer;
 }
 
 // Softmax of a row in double. The sum runs over kLanes interleaved partial sums, so that it vectorizes in a fixed order.

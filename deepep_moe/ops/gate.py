@@ -10,7 +10,7 @@ from torch import Tensor
 from deepep_moe import _C, config
 
 SCORE_FUNCTIONS = ("sigmoid", "softmax", "softmax_topk")
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES = {torch.float32: _C.DType.float32, torch.bfloat16: _C.DType.bfloat16, torch.float16: _C.DType.float16}
 
 
 class GateOutput(NamedTuple):
