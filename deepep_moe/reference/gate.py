@@ -55,7 +55,7 @@ def _scores(logits: Tensor, score_function: str) -> Tensor:
 def _limit_groups(selection: Tensor, num_groups: int, topk_groups: int, group_score_topk: int) -> Tensor:
     """The selection scores with -inf for the experts outside of each token's `topk_groups` best groups."""
     num_tokens, num_experts = selection.shape
-    best = selection.view(num_tokens, num_groups, -1).sort(dim=2, descending=True).values[:, :, :group_score_topk]
+    best = selection.view(num_tokens, num_groups, num_experts // num_groups).sort(dim=2, descending=True).values[:, :, :group_score_topk]
     group_scores = _sum_in_order(best)
     chosen = group_scores.sort(dim=1, descending=True, stable=True).indices[:, :topk_groups]
     in_chosen = torch.zeros(num_tokens, num_groups, dtype=torch.bool).scatter(1, chosen, True)
