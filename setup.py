@@ -10,7 +10,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, naive_recompile
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
 ROOT = Path(__file__).parent
@@ -63,7 +63,13 @@ def extension() -> Pybind11Extension:
     )
 
 
-with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=naive_recompile):
+def is_stale(object_file: str, source: str) -> bool:
+    """Must `source` be compiled again? Yes when it, any header or this file is newer than its object."""
+    inputs = [ROOT / source, ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "csrc").rglob("*.h")]
+    return not os.path.exists(object_file) or os.path.getmtime(object_file) < max(path.stat().st_mtime for path in inputs)
+
+
+with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=is_stale):
     setup(
         ext_modules=[extension()],
         packages=[

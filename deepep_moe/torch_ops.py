@@ -34,7 +34,7 @@ def _buffer(number: int) -> "Buffer":
     return buffer
 
 
-def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> DispatchHandle:
+def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, ...]) -> DispatchHandle:
     return DispatchHandle(number, layout, expert_alignment, num_rows, *tensors, None)
 
 
@@ -58,7 +58,9 @@ def _dispatch(
     )  # fmt: skip
 
 
-def _fake_rows(x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any) -> tuple[Tensor, ...]:
+def _fake_rows(
+    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any
+) -> tuple[Tensor, ...]:
     num_weights = 0 if topk_weights is None else num_rows
     return (
         x.new_empty(num_rows, x.shape[1]),
@@ -85,7 +87,7 @@ def _fake_dispatch(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, topk_idx, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
+    _, _, _, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
     _, _, _, _, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts = output
     ctx.with_weights = topk_weights is not None
     ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert)
@@ -100,7 +102,9 @@ def _combine_gradients(ctx: Any, grad_recv_x: Tensor, grad_recv_topk_weights: Te
     return grad_x, grad_topk_weights if ctx.with_weights else None
 
 
-def _dispatch_backward(ctx: Any, grad_recv_x: Tensor, _s: Any, _i: Any, grad_recv_topk_weights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _dispatch_backward(
+    ctx: Any, grad_recv_x: Tensor, _scales: Any, _idx: Any, grad_recv_topk_weights: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
     grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, None, None, None, None
 

@@ -63,6 +63,10 @@ constexpr int kBlock = 64;  // columns whose sums stay in registers
 template <class T>
 DEEPEP_MOE_INLINE void sum_block(const SumParams& p, int begin, int columns) {
     using Storage = typename T::Storage;
+    for (int i = 0; i < p.num_next_rows; ++i) {
+        const char* next = static_cast<const char*>(p.next_rows[i]) + begin * sizeof(Storage);
+        for (size_t byte = 0; byte < columns * sizeof(Storage); byte += 64) __builtin_prefetch(next + byte);
+    }
     float sum[kBlock] = {};
     for (int i = 0; i < p.num_rows; ++i) {
         const Storage* row = static_cast<const Storage*>(p.rows[i]) + begin;
