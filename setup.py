@@ -58,7 +58,7 @@ def extension() -> Pybind11Extension:
             ("DEEPEP_MOE_NVCC", f'"{nvcc}"'),
             ("DEEPEP_MOE_NVSHMEM", f'"{nvshmem}"'),
         ],
-        extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra"],
+        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
     )
 
