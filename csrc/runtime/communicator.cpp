@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 
+#include "common/parallel.h"
 #include "runtime/process.h"
 
 namespace deepep_moe {
@@ -33,7 +34,7 @@ std::string describe(const Signature& s) {
 
 Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeout_s)
     : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), owner_pid_(getpid()), own_(Segment::create(layout_.total_bytes())),
-      peers_(config.num_ranks), pids_(config.num_ranks, owner_pid_), start_times_(config.num_ranks, 0), pool_(config.num_channels) {
+      peers_(config.num_ranks), pids_(config.num_ranks, owner_pid_), start_times_(config.num_ranks, 0) {
     auto* header = new (own_.data()) SegmentHeader{};
     header->magic = kSegmentMagic;
     header->rank = rank;
@@ -43,8 +44,6 @@ Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeo
 Communicator::~Communicator() {
     if (getpid() == owner_pid_)
         header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
-    else
-        pool_.abandon();
 }
 
 void Communicator::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
@@ -184,7 +183,7 @@ Channel Communicator::channel(int index) {
 
 template <class Params, class Move>
 void Communicator::run_channels(const Params& params, Move move) {
-    pool_.run([&](int index) { move(params, channel(index)); });
+    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) { move(params, channel(index)); });
 }
 
 PlanResult Communicator::plan(const PlanParams& params) {
@@ -207,7 +206,7 @@ PlanResult Communicator::plan(const PlanParams& params) {
 void Communicator::count_own(const LayoutParams& params) {
     auto* own = const_cast<int32_t*>(counts(rank_));
     int32_t* per_expert = own + config_.num_channels * config_.num_ranks;
-    pool_.run([&](int index) {
+    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) {
         count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),
                      {own + index * config_.num_ranks, per_expert + index * config_.num_experts});
     });
