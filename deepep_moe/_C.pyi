@@ -1,8 +1,10 @@
 """Native library: tensors are addresses (`Tensor.data_ptr()`, 0 for none) of contiguous memory; sizes are counts of elements."""
 
-from typing import Any
-
 __version__: str
+MAX_RANKS: int
+MAX_TOPK: int
+SCALE_BLOCK: int
+ROW_ALIGNMENT: int
 
 class DType:
     float32: DType
@@ -10,8 +12,117 @@ class DType:
     float16: DType
     float8: DType
 
+class Layout:
+    rank: Layout
+    expert: Layout
+
+class Operation:
+    dispatch: Operation
+    cached_dispatch: Operation
+    combine: Operation
+
+def build_info() -> dict[str, bool | str]: ...
+def process_start_time(pid: int) -> int: ...
+def workspace_bytes(*, num_ranks: int, num_channels: int, num_experts: int, num_topk: int, hidden: int) -> int: ...
+
+# exchange (csrc/cpu/layout.h, dispatch.h, combine.h; csrc/runtime/communicator.h)
+
+class Signature:
+    def __init__(
+        self,
+        operation: Operation,
+        dtype: DType,
+        layout: Layout,
+        *,
+        expert_alignment: int = 1,
+        has_weights: bool = False,
+        has_scales: bool = False,
+        has_lane_values: bool = False,
+    ) -> None: ...
+
+class LayoutParams:
+    topk_idx: int
+    is_int64: bool
+    num_tokens: int
+    num_topk: int
+    num_ranks: int
+    num_experts: int
+    narrow_topk_idx: int
+
+class PlanParams:
+    def __init__(self, signature: Signature, layout: LayoutParams) -> None: ...
+    num_recv_rows_bound: int
+    recv_counts: int
+    num_recv_tokens_per_expert: int
+
+class PlanResult:
+    num_recv_tokens: int
+    num_rows: int
+
+class DispatchParams:
+    layout: Layout
+    cached: bool
+    streaming: bool
+    num_topk: int
+    num_experts: int
+    row_bytes: int
+    scale_bytes: int
+    num_tokens: int
+    x: int
+    x_scales: int
+    topk_idx: int
+    topk_weights: int
+    recv_counts: int
+    recv_x: int
+    recv_x_scales: int
+    recv_topk_idx: int
+    recv_topk_idx_is_int64: bool
+    recv_topk_weights: int
+    recv_row_idx: int
+
+class CombineParams:
+    dtype: DType
+    layout: Layout
+    num_topk: int
+    num_experts: int
+    hidden: int
+    num_tokens: int
+    recv_counts: int
+    recv_row_idx: int
+    x: int
+    weights: int
+    lane_values: int
+    topk_idx: int
+    bias: int
+    combined_x: int
+    combined_lane_values: int
+
+class Communicator:
+    def __init__(
+        self, *, num_ranks: int, rank: int, num_channels: int, num_experts: int, num_topk: int, hidden: int, timeout_s: float
+    ) -> None: ...
+    path: str
+    workspace_bytes: int
+    num_channels: int
+    def connect(self, paths: list[str], pids: list[int]) -> None: ...
+    def seal(self) -> None: ...
+    def plan(self, params: PlanParams) -> PlanResult: ...
+    def dispatch(self, params: DispatchParams) -> None: ...
+    def dispatch_cached(self, signature: Signature, params: DispatchParams) -> None: ...
+    def combine(self, signature: Signature, params: CombineParams) -> None: ...
+    def abort(self, message: str) -> None: ...
+
+class HostBlock:
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __release_buffer__(self, view: memoryview, /) -> None: ...
+
+class HostPool:
+    def allocate(self, num_bytes: int) -> HostBlock: ...
+    def trim(self, keep_bytes: int = 0) -> None: ...
+    bytes_in_use: int
+    bytes_cached: int
+
 # gate (csrc/cpu/gate.h)
-MAX_TOPK: int
 
 class GateOptions:
     def __init__(
@@ -44,5 +155,3 @@ def gate_forward(
 def gate_backward(
     options: GateOptions, *, logits_ptr: int, topk_idx_ptr: int, grad_topk_weights_ptr: int, grad_logits_ptr: int
 ) -> None: ...
-
-def __getattr__(name: str) -> Any: ...  # the exchange's bindings

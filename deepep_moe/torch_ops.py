@@ -36,9 +36,7 @@ def _buffer(number: int) -> "Buffer":
 
 def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, ...]) -> DispatchHandle:
     topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert = tensors
-    return DispatchHandle(
-        number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, None
-    )
+    return DispatchHandle(number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, None)
 
 
 # ---- dispatch ----

@@ -95,9 +95,7 @@ def check_case(rank: int, _: int, case: Case) -> None:
         buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
         assert buffer.backend == backend
         x, idx, weight = inputs[rank]
-        out = buffer.dispatch(
-            x, idx, weight if case.with_weights else None, layout=case.layout, expert_alignment=case.expert_alignment
-        )
+        out = buffer.dispatch(x, idx, weight if case.with_weights else None, layout=case.layout, expert_alignment=case.expert_alignment)
         mine = received[rank]
         assert_same("recv_x", out.recv_x, mine.recv_x)
         assert out.num_recv_tokens_per_expert.tolist() == mine.num_recv_tokens_per_expert

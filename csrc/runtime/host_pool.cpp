@@ -39,7 +39,7 @@ void HostPool::give_back(void* data, size_t capacity) {
     in_use_ -= capacity;
     cached_ += capacity;
     free_.emplace(capacity, data);
-    trim_locked(peak_ - in_use_);
+    trim_locked(peak_);
 }
 
 void HostPool::trim(size_t keep_bytes) {

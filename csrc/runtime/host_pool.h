@@ -1,7 +1,7 @@
 // Memory for outputs that is kept for the next call.
 //
 // Fresh pages cost more than the rows copied into them (a fault and a cleared page each), and the C library returns large blocks to
-// the system at once. The pool keeps them: at most as many bytes as were ever in use at the same time.
+// the system at once. The pool keeps as many bytes as were ever in use at the same time, and no more.
 #pragma once
 
 #include <cstddef>

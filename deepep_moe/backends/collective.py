@@ -6,7 +6,6 @@ error), then one all-to-all whose rows carry their lane indices, weights and sca
 
 import contextlib
 import datetime
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,18 +285,17 @@ class CollectiveBackend:
         entries = own.repeat(s.num_ranks, 1)
         peers = [(s.rank + offset) % s.num_ranks for offset in range(1, s.num_ranks)]
         deadline = datetime.timedelta(seconds=s.timeout_s)
-        steps: list[tuple[int, Callable[[], Any]]] = []
-        works: list[Any] = []
-        for peer in peers:
-            steps.append((peer, lambda peer=peer: works.append(dist.isend(own, group=group, group_dst=peer, tag=_TAG))))
-            steps.append((peer, lambda peer=peer: works.append(dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG))))
-        steps += [(peer, lambda index=index: works[index].wait(deadline)) for index, (peer, _) in enumerate(steps)]
-        for peer, step in steps:
-            try:
-                step()
-            except RuntimeError as error:
-                dead = self._dead_rank()
-                raise self._timeout(peer if dead < 0 else dead, "entry into the call", self._call, self._call - 1, str(error)) from error
+        works: list[tuple[int, Any]] = []
+        peer = s.rank
+        try:
+            for peer in peers:
+                works.append((peer, dist.isend(own, group=group, group_dst=peer, tag=_TAG)))
+                works.append((peer, dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG)))
+            for peer, work in works:  # noqa: B007 (named in the error)
+                work.wait(deadline)
+        except RuntimeError as error:
+            dead = self._dead_rank()
+            raise self._timeout(peer if dead < 0 else dead, "entry into the call", self._call, self._call - 1, str(error)) from error
         return entries
 
     def _dead_rank(self) -> int:

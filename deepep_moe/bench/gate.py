@@ -1,19 +1,14 @@
-"""Benchmark of the CPU gate against the same computation in PyTorch operators: `python -m deepep_moe.bench.gate --help`."""
+"""Benchmark of the CPU gate against the same computation in PyTorch operators."""
 
 import argparse
-import json
-import platform
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import config, ops
+from deepep_moe.bench.records import record, time_us, write_json
 
 
 def torch_gate(
@@ -32,17 +27,6 @@ def torch_gate(
     topk_weights = scores.gather(1, topk_idx)
     topk_weights = topk_weights / (topk_weights.sum(dim=1, keepdim=True) + 1e-20) * routed_scaling_factor
     return topk_idx, topk_weights, torch.bincount(topk_idx.view(-1), minlength=num_experts)
-
-
-def time_us(run: Callable[[], Any], repeats: int) -> list[float]:
-    """Ascending wall times of `repeats` calls in microseconds, after three unmeasured ones."""
-    times = []
-    for i in range(repeats + 3):
-        start = time.perf_counter()
-        run()
-        if i >= 3:
-            times.append((time.perf_counter() - start) * 1e6)
-    return sorted(times)
 
 
 def run(
@@ -78,69 +62,40 @@ def run(
         logits.grad = None
         gate().backward(grad)
 
-    settings = {"num_tokens": num_tokens, "num_topk": num_topk, "num_experts": num_experts, "dtype": str(dtype).removeprefix("torch.")}
+    settings = {
+        "backend": "cpu",
+        "num_ranks": 1,
+        "num_tokens": num_tokens,
+        "num_topk": num_topk,
+        "num_experts": num_experts,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     lanes_bytes = num_tokens * num_topk * (8 + 4)
     forward_times = time_us(ours, repeats), time_us(rival, repeats)
     logits.requires_grad_()
     backward_times = time_us(lambda: backward(ours), repeats), time_us(lambda: backward(rival), repeats)
-    return [
-        _record("gate", settings, *forward_times, logits.nbytes + lanes_bytes),
-        _record("gate+backward", settings, *backward_times, 3 * logits.nbytes + 2 * lanes_bytes),
-    ]
-
-
-def _record(op: str, settings: dict[str, Any], times: list[float], rival_times: list[float], bytes_moved: int) -> dict[str, Any]:
-    median, rival_median = statistics.median(times), statistics.median(rival_times)
-    return {
-        "op": op,
-        "backend": "cpu",
-        "num_ranks": 1,
-        "hidden": None,
-        "layout": None,
-        **settings,
-        "us_median": median,
-        "us_p10": times[len(times) // 10],
-        "us_p90": times[len(times) * 9 // 10],
-        "bytes_moved": bytes_moved,
-        "gbps": bytes_moved / median / 1e3,
-        "rival": "torch operators",
-        "rival_us": rival_median,
-        "ratio": rival_median / median,
-        "hardware": f"{platform.machine()} {_cpu_name()}, {config.num_threads()} threads",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "command": f"DEEPEP_MOE_NUM_THREADS={config.num_threads()} python -m deepep_moe.bench.gate {' '.join(sys.argv[1:])}",
-    }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Command line; prints one line per record and writes all of them to `--json`."""
-    parser = argparse.ArgumentParser(prog="python -m deepep_moe.bench.gate", description=__doc__)
-    for name, default in (
-        ("num-tokens", 4096),
-        ("num-experts", 256),
-        ("num-topk", 8),
-        ("num-groups", 8),
-        ("topk-groups", 4),
-        ("repeats", 50),
+    records = []
+    for op, (times, rival_times), bytes_moved in (
+        ("gate", forward_times, logits.nbytes + lanes_bytes),
+        ("gate+backward", backward_times, 3 * logits.nbytes + 2 * lanes_bytes),
     ):
+        threads = {"num_threads": config.num_threads(), "num_groups": num_groups, "topk_groups": topk_groups}
+        records.append(record(op, settings, times, bytes_moved, rival="torch operators", rival_times=rival_times, **threads))
+    return records
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = [("num-tokens", 4096), ("num-experts", 256), ("num-topk", 8), ("num-groups", 8), ("topk-groups", 4), ("repeats", 50)]
+    for name, default in defaults:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--json", type=Path, help="file to write the records to")
-    options = vars(parser.parse_args(argv))
-    json_file = options.pop("json")
-    records = run(**{**options, "dtype": getattr(torch, options["dtype"])})
+
+
+def main(options: argparse.Namespace) -> None:
+    """Prints one line per record and writes all of them to `--json`."""
+    names = ("num_tokens", "num_experts", "num_topk", "num_groups", "topk_groups", "repeats")
+    records = run(**{name: getattr(options, name) for name in names}, dtype=getattr(torch, options.dtype))
     for r in records:
         print(f"{r['op']:14} {r['us_median']:9.0f} us (p10 {r['us_p10']:.0f}, p90 {r['us_p90']:.0f}), {r['gbps']:.2f} GB/s", end="")
-        print(f"; {r['rival']} {r['rival_us']:.0f} us, {r['ratio']:.1f}x; {r['hardware']}")
-    if json_file:
-        json_file.write_text(json.dumps(records, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"; {r['rival']} {r['rival_us']:.0f} us, {r['ratio']:.1f}x; {r['num_threads']} threads, {r['hardware']}")
+    write_json(options.json, records)

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m deepep_moe.bench --help`."""

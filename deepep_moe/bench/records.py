@@ -1,0 +1,71 @@
+"""What every benchmark measures with and writes: times, records, hardware."""
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepep_moe
+
+SETTINGS = ("backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout")
+
+
+def time_us(run: Callable[[], Any], repeats: int, warmup: int = 3) -> list[float]:
+    """Wall times of `repeats` calls in microseconds, after `warmup` unmeasured ones."""
+    times = []
+    for i in range(repeats + warmup):
+        start = time.perf_counter()
+        run()
+        if i >= warmup:
+            times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def cpu_name() -> str:
+    """Model of this machine's CPU and how many of its cores this process may use."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name}, {platform.machine()}, {deepep_moe.config.available_cpus()} cores"
+
+
+def record(
+    op: str, settings: dict[str, Any], times: Sequence[float], bytes_moved: int, *, rival: str, rival_times: Sequence[float], **extra: Any
+) -> dict[str, Any]:
+    """One measurement in the form all benchmarks of the project share.
+
+    Times are microseconds; `gbps` is bytes_moved (bytes of one rank) over the median; `ratio` is rival_us / us_median: how many times
+    faster than the rival. Settings that do not apply are None.
+    """
+    ordered, median, rival_us = sorted(times), statistics.median(times), statistics.median(rival_times)
+    return {
+        "op": op,
+        **{name: settings.get(name) for name in SETTINGS},
+        "us_median": median,
+        "us_p10": ordered[len(ordered) // 10],
+        "us_p90": ordered[len(ordered) * 9 // 10],
+        "bytes_moved": bytes_moved,
+        "gbps": bytes_moved / median / 1e3,
+        "rival": rival,
+        "rival_us": rival_us,
+        "ratio": rival_us / median,
+        **extra,
+        "hardware": cpu_name(),
+        "versions": {"deepep_moe": deepep_moe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "command": shlex.join(["python", "-m", "deepep_moe.bench", *sys.argv[1:]]),
+    }
+
+
+def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:
+    """Write the records to `path`, if one was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(records, indent=2) + "\n")
+        print(f"wrote {len(records)} records to {path}")

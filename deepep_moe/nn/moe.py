@@ -1,0 +1,113 @@
+"""A mixture-of-experts layer on `Buffer` and `Router`, and the experts most models use."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepep_moe.buffer import Buffer
+from deepep_moe.nn.router import Router
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward network of an expert: down(silu(gate(x)) * up(x)), without biases (arXiv 2002.05202).
+
+    hidden, intermediate: columns of the input and of the inner product. Takes and returns [num_rows, hidden].
+    """
+
+    def __init__(self, hidden: int, intermediate: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        factory: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        self.gate_up = nn.Linear(hidden, 2 * intermediate, **factory)
+        self.down = nn.Linear(intermediate, hidden, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+class LocalExperts(nn.Module):
+    """The experts of one rank, a module each, applied to rows grouped by expert.
+
+    Every module is called, with no rows too, so that every parameter has a gradient on every rank.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module]):
+        super().__init__()
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x: Tensor, num_rows_per_expert: Tensor) -> Tensor:
+        """x: [num_rows, hidden] grouped by expert; num_rows_per_expert: [num_local_experts], sum num_rows. Returns [num_rows, hidden]."""
+        groups = x.split(num_rows_per_expert.tolist())
+        return torch.cat([expert(rows) for expert, rows in zip(self.experts, groups, strict=True)])
+
+
+class MoELayer(nn.Module):
+    """Routed experts spread over the ranks of a group, plus an optional shared expert every token passes.
+
+    Tokens go to their experts with `Buffer.dispatch` in the expert layout, so the experts get rows grouped by expert, and come back
+    with a weighted `Buffer.combine` that adds the shared expert's output in the same rounding.
+
+    Args:
+        router: decides; its hidden, num_experts and num_topk are the layer's. Its parameters are replicated on all ranks.
+        experts: the experts of this rank: a sequence of modules [num_rows, hidden] -> [num_rows, hidden], one per local expert; or one
+            module called as `experts(x [num_rows, hidden], num_rows_per_expert [num_local_experts])`, for grouped kernels.
+        shared_expert: a module [num_tokens, hidden] -> [num_tokens, hidden], replicated on all ranks.
+        buffer: one made for the router's settings, shared with other layers; or None: the layer makes its own from the rest.
+        group, num_max_tokens_per_rank, backend: as for `Buffer`.
+        expert_alignment: rows of an expert are padded with zero rows to a multiple of it.
+
+    Raises:
+        ValueError: the number of experts, or the buffer, does not fit the router. And whatever `Buffer` raises.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: nn.Module | Sequence[nn.Module],
+        shared_expert: nn.Module | None = None,
+        *,
+        buffer: Buffer | None = None,
+        group: "dist.ProcessGroup | None" = None,
+        num_max_tokens_per_rank: int = 4096,
+        backend: str = "auto",
+        expert_alignment: int = 1,
+    ):
+        super().__init__()
+        self.router = router
+        self.experts = experts if isinstance(experts, nn.Module) and not isinstance(experts, nn.ModuleList) else LocalExperts(list(experts))
+        self.shared_expert = shared_expert
+        self.expert_alignment = expert_alignment
+        self.buffer = buffer or Buffer(group, num_max_tokens_per_rank, router.hidden, router.num_experts, router.num_topk, backend=backend)
+        made_for = (self.buffer.hidden, self.buffer.num_experts, self.buffer.num_topk)
+        if made_for != (router.hidden, router.num_experts, router.num_topk):
+            raise ValueError(
+                f"the buffer was made for hidden, num_experts, num_topk = {made_for}, "
+                f"the router has {(router.hidden, router.num_experts, router.num_topk)}; they must be the same"
+            )
+        if isinstance(self.experts, LocalExperts) and len(self.experts.experts) != self.buffer.num_local_experts:
+            raise ValueError(
+                f"{len(self.experts.experts)} experts were given; this rank of {self.buffer.num_ranks} holds "
+                f"{self.buffer.num_local_experts} of {router.num_experts}"
+            )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape and dtype of x.
+
+        Collective over the buffer's group; raises as `Buffer.dispatch`.
+        """
+        rows = x.reshape(-1, self.router.hidden)
+        topk_idx, topk_weights, _ = self.router(rows, mask)
+        out = self.buffer.dispatch(rows, topk_idx, topk_weights, expert_alignment=self.expert_alignment)
+        y = self.experts(out.recv_x, out.handle.num_rows_per_expert)
+        shared = None if self.shared_expert is None else self.shared_expert(rows)
+        return self.buffer.combine(y, out.handle, out.recv_topk_weights, bias=shared).view(x.shape)
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.
+
+        Their gradients already hold the tokens of all ranks; with a loss averaged over R ranks, divide them by R.
+        """
+        return self.experts.parameters()

@@ -1,0 +1,123 @@
+"""Gradients of dispatch and combine against the reference, and the operators under torch.compile."""
+
+import pytest
+import torch
+from exchange_cases import Case, assert_same, poison_outputs
+
+from deepep_moe import Buffer, reference
+from deepep_moe.testing import run_ranks
+
+LAYOUTS = ("expert", "rank")
+
+
+def gradients(rank, num_ranks, backend, layout, dtype):
+    """Every gradient has an exact definition in terms of the reference's dispatch and combine."""
+    poison_outputs()
+    case = Case([7, 0, 12], dtype=dtype, layout=layout, pattern="masked", expert_alignment=2)
+    inputs = [case.inputs(r) for r in range(num_ranks)]
+    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout, expert_alignment=2)
+
+    def draw(shape, r, offset):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(100 * offset + r))
+
+    buffer = Buffer(None, 12, case.hidden, case.num_experts, case.num_topk, backend=backend)
+    x, weight = xs[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    out = buffer.dispatch(x, idxs[rank], weight, layout=layout, expert_alignment=2)
+
+    # dispatch: gradients come back by combine
+    row_grads = [draw(there.recv_x.shape, r, 1).to(dtype) for r, there in enumerate(received)]
+    weight_grads = [draw(there.recv_topk_weights.shape, r, 2) for r, there in enumerate(received)]
+    torch.autograd.backward([out.recv_x, out.recv_topk_weights], [row_grads[rank], weight_grads[rank]])
+    assert_same("x.grad", x.grad, reference.combine(row_grads, received, case.num_tokens)[rank])
+    assert_same("topk_weights.grad", weight.grad, reference.combine_lane_values(weight_grads, received, idxs)[rank])
+
+    # combine: gradients go out by dispatch, and to the weights as inner products
+    rows = draw(out.recv_x.shape, rank, 3).to(dtype).requires_grad_()
+    row_weights = draw(out.recv_x.shape[:1], rank, 4).requires_grad_()
+    bias = draw(x.shape, rank, 5).to(dtype).requires_grad_()
+    grads = [draw(x.shape, r, 6).to(dtype) for r, x in enumerate(xs)]
+    buffer.combine(rows, out.handle, row_weights, bias=bias).backward(grads[rank])
+    sent = reference.dispatch(grads, idxs, None, case.num_experts, layout=layout, expert_alignment=2)[rank].recv_x
+    assert_same("rows.grad", rows.grad, (row_weights.detach()[:, None] * sent.float()).to(dtype))
+    torch.testing.assert_close(row_weights.grad, (sent.float() * rows.detach().float()).sum(1))
+    assert_same("bias.grad", bias.grad, grads[rank])
+    rows.grad = None
+    buffer.combine(rows, out.handle).backward(grads[rank])
+    assert_same("rows.grad, unweighted", rows.grad, sent)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_gradients_equal_reference(backend, layout, dtype):
+    run_ranks(gradients, 3, backend, layout, dtype)
+
+
+def second_order(rank, num_ranks, layout):
+    """The backward operators are differentiable themselves."""
+    case = Case([5, 4], layout=layout)
+    x, idx, weights = case.inputs(rank)
+    buffer = Buffer(None, 5, case.hidden, case.num_experts, case.num_topk)
+    x.requires_grad_()
+    out = buffer.dispatch(x, idx, weights, layout=layout)
+    (grad,) = torch.autograd.grad(out.recv_x.pow(3).sum(), x, create_graph=True)
+    grad.sum().backward()
+    copies = (idx >= 0).sum(1) if layout == "expert" else buffer.layout(idx).is_token_in_rank.sum(1)
+    torch.testing.assert_close(x.grad, 6 * x.detach() * copies[:, None])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_order(layout):
+    run_ranks(second_order, 2, layout)
+
+
+def compiled(rank, num_ranks, backend, compiler, layout):
+    case = Case([6 + rank, 6 + rank], num_experts=4, num_topk=2, hidden=16, layout=layout)
+    x, idx, weights = case.inputs(rank)
+    buffer = Buffer(None, 16, 16, 4, 2, backend=backend)
+    matrix = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+
+    def layer(x, weights, matrix):
+        out = buffer.dispatch(x, idx, weights, layout=layout, expert_alignment=2)
+        y = torch.nn.functional.silu(out.recv_x @ matrix)
+        row_weights = out.recv_topk_weights if layout == "expert" else out.recv_topk_weights.sum(1)
+        again = buffer.dispatch(x, handle=out.handle)
+        return buffer.combine(y + again.recv_x, out.handle, row_weights, bias=x)
+
+    results = []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend=compiler)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, matrix)]
+        y = call(*leaves)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_compile_traces_a_layer(backend, layout):
+    run_ranks(compiled, 2, backend, "aot_eager", layout, timeout_s=300)
+
+
+def test_compile_with_inductor():
+    run_ranks(compiled, 2, "shm", "inductor", "expert", timeout_s=300)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operators_pass_opcheck(layout):
+    """torch.library.opcheck: schema, fake implementation, autograd registration."""
+    buffer = Buffer(None, 8, 8, 4, 2)
+    x, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
+    idx = torch.tensor([[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2]])
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    number = buffer._number
+    torch.library.opcheck(torch.ops.deepep_moe.dispatch, (x, None, idx, weights, number, layout, 2, -1), test_utils=tests)
+    handle = buffer.dispatch(x.detach(), idx, layout=layout, expert_alignment=2).handle
+    tensors = (handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert)
+    rest = (number, layout, 2, handle.num_rows)
+    torch.library.opcheck(torch.ops.deepep_moe.dispatch_cached, (x, None, weights, *tensors, *rest), test_utils=tests)
+    rows = torch.randn(handle.num_rows, 8, requires_grad=True)
+    row_weights = torch.rand(handle.num_rows, requires_grad=True)
+    torch.library.opcheck(torch.ops.deepep_moe.combine, (rows, row_weights, x, None, *tensors, *rest), test_utils=tests)

@@ -1,0 +1,131 @@
+"""The MoE layer against the same layer written with loops, on one rank and on two."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepep_moe import Buffer
+from deepep_moe.nn import LocalExperts, MoELayer, Router, SwiGLU
+from deepep_moe.testing import run_ranks
+
+HIDDEN, NUM_EXPERTS, NUM_TOPK = 16, 4, 2
+
+
+def make_parts():
+    torch.manual_seed(0)
+    router = Router(HIDDEN, NUM_EXPERTS, NUM_TOPK, routed_scaling_factor=2.5)
+    return router, [SwiGLU(HIDDEN, 24) for _ in range(NUM_EXPERTS)], SwiGLU(HIDDEN, 24)
+
+
+def by_loops(router, experts, shared, x, mask=None):
+    rows = x.reshape(-1, HIDDEN)
+    idx, weights, _ = router(rows, mask)
+    routed = [
+        sum((w * experts[e](row[None])[0] for e, w in zip(lanes.tolist(), ws, strict=True) if e >= 0), torch.zeros(HIDDEN))
+        for row, lanes, ws in zip(rows, idx, weights, strict=True)
+    ]
+    return (torch.stack(routed) + shared(rows)).view(x.shape)
+
+
+def layer_on_ranks(rank, num_ranks, backend):
+    router, experts, shared = make_parts()
+    local = experts[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
+    layer = MoELayer(router, local, shared, num_max_tokens_per_rank=64, backend=backend, expert_alignment=4)
+    x = torch.randn(2, 5 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    mask = torch.zeros(x.shape[0] * x.shape[1], dtype=torch.bool)
+    mask[3] = True
+    y = layer(x, mask)
+    y.square().sum().backward()
+    own_grads = [p.grad.clone() for p in layer.expert_parameters()]
+    router_grad = router.weight.grad.clone()
+    dist.all_reduce(router_grad)
+    x_grad = x.grad.clone()
+
+    expected_grads = [torch.zeros_like(p) for p in layer.expert_parameters()]
+    router.zero_grad()
+    for other in range(num_ranks):
+        xo = torch.randn(2, 5 + other, HIDDEN, generator=torch.Generator().manual_seed(other), requires_grad=True)
+        masko = torch.zeros(xo.shape[0] * xo.shape[1], dtype=torch.bool)
+        masko[3] = True
+        for parameter in layer.expert_parameters():
+            parameter.grad = None
+        expected = by_loops(router, experts, shared, xo, masko)
+        expected.square().sum().backward()
+        for total, parameter in zip(expected_grads, layer.expert_parameters(), strict=True):
+            total += 0 if parameter.grad is None else parameter.grad
+        if other == rank:
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(x_grad, xo.grad)
+    for ours, expected in zip(own_grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(router_grad, router.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 4))
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_layer_equals_loops(num_ranks, backend):
+    run_ranks(layer_on_ranks, num_ranks, backend)
+
+
+def test_grouped_module_as_experts():
+    """Any module that takes rows and their counts."""
+
+    class Scale(torch.nn.Module):
+        def forward(self, x, num_rows_per_expert):
+            factors = torch.arange(1.0, NUM_EXPERTS + 1).repeat_interleave(num_rows_per_expert)
+            return x * factors[:, None]
+
+    router, _, _ = make_parts()
+    layer = MoELayer(router, Scale(), num_max_tokens_per_rank=8)
+    x = torch.randn(8, HIDDEN)
+    idx, weights, _ = router(x)
+    torch.testing.assert_close(layer(x), (weights * (idx + 1)).sum(1, keepdim=True) * x)
+    assert list(layer.expert_parameters()) == []
+
+
+def test_layers_share_a_buffer():
+    router, experts, shared = make_parts()
+    buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
+    layers = [MoELayer(router, experts, shared, buffer=buffer) for _ in range(2)]
+    x = torch.randn(8, HIDDEN)
+    torch.testing.assert_close(layers[1](layers[0](x)), by_loops(router, experts, shared, by_loops(router, experts, shared, x)))
+
+
+def test_compile_layer_fullgraph():
+    router, experts, shared = make_parts()
+    layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
+    x = torch.randn(8, HIDDEN)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        traced = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(traced, layer(x))
+
+
+def test_misfits():
+    router, experts, _ = make_parts()
+    with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
+        MoELayer(router, experts[:3])
+    with pytest.raises(
+        ValueError, match=r"the buffer was made for hidden, num_experts, num_topk = \(16, 4, 1\), the router has \(16, 4, 2\)"
+    ):
+        MoELayer(router, experts, buffer=Buffer(None, 8, HIDDEN, NUM_EXPERTS, 1))
+
+
+def test_experts_without_rows_have_gradients():
+    experts = LocalExperts([SwiGLU(8, 8), SwiGLU(8, 8)])
+    experts(torch.randn(3, 8), torch.tensor([3, 0])).sum().backward()
+    assert all(parameter.grad is not None for parameter in experts.parameters())
+
+
+def test_example_learns():
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "train_moe.py"))
+    assert Path(example["__file__"]).read_text().count("\n") < 60
+    losses = run_ranks(train_example, 2)[0]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def train_example(rank, num_ranks):
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "train_moe.py"))
+    return example["train"](rank, num_ranks, 120)
