@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepep_moe import _C, config, torch_ops
 from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
-from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_dispatch
+from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_device, check_dispatch
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.backends.select import BACKENDS, introduce, make_backend
 from deepep_moe.errors import BufferDestroyedError
@@ -22,7 +22,7 @@ from deepep_moe.handle import DispatchHandle
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
-_Result = TypeVar("_Result")
+_Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
 
 
 class DispatchOutput(NamedTuple):
@@ -331,10 +331,11 @@ class Buffer:
         self._alive().abort(f"{type(error).__name__}: {error}")
         return error
 
-    def _checked(self, check: Callable[[Any, Settings], None], args: _Result) -> _Result:
-        self._alive()
+    def _checked(self, check: Callable[[Any, Settings], None], args: _Args) -> _Args:
+        backend = self._alive()
         self._wait_for_pending()
         try:
+            check_device(args.x, backend)
             check(args, self._settings)
         except (TypeError, ValueError) as error:
             raise self._refuse(error) from None

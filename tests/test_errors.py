@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import Buffer
+from deepep_moe.backends.checks import check_device
 from deepep_moe.errors import (
     BackendUnavailableError,
     BufferDestroyedError,
@@ -201,6 +202,26 @@ def test_row_bytes():
 def test_backend_that_cannot_serve(backend):
     with pytest.raises(BackendUnavailableError, match=f"backend '{backend}' cannot serve: .*use backend='auto'"):
         make_buffer(backend)
+
+
+def hides_its_memory(rank, num_ranks):
+    """Another container or user: the path of rank 1's shared memory leads nowhere on rank 0."""
+    from deepep_moe.backends.shm import ShmBackend
+
+    ShmBackend.address = lambda self: ("/proc/1/fd/none", os.getpid())
+    with pytest.raises(BackendUnavailableError, match=r"on rank [0-9]: cannot open a peer's shared memory at .*use backend='collective'"):
+        make_buffer("shm")
+    assert make_buffer("auto").backend == "collective"
+
+
+def test_shared_memory_that_cannot_be_opened():
+    run_ranks(hides_its_memory, 2)
+
+
+def test_device_of_another_backend():
+    buffer = make_buffer()
+    with pytest.raises(ValueError, match="x is on meta; backend 'shm' moves tensors on cpu"):
+        check_device(torch.empty(2, HIDDEN, device="meta"), buffer._alive())
 
 
 # ---- after the end ----

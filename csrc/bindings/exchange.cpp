@@ -1,4 +1,6 @@
 // Bindings of the CPU library: the communicator, the params of its calls, the memory pool.
+#include <system_error>
+
 #include "bindings/bindings.h"
 #include "runtime/communicator.h"
 #include "runtime/host_pool.h"
@@ -27,6 +29,8 @@ void translate(std::exception_ptr pointer) {
         raise_with("EPMismatchError", e.what(), py::dict());
     } catch (const DestroyedError& e) {
         raise_with("BufferDestroyedError", e.what(), py::dict());
+    } catch (const std::system_error& e) {
+        PyErr_SetObject(PyExc_OSError, py::make_tuple(e.code().value(), e.what()).ptr());
     }
 }
 

@@ -81,6 +81,8 @@ class Backend(Protocol):
     """One way to move rows. Every method is collective over the buffer's group, in the same order on every rank."""
 
     name: str
+    device_types: tuple[str, ...]
+    """Of the tensors it moves."""
     num_channels: int
     workspace_bytes: int
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
+from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -57,6 +57,11 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
         raise ValueError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
     if expert_alignment < 1:
         raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1")
+
+
+def check_device(x: Tensor, backend: Backend) -> None:
+    if isinstance(x, Tensor) and x.device.type not in backend.device_types:
+        raise ValueError(f"x is on {x.device}; backend {backend.name!r} moves tensors on {' or '.join(backend.device_types)}")
 
 
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:

@@ -61,6 +61,7 @@ class CollectiveBackend:
     """Implements `deepep_moe.backends.base.Backend` over `group` (None: a single rank)."""
 
     name = "collective"
+    device_types: tuple[str, ...] = ("cpu", "cuda")
     num_channels = 1
     workspace_bytes = 0
 

@@ -1,5 +1,6 @@
 """Which backend serves a group: by rule, the same on every rank, said once."""
 
+import logging
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -11,8 +12,9 @@ from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Settings
 from deepep_moe.backends.collective import CollectiveBackend
 from deepep_moe.backends.shm import ShmBackend
-from deepep_moe.errors import BackendUnavailableError, EPError, EPMismatchError, EPPeerError
+from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError
 
+logger = logging.getLogger("deepep_moe")
 BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
 _NOT_BUILT = "it is not built in this version; use backend='auto', or 'collective' for GPU tensors over NCCL"
 
@@ -80,7 +82,8 @@ def why_not_shm(peers: list[Introduction]) -> str | None:
     return None
 
 
-def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend:
+def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> ShmBackend | str:
+    """The backend, or the reason why some rank cannot open another's shared memory. The same on every rank."""
     backend = ShmBackend(settings, min(peer.num_threads for peer in peers))
     addresses = gather(backend.address(), group, settings.num_ranks)
     failure: str | None = None
@@ -90,10 +93,7 @@ def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.Proces
         failure = str(error)
     for rank, reason in enumerate(gather(failure, group, settings.num_ranks)):
         if reason is not None:
-            raise BackendUnavailableError(
-                f"backend 'shm' cannot serve: on rank {rank}: {reason}. Ranks must run as one user in one container; "
-                "or use backend='collective'"
-            )
+            return f"on rank {rank}: {reason} (ranks must run as one user in one container)"
     backend.seal()
     return backend
 
@@ -105,11 +105,13 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
     """
     if name in ("nvlink", "nvshmem"):
         raise BackendUnavailableError(f"backend {name!r} cannot serve: {_NOT_BUILT}")
-    reason = why_not_shm(peers)
-    if name == "shm" and reason is not None:
-        raise BackendUnavailableError(f"backend 'shm' cannot serve: {reason}; use backend='collective'")
-    if name == "shm" or (name == "auto" and reason is None):
-        return _make_shm(settings, peers, group)
-    if settings.num_ranks > 1 and group is None:
-        raise EPError("a group of several ranks is needed")  # not reached through Buffer
+    if name in ("shm", "auto"):
+        reason = why_not_shm(peers)
+        made = _make_shm(settings, peers, group) if reason is None else reason
+        if isinstance(made, ShmBackend):
+            return made
+        if name == "shm":
+            raise BackendUnavailableError(f"backend 'shm' cannot serve: {made}; use backend='collective'")
+        if settings.rank == 0:
+            logger.info("Buffer: backend 'shm' cannot serve: %s; taking 'collective'", made)
     return CollectiveBackend(settings, group, [(peer.host, peer.process_id) for peer in peers])

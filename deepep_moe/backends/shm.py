@@ -22,6 +22,7 @@ class ShmBackend:
     """Implements `deepep_moe.backends.base.Backend`. Construction is collective: see `connect`."""
 
     name = "shm"
+    device_types: tuple[str, ...] = ("cpu",)
 
     def __init__(self, settings: Settings, num_channels: int):
         self.settings = settings

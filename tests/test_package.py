@@ -1,0 +1,168 @@
+"""What a newcomer meets first: the build, the README, the settings, the launcher, the benchmarks."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import deepep_moe
+from deepep_moe import config
+from deepep_moe.testing import RankFailedError, run_ranks
+
+ROOT = Path(__file__).parent.parent
+RECORD_FIELDS = {
+    "op", "backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout", "us_median", "us_p10", "us_p90",
+    "bytes_moved", "gbps", "rival", "rival_us", "ratio", "hardware", "versions", "command",
+}  # fmt: skip
+
+
+# ---- build ----
+
+
+def test_isolated_build(tmp_path):
+    """`pip install .` works where neither PyTorch nor pybind11 is: the wheel links none of them and holds every package."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--disable-pip-version-check", "-w", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (module,) = [name for name in names if re.fullmatch(r"deepep_moe/_C\..*\.so", name)]
+        archive.extractall(tmp_path / "wheel")
+    sources = {
+        str(Path("deepep_moe", *(["integrations"] if folder == "integrations" else []), path.relative_to(ROOT / folder)))
+        for folder in ("deepep_moe", "integrations")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi"} <= set(names)
+    needed = subprocess.run(["ldd", str(tmp_path / "wheel" / module)], capture_output=True, text=True, check=True).stdout
+    assert not re.search("torch|c10|cuda", needed), needed
+
+
+def test_features():
+    found = deepep_moe.features()
+    assert found["shm"] is True and found["collective"] is True and found["nvlink"] is False and found["nvshmem"] is False
+    assert found["version"] == deepep_moe.__version__ and f'version = "{found["version"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert {"compiler", "nvcc", "nvshmem_home"} <= set(found)
+
+
+# ---- README ----
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def test_readme_python_runs():
+    blocks = re.findall(r"```python\n(.*?)```", readme(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert len(block.strip().splitlines()) <= 20
+        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 0, result.stderr
+
+
+def test_readme_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", readme(), flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    for module in re.findall(r"python -m (deepep_moe\.[\w.]+)", readme()):
+        result = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 0, f"{module}: {result.stderr}"
+
+
+def test_readme_links_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", readme()):
+        assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+def test_readme_numbers_come_from_results():
+    """Every "(results/FILE: OP against RIVAL)" row of a table repeats that record's figures."""
+    rows = re.findall(r"^\| (.+?) \|.*<!-- (\S+\.json) (\S+) / (.+?) -->", readme(), flags=re.MULTILINE)
+    assert rows
+    for line in readme().splitlines():
+        found = re.search(r"<!-- (\S+\.json) (\S+) / (.+?) -->", line)
+        if found:
+            records = json.loads((ROOT / "benchmarks" / "results" / found[1]).read_text())
+            (record,) = [r for r in records if r["op"] == found[2] and r["rival"] == found[3]]
+            for value in (f"{record['us_median'] / 1e3:.1f} ms", f"{record['rival_us'] / 1e3:.1f} ms", f"{record['ratio']:.1f}x"):
+                assert value in line, f"{value} is not in {line}"
+
+
+# ---- settings ----
+
+
+def test_settings(monkeypatch):
+    for name in ("DEEPEP_MOE_NUM_THREADS", "DEEPEP_MOE_TIMEOUT_S"):
+        monkeypatch.delenv(name, raising=False)
+    assert config.timeout_s() == 300 and 1 <= config.num_threads() <= 8 and config.num_threads(1000) == 1
+    monkeypatch.setenv("DEEPEP_MOE_NUM_THREADS", "3")
+    monkeypatch.setenv("DEEPEP_MOE_TIMEOUT_S", "2.5")
+    assert config.timeout_s() == 2.5 and config.num_threads() == 3
+    for value, message in [("many", "is not a number"), ("0", "out of range; give a number from 1 to 64"), ("1.5", "not a whole number")]:
+        monkeypatch.setenv("DEEPEP_MOE_NUM_THREADS", value)
+        with pytest.raises(ValueError, match=f"DEEPEP_MOE_NUM_THREADS=.*{message}"):
+            config.num_threads()
+
+
+def test_buffer_says_its_backend(caplog):
+    with caplog.at_level(logging.INFO, logger="deepep_moe"):
+        buffer = deepep_moe.Buffer(None, 4, 16, 4, 2)
+    assert buffer.backend == "shm" and [r.message for r in caplog.records if "backend shm, 1 ranks, 4 experts, top-2" in r.message]
+
+
+# ---- launcher ----
+
+
+def fails_on_one_rank(rank, num_ranks):
+    if rank == 1:
+        raise RuntimeError("no such luck")
+
+
+def dies_on_one_rank(rank, num_ranks):
+    if rank == 1:
+        os._exit(7)
+
+
+def test_launcher_reports_failures():
+    with pytest.raises(RankFailedError, match="(?s)rank 1 failed.*no such luck"):
+        run_ranks(fails_on_one_rank, 2)
+    with pytest.raises(RankFailedError, match="rank 1 failed: the process died with exit code 7"):
+        run_ranks(dies_on_one_rank, 2)
+
+
+# ---- benchmarks ----
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-tokens", "64", "--hidden", "32", "--repeats", "2"],
+        ["exchange", "--num-tokens", "64", "--hidden", "32", "--repeats", "2", "--layout", "rank", "--dtype", "fp32"],
+        ["gate", "--num-tokens", "64", "--repeats", "2"],
+    ],
+    ids=["default", "rank layout", "gate"],
+)
+def test_benchmarks_write_records(arguments, tmp_path):
+    file = tmp_path / "records.json"
+    command = [sys.executable, "-m", "deepep_moe.bench", *arguments, "--json", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    records = json.loads(file.read_text())
+    assert records
+    for record in records:
+        assert set(record) >= RECORD_FIELDS
+        assert record["us_p10"] <= record["us_median"] <= record["us_p90"]
+        assert record["ratio"] == pytest.approx(record["rival_us"] / record["us_median"])
+        assert record["command"].startswith("python -m deepep_moe.bench")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.name)
+def test_committed_results_are_records(file):
+    for record in json.loads(file.read_text()):
+        assert set(record) >= RECORD_FIELDS
