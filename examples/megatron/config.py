@@ -1,5 +1,9 @@
-"""Two configurations of one architecture, DeepSeek-V3: `tiny` for two CPU ranks, `full` with the published numbers (671B)."""
+"""Two configurations of one architecture, DeepSeek-V3: `tiny` for two CPU ranks, `full` with the published numbers (671B).
 
+`python config.py` prints the `pretrain_gpt.py` command line of the full one.
+"""
+
+import shlex
 from typing import Any
 
 import torch
@@ -81,4 +85,73 @@ FULL: dict[str, Any] = {
 }
 
 NUMBERS = {"tiny": TINY, "full": FULL}
-VOCAB_SIZE = {"tiny": 256, "full": 129280}
+DISPATCHERS = ("deepep_moe", "alltoall", "allgather")
+
+
+def model_config(name: str, dispatcher: str, *, ep: int, tp: int, etp: int) -> Any:
+    """Megatron-Core's config of the model `name` ("tiny" or "full"), fp32, with one of DISPATCHERS and the sizes of the parallel groups."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    switches: dict[str, Any] = {"moe_token_dispatcher_type": "flex" if dispatcher == "deepep_moe" else dispatcher}
+    # 0.13 to 0.15 have no backend flag: after enable(), flex without DeepEP is deepep_moe.
+    if dispatcher == "deepep_moe" and "moe_flex_dispatcher_backend" in MLATransformerConfig.__dataclass_fields__:
+        switches["moe_flex_dispatcher_backend"] = "deepep_moe"
+    # Fused kernels need a GPU or TransformerEngine.
+    for fusion in ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope"):
+        switches[f"{fusion}_fusion"] = False
+    return MLATransformerConfig(
+        **ARCHITECTURE,
+        **NUMBERS[name],
+        **switches,
+        params_dtype=torch.float32,
+        persist_layer_norm=False,
+        expert_model_parallel_size=ep,
+        tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=tp > 1,
+    )
+
+
+# Options of pretrain_gpt.py that are not fields of the config, or are spelled otherwise there.
+_RENAMED = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
+_EXTRA = """
+--use-mcore-models --transformer-impl transformer_engine --bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+--position-embedding-type rope --no-rope-fusion --seq-length 4096 --max-position-embeddings 4096 --mtp-num-layers 1
+--mtp-loss-scaling-factor 0.3 --moe-grouped-gemm --use-distributed-optimizer
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 16 --pipeline-model-parallel-layout Et*3|(tt|)*29m|L
+--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --micro-batch-size 1 --global-batch-size 15360 --train-samples 585937500
+--lr 2.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-samples 30720000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+--clip-grad 1.0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model deepseek-ai/DeepSeek-V3
+--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe
+"""
+
+
+def pretrain_gpt_arguments() -> list[str]:
+    """Arguments of `pretrain_gpt.py` for the full configuration, data and checkpoints left to the user."""
+    arguments = []
+    for field, value in (ARCHITECTURE | FULL).items():
+        if field in ("activation_func", "gated_linear_unit", "add_bias_linear"):
+            continue  # --swiglu and --disable-bias-linear
+        flag = "--" + _RENAMED.get(field, field).replace("_", "-")
+        if field == "moe_layer_freq":
+            arguments += [flag, f"([0]*{value.count(0)}+[1]*{value.count(1)})"]
+        elif value is True:
+            arguments.append(flag)
+        else:
+            arguments += [flag, str(value)]
+    return arguments + _EXTRA.split()
+
+
+def pretrain_gpt_command() -> str:
+    """The whole command, one option a line."""
+    lines = ["torchrun --nnodes 128 --nproc-per-node 8 -m deepep_moe.integrations.megatron pretrain_gpt.py"]
+    for argument in pretrain_gpt_arguments():
+        if argument.startswith("--"):
+            lines.append(f"    {argument}")
+        else:
+            lines[-1] += f" {shlex.quote(argument)}"
+    return " \\\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(pretrain_gpt_command())

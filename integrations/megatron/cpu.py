@@ -92,7 +92,9 @@ def _tracker_add(tracker: Any, name: str, seed: int) -> None:
 def _tracker_fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """`CudaRNGStatesTracker.fork` on the CPU's generator: the named state inside, the outer one again afterwards."""
     if name not in tracker.states_:
-        raise ValueError(f"random state {name!r} is not tracked (states: {sorted(tracker.states_)}); call model_parallel_cuda_manual_seed first")
+        raise ValueError(
+            f"random state {name!r} is not tracked (states: {sorted(tracker.states_)}); call model_parallel_cuda_manual_seed first"
+        )
     outer = torch.get_rng_state()
     torch.set_rng_state(tracker.states_[name])
     try:
