@@ -7,6 +7,7 @@ both they and nvcc are there. What was compiled is recorded in the module and sh
 
 import os
 import shutil
+import tomllib
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, naive_recompile
@@ -37,6 +38,10 @@ def find_nvshmem() -> str:
     return next((str(path) for path in candidates if (path / "include" / "nvshmem.h").is_file()), "")
 
 
+def version() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
 def extension() -> Pybind11Extension:
     sources = sorted(str(path.relative_to(ROOT)) for room in HOST_ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp"))
     headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
@@ -48,7 +53,11 @@ def extension() -> Pybind11Extension:
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=20,
-        define_macros=[("DEEPEP_MOE_VERSION", '"0.1.0"')],
+        define_macros=[
+            ("DEEPEP_MOE_VERSION", f'"{version()}"'),
+            ("DEEPEP_MOE_NVCC", f'"{nvcc}"'),
+            ("DEEPEP_MOE_NVSHMEM", f'"{nvshmem}"'),
+        ],
         extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
     )
@@ -61,6 +70,7 @@ with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs
             "deepep_moe",
             "deepep_moe.backends",
             "deepep_moe.ops",
+            "deepep_moe.reference",
             "deepep_moe.nn",
             "deepep_moe.bench",
             "deepep_moe.testing",

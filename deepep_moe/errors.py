@@ -32,6 +32,17 @@ class EPMismatchError(EPError):
     """Ranks disagree: other settings at construction, or another operation at the same call. The message names the ranks."""
 
 
+class EPCapacityError(EPError):
+    """A rank would receive more rows than the `num_recv_rows` its caller gave. Every rank raises it; nothing was moved.
+
+    Attribute: `rank`, the rank whose bound is too small, in the buffer's group.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1):
+        super().__init__(message)
+        self.rank = rank
+
+
 class BackendUnavailableError(EPError):
     """The backend asked for by name cannot serve this group here; the message says why and what to do."""
 

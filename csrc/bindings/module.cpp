@@ -1,12 +1,22 @@
 // The native module: each room's bindings in a file of their own.
-#include <pybind11/pybind11.h>
+#include "bindings/bindings.h"
 
-namespace py = pybind11;
+#ifndef DEEPEP_MOE_NVCC
+#define DEEPEP_MOE_NVCC ""
+#endif
+#ifndef DEEPEP_MOE_NVSHMEM
+#define DEEPEP_MOE_NVSHMEM ""
+#endif
 
-void bind_gate(py::module_& m);
+void bind_exchange(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Native library of deepep_moe. Tensors come in as pointers and sizes; see deepep_moe/_C.pyi.";
     m.attr("__version__") = DEEPEP_MOE_VERSION;
-    bind_gate(m);
+    m.def("build_info", [] {
+        using namespace py::literals;
+        return py::dict("compiler"_a = __VERSION__, "shm"_a = true, "nvlink"_a = false, "nvshmem"_a = false, "collective"_a = true,
+                        "nvcc"_a = DEEPEP_MOE_NVCC, "nvshmem_home"_a = DEEPEP_MOE_NVSHMEM);
+    });
+    bind_exchange(m);
 }

@@ -1,0 +1,20 @@
+// Helpers of the bindings. Tensors come as addresses: Python keeps them alive for the length of a call.
+#pragma once
+
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace py = pybind11;
+
+// A field of a params struct that holds an address: an int in Python, 0 for none.
+template <class Struct, class Pointer>
+void pointer_field(py::class_<Struct>& cls, const char* name, Pointer Struct::* field) {
+    static_assert(std::is_pointer_v<Pointer>);
+    cls.def_property(
+        name, [field](const Struct& self) { return reinterpret_cast<uintptr_t>(self.*field); },
+        [field](Struct& self, uintptr_t address) { self.*field = reinterpret_cast<Pointer>(address); });
+}

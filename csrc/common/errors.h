@@ -1,0 +1,41 @@
+// What can go wrong besides a wrong argument (std::invalid_argument). The bindings turn these into deepep_moe.errors.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace deepep_moe {
+
+// A wait passed its deadline, or the peer it waited for is gone.
+struct TimeoutError : std::runtime_error {
+    TimeoutError(const std::string& message, int rank, std::string phase, int64_t expected, int64_t seen)
+        : std::runtime_error(message), rank(rank), phase(std::move(phase)), expected(expected), seen(seen) {}
+    int rank;
+    std::string phase;
+    int64_t expected, seen;
+};
+
+// Another rank left this call with an error of its own.
+struct PeerError : std::runtime_error {
+    PeerError(const std::string& message, int rank) : std::runtime_error(message), rank(rank) {}
+    int rank;
+};
+
+// Ranks are in the same call with different operations or settings.
+struct MismatchError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// A rank would receive more rows than the bound its caller gave.
+struct CapacityError : std::runtime_error {
+    CapacityError(const std::string& message, int rank) : std::runtime_error(message), rank(rank) {}
+    int rank;
+};
+
+// A buffer was used after destroy() or in a process forked from its owner.
+struct DestroyedError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+}  // namespace deepep_moe

@@ -1,0 +1,50 @@
+// Element types and the bounds everything is sized by.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace deepep_moe {
+
+constexpr int kMaxRanks = 64;
+constexpr int kMaxTopk = 32;
+constexpr int kMaxChannels = 64;
+constexpr int kScaleBlock = 128;  // columns of an fp8 row that share one fp32 scale
+constexpr int kRowAlignment = 16; // bytes a row must be a multiple of
+
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3 };
+enum class Layout : int { kRank = 0, kExpert = 1 };
+
+constexpr size_t element_bytes(DType dtype) {
+    switch (dtype) {
+        case DType::kFloat32: return 4;
+        case DType::kBFloat16:
+        case DType::kFloat16: return 2;
+        case DType::kFloat8: return 1;
+    }
+    return 0;
+}
+
+constexpr const char* name_of(DType dtype) {
+    switch (dtype) {
+        case DType::kFloat32: return "float32";
+        case DType::kBFloat16: return "bfloat16";
+        case DType::kFloat16: return "float16";
+        case DType::kFloat8: return "float8";
+    }
+    return "?";
+}
+
+constexpr const char* name_of(Layout layout) { return layout == Layout::kRank ? "rank" : "expert"; }
+
+constexpr size_t align_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// The tokens of channel `channel` of `num_channels`: [begin, end).
+struct Range {
+    int64_t begin, end;
+};
+constexpr Range channel_range(int64_t num_tokens, int channel, int num_channels) {
+    return {num_tokens * channel / num_channels, num_tokens * (channel + 1) / num_channels};
+}
+
+}  // namespace deepep_moe

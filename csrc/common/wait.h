@@ -1,0 +1,103 @@
+// The one way to wait for a peer.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+
+namespace deepep_moe {
+
+// What a wait lacks: a counter of `peer` in `phase`, `expected` and last `seen`.
+struct Lack {
+    int peer;
+    const char* phase;
+    int64_t expected, seen;
+};
+
+// Knows the peers' state. `suspect` says whether the wait looks hopeless (the peer is gone, or has left or failed this call); asked
+// a second time, after another look at the data, `give_up` throws. `fail` throws for a passed deadline.
+class PeerMonitor {
+public:
+    virtual ~PeerMonitor() = default;
+    virtual int num_ranks() const = 0;
+    virtual double timeout_s() const = 0;
+    virtual uint64_t beat(int peer) const = 0;
+    virtual void beat_self() = 0;  // shows the peers that this rank waits
+    virtual bool suspect(const Lack& lack) = 0;
+    [[noreturn]] virtual void give_up(const Lack& lack) = 0;
+    [[noreturn]] virtual void fail(const Lack& lack) = 0;
+};
+
+inline void relax_cpu() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Call `idle` whenever nothing could be done and `progress` whenever something was. Spins, then yields, then sleeps; looks at the
+// peers every few milliseconds; fails when nothing was done for the monitor's deadline. `lacks(report)` must call `report(Lack)`
+// for everything waited for; the blame goes to the first peer that is not itself waiting.
+class Waiter {
+public:
+    explicit Waiter(PeerMonitor& monitor) : monitor_(monitor) {}
+
+    void progress() {
+        rounds_ = 0;
+        suspected_ = false;
+    }
+
+    template <class Lacks>
+    void idle(Lacks&& lacks) {
+        ++rounds_;
+        if (rounds_ <= kSpins) return relax_cpu();
+        if (rounds_ == kSpins + 1) begin();
+        if (rounds_ <= kSpins + kYields) {
+            sched_yield();
+        } else {
+            const timespec nap{0, 50'000};
+            nanosleep(&nap, nullptr);
+        }
+        if (rounds_ % kRoundsPerLook == 0) look(lacks);
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+    static constexpr int64_t kSpins = 200, kYields = 2000, kRoundsPerLook = 64;
+
+    void begin() {
+        began_ = Clock::now();
+        for (int peer = 0; peer < monitor_.num_ranks(); ++peer) beats_[peer] = monitor_.beat(peer);
+    }
+
+    template <class Lacks>
+    void look(Lacks&& lacks) {
+        monitor_.beat_self();
+        // A peer may deliver and leave between our look at the data and our look at it: only a second look counts.
+        const bool confirmed = suspected_;
+        lacks([&](const Lack& lack) {
+            if (!monitor_.suspect(lack)) return;
+            if (confirmed) monitor_.give_up(lack);
+            suspected_ = true;
+        });
+        if (std::chrono::duration<double>(Clock::now() - began_).count() < monitor_.timeout_s()) return;
+        Lack first{}, stuck{};
+        lacks([&](const Lack& lack) {
+            if (!first.phase) first = lack;
+            if (!stuck.phase && beats_[lack.peer] == monitor_.beat(lack.peer)) stuck = lack;
+        });
+        if (first.phase) monitor_.fail(stuck.phase ? stuck : first);
+    }
+
+    PeerMonitor& monitor_;
+    int64_t rounds_ = 0;
+    bool suspected_ = false;
+    Clock::time_point began_{};
+    uint64_t beats_[kMaxRanks] = {};
+};
+
+}  // namespace deepep_moe

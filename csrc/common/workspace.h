@@ -1,0 +1,114 @@
+// Layout of the shared memory of one rank. Every offset into it comes from here.
+//
+//   SegmentHeader | Entry[2] | counts[2] | RingControl[num_ranks][num_channels] | ring bytes[num_ranks][num_channels]
+//
+// A rank owns one segment and writes its header, entries and counts; the rings in it are its inbox: ring (source, channel) is
+// written by rank `source` only and drained by the owner only. Every counter carries the sequence number of the call it belongs
+// to, so nothing is cleared between calls and what an aborted call left behind is never mistaken for data.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace deepep_moe {
+
+constexpr size_t kCacheLine = 64;
+constexpr size_t kMessageBytes = 512;
+constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together, unless rows are very long
+constexpr size_t kMinRingSlots = 8;
+constexpr uint64_t kSegmentMagic = 0x64656570'65700001;  // changes with this layout
+
+enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
+enum class Operation : int { kDispatch = 0, kCachedDispatch = 1, kCombine = 2 };
+
+// What all ranks must agree on in one call.
+struct Signature {
+    Operation operation;
+    DType dtype;
+    Layout layout;
+    int expert_alignment;
+    int has_weights;      // dispatch: topk_weights travel
+    int has_scales;       // dispatch: fp8 scales travel
+    int has_lane_values;  // combine: gradients of topk_weights travel
+    bool operator==(const Signature&) const = default;
+};
+
+// Why a wait of this rank failed, for peers that wait in the same call.
+struct FailureRecord {
+    std::atomic<uint64_t> sequence;  // written last
+    int culprit;
+    int64_t expected, seen;
+    char phase[64];
+};
+
+struct SegmentHeader {
+    uint64_t magic;
+    int rank;
+    std::atomic<SegmentState> state;
+    alignas(kCacheLine) std::atomic<uint64_t> beat;  // grows while the rank waits: a rank that is stuck does not wait
+    alignas(kCacheLine) FailureRecord failure;
+};
+
+// A rank's arrival in a call. Two of them, used by turns: a rank is at most one call ahead of another.
+struct Entry {
+    alignas(kCacheLine) std::atomic<uint64_t> sequence;  // written last
+    int failed;                                          // 1: `message` says what the rank's caller did wrong
+    Signature signature;
+    int64_t num_tokens;
+    int64_t num_recv_rows;  // the bound given by the caller, or -1
+    char message[kMessageBytes];
+};
+
+// Positions are (sequence << 32 | count): a count of another call reads as zero.
+struct RingControl {
+    alignas(kCacheLine) std::atomic<uint64_t> head;  // slots filled, by the source
+    alignas(kCacheLine) std::atomic<uint64_t> tail;  // slots drained, by the owner
+};
+
+struct WorkspaceConfig {
+    int num_ranks, num_channels, num_experts, num_topk, hidden;
+};
+
+// Bytes of one ring slot: lane experts and lane values, then the row, then its scales.
+struct SlotLayout {
+    size_t lanes_offset = 0, values_offset, row_offset, scales_offset, bytes;
+    SlotLayout(int num_topk, size_t row_bytes, size_t scale_bytes)
+        : values_offset(sizeof(int32_t) * num_topk),
+          row_offset(align_up(values_offset + sizeof(float) * num_topk, kCacheLine)),
+          scales_offset(row_offset + align_up(row_bytes, kRowAlignment)),
+          bytes(align_up(scales_offset + scale_bytes, kCacheLine)) {}
+};
+
+class WorkspaceLayout {
+public:
+    explicit WorkspaceLayout(const WorkspaceConfig& config)
+        : config_(config),
+          entries_offset_(align_up(sizeof(SegmentHeader), kCacheLine)),
+          counts_offset_(entries_offset_ + 2 * sizeof(Entry)),
+          counts_bytes_(align_up(sizeof(int32_t) * config.num_channels * (config.num_ranks + config.num_experts), kCacheLine)),
+          control_offset_(counts_offset_ + 2 * counts_bytes_),
+          rings_offset_(align_up(control_offset_ + sizeof(RingControl) * config.num_ranks * config.num_channels, 4096)) {
+        const SlotLayout largest(config.num_topk, sizeof(float) * config.hidden, 0);
+        const size_t share = kRingBytes / config.num_channels;
+        ring_bytes_ = align_up(share > kMinRingSlots * largest.bytes ? share : kMinRingSlots * largest.bytes, 4096);
+    }
+
+    size_t entry(uint64_t sequence) const { return entries_offset_ + (sequence & 1) * sizeof(Entry); }
+    // int32 [num_channels, num_ranks] tokens for each rank, then int32 [num_channels, num_experts] rows for each expert
+    size_t counts(uint64_t sequence) const { return counts_offset_ + (sequence & 1) * counts_bytes_; }
+    size_t control(int source, int channel) const { return control_offset_ + sizeof(RingControl) * index(source, channel); }
+    size_t ring(int source, int channel) const { return rings_offset_ + ring_bytes_ * index(source, channel); }
+    size_t ring_bytes() const { return ring_bytes_; }
+    size_t total_bytes() const { return rings_offset_ + ring_bytes_ * config_.num_ranks * config_.num_channels; }
+
+private:
+    size_t index(int source, int channel) const { return static_cast<size_t>(source) * config_.num_channels + channel; }
+
+    WorkspaceConfig config_;
+    size_t entries_offset_, counts_offset_, counts_bytes_, control_offset_, rings_offset_, ring_bytes_;
+};
+
+}  // namespace deepep_moe

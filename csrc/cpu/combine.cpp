@@ -1,0 +1,160 @@
+#include "cpu/combine.h"
+
+#include <cstring>
+
+#include "cpu/row_ops.h"
+
+namespace deepep_moe {
+namespace {
+
+class CombineChannel {
+public:
+    CombineChannel(const CombineParams& p, const Channel& c)
+        : p_(p), c_(c), row_bytes_(element_bytes(p.dtype) * p.hidden), slot_(p.num_topk, row_bytes_, 0),
+          experts_per_rank_(p.num_experts / c.num_ranks), range_(channel_range(p.num_tokens, c.channel, c.num_channels)),
+          masks_(rank_masks(p.topk_idx, range_, p.num_topk, experts_per_rank_)), next_token_(range_.begin), own_slot_(slot_.bytes),
+          peers_(c.num_ranks) {
+        for (int peer = 0; peer < c.num_ranks; ++peer) {
+            Peer& state = peers_[peer];
+            state.sender = c.sender(peer, slot_);
+            state.receiver = c.receiver(peer, slot_);
+            state.next_slot = first_slot(p.recv_counts, peer, c.channel, c.num_channels);
+            state.last_slot = state.next_slot + p.recv_counts[peer * c.num_channels + c.channel];
+        }
+    }
+
+    void run() {
+        Waiter waiter(*c_.monitor);
+        while (!done()) {
+            bool moved = false;
+            for (int offset = 1; offset < c_.num_ranks; ++offset) moved |= send((c_.rank + offset) % c_.num_ranks);
+            moved |= finish_tokens();
+            if (moved)
+                waiter.progress();
+            else
+                waiter.idle([&](auto&& report) { report_lacks(report); });
+        }
+    }
+
+private:
+    struct Peer {
+        RingSender sender;
+        RingReceiver receiver;
+        int64_t next_slot, last_slot;  // of the tokens that came from the peer
+    };
+
+    bool done() const {
+        if (next_token_ < range_.end) return false;
+        for (int peer = 0; peer < c_.num_ranks; ++peer)
+            if (peer != c_.rank && peers_[peer].next_slot < peers_[peer].last_slot) return false;
+        return true;
+    }
+
+    // The expert side: one row of the wire's dtype, and one value per lane, for the token in `slot_idx`.
+    void reduce(int64_t slot_idx, std::byte* slot) const {
+        const void* rows[kMaxTopk] = {p_.x + slot_idx * row_bytes_};
+        float weights[kMaxTopk] = {p_.weights != nullptr ? p_.weights[slot_idx] : 1.0f};
+        auto* values = reinterpret_cast<float*>(slot + slot_.values_offset);
+        int num_rows = 1;
+        if (p_.layout == Layout::kExpert) {
+            num_rows = gather(p_.recv_row_idx + slot_idx * p_.num_topk, rows, weights, values);
+        } else if (p_.lane_values != nullptr) {
+            std::memcpy(values, p_.lane_values + slot_idx * p_.num_topk, sizeof(float) * p_.num_topk);
+        }
+        if (num_rows == 1 && p_.weights == nullptr)
+            std::memcpy(slot + slot_.row_offset, rows[0], row_bytes_);
+        else
+            sum_rows(p_.dtype, {slot + slot_.row_offset, rows, p_.weights != nullptr ? weights : nullptr, nullptr, num_rows, p_.hidden});
+    }
+
+    int gather(const int32_t* row_of_lane, const void** rows, float* weights, float* values) const {
+        int num_rows = 0;
+        for (int k = 0; k < p_.num_topk; ++k) {
+            const int32_t row = row_of_lane[k];
+            if (p_.lane_values != nullptr) values[k] = row >= 0 ? p_.lane_values[row] : 0.0f;
+            if (row < 0) continue;
+            rows[num_rows] = p_.x + static_cast<size_t>(row) * row_bytes_;
+            if (p_.weights != nullptr) weights[num_rows] = p_.weights[row];
+            ++num_rows;
+        }
+        return num_rows;
+    }
+
+    bool send(int peer) {
+        Peer& state = peers_[peer];
+        int count = 0;
+        for (; count < kBatch && state.next_slot < state.last_slot; ++count) {
+            std::byte* slot = state.sender.next();
+            if (slot == nullptr) break;
+            reduce(state.next_slot++, slot);
+            state.sender.push();
+        }
+        if (count > 0) state.sender.publish();
+        return count > 0;
+    }
+
+    // The source side: sums the tokens whose rows are all here.
+    bool finish_tokens() {
+        int count = 0;
+        for (; count < kBatch && next_token_ < range_.end && finish(next_token_, masks_[next_token_ - range_.begin]); ++count) ++next_token_;
+        if (count == 0) return false;
+        for (int peer = 0; peer < c_.num_ranks; ++peer)
+            if (peer != c_.rank) peers_[peer].receiver.publish();
+        return true;
+    }
+
+    bool finish(int64_t token, uint64_t mask) {
+        const std::byte* slots[kMaxRanks];
+        const void* rows[kMaxRanks];
+        int num_rows = 0;
+        for (uint64_t rest = mask; rest != 0; rest &= rest - 1) {
+            const int rank = std::countr_zero(rest);
+            slots[rank] = rank == c_.rank ? own_slot_.data() : peers_[rank].receiver.next();
+            if (slots[rank] == nullptr) return false;
+            rows[num_rows++] = slots[rank] + slot_.row_offset;
+        }
+        if (mask >> c_.rank & 1) reduce(peers_[c_.rank].next_slot++, own_slot_.data());
+        const std::byte* bias = p_.bias != nullptr ? p_.bias + token * row_bytes_ : nullptr;
+        sum_rows(p_.dtype, {p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, p_.hidden});
+        if (p_.combined_lane_values != nullptr) take_lane_values(token, slots);
+        for (uint64_t rest = mask & ~(uint64_t{1} << c_.rank); rest != 0; rest &= rest - 1) peers_[std::countr_zero(rest)].receiver.pop();
+        return true;
+    }
+
+    void take_lane_values(int64_t token, const std::byte* const* slots) {
+        for (int64_t lane = token * p_.num_topk, k = 0; k < p_.num_topk; ++k, ++lane) {
+            const int32_t expert = p_.topk_idx[lane];
+            const auto* values = expert >= 0 ? reinterpret_cast<const float*>(slots[expert / experts_per_rank_] + slot_.values_offset) : nullptr;
+            p_.combined_lane_values[lane] = values != nullptr ? values[k] : 0.0f;
+        }
+    }
+
+    template <class Report>
+    void report_lacks(Report&& report) const {
+        const uint64_t wanted = next_token_ < range_.end ? masks_[next_token_ - range_.begin] : 0;
+        for (int peer = 0; peer < c_.num_ranks; ++peer) {
+            if (peer == c_.rank) continue;
+            const Peer& state = peers_[peer];
+            if ((wanted >> peer & 1) && state.receiver.drained() == state.receiver.filled())
+                report(Lack{peer, "combine rows", state.receiver.drained() + 1, state.receiver.filled()});
+            if (state.next_slot < state.last_slot) report(Lack{peer, "combine ring space", state.sender.filled(), state.sender.drained()});
+        }
+    }
+
+    const CombineParams& p_;
+    const Channel& c_;
+    const size_t row_bytes_;
+    const SlotLayout slot_;
+    const int experts_per_rank_;
+    const Range range_;
+    const std::vector<uint64_t> masks_;  // of the tokens of range_
+    int64_t next_token_;
+    std::vector<std::byte> own_slot_;
+    std::vector<Peer> peers_;            // [num_ranks], this rank included
+};
+
+}  // namespace
+
+void combine_channel(const CombineParams& params, const Channel& channel) { CombineChannel(params, channel).run(); }
+
+}  // namespace deepep_moe

@@ -1,0 +1,53 @@
+#include "cpu/layout.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace deepep_moe {
+namespace {
+
+[[noreturn]] void refuse(int64_t token, int lane, int64_t expert, const LayoutParams& p) {
+    throw std::invalid_argument("topk_idx[" + std::to_string(token) + ", " + std::to_string(lane) + "] is " + std::to_string(expert) +
+                                "; it must be -1 (no expert) or 0 to " + std::to_string(p.num_experts - 1));
+}
+
+[[noreturn]] void refuse_duplicate(int64_t token, int first, int second, int64_t expert) {
+    throw std::invalid_argument("topk_idx[" + std::to_string(token) + "] names expert " + std::to_string(expert) + " twice, in lanes " +
+                                std::to_string(first) + " and " + std::to_string(second) + "; a token may choose an expert once");
+}
+
+template <class Index>
+void count(const LayoutParams& p, Range range, const ChannelCounts& counts) {
+    const auto* topk_idx = static_cast<const Index*>(p.topk_idx);
+    const int experts_per_rank = p.num_experts / p.num_ranks;
+    for (int64_t token = range.begin; token < range.end; ++token) {
+        const Index* lanes = topk_idx + token * p.num_topk;
+        uint64_t ranks = 0;
+        for (int k = 0; k < p.num_topk; ++k) {
+            const int64_t expert = lanes[k];
+            if (expert < -1 || expert >= p.num_experts) refuse(token, k, expert, p);
+            if (p.narrow_topk_idx != nullptr) p.narrow_topk_idx[token * p.num_topk + k] = static_cast<int32_t>(expert);
+            if (expert < 0) continue;
+            for (int other = 0; other < k; ++other)
+                if (lanes[other] == expert) refuse_duplicate(token, other, k, expert);
+            ++counts.num_tokens_per_expert[expert];
+            ranks |= uint64_t{1} << (expert / experts_per_rank);
+        }
+        for (int rank = 0; rank < p.num_ranks; ++rank) {
+            const int chosen = static_cast<int>(ranks >> rank & 1);
+            counts.num_tokens_per_rank[rank] += chosen;
+            if (p.is_token_in_rank != nullptr) p.is_token_in_rank[token * p.num_ranks + rank] = static_cast<uint8_t>(chosen);
+        }
+    }
+}
+
+}  // namespace
+
+void count_tokens(const LayoutParams& params, Range range, const ChannelCounts& counts) {
+    std::fill_n(counts.num_tokens_per_rank, params.num_ranks, 0);
+    std::fill_n(counts.num_tokens_per_expert, params.num_experts, 0);
+    return params.is_int64 ? count<int64_t>(params, range, counts) : count<int32_t>(params, range, counts);
+}
+
+}  // namespace deepep_moe

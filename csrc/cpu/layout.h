@@ -1,0 +1,28 @@
+// Who gets how much: counts of a rank's tokens per rank and per expert.
+#pragma once
+
+#include <cstdint>
+
+#include "common/workspace.h"
+
+namespace deepep_moe {
+
+struct LayoutParams {
+    const void* topk_idx;    // [num_tokens, num_topk] int64 or int32, -1 = no expert
+    bool is_int64;
+    int64_t num_tokens;
+    int num_topk, num_ranks, num_experts;
+
+    int32_t* narrow_topk_idx;  // [num_tokens, num_topk] out, or nullptr
+    uint8_t* is_token_in_rank; // [num_tokens, num_ranks] out, or nullptr
+};
+
+struct ChannelCounts {
+    int32_t* num_tokens_per_rank;    // [num_ranks] out: tokens of the channel with an expert on the rank
+    int32_t* num_tokens_per_expert;  // [num_experts] out
+};
+
+// Counts the tokens of `range`. Throws std::invalid_argument for an index outside [-1, num_experts) or an expert twice in a row.
+void count_tokens(const LayoutParams& params, Range range, const ChannelCounts& counts);
+
+}  // namespace deepep_moe

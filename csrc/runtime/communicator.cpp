@@ -1,0 +1,276 @@
+#include "runtime/communicator.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "runtime/process.h"
+
+namespace deepep_moe {
+namespace {
+
+std::string call_name(uint64_t sequence) { return "call " + std::to_string(sequence); }
+
+void copy_text(char* target, size_t capacity, const std::string& text) {
+    const size_t length = std::min(text.size(), capacity - 1);
+    std::memcpy(target, text.data(), length);
+    target[length] = '\0';
+}
+
+}  // namespace
+
+std::string describe(const Signature& s) {
+    const char* operations[] = {"dispatch", "cached dispatch", "combine"};
+    std::string text = std::string(operations[static_cast<int>(s.operation)]) + " of " + name_of(s.dtype) + " rows, layout " + name_of(s.layout);
+    if (s.operation == Operation::kDispatch) text += ", expert_alignment " + std::to_string(s.expert_alignment);
+    if (s.has_weights) text += ", with topk_weights";
+    if (s.has_scales) text += ", with x_scales";
+    if (s.has_lane_values) text += ", with gradients of topk_weights";
+    return text;
+}
+
+Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeout_s)
+    : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), owner_pid_(getpid()), own_(Segment::create(layout_.total_bytes())),
+      peers_(config.num_ranks), pids_(config.num_ranks, owner_pid_), start_times_(config.num_ranks, 0), pool_(config.num_channels) {
+    auto* header = new (own_.data()) SegmentHeader{};
+    header->magic = kSegmentMagic;
+    header->rank = rank;
+    header->state.store(SegmentState::kAlive, std::memory_order_release);
+}
+
+Communicator::~Communicator() {
+    if (getpid() == owner_pid_)
+        header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
+    else
+        pool_.abandon();
+}
+
+void Communicator::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
+    pids_ = pids;
+    for (int rank = 0; rank < config_.num_ranks; ++rank) {
+        start_times_[rank] = process_start_time(pids[rank]);
+        if (rank == rank_) continue;
+        peers_[rank] = Segment::open(paths[rank], layout_.total_bytes());
+        if (header(rank).magic != kSegmentMagic || header(rank).rank != rank)
+            throw std::invalid_argument(paths[rank] + " is not the shared memory of rank " + std::to_string(rank) +
+                                        "; are the ranks in different containers?");
+    }
+}
+
+void Communicator::check_owner() const {
+    if (getpid() != owner_pid_)
+        throw DestroyedError("this buffer belongs to process " + std::to_string(owner_pid_) + ", this is process " + std::to_string(getpid()) +
+                             ", forked from it; create a Buffer in each process");
+}
+
+// ---- entering a call ----
+
+Entry& Communicator::begin_entry(const Signature& signature) {
+    check_owner();
+    ++sequence_;
+    Entry& own = entry(rank_);
+    own.sequence.store(0);  // readers of the call before last, if any is that late, must notice
+    own.failed = 0;
+    own.signature = signature;
+    own.num_recv_rows = -1;
+    return own;
+}
+
+void Communicator::enter(Entry& own) {
+    own.sequence.store(sequence_, std::memory_order_release);
+    Waiter waiter(*this);
+    auto report_lacks = [this](auto&& report) {
+        for (int peer = 0; peer < config_.num_ranks; ++peer) {
+            const uint64_t seen = entry(peer).sequence.load(std::memory_order_acquire);
+            if (seen < sequence_) report(Lack{peer, "entry into the call", static_cast<int64_t>(sequence_), static_cast<int64_t>(seen)});
+        }
+    };
+    auto all_here = [&] {
+        bool all = true;
+        report_lacks([&](const Lack&) { all = false; });
+        return all;
+    };
+    while (!all_here()) waiter.idle(report_lacks);
+    check_entries();
+}
+
+void Communicator::check_entries() const {
+    std::string mismatch;
+    for (int peer = 0; peer < config_.num_ranks; ++peer) {
+        const Entry& theirs = entry(peer);
+        if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
+            throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
+                                call_name(theirs.sequence) + "; see its output for the error", peer);
+        if (theirs.failed) throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + theirs.message, peer);
+        if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
+    }
+    if (!mismatch.empty())
+        throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) + mismatch);
+}
+
+void Communicator::abort(const std::string& message) {
+    Entry& own = begin_entry({});
+    own.failed = 1;
+    copy_text(own.message, kMessageBytes, message);
+    own.sequence.store(sequence_, std::memory_order_release);
+}
+
+// ---- what a wait looks at ----
+
+bool Communicator::suspect(const Lack& lack) {
+    const SegmentHeader& theirs = header(lack.peer);
+    if (theirs.state.load(std::memory_order_acquire) == SegmentState::kDestroyed) return true;
+    if (entry(lack.peer).sequence.load(std::memory_order_acquire) > sequence_) return true;
+    if (process_start_time(pids_[lack.peer]) != start_times_[lack.peer]) return true;
+    // A peer that only waits for another one cannot be blamed, but what it found out can be passed on.
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) return true;
+    return false;
+}
+
+void Communicator::give_up(const Lack& lack) {
+    const std::string where = "rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase;
+    for (int peer = 0; peer < config_.num_ranks; ++peer) {
+        const FailureRecord& failure = header(peer).failure;
+        if (failure.sequence.load(std::memory_order_acquire) != sequence_) continue;
+        throw TimeoutError(where + ": rank " + std::to_string(peer) + " gave up on rank " + std::to_string(failure.culprit) + " in phase '" +
+                               failure.phase + "' (expected " + std::to_string(failure.expected) + ", seen " + std::to_string(failure.seen) + ")",
+                           failure.culprit, failure.phase, failure.expected, failure.seen);
+    }
+    const std::string culprit = "rank " + std::to_string(lack.peer);
+    if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed)
+        throw PeerError(where + ": " + culprit + " destroyed its buffer; every rank must make the same calls", lack.peer);
+    if (entry(lack.peer).sequence.load(std::memory_order_acquire) > sequence_)
+        throw PeerError(where + ": " + culprit + " left this call with an error and went on; see its output for the error", lack.peer);
+    fail(lack);
+}
+
+void Communicator::fail(const Lack& lack) {
+    FailureRecord& failure = header(rank_).failure;
+    failure.culprit = lack.peer;
+    failure.expected = lack.expected;
+    failure.seen = lack.seen;
+    copy_text(failure.phase, sizeof(failure.phase), lack.phase);
+    failure.sequence.store(sequence_, std::memory_order_release);
+    const bool gone = process_start_time(pids_[lack.peer]) != start_times_[lack.peer];
+    const std::string why = gone ? "its process " + std::to_string(pids_[lack.peer]) + " is gone"
+                                 : "nothing came for " + std::to_string(timeout_s_) + " s (DEEPEP_MOE_TIMEOUT_S)";
+    throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
+                           " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) + ", seen " +
+                           std::to_string(lack.seen),
+                       lack.peer, lack.phase, lack.expected, lack.seen);
+}
+
+// ---- the calls ----
+
+Ring Communicator::ring(int owner, int source, int channel) const {
+    return {reinterpret_cast<RingControl*>(base(owner) + layout_.control(source, channel)), base(owner) + layout_.ring(source, channel)};
+}
+
+Channel Communicator::channel(int index) {
+    Channel channel{rank_, config_.num_ranks, index, config_.num_channels, static_cast<uint32_t>(sequence_), layout_.ring_bytes(), {}, {}, this};
+    for (int peer = 0; peer < config_.num_ranks; ++peer) {
+        channel.outbox[peer] = ring(peer, rank_, index);
+        channel.inbox[peer] = ring(rank_, peer, index);
+    }
+    return channel;
+}
+
+template <class Params, class Move>
+void Communicator::run_channels(const Params& params, Move move) {
+    pool_.run([&](int index) { move(params, channel(index)); });
+}
+
+PlanResult Communicator::plan(const PlanParams& params) {
+    Entry& own = begin_entry(params.signature);
+    own.num_tokens = params.layout.num_tokens;
+    own.num_recv_rows = params.num_recv_rows_bound;
+    try {
+        count_own(params.layout);
+    } catch (const std::invalid_argument& error) {
+        own.failed = 1;
+        copy_text(own.message, kMessageBytes, error.what());
+        own.sequence.store(sequence_, std::memory_order_release);
+        throw;
+    }
+    enter(own);
+    check_bounds(params.signature.expert_alignment, params.signature.layout);
+    const PlanResult result = read_counts(params);
+    check_entries();  // the counts just read were of this call
+    return result;
+}
+
+void Communicator::count_own(const LayoutParams& params) {
+    auto* own = const_cast<int32_t*>(counts(rank_));
+    int32_t* per_expert = own + config_.num_channels * config_.num_ranks;
+    pool_.run([&](int index) {
+        count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),
+                     {own + index * config_.num_ranks, per_expert + index * config_.num_experts});
+    });
+}
+
+// Every rank checks the bounds of all ranks, so that all of them stop.
+void Communicator::check_bounds(int expert_alignment, Layout layout) const {
+    const int experts_per_rank = config_.num_experts / config_.num_ranks;
+    for (int rank = 0; rank < config_.num_ranks; ++rank) {
+        const int64_t bound = entry(rank).num_recv_rows;
+        if (bound < 0) continue;
+        int64_t num_rows = 0;
+        for (int expert = rank * experts_per_rank; expert < (rank + 1) * experts_per_rank && layout == Layout::kExpert; ++expert) {
+            int64_t rows = 0;
+            for (int source = 0; source < config_.num_ranks; ++source)
+                for (int c = 0; c < config_.num_channels; ++c) rows += counts(source)[config_.num_channels * config_.num_ranks + c * config_.num_experts + expert];
+            num_rows += align_up(rows, expert_alignment);
+        }
+        for (int source = 0; source < config_.num_ranks && layout == Layout::kRank; ++source)
+            for (int c = 0; c < config_.num_channels; ++c) num_rows += counts(source)[c * config_.num_ranks + rank];
+        if (num_rows > bound)
+            throw CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than its num_recv_rows of " +
+                                    std::to_string(bound) + "; give a larger bound or none", rank);
+    }
+}
+
+PlanResult Communicator::read_counts(const PlanParams& params) {
+    const int num_ranks = config_.num_ranks, num_channels = config_.num_channels, experts_per_rank = config_.num_experts / num_ranks;
+    PlanResult result{0, 0};
+    for (int source = 0; source < num_ranks; ++source)
+        for (int c = 0; c < num_channels; ++c) {
+            const int32_t tokens = counts(source)[c * num_ranks + rank_];
+            params.recv_counts[source * num_channels + c] = tokens;
+            result.num_recv_tokens += tokens;
+        }
+    row_begin_.assign(static_cast<size_t>(num_ranks) * num_channels * experts_per_rank, 0);
+    int64_t row = 0;
+    for (int expert = 0; expert < experts_per_rank; ++expert) {
+        const int64_t first = row;
+        for (int source = 0; source < num_ranks; ++source)
+            for (int c = 0; c < num_channels; ++c) {
+                row_begin_[(static_cast<size_t>(source) * num_channels + c) * experts_per_rank + expert] = static_cast<int32_t>(row);
+                row += counts(source)[num_channels * num_ranks + c * config_.num_experts + rank_ * experts_per_rank + expert];
+            }
+        params.num_recv_tokens_per_expert[expert] = static_cast<int32_t>(row - first);
+        row = first + static_cast<int64_t>(align_up(row - first, params.signature.expert_alignment));
+    }
+    result.num_rows = params.signature.layout == Layout::kExpert ? row : result.num_recv_tokens;
+    return result;
+}
+
+void Communicator::dispatch(DispatchParams params) {
+    check_owner();
+    params.row_begin = row_begin_.data();
+    run_channels(params, dispatch_channel);
+}
+
+void Communicator::dispatch_cached(const Signature& signature, const DispatchParams& params) {
+    enter(begin_entry(signature));
+    run_channels(params, dispatch_channel);
+}
+
+void Communicator::combine(const Signature& signature, const CombineParams& params) {
+    enter(begin_entry(signature));
+    run_channels(params, combine_channel);
+}
+
+}  // namespace deepep_moe

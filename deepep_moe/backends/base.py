@@ -1,0 +1,101 @@
+"""What a backend does, and the arguments every backend gets, already checked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepep_moe.handle import DispatchHandle
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+}
+LAYOUTS = ("expert", "rank")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks of a buffer agree on."""
+
+    num_ranks: int
+    rank: int
+    num_max_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    timeout_s: float
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+
+@dataclass
+class DispatchArgs:
+    x: Tensor
+    x_scales: Tensor | None
+    topk_idx: Tensor
+    topk_weights: Tensor | None
+    layout: str
+    expert_alignment: int
+    num_recv_rows: int  # the caller's bound, or -1
+
+
+@dataclass
+class CachedDispatchArgs:
+    x: Tensor
+    x_scales: Tensor | None
+    topk_weights: Tensor | None
+    handle: DispatchHandle
+
+
+@dataclass
+class CombineArgs:
+    x: Tensor
+    weights: Tensor | None  # [num_rows]
+    bias: Tensor | None
+    lane_values: Tensor | None  # as recv_topk_weights lies
+    handle: DispatchHandle
+
+
+@dataclass
+class Rows:
+    """Results of a dispatch; a tensor that does not apply is empty."""
+
+    recv_x: Tensor
+    recv_x_scales: Tensor
+    recv_topk_weights: Tensor
+
+
+Move = Callable[[], None]
+"""The second half of an operation: moves the rows. May run on another thread."""
+
+
+class Backend(Protocol):
+    """One way to move rows. Every method is collective over the buffer's group, in the same order on every rank."""
+
+    name: str
+    num_channels: int
+    workspace_bytes: int
+
+    def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
+        """Exchange counts, allocate."""
+        ...
+
+    def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]: ...
+
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
+        """combined_x [num_tokens, hidden]; combined lane values [num_tokens, num_topk], empty when not asked for."""
+        ...
+
+    def abort(self, message: str) -> None:
+        """Tell the peers, who are or will be in the same call, that this rank refused its arguments."""
+        ...
+
+    def destroy(self) -> None: ...

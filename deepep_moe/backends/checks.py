@@ -1,0 +1,91 @@
+"""Checks of the arguments of one call, before anything moves. Wrong types raise TypeError, wrong values ValueError."""
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")
+
+
+def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, dtypes: tuple[torch.dtype, ...]) -> None:
+    if isinstance(x, Tensor) and x.dim() != 2:
+        raise ValueError(f"{name} has shape {list(x.shape)}; it must be [num_tokens, {settings.hidden}]")
+    rows = num_rows if num_rows is not None else (x.shape[0] if isinstance(x, Tensor) else 0)
+    _check_tensor(name, x, (rows, settings.hidden), dtypes)
+    row_bytes = settings.hidden * x.element_size()
+    if row_bytes % _C.ROW_ALIGNMENT:
+        raise ValueError(
+            f"a row of {name}, {settings.hidden} columns of {DTYPE_NAMES[x.dtype]}, has {row_bytes} bytes; "
+            f"it must be a multiple of {_C.ROW_ALIGNMENT}"
+        )
+
+
+def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
+    if (x.dtype in _FP8) != (x_scales is not None):
+        raise ValueError(f"x is {DTYPE_NAMES[x.dtype]} and x_scales is {'given' if x_scales is not None else 'missing'}; fp8 rows, and only they, have scales")
+    if x_scales is not None:
+        num_scales = -(-x.shape[1] // _C.SCALE_BLOCK)
+        _check_tensor("x_scales", x_scales, (x.shape[0], num_scales), (torch.float32,), x.device)
+
+
+def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
+    if weights is not None:
+        _check_tensor(name, weights, shape, (torch.float32,), x.device)
+
+
+def _check_layout(layout: str, expert_alignment: int) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
+    if expert_alignment < 1:
+        raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1")
+
+
+def check_dispatch(args: DispatchArgs, s: Settings) -> None:
+    _check_rows("x", args.x, None, s, tuple(DTYPE_NAMES))
+    num_tokens = args.x.shape[0]
+    _check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device)
+    _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
+    _check_scales(args.x, args.x_scales)
+    _check_layout(args.layout, args.expert_alignment)
+    if num_tokens > s.num_max_tokens_per_rank:
+        raise ValueError(
+            f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
+            "create the Buffer with a larger bound"
+        )
+    if args.num_recv_rows < -1:
+        raise ValueError(f"num_recv_rows is {args.num_recv_rows}; it must be None or a number of rows")
+
+
+def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
+    num_tokens = args.handle.num_tokens
+    _check_rows("x", args.x, num_tokens, s, tuple(DTYPE_NAMES))
+    _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
+    _check_scales(args.x, args.x_scales)
+
+
+def check_combine(args: CombineArgs, s: Settings) -> None:
+    handle = args.handle
+    if isinstance(args.x, Tensor) and args.x.dtype in _FP8:
+        raise TypeError(f"x has dtype {str(args.x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
+    _check_rows("x", args.x, handle.num_rows, s, (torch.float32, torch.bfloat16, torch.float16))
+    _check_weights("topk_weights", args.weights, (handle.num_rows,), args.x)
+    if args.bias is not None:
+        _check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (args.x.dtype,), args.x.device)
+    shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
+    _check_weights("lane_values", args.lane_values, shape, args.x)

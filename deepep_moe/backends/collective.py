@@ -1,0 +1,333 @@
+"""Backend `collective`: anything torch.distributed reaches, rows through `all_to_all_single` of the process group.
+
+Plain PyTorch on the device of the tensors. A call is an exchange of entries (who is here, with what operation and counts, or with what
+error), then one all-to-all whose rows carry their lane indices, weights and scales.
+"""
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.handle import DispatchHandle, padded
+
+_OPERATIONS = ("dispatch", "cached dispatch", "combine")
+_MESSAGE_BYTES = 512
+_TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group
+
+
+@dataclass
+class Entry:
+    """A rank's arrival in a call."""
+
+    call: int
+    failed: int
+    operation: int
+    dtype: int
+    layout: int
+    expert_alignment: int
+    flags: int  # 1: topk_weights, 2: x_scales, 4: gradients of topk_weights
+    num_recv_rows: int
+
+    def signature(self) -> tuple[int, ...]:
+        return (self.operation, self.dtype, self.layout, self.expert_alignment, self.flags)
+
+    def describe(self) -> str:
+        extras = [", with topk_weights", ", with x_scales", ", with gradients of topk_weights"]
+        names = sorted(set(DTYPE_NAMES.values()))
+        return (
+            f"{_OPERATIONS[self.operation]} of {names[self.dtype]} rows, layout {LAYOUTS[self.layout]}, "
+            f"expert_alignment {self.expert_alignment}" + "".join(text for bit, text in enumerate(extras) if self.flags >> bit & 1)
+        )
+
+
+_NUM_FIELDS = len(Entry.__dataclass_fields__)
+
+
+def refuse_bad_routing(topk_idx: Tensor, num_experts: int) -> None:
+    """Raise ValueError for an index outside [-1, num_experts) or an expert twice in a row of topk_idx [num_tokens, num_topk]."""
+    outside = ((topk_idx < -1) | (topk_idx >= num_experts)).nonzero()
+    if len(outside):
+        token, lane = outside[0].tolist()
+        raise ValueError(f"topk_idx[{token}, {lane}] is {int(topk_idx[token, lane])}; it must be -1 (no expert) or 0 to {num_experts - 1}")
+    ordered = topk_idx.sort(dim=1).values
+    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
+    if len(twice):
+        token, expert = int(twice[0, 0]), int(ordered[twice[0, 0], twice[0, 1]])
+        first, second = (topk_idx[token] == expert).nonzero().flatten().tolist()[:2]
+        raise ValueError(
+            f"topk_idx[{token}] names expert {expert} twice, in lanes {first} and {second}; a token may choose an expert once"
+        )
+
+
+class CollectiveBackend:
+    """Implements `deepep_moe.backends.base.Backend` over `group` (None: a single rank)."""
+
+    name = "collective"
+    num_channels = 1
+    workspace_bytes = 0
+
+    def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", processes: list[tuple[str, int]]):
+        """`processes`: (host, process id) of every rank, to tell which one died."""
+        self.settings = settings
+        self.group = group
+        self._processes = processes
+        self._start_times = [_C.process_start_time(pid) for _, pid in processes]
+        self._call = 0
+        self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
+
+    # ---- the three operations ----
+
+    def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
+        s, topk_idx = self.settings, args.topk_idx
+        try:
+            refuse_bad_routing(topk_idx, s.num_experts)
+        except ValueError as error:
+            self.abort(str(error))
+            raise
+        per_expert = topk_idx[topk_idx >= 0].bincount(minlength=s.num_experts)
+        per_rank = self._is_token_in_rank(topk_idx).sum(0)
+        counts = self._enter(self._entry(0, args.x, args.layout, args), torch.cat([per_rank, per_expert]).cpu())
+        to_here = counts[:, s.rank : s.rank + 1]
+        mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
+        tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
+        needed = self._check_bounds(args, counts)
+        num_rows = needed if args.num_recv_rows < 0 else args.num_recv_rows
+        num_recv_tokens = int(to_here.sum())
+        is_expert = args.layout == "expert"
+        recv_row_idx = torch.empty(num_recv_tokens if is_expert else 0, s.num_topk, dtype=torch.int32, device=topk_idx.device)
+        recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
+        handle = DispatchHandle(
+            -1, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True), recv_row_idx,
+            to_here.to(torch.int32).contiguous(), tokens_per_expert, recv_topk_idx,
+        )  # fmt: skip
+        rows = self._allocate(args, handle)
+        return rows, handle, lambda: self._move(args, handle, rows, cached=False)
+
+    def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
+        rows = self._allocate(args, args.handle)
+
+        def move() -> None:
+            self._enter(self._entry(1, args.x, args.handle.layout, args))
+            self._move(args, args.handle, rows, cached=True)
+
+        return rows, move
+
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
+        s, handle = self.settings, args.handle
+        combined_x = args.x.new_empty(handle.num_tokens, s.hidden)
+        with_values = args.lane_values is not None
+        lane_values = args.x.new_empty(handle.num_tokens if with_values else 0, s.num_topk, dtype=torch.float32)
+
+        def move() -> None:
+            self._enter(self._entry(2, args.x, handle.layout, args))
+            self._combine(args, combined_x, lane_values)
+
+        return combined_x, lane_values, move
+
+    def abort(self, message: str) -> None:
+        entry = Entry(0, 1, 0, 0, 0, 1, 0, -1)
+        try:
+            self._enter(entry, message=message)
+        except EPPeerError:
+            pass  # this rank's own failure, told to the others
+
+    def destroy(self) -> None:
+        self.group = None
+
+    # ---- rows ----
+
+    def _is_token_in_rank(self, topk_idx: Tensor) -> Tensor:
+        """[num_tokens, num_ranks] bool."""
+        ranks = torch.where(topk_idx >= 0, topk_idx // self.settings.num_local_experts, self.settings.num_ranks).long()
+        mask = torch.zeros(topk_idx.shape[0], self.settings.num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
+        return mask.scatter_(1, ranks, True)[:, :-1]
+
+    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
+        x, num_rows = args.x, handle.num_rows
+        recv_x = x.new_zeros(num_rows, self.settings.hidden * x.element_size(), dtype=torch.uint8).view(x.dtype)
+        num_scales = 0 if args.x_scales is None else args.x_scales.shape[1]
+        recv_x_scales = x.new_zeros(num_rows if num_scales else 0, num_scales, dtype=torch.float32)
+        num_weights = 0 if args.topk_weights is None else num_rows
+        shape = (num_weights,) if handle.layout == "expert" else (num_weights, self.settings.num_topk)
+        return Rows(recv_x, recv_x_scales, x.new_zeros(shape, dtype=torch.float32))
+
+    def _move(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, *, cached: bool) -> None:
+        s = self.settings
+        destinations, tokens = self._is_token_in_rank(handle.topk_idx).t().nonzero(as_tuple=True)
+        local = handle.topk_idx[tokens] - (destinations * s.num_local_experts)[:, None].to(torch.int32)
+        local = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)
+        parts = [args.x[tokens], local]
+        parts += [part[tokens] for part in (args.x_scales, args.topk_weights) if part is not None]
+        sent = destinations.bincount(minlength=s.num_ranks).tolist()
+        arrived = self._all_to_all(parts, sent, handle.recv_counts.flatten().tolist(), "dispatch rows")
+        recv_x, experts, rest = arrived[0], arrived[1], arrived[2:]
+        scales = rest.pop(0) if args.x_scales is not None else None
+        weights = rest.pop(0) if args.topk_weights is not None else None
+        if handle.layout == "rank":
+            num_tokens = len(recv_x)
+            slots = target = torch.arange(num_tokens, device=recv_x.device)
+            if handle.recv_topk_idx is not None and not cached:
+                handle.recv_topk_idx[:num_tokens] = experts
+            if weights is not None:
+                rows.recv_topk_weights[:num_tokens] = torch.where(experts >= 0, weights, 0.0)
+        else:
+            if not cached:
+                handle.recv_row_idx.copy_(self._row_idx(experts, handle))
+            slots, lanes = (handle.recv_row_idx >= 0).nonzero(as_tuple=True)
+            target = handle.recv_row_idx[slots, lanes].long()
+            if weights is not None:
+                rows.recv_topk_weights[target] = weights[slots, lanes]
+        rows.recv_x.view(torch.uint8)[target] = recv_x.view(torch.uint8)[slots]
+        if scales is not None:
+            rows.recv_x_scales[target] = scales[slots]
+
+    def _row_idx(self, experts: Tensor, handle: DispatchHandle) -> Tensor:
+        """The row of every lane of every token received, from their local experts [num_recv_tokens, num_topk]."""
+        counts = handle.num_recv_tokens_per_expert.to(experts.device)
+        begins = padded(counts, handle.expert_alignment).cumsum(0) - padded(counts, handle.expert_alignment)
+        row_idx = torch.full_like(experts, -1)
+        for expert, begin in enumerate(begins.tolist()):
+            slots, lanes = (experts == expert).nonzero(as_tuple=True)
+            row_idx[slots, lanes] = torch.arange(begin, begin + len(slots), dtype=torch.int32, device=experts.device)
+        return row_idx
+
+    def _expert_side(self, args: CombineArgs) -> list[Tensor]:
+        """One row per token received, and its lane values when there are any."""
+        handle, num_tokens = args.handle, int(args.handle.recv_counts.sum())
+        if handle.layout == "rank":
+            x = args.x[:num_tokens]
+            if args.weights is not None:
+                x = (args.weights[:num_tokens, None] * x.float()).to(x.dtype)
+            return [x] if args.lane_values is None else [x, args.lane_values[:num_tokens]]
+        total = args.x.new_zeros(num_tokens, self.settings.hidden, dtype=torch.float32)
+        for lane in range(self.settings.num_topk):
+            slots = (handle.recv_row_idx[:, lane] >= 0).nonzero().flatten()
+            rows = handle.recv_row_idx[slots, lane].long()
+            term = args.x[rows].float()
+            total[slots] = total[slots] + (term if args.weights is None else args.weights[rows, None] * term)
+        x = total.to(args.x.dtype)
+        if args.lane_values is None:
+            return [x]
+        there = handle.recv_row_idx >= 0
+        values = torch.zeros(there.shape, dtype=torch.float32, device=x.device)
+        values[there] = args.lane_values[handle.recv_row_idx[there].long()]
+        return [x, values]
+
+    def _combine(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor) -> None:
+        s, handle = self.settings, args.handle
+        destinations, tokens = self._is_token_in_rank(handle.topk_idx).t().nonzero(as_tuple=True)
+        counts = destinations.bincount(minlength=s.num_ranks).tolist()
+        arrived = self._all_to_all(self._expert_side(args), handle.recv_counts.flatten().tolist(), counts, "combine rows")
+        total = combined_x.new_zeros(combined_x.shape, dtype=torch.float32)
+        for idx, rows in zip(tokens.split(counts), arrived[0].split(counts), strict=True):
+            total[idx] = total[idx] + rows.float()
+        combined_x.copy_(total if args.bias is None else total + args.bias.float())
+        if args.lane_values is not None:
+            lane_values.zero_()
+            for rank, (idx, values) in enumerate(zip(tokens.split(counts), arrived[1].split(counts), strict=True)):
+                there = (handle.topk_idx[idx] >= 0) & (handle.topk_idx[idx] // s.num_local_experts == rank)
+                lane_values[idx] = torch.where(there, values, lane_values[idx])
+
+    # ---- messages ----
+
+    def _all_to_all(self, parts: list[Tensor], num_sent: list[int], num_received: list[int], phase: str) -> list[Tensor]:
+        """Send rows of `parts` (by destination), receive as many kinds of rows (by source), all in one message a peer."""
+        if self.settings.num_ranks == 1:
+            return parts
+        payload = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+        received = payload.new_empty(sum(num_received), payload.shape[1])
+        try:
+            dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group)
+        except RuntimeError as error:
+            raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
+        pieces = received.split([part.shape[1] * part.element_size() for part in parts], dim=1)
+        return [piece.contiguous().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+
+    def _entry(self, operation: int, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
+        if isinstance(args, CombineArgs):
+            alignment, bound, flags = args.handle.expert_alignment, -1, 4 * (args.lane_values is not None)
+        else:
+            is_plan = isinstance(args, DispatchArgs)
+            alignment = args.expert_alignment if is_plan else args.handle.expert_alignment  # type: ignore[union-attr]
+            bound = args.num_recv_rows if is_plan else -1  # type: ignore[union-attr]
+            flags = (args.topk_weights is not None) + 2 * (args.x_scales is not None)
+        dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[x.dtype])
+        return Entry(0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound)
+
+    def _enter(self, own: Entry, counts: Tensor | None = None, message: str = "") -> Tensor:
+        """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64."""
+        s = self.settings
+        self._call += 1
+        own.call = self._call
+        text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
+        counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64) if counts is None else counts
+        fields = torch.tensor(list(vars(own).values()), dtype=torch.int64)
+        entries = self._exchange(torch.cat([fields, counts, torch.frombuffer(bytearray(text), dtype=torch.int64)]))
+        peers = [Entry(*row[:_NUM_FIELDS].tolist()) for row in entries]
+        for rank, peer in enumerate(peers):
+            if peer.failed:
+                reason = entries[rank, -_MESSAGE_BYTES // 8 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+                raise EPPeerError(f"rank {rank} refused its arguments: {reason}", rank=rank)
+        different = [rank for rank, peer in enumerate(peers) if (peer.call, *peer.signature()) != (own.call, *own.signature())]
+        if different:
+            calls = "; ".join(f"rank {rank}: {peers[rank].describe()}" for rank in [s.rank, *different])
+            raise EPMismatchError(f"ranks make different calls: {calls}")
+        self._bounds = [peer.num_recv_rows for peer in peers]
+        return entries[:, _NUM_FIELDS : -_MESSAGE_BYTES // 8]
+
+    def _exchange(self, own: Tensor) -> Tensor:
+        """All ranks' vectors, [num_ranks, len(own)]. Raises EPTimeoutError naming the rank that did not answer."""
+        s, group = self.settings, self.group
+        if s.num_ranks == 1:
+            return own[None]
+        if not self._is_gloo:  # the group's own deadline holds
+            device = torch.device("cuda", torch.cuda.current_device())
+            gathered = own.new_empty(s.num_ranks, len(own), device=device)
+            dist.all_gather_into_tensor(gathered, own.to(device), group=group)
+            return gathered.cpu()
+        entries = own.repeat(s.num_ranks, 1)
+        peers = [(s.rank + offset) % s.num_ranks for offset in range(1, s.num_ranks)]
+        sends = [dist.isend(own, group=group, group_dst=peer, tag=_TAG) for peer in peers]
+        receives = [dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG) for peer in peers]
+        deadline = datetime.timedelta(seconds=s.timeout_s)
+        for peer, work in [*zip(peers, receives, strict=True), *zip(peers, sends, strict=True)]:
+            try:
+                work.wait(deadline)
+            except RuntimeError as error:
+                dead = self._dead_rank()
+                raise self._timeout(peer if dead < 0 else dead, "entry into the call", self._call, self._call - 1, str(error)) from error
+        return entries
+
+    def _dead_rank(self) -> int:
+        """A rank of this host whose process is gone, or -1."""
+        host = self._processes[self.settings.rank][0]
+        for rank, (other, pid) in enumerate(self._processes):
+            if other == host and _C.process_start_time(pid) != self._start_times[rank]:
+                return rank
+        return -1
+
+    def _timeout(self, culprit: int, phase: str, expected: int, seen: int, why: str) -> EPTimeoutError:
+        named = f"rank {culprit}" if culprit >= 0 else "a peer (torch.distributed does not say which)"
+        return EPTimeoutError(
+            f"rank {self.settings.rank} in call {self._call}: {named} did not deliver; phase '{phase}', expected {expected}, "
+            f"seen {seen}; torch.distributed says: {why}",
+            rank=culprit, phase=phase, expected=expected, seen=seen,
+        )  # fmt: skip
+
+    def _check_bounds(self, args: DispatchArgs, counts: Tensor) -> int:
+        """Rows this rank will receive. Raises EPCapacityError where any rank's bound is too small."""
+        s = self.settings
+        per_expert = counts[:, s.num_ranks :].sum(0).view(s.num_ranks, s.num_local_experts)
+        per_rank = padded(per_expert, args.expert_alignment).sum(1) if args.layout == "expert" else counts[:, : s.num_ranks].sum(0)
+        for rank, (rows, bound) in enumerate(zip(per_rank.tolist(), self._bounds, strict=True)):
+            if 0 <= bound < rows:
+                raise EPCapacityError(
+                    f"rank {rank} would receive {rows} rows, more than its num_recv_rows of {bound}; give a larger bound or none", rank=rank
+                )
+        return int(per_rank[s.rank])

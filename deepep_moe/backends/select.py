@@ -1,0 +1,113 @@
+"""Which backend serves a group: by rule, the same on every rank, said once."""
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from deepep_moe import _C, config
+from deepep_moe.backends.base import Backend, Settings
+from deepep_moe.backends.collective import CollectiveBackend
+from deepep_moe.backends.shm import ShmBackend
+from deepep_moe.errors import BackendUnavailableError, EPError, EPMismatchError, EPPeerError
+
+BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
+_NOT_BUILT = "it is not built in this version; use backend='auto', or 'collective' for GPU tensors over NCCL"
+
+
+@dataclass
+class Introduction:
+    """What a rank tells the others before a buffer is made."""
+
+    error: str | None  # its caller's mistake
+    backend: str
+    settings: dict[str, Any]
+    host: str
+    process_id: int
+    num_cpus: int
+    group_backend: str
+
+
+def host_id() -> str:
+    """The same for processes that can share memory: one kernel, one namespace of process ids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def gather(value: Any, group: "dist.ProcessGroup | None", num_ranks: int) -> list[Any]:
+    """`value` of every rank."""
+    if num_ranks == 1:
+        return [value]
+    values: list[Any] = [None] * num_ranks
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def introduce(settings: Settings, backend: str, error: Exception | None, group: "dist.ProcessGroup | None") -> list[Introduction]:
+    """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
+    common = {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    group_backend = "none" if group is None else str(dist.get_backend(group))
+    own = Introduction(message, backend, common, host_id(), os.getpid(), config.available_cpus(), group_backend)
+    peers: list[Introduction] = gather(own, group, settings.num_ranks)
+    if error is not None:
+        raise error
+    for rank, peer in enumerate(peers):
+        if peer.error is not None:
+            raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
+    for name in ("backend", *common):
+        values = [peer.backend if name == "backend" else peer.settings[name] for peer in peers]
+        if len(set(values)) > 1:
+            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            raise EPMismatchError(f"ranks disagree on {name} ({told}); create the Buffer with the same value on every rank")
+    return peers
+
+
+def why_not_shm(peers: list[Introduction]) -> str | None:
+    """The reason the shm backend cannot serve these ranks, or None."""
+    if len(peers) > _C.MAX_RANKS:
+        return f"it serves at most {_C.MAX_RANKS} ranks, this group has {len(peers)}"
+    hosts = {peer.host for peer in peers}
+    if len(hosts) > 1:
+        return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
+    if all(peer.group_backend == "nccl" for peer in peers):
+        return "it moves CPU tensors, and the group is an NCCL group for GPU tensors"
+    return None
+
+
+def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend:
+    channels = gather(config.num_threads(len(peers)), group, settings.num_ranks)
+    backend = ShmBackend(settings, min(channels))
+    addresses = gather(backend.address(), group, settings.num_ranks)
+    failure: str | None = None
+    try:
+        backend.connect(addresses)
+    except (OSError, ValueError) as error:
+        failure = str(error)
+    for rank, reason in enumerate(gather(failure, group, settings.num_ranks)):
+        if reason is not None:
+            raise BackendUnavailableError(
+                f"backend 'shm' cannot serve: on rank {rank}: {reason}. Ranks must run as one user in one container; or use backend='collective'"
+            )
+    backend.seal()
+    return backend
+
+
+def make_backend(name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend:
+    """The backend called `name`, or under "auto" the first that can serve. Collective.
+
+    Raises BackendUnavailableError with the reason and the fix.
+    """
+    if name in ("nvlink", "nvshmem"):
+        raise BackendUnavailableError(f"backend {name!r} cannot serve: {_NOT_BUILT}")
+    reason = why_not_shm(peers)
+    if name == "shm" and reason is not None:
+        raise BackendUnavailableError(f"backend 'shm' cannot serve: {reason}; use backend='collective'")
+    if name == "shm" or (name == "auto" and reason is None):
+        return _make_shm(settings, peers, group)
+    if settings.num_ranks > 1 and group is None:
+        raise EPError("a group of several ranks is needed")  # not reached through Buffer
+    return CollectiveBackend(settings, group, [(peer.host, peer.process_id) for peer in peers])

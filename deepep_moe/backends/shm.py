@@ -1,0 +1,181 @@
+"""Backend `shm`: processes of one host, CPU tensors, rows through shared memory (csrc/cpu, csrc/runtime)."""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.handle import DispatchHandle, padded
+
+# Outputs larger than this are written past the caches, which could not hold them anyway.
+_STREAMING_BYTES = 8 << 20
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
+
+
+class ShmBackend:
+    """Implements `deepep_moe.backends.base.Backend`. Construction is collective: see `connect`."""
+
+    name = "shm"
+
+    def __init__(self, settings: Settings, num_channels: int):
+        self.settings = settings
+        self.num_channels = num_channels
+        self._communicator = _C.Communicator(
+            num_ranks=settings.num_ranks,
+            rank=settings.rank,
+            num_channels=num_channels,
+            num_experts=settings.num_experts,
+            num_topk=settings.num_topk,
+            hidden=settings.hidden,
+            timeout_s=settings.timeout_s,
+        )
+        self.workspace_bytes: int = self._communicator.workspace_bytes
+        self._pool = _C.HostPool()
+
+    def address(self) -> tuple[str, int]:
+        """What peers need to open this rank's shared memory: its path and this process's id."""
+        return self._communicator.path, os.getpid()
+
+    def connect(self, addresses: list[tuple[str, int]]) -> None:
+        """Map the shared memory of all ranks; `addresses` by rank. Raises OSError or ValueError where one cannot be opened."""
+        self._communicator.connect([path for path, _ in addresses], [pid for _, pid in addresses])
+
+    def seal(self) -> None:
+        """Once all ranks are connected: nobody else can open this rank's shared memory any more."""
+        self._communicator.seal()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor whose memory goes back to this buffer's pool with its last reference."""
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        block = self._pool.allocate(num_bytes)
+        return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(shape)
+
+    def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
+        s, num_tokens = self.settings, args.topk_idx.shape[0]
+        topk_idx = torch.empty(num_tokens, s.num_topk, dtype=torch.int32)
+        recv_counts = torch.empty(s.num_ranks, self.num_channels, dtype=torch.int32)
+        num_recv_tokens_per_expert = torch.empty(s.num_local_experts, dtype=torch.int32)
+        layout = layout_params(args.topk_idx, s.num_ranks, s.num_experts)
+        layout.narrow_topk_idx = _address(topk_idx)
+        plan = _C.PlanParams(self._signature("dispatch", args.x, args.layout, args), layout)
+        plan.num_recv_rows_bound = args.num_recv_rows
+        plan.recv_counts = _address(recv_counts)
+        plan.num_recv_tokens_per_expert = _address(num_recv_tokens_per_expert)
+        result = self._communicator.plan(plan)
+
+        num_rows = result.num_rows if args.num_recv_rows < 0 else args.num_recv_rows
+        is_expert = args.layout == "expert"
+        recv_row_idx = torch.empty(result.num_recv_tokens if is_expert else 0, s.num_topk, dtype=torch.int32)
+        recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype)
+        handle = DispatchHandle(
+            -1, args.layout, args.expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, recv_topk_idx
+        )
+        rows = self._allocate(args, handle)
+        params = self._dispatch_params(args, handle, rows)
+        if recv_topk_idx is not None:
+            params.recv_topk_idx = _address(recv_topk_idx)
+            params.recv_topk_idx_is_int64 = recv_topk_idx.dtype == torch.int64
+        return rows, handle, lambda: self._communicator.dispatch(params)
+
+    def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
+        rows = self._allocate(args, args.handle)
+        params = self._dispatch_params(args, args.handle, rows)
+        params.cached = True
+        signature = self._signature("cached_dispatch", args.x, args.handle.layout, args)
+        return rows, lambda: self._communicator.dispatch_cached(signature, params)
+
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
+        s, handle = self.settings, args.handle
+        combined_x = self.empty((handle.num_tokens, s.hidden), args.x.dtype)
+        with_values = args.lane_values is not None
+        lane_values = torch.empty(handle.num_tokens if with_values else 0, s.num_topk, dtype=torch.float32)
+        params = _C.CombineParams()
+        params.dtype = getattr(_C.DType, DTYPE_NAMES[args.x.dtype])
+        params.layout = getattr(_C.Layout, handle.layout)
+        params.num_topk, params.num_experts, params.hidden = s.num_topk, s.num_experts, s.hidden
+        params.num_tokens = handle.num_tokens
+        params.recv_counts = _address(handle.recv_counts)
+        params.recv_row_idx = _address(handle.recv_row_idx)
+        params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
+        params.lane_values = _address(args.lane_values)
+        params.topk_idx = _address(handle.topk_idx)
+        params.combined_x, params.combined_lane_values = _address(combined_x), _address(lane_values)
+        signature = _C.Signature(_C.Operation.combine, params.dtype, params.layout, has_lane_values=with_values)
+        return combined_x, lane_values, lambda: self._communicator.combine(signature, params)
+
+    def abort(self, message: str) -> None:
+        self._communicator.abort(message)
+
+    def destroy(self) -> None:
+        del self._communicator  # tells the peers, unmaps
+        self._pool.trim()
+
+    def _signature(self, operation: str, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs) -> Any:
+        return _C.Signature(
+            getattr(_C.Operation, operation),
+            getattr(_C.DType, DTYPE_NAMES[x.dtype]),
+            getattr(_C.Layout, layout),
+            expert_alignment=args.expert_alignment if isinstance(args, DispatchArgs) else args.handle.expert_alignment,
+            has_weights=args.topk_weights is not None,
+            has_scales=args.x_scales is not None,
+        )
+
+    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
+        """Outputs of a dispatch, with the rows that nobody sends (padding, and the rest up to a bound) already zero."""
+        num_rows, num_topk, is_expert = handle.num_rows, self.settings.num_topk, handle.layout == "expert"
+        recv_x = self.empty((num_rows, self.settings.hidden), args.x.dtype)
+        num_scales = 0 if args.x_scales is None else args.x_scales.shape[1]
+        recv_x_scales = torch.empty(num_rows if num_scales else 0, num_scales, dtype=torch.float32)
+        shape = (num_rows if args.topk_weights is not None else 0,) if is_expert else (num_rows if args.topk_weights is not None else 0, num_topk)
+        rows = Rows(recv_x, recv_x_scales, torch.empty(shape, dtype=torch.float32))
+        for begin, end in _unsent_rows(handle):
+            recv_x[begin:end].view(torch.uint8).zero_()
+            recv_x_scales[begin:end].zero_()
+            rows.recv_topk_weights[begin:end].zero_()
+        return rows
+
+    def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows) -> Any:
+        params = _C.DispatchParams()
+        params.layout = getattr(_C.Layout, handle.layout)
+        params.streaming = rows.recv_x.nbytes > _STREAMING_BYTES
+        params.num_topk, params.num_experts = self.settings.num_topk, self.settings.num_experts
+        params.row_bytes = self.settings.hidden * args.x.element_size()
+        params.scale_bytes = 0 if args.x_scales is None else args.x_scales.shape[1] * args.x_scales.element_size()
+        params.num_tokens = handle.num_tokens
+        params.x, params.x_scales, params.topk_weights = _address(args.x), _address(args.x_scales), _address(args.topk_weights)
+        params.topk_idx, params.recv_counts = _address(handle.topk_idx), _address(handle.recv_counts)
+        params.recv_row_idx = _address(handle.recv_row_idx)
+        params.recv_x, params.recv_x_scales = _address(rows.recv_x), _address(rows.recv_x_scales)
+        params.recv_topk_weights = _address(rows.recv_topk_weights)
+        return params
+
+
+def layout_params(topk_idx: Tensor, num_ranks: int, num_experts: int) -> Any:
+    """`_C.LayoutParams` of a contiguous int32 or int64 CPU tensor [num_tokens, num_topk]."""
+    params = _C.LayoutParams()
+    params.topk_idx = _address(topk_idx)
+    params.is_int64 = topk_idx.dtype == torch.int64
+    params.num_tokens, params.num_topk = topk_idx.shape
+    params.num_ranks, params.num_experts = num_ranks, num_experts
+    return params
+
+
+def _unsent_rows(handle: DispatchHandle) -> list[tuple[int, int]]:
+    """[begin, end) of the rows of a dispatch that hold no token."""
+    if handle.layout == "rank":
+        return [(int(handle.recv_counts.sum()), handle.num_rows)]
+    counts = handle.num_recv_tokens_per_expert
+    ends = padded(counts, handle.expert_alignment).cumsum(0)
+    begins = torch.cat([ends.new_zeros(1), ends])[:-1] + counts
+    holes = [(begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True) if begin < end]
+    return [*holes, (int(ends[-1]), handle.num_rows)]

@@ -1,0 +1,384 @@
+"""`Buffer`: dispatch and combine over a group of ranks."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe import _C, config, torch_ops
+from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_dispatch
+from deepep_moe.backends.collective import refuse_bad_routing
+from deepep_moe.backends.select import BACKENDS, introduce, make_backend
+from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.event import Event
+from deepep_moe.handle import DispatchHandle
+
+logger = logging.getLogger("deepep_moe")
+_numbers = itertools.count()
+_Result = TypeVar("_Result")
+
+
+class DispatchOutput(NamedTuple):
+    """What a rank received. `num_rows` counts (token, expert) pairs and padding in the expert layout, tokens in the rank layout."""
+
+    recv_x: Tensor
+    """[num_rows, hidden], dtype of `x`."""
+    recv_x_scales: Tensor | None
+    """[num_rows, ceil(hidden / 128)] fp32, when `x_scales` was given."""
+    recv_topk_idx: Tensor | None
+    """[num_rows, num_topk] local experts, -1 = another rank's; rank layout only."""
+    recv_topk_weights: Tensor | None
+    """fp32, when `topk_weights` was given: [num_rows] in the expert layout (0 in padding), [num_rows, num_topk] in the rank layout
+    (0 where recv_topk_idx is -1)."""
+    num_recv_tokens_per_expert: Tensor
+    """[num_local_experts] int32: rows of each local expert, without padding."""
+    handle: DispatchHandle
+    event: Event | None
+    """With `async_op=True`: wait for it before reading any of the tensors above but the counts."""
+    hook: Callable[[], None] | None
+    """With `return_hook=True`: call it before reading any of the tensors above but the counts."""
+
+
+class Layout(NamedTuple):
+    """Counts of this rank's tokens, before sending."""
+
+    num_tokens_per_rank: Tensor
+    """[num_ranks] int32."""
+    num_tokens_per_expert: Tensor
+    """[num_experts] int32."""
+    is_token_in_rank: Tensor
+    """[num_tokens, num_ranks] bool."""
+
+
+def _check_settings(s: Settings, backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {list(BACKENDS)}")
+    for name in ("hidden", "num_experts", "num_topk"):
+        value = getattr(s, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    if not isinstance(s.num_max_tokens_per_rank, int) or s.num_max_tokens_per_rank < 0:
+        raise ValueError(f"num_max_tokens_per_rank is {s.num_max_tokens_per_rank!r}; it must be a whole number of at least 0")
+    if s.num_experts % s.num_ranks:
+        raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
+    if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
+        raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
+    if not s.timeout_s > 0:
+        raise ValueError(f"timeout_s is {s.timeout_s}; it must be positive")
+
+
+class Buffer:
+    """Moves tokens between the ranks of a group and their experts.
+
+    Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer, and then make the same
+    calls in the same order; token counts may differ from rank to rank and from call to call. Calls of one buffer must not overlap
+    (one thread at a time); several buffers may be alive.
+
+    Args:
+        group: the process group; None means the default group where torch.distributed is initialized, else this process alone.
+        num_max_tokens_per_rank: most tokens one rank may dispatch in a call.
+        hidden: columns of a row; a row must be a multiple of 16 bytes.
+        num_experts: of all ranks together, a multiple of the group's size.
+        num_topk: experts per token, at most 32.
+        backend: "auto", or one by name. "auto" takes the first that can serve of `shm` (ranks of one host, CPU tensors) and
+            `collective` (`all_to_all_single` of the group). `buffer.backend` says which; so does one log line on rank 0.
+        timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
+
+    Raises:
+        ValueError: a bad argument. The peers raise EPPeerError.
+        EPMismatchError: ranks gave different settings; the message names them.
+        BackendUnavailableError: the named backend cannot serve here; the message says why and what to do.
+    """
+
+    def __init__(
+        self,
+        group: "dist.ProcessGroup | None",
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        backend: str = "auto",
+        timeout_s: float | None = None,
+    ):
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        deadline = config.timeout_s() if timeout_s is None else timeout_s
+        self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, deadline)
+        error: ValueError | None = None
+        try:
+            _check_settings(self._settings, backend)
+        except ValueError as refused:
+            error = refused
+        peers = introduce(self._settings, backend, error, group)
+        self._backend: Backend | None = make_backend(backend, self._settings, peers, group)
+        self.backend: str = self._backend.name
+        self.num_channels: int = self._backend.num_channels
+        self._number = next(_numbers)
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._is_async = False
+        torch_ops.register_buffer(self._number, self)
+        if rank == 0:
+            logger.info(
+                "Buffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, %.1f MiB of shared memory per rank",
+                self.backend, num_ranks, num_experts, num_topk, hidden, self._backend.workspace_bytes / 2**20,
+            )  # fmt: skip
+
+    # ---- what it is ----
+
+    @property
+    def num_ranks(self) -> int:
+        return self._settings.num_ranks
+
+    @property
+    def rank(self) -> int:
+        return self._settings.rank
+
+    @property
+    def hidden(self) -> int:
+        return self._settings.hidden
+
+    @property
+    def num_experts(self) -> int:
+        return self._settings.num_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        return self._settings.num_local_experts
+
+    @property
+    def num_topk(self) -> int:
+        return self._settings.num_topk
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        return self._settings.num_max_tokens_per_rank
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Shared memory this rank owns, bytes; docs/design.md has the formula."""
+        return self._alive().workspace_bytes
+
+    def __repr__(self) -> str:
+        state = self.backend if self._backend is not None else "destroyed"
+        return f"Buffer({state}, rank {self.rank} of {self.num_ranks}, {self.num_experts} experts, top-{self.num_topk}, hidden {self.hidden})"
+
+    # ---- what it does ----
+
+    def layout(self, topk_idx: Tensor) -> Layout:
+        """Count this rank's tokens. Not collective.
+
+        topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert. Raises ValueError for an index out of range or a duplicate.
+        """
+        refuse_bad_routing(topk_idx, self.num_experts)
+        is_token_in_rank = torch.zeros(topk_idx.shape[0], self.num_ranks, dtype=torch.bool, device=topk_idx.device)
+        for rank in range(self.num_ranks):
+            is_token_in_rank[:, rank] = ((topk_idx >= 0) & (topk_idx // self.num_local_experts == rank)).any(1)
+        per_expert = topk_idx[topk_idx >= 0].bincount(minlength=self.num_experts).to(torch.int32)
+        return Layout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert, is_token_in_rank)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        x_scales: Tensor | None = None,
+        layout: str = "expert",
+        expert_alignment: int = 1,
+        handle: DispatchHandle | None = None,
+        num_recv_rows: int | None = None,
+        async_op: bool = False,
+        return_hook: bool = False,
+    ) -> DispatchOutput:
+        """Send every token to the ranks of its experts. Collective; differentiable in `x` and `topk_weights`.
+
+        Args:
+            x: [num_tokens, hidden] contiguous, fp32, bf16, fp16, or fp8 with `x_scales`.
+            topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, no expert twice in a row. Not with `handle`.
+            topk_weights: [num_tokens, num_topk] fp32; travel along.
+            x_scales: [num_tokens, ceil(hidden / 128)] fp32; required for fp8 rows and only there.
+            layout: "expert": one row per (token, local expert), grouped by local expert, inside a group by (source rank, token), each
+                group padded with zero rows to a multiple of `expert_alignment`. "rank": one row per (token, this rank), by (source
+                rank, token).
+            handle: of an earlier dispatch of this buffer: repeats its routing and layout, with no exchange of counts.
+            num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest zero.
+            async_op: return at once; the results may be read after `output.event.wait()`.
+            return_hook: return at once; the results may be read after `output.hook()`.
+
+        Raises:
+            TypeError, ValueError: bad arguments; the peers raise EPPeerError instead of waiting.
+            EPMismatchError: ranks are in different operations. EPCapacityError: more rows than a rank's `num_recv_rows`.
+            EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
+        """
+        begin = self._begin(async_op or return_hook)
+        if handle is None:
+            output = self._call_dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
+        else:
+            if topk_idx is not None:
+                raise self._refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
+            output = self._call_dispatch_cached(x, x_scales, topk_weights, handle)
+        if not begin:
+            return output
+        event = self._end((x, x_scales, topk_weights))
+        return output._replace(event=event, hook=event.wait if return_hook else None)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: DispatchHandle,
+        topk_weights: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Bring the experts' outputs back to the tokens' ranks, summed. Collective; differentiable in `x`, `topk_weights`, `bias`.
+
+        The sum is defined to the bit: on the expert side over a token's rows in ascending lane of top-k, in fp32, rounded once to the
+        dtype of `x`; at the source over ranks ascending, in fp32, plus `bias`, rounded once.
+
+        Args:
+            x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.
+            handle: of a dispatch of this buffer.
+            topk_weights: [num_rows] fp32: weigh each row (`recv_topk_weights` of the expert layout); None: a plain sum.
+            bias: [num_tokens, hidden], dtype of `x`: added at the source.
+            async_op: return at once with an Event.
+
+        Returns:
+            combined_x [num_tokens, hidden], dtype of `x`; with `async_op`, (combined_x, Event). Tokens without expert are 0 (+ bias).
+
+        Raises: as `dispatch`.
+        """
+        begin = self._begin(async_op)
+        self._check_handle(handle)
+        number, layout, alignment = self._number, handle.layout, handle.expert_alignment
+        combined_x, _ = torch.ops.deepep_moe.combine(
+            x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
+            number, layout, alignment,
+        )  # fmt: skip
+        return (combined_x, self._end((x, topk_weights, bias, handle))) if begin else combined_x
+
+    def destroy(self) -> None:
+        """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so."""
+        if self._backend is None:
+            return
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        backend, self._backend = self._backend, None
+        backend.destroy()
+
+    # ---- calls through the operators ----
+
+    def _call_dispatch(
+        self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str, expert_alignment: int,
+        num_recv_rows: int | None,
+    ) -> DispatchOutput:  # fmt: skip
+        if topk_idx is None:
+            raise self._refuse(ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch"))
+        bound = -1 if num_recv_rows is None else num_recv_rows
+        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts = torch.ops.deepep_moe.dispatch(
+            x, x_scales, topk_idx, topk_weights, self._number, layout, expert_alignment, bound
+        )
+        recv_topk_idx = idx if layout == "rank" else None
+        handle = DispatchHandle(
+            self._number, layout, expert_alignment, recv_x.shape[0], handle_topk_idx, recv_row_idx, recv_counts, counts, recv_topk_idx
+        )
+        return DispatchOutput(
+            recv_x, None if x_scales is None else scales, recv_topk_idx, None if topk_weights is None else weights, counts, handle, None, None
+        )
+
+    def _call_dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> DispatchOutput:
+        self._check_handle(handle)
+        recv_x, scales, weights = torch.ops.deepep_moe.dispatch_cached(
+            x, x_scales, topk_weights, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
+            self._number, handle.layout, handle.expert_alignment, handle.num_rows,
+        )  # fmt: skip
+        return DispatchOutput(
+            recv_x, None if x_scales is None else scales, handle.recv_topk_idx, None if topk_weights is None else weights,
+            handle.num_recv_tokens_per_expert, handle, None, None,
+        )  # fmt: skip
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        if not isinstance(handle, DispatchHandle):
+            raise self._refuse(TypeError(f"handle must be the DispatchHandle of a dispatch, not {type(handle).__name__}"))
+        if handle.buffer_id != self._number:
+            raise self._refuse(
+                ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {self._number}; use the buffer that dispatched it")
+            )
+
+    # ---- implementation of the operators ----
+
+    def _alive(self) -> Backend:
+        if self._backend is None:
+            raise BufferDestroyedError("this buffer was destroyed; create a new Buffer")
+        return self._backend
+
+    def _refuse(self, error: Exception) -> Exception:
+        """Tell the peers of a refused argument, so that they raise instead of waiting; returns the error to raise."""
+        self._is_async = False
+        self._alive().abort(f"{type(error).__name__}: {error}")
+        return error
+
+    def _checked(self, check: Callable[[Any, Settings], None], args: _Result) -> _Result:
+        self._alive()
+        self._wait_for_pending()
+        try:
+            check(args, self._settings)
+        except (TypeError, ValueError) as error:
+            raise self._refuse(error) from None
+        return args
+
+    def _dispatch(
+        self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str, expert_alignment: int,
+        num_recv_rows: int,
+    ) -> tuple[Rows, DispatchHandle]:  # fmt: skip
+        args = self._checked(check_dispatch, DispatchArgs(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows))
+        rows, handle, move = self._alive().plan(args)
+        self._run(move)
+        return rows, handle
+
+    def _dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> Rows:
+        args = self._checked(check_cached_dispatch, CachedDispatchArgs(x, x_scales, topk_weights, handle))
+        rows, move = self._alive().dispatch_cached(args)
+        self._run(move)
+        return rows
+
+    def _combine(
+        self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle
+    ) -> tuple[Tensor, Tensor]:
+        args = self._checked(check_combine, CombineArgs(x, weights, bias, lane_values, handle))
+        combined_x, combined_values, move = self._alive().combine(args)
+        self._run(move)
+        return combined_x, combined_values
+
+    # ---- asynchronous calls: one thread of the buffer's own, in order ----
+
+    def _begin(self, is_async: bool) -> bool:
+        self._alive()
+        if is_async:
+            self._is_async = True
+        return is_async
+
+    def _run(self, move: Move) -> None:
+        if not self._is_async:
+            return move()
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
+        self._pending = self._executor.submit(move)
+
+    def _end(self, keep_alive: tuple[Any, ...]) -> Event:
+        self._is_async = False
+        return Event(self._pending, keep_alive)
+
+    def _wait_for_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.exception()  # whoever holds the event gets to see it

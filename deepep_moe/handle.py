@@ -1,0 +1,45 @@
+"""The reusable result of a dispatch."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchHandle:
+    """Where the rows of one dispatch came from: what `combine` needs to bring them back and a cached dispatch to repeat the routing.
+
+    Immutable; usable any number of times until its buffer is destroyed. All tensors lie on the device of the dispatch.
+    """
+
+    buffer_id: int
+    layout: str
+    """"rank" or "expert"."""
+    expert_alignment: int
+    num_rows: int
+    """Rows of `recv_x`, padding included."""
+    topk_idx: Tensor
+    """[num_tokens, num_topk] int32: this rank's routing, -1 = no expert."""
+    recv_row_idx: Tensor
+    """[num_recv_tokens, num_topk] int32: the row of each lane of each token received, -1 = none; empty in the rank layout."""
+    recv_counts: Tensor
+    """[num_ranks, num_channels] int32: tokens received from each rank, in the order they were sent."""
+    num_recv_tokens_per_expert: Tensor
+    """[num_local_experts] int32, without padding."""
+    recv_topk_idx: Tensor | None
+    """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.topk_idx.shape[0]
+
+    @property
+    def num_rows_per_expert(self) -> Tensor:
+        """[num_local_experts] int32: rows of each expert's group, padding included."""
+        return padded(self.num_recv_tokens_per_expert, self.expert_alignment)
+
+
+def padded(counts: Tensor, alignment: int) -> Tensor:
+    """`counts` rounded up to multiples of `alignment`."""
+    return (counts + (alignment - 1)) // alignment * alignment

@@ -1,0 +1,157 @@
+"""Dispatch and combine as they are defined: slow loops over all ranks' tensors at once, in one process.
+
+Every backend must agree with these functions bit for bit. An argument or result that is a list has one element per rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Received:
+    """What one rank receives. Rows are as `deepep_moe.Buffer.dispatch` returns them."""
+
+    layout: str
+    recv_x: Tensor
+    recv_x_scales: Tensor | None
+    recv_topk_idx: Tensor | None
+    recv_topk_weights: Tensor | None
+    num_recv_tokens_per_expert: list[int]
+    tokens: list[tuple[int, int]]
+    """(source rank, token index) of every token received, in order."""
+    row_of_lane: list[dict[int, int]]
+    """For every token received: lane -> row of recv_x (expert layout)."""
+
+
+def rank_of(expert: int, num_experts: int, num_ranks: int) -> int:
+    """The rank that holds `expert`: ranks hold equal, consecutive shares."""
+    return expert // (num_experts // num_ranks)
+
+
+def layout(topk_idx: Tensor, num_ranks: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts of one rank's tokens: num_tokens_per_rank [num_ranks] int32, num_tokens_per_expert [num_experts] int32 and
+    is_token_in_rank [num_tokens, num_ranks] bool."""
+    is_token_in_rank = torch.zeros(topk_idx.shape[0], num_ranks, dtype=torch.bool)
+    num_tokens_per_expert = torch.zeros(num_experts, dtype=torch.int32)
+    for token, lanes in enumerate(topk_idx.tolist()):
+        for expert in lanes:
+            if expert >= 0:
+                is_token_in_rank[token, rank_of(expert, num_experts, num_ranks)] = True
+                num_tokens_per_expert[expert] += 1
+    return is_token_in_rank.sum(0, dtype=torch.int32), num_tokens_per_expert, is_token_in_rank
+
+
+def _zero_rows(like: Tensor | None, num_rows: int) -> Tensor | None:
+    return None if like is None else torch.zeros((num_rows, *like.shape[1:]), dtype=torch.float32).to(like.dtype)
+
+
+def _receive(
+    rank: int, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor] | None, num_experts: int, layout: str,
+    expert_alignment: int, x_scales: Sequence[Tensor] | None,
+) -> Received:  # fmt: skip
+    num_local_experts = num_experts // len(x)
+    first = rank * num_local_experts
+    tokens: list[tuple[int, int]] = []
+    local_lanes: list[list[int]] = []
+    for source, idx in enumerate(topk_idx):
+        for token, lanes in enumerate(idx.tolist()):
+            local = [expert - first if 0 <= expert - first < num_local_experts else -1 for expert in lanes]
+            if any(expert >= 0 for expert in local):
+                tokens.append((source, token))
+                local_lanes.append(local)
+
+    row_of_lane: list[dict[int, int]] = [{} for _ in tokens]
+    counts, num_rows = [], 0
+    for expert in range(num_local_experts):
+        chosen = [(slot, lanes.index(expert)) for slot, lanes in enumerate(local_lanes) if expert in lanes]
+        for offset, (slot, lane) in enumerate(chosen):
+            row_of_lane[slot][lane] = num_rows + offset
+        counts.append(len(chosen))
+        num_rows += -(-len(chosen) // expert_alignment) * expert_alignment
+    if layout == "rank":
+        num_rows = len(tokens)
+
+    recv_x, recv_x_scales = _zero_rows(x[0], num_rows), _zero_rows(None if x_scales is None else x_scales[0], num_rows)
+    recv_topk_idx, recv_topk_weights = None, None
+    if layout == "rank":
+        recv_topk_idx = torch.tensor(local_lanes, dtype=topk_idx[0].dtype).reshape(len(tokens), topk_idx[0].shape[1])
+        if topk_weights is not None:
+            recv_topk_weights = torch.zeros(recv_topk_idx.shape)
+    elif topk_weights is not None:
+        recv_topk_weights = torch.zeros(num_rows)
+    assert recv_x is not None
+    for slot, (source, token) in enumerate(tokens):
+        for lane, row in row_of_lane[slot].items():
+            if layout == "rank":
+                row = slot
+            recv_x[row] = x[source][token]
+            if recv_x_scales is not None and x_scales is not None:
+                recv_x_scales[row] = x_scales[source][token]
+            if recv_topk_weights is not None and topk_weights is not None:
+                recv_topk_weights[(row, lane) if layout == "rank" else row] = topk_weights[source][token, lane]
+    return Received(layout, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, counts, tokens, row_of_lane)
+
+
+def dispatch(
+    x: Sequence[Tensor],
+    topk_idx: Sequence[Tensor],
+    topk_weights: Sequence[Tensor] | None,
+    num_experts: int,
+    *,
+    layout: str = "expert",
+    expert_alignment: int = 1,
+    x_scales: Sequence[Tensor] | None = None,
+) -> list[Received]:
+    """Dispatch of all ranks.
+
+    x: [num_tokens, hidden] of each rank; topk_idx: [num_tokens, num_topk], -1 = none; topk_weights: fp32, same shape, or None.
+    Layout "rank": one row per token received, by (source rank, token). Layout "expert": one row per (token, local expert), grouped by
+    expert, inside a group by (source rank, token), each group padded with zero rows to a multiple of `expert_alignment`.
+    """
+    return [_receive(r, x, topk_idx, topk_weights, num_experts, layout, expert_alignment, x_scales) for r in range(len(x))]
+
+
+def _expert_side(received: Received, x: Tensor, weights: Tensor | None, slot: int) -> Tensor:
+    """One token's row on one rank: the sum over its local lanes, ascending, in fp32, rounded once to x's dtype."""
+    rows = list(dict(sorted(received.row_of_lane[slot].items())).values()) if received.layout == "expert" else [slot]
+    total = torch.zeros(x.shape[1])
+    for row in rows:
+        term = x[row].float()
+        total = total + (term if weights is None else weights[row] * term)
+    return total.to(x.dtype)
+
+
+def combine(
+    x: Sequence[Tensor],
+    received: Sequence[Received],
+    num_tokens: Sequence[int],
+    weights: Sequence[Tensor] | None = None,
+    bias: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Combine of all ranks, for rows `x` that lie as `received` (the result of `dispatch`) says.
+
+    x: [num_rows, hidden] of each rank; weights: [num_rows] fp32; bias: [num_tokens, hidden]. At the source: the sum over ranks,
+    ascending, in fp32, then `bias`, rounded once.
+    """
+    totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
+    for rank, there in enumerate(received):
+        for slot, (source, token) in enumerate(there.tokens):
+            row = _expert_side(there, x[rank], None if weights is None else weights[rank], slot)
+            totals[source][token] = totals[source][token] + row.float()
+    if bias is not None:
+        totals = [total + b.float() for total, b in zip(totals, bias, strict=True)]
+    return [total.to(x[0].dtype) for total in totals]
+
+
+def combine_lane_values(values: Sequence[Tensor], received: Sequence[Received], topk_idx: Sequence[Tensor]) -> list[Tensor]:
+    """One value per lane brought back to its source, [num_tokens, num_topk] fp32, 0 where the lane has no expert: the gradient of
+    `topk_weights`, from values that lie as `recv_topk_weights` does."""
+    result = [torch.zeros(idx.shape) for idx in topk_idx]
+    for rank, there in enumerate(received):
+        for slot, (source, token) in enumerate(there.tokens):
+            for lane, row in there.row_of_lane[slot].items():
+                result[source][token, lane] = values[rank][slot, lane] if there.layout == "rank" else values[rank][row]
+    return result

@@ -1,0 +1,197 @@
+"""Dispatch and combine as PyTorch operators, with gradients and fake implementations for `torch.compile`.
+
+Operators take tensors and numbers only: a buffer goes by its number, a handle by its tensors. Their backwards are each other:
+dispatch's backward is combine, combine's backward is a cached dispatch. What backward keeps is the handle, never rows, except where
+a weighted combine needs its rows for the gradient of the weights.
+"""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.handle import DispatchHandle
+
+if TYPE_CHECKING:
+    from deepep_moe.buffer import Buffer
+
+_buffers: "weakref.WeakValueDictionary[int, Buffer]" = weakref.WeakValueDictionary()
+_library = torch.library.Library("deepep_moe", "FRAGMENT")
+_HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert"
+
+
+def register_buffer(number: int, buffer: "Buffer") -> None:
+    """Make `buffer` known to the operators as `number`, for as long as it lives."""
+    _buffers[number] = buffer
+
+
+def _buffer(number: int) -> "Buffer":
+    buffer = _buffers.get(number)
+    if buffer is None:
+        raise BufferDestroyedError(f"buffer {number} is gone; keep the Buffer alive as long as its handles and graphs are used")
+    return buffer
+
+
+def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> DispatchHandle:
+    return DispatchHandle(number, layout, expert_alignment, num_rows, *tensors, None)
+
+
+# ---- dispatch ----
+
+_library.define(
+    "dispatch(Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int expert_alignment, "
+    "SymInt num_recv_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _dispatch(
+    x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
+    num_recv_rows: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows, handle = _buffer(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
+    recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
+    return (
+        rows.recv_x, rows.recv_x_scales, recv_topk_idx, rows.recv_topk_weights, handle.num_recv_tokens_per_expert, handle.topk_idx,
+        handle.recv_row_idx, handle.recv_counts,
+    )  # fmt: skip
+
+
+def _fake_rows(x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any) -> tuple[Tensor, ...]:
+    num_weights = 0 if topk_weights is None else num_rows
+    return (
+        x.new_empty(num_rows, x.shape[1]),
+        x.new_empty(0 if x_scales is None else num_rows, 0 if x_scales is None else x_scales.shape[1], dtype=torch.float32),
+        x.new_empty((num_weights,) if layout == "expert" else (num_weights, num_topk), dtype=torch.float32),
+    )
+
+
+def _fake_dispatch(
+    x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
+    num_recv_rows: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    owner, context = _buffer(buffer), torch.library.get_ctx()
+    is_expert, (num_tokens, num_topk) = layout == "expert", topk_idx.shape
+    num_rows = context.new_dynamic_size() if num_recv_rows < 0 else num_recv_rows
+    num_slots = context.new_dynamic_size() if is_expert else 0
+    recv_x, recv_x_scales, recv_topk_weights = _fake_rows(x, x_scales, topk_weights, num_topk, layout, num_rows)
+    return (
+        recv_x, recv_x_scales, topk_idx.new_empty(0 if is_expert else num_rows, num_topk), recv_topk_weights,
+        topk_idx.new_empty(owner.num_local_experts, dtype=torch.int32), topk_idx.new_empty(num_tokens, num_topk, dtype=torch.int32),
+        topk_idx.new_empty(num_slots, num_topk, dtype=torch.int32),
+        topk_idx.new_empty(owner.num_ranks, owner.num_channels, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, topk_idx, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
+    _, _, _, _, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts = output
+    ctx.with_weights = topk_weights is not None
+    ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert)
+
+
+def _combine_gradients(ctx: Any, grad_recv_x: Tensor, grad_recv_topk_weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of a dispatch's x and topk_weights."""
+    values = grad_recv_topk_weights.contiguous() if ctx.with_weights else None
+    grad_x, grad_topk_weights = torch.ops.deepep_moe.combine(
+        grad_recv_x.contiguous(), None, None, values, *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment
+    )
+    return grad_x, grad_topk_weights if ctx.with_weights else None
+
+
+def _dispatch_backward(ctx: Any, grad_recv_x: Tensor, _s: Any, _i: Any, grad_recv_topk_weights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+    return grad_x, None, None, grad_topk_weights, None, None, None, None
+
+
+# ---- dispatch along a handle ----
+
+_library.define(
+    f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int buffer, str layout, int expert_alignment, "
+    "SymInt num_rows) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _dispatch_cached(
+    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor, recv_counts: Tensor,
+    num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert))
+    rows = _buffer(buffer)._dispatch_cached(x, x_scales, topk_weights, handle)
+    return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
+
+
+def _fake_dispatch_cached(
+    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor, recv_counts: Tensor,
+    num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _fake_rows(x, x_scales, topk_weights, topk_idx.shape[1], layout, num_rows)
+
+
+def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, topk_weights, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
+    ctx.with_weights = topk_weights is not None
+    ctx.save_for_backward(*handle)
+
+
+def _dispatch_cached_backward(ctx: Any, grad_recv_x: Tensor, _: Any, grad_recv_topk_weights: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+    return grad_x, None, grad_topk_weights, None, None, None, None, None, None, None, None
+
+
+# ---- combine ----
+
+_library.define(
+    f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? lane_values, {_HANDLE}, int buffer, str layout, int expert_alignment) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def _combine(
+    x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
+    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    handle = _handle(buffer, layout, expert_alignment, x.shape[0], (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert))
+    return _buffer(buffer)._combine(x, weights, bias, lane_values, handle)
+
+
+def _fake_combine(
+    x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
+    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    num_tokens, num_topk = topk_idx.shape
+    return x.new_empty(num_tokens, x.shape[1]), x.new_empty(0 if lane_values is None else num_tokens, num_topk, dtype=torch.float32)
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weights, bias, lane_values, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment = inputs
+    ctx.with_bias, ctx.with_values, ctx.num_rows = bias is not None, lane_values is not None, x.shape[0]
+    ctx.with_weights = weights is not None
+    ctx.save_for_backward(*handle, *((x, weights) if ctx.with_weights else ()))
+
+
+def _combine_backward(ctx: Any, grad_combined_x: Tensor, grad_values: Tensor) -> tuple[Tensor | None, ...]:
+    handle, rest = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    grad_x, _, grad_lane_values = torch.ops.deepep_moe.dispatch_cached(
+        grad_combined_x.contiguous(), None, grad_values.contiguous() if ctx.with_values else None, *handle, ctx.buffer, ctx.layout,
+        ctx.expert_alignment, ctx.num_rows,
+    )  # fmt: skip
+    grad_weights = None
+    if ctx.with_weights:
+        x, weights = rest
+        grad_weights = (grad_x.float() * x.float()).sum(1)
+        grad_x = (grad_x.float() * weights[:, None]).to(x.dtype)
+    grad_bias = grad_combined_x if ctx.with_bias else None
+    return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, None, None, None, None, None, None, None
+
+
+def _register(name: str, implementation: Any, fake: Any, save: Any, backward: Any) -> None:
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
+
+
+_register("dispatch", _dispatch, _fake_dispatch, _save_dispatch, _dispatch_backward)
+_register("dispatch_cached", _dispatch_cached, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
+_register("combine", _combine, _fake_combine, _save_combine, _combine_backward)
