@@ -19,11 +19,11 @@ class Settings:
 
     dispatcher: str = "deepep_moe"
     backend: str = "auto"
-    steps: int = 300
+    steps: int = 400
     seed: int = 1234
     seq_length: int = 128
     num_sequences: int = 8
-    lr: float = 2e-3
+    lr: float = 3e-3
     ep: int = 2
     tp: int = 1
     etp: int = 1

@@ -2,7 +2,6 @@
 
 import atexit
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,38 +28,32 @@ class BufferRegistry:
     def __init__(self, options: Options):
         self.options = options
         self._buffers: dict[tuple, deepep_moe.Buffer] = {}
-        self._bounds: dict[tuple, int] = {}
         self._closed = False
         atexit.register(self.destroy)
 
     def get(
         self, group: dist.ProcessGroup, num_tokens: int, hidden: int, num_experts: int, num_topk: int, *, device: torch.device
-    ) -> "deepep_moe.Buffer":
+    ) -> deepep_moe.Buffer:
         """The buffer for these numbers, constructed by the first call, which every rank of `group` must make together.
 
-        Raises ValueError where `num_tokens` exceeds the buffer's bound, BufferDestroyedError after `destroy()`.
+        Raises BufferDestroyedError after `destroy()`, and what the construction of a Buffer raises.
         """
         if self._closed:
             raise BufferDestroyedError("deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() again")
         key = (group, hidden, num_experts, num_topk)
         if key not in self._buffers:
-            self._bounds[key] = self.options.num_max_tokens_per_rank or _agree(group, num_tokens, device)
-            self._check(key, num_tokens)
-            self._buffers[key] = deepep_moe.Buffer(
-                group if group.size() > 1 else None, self._bounds[key], hidden, num_experts, num_topk, backend=self.options.backend
-            )
-        self._check(key, num_tokens)
+            bound = self.options.num_max_tokens_per_rank or _agree(group, num_tokens, device)
+            self._buffers[key] = deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend)
         return self._buffers[key]
 
-    def _check(self, key: tuple, num_tokens: int) -> None:
-        bound = self._bounds[key]
-        if num_tokens > bound:
-            source = "given" if self.options.num_max_tokens_per_rank else "agreed on at the first forward"
-            raise ValueError(
-                f"{num_tokens} tokens on this rank exceed num_max_tokens_per_rank={bound} ({source}); call "
-                f"deepep_moe.integrations.megatron.enable(num_max_tokens_per_rank={num_tokens}) or start the launcher with "
-                f"--num-max-tokens-per-rank {num_tokens}, with the largest count of any rank and step"
-            )
+    def explain_bound(self, num_tokens: int, bound: int) -> str:
+        """What to do about a forward of `num_tokens` tokens that a buffer for `bound` refused."""
+        source = "given to enable()" if self.options.num_max_tokens_per_rank else "agreed on at the first forward"
+        return (
+            f"{num_tokens} tokens on this rank exceed num_max_tokens_per_rank={bound}, {source}; call "
+            f"deepep_moe.integrations.megatron.enable(num_max_tokens_per_rank=...), or start the launcher with "
+            f"--num-max-tokens-per-rank, with the largest count of any rank and step, here at least {num_tokens}"
+        )
 
     def destroy(self) -> None:
         """Destroy all buffers and refuse new ones. Any number of calls."""
@@ -68,11 +61,10 @@ class BufferRegistry:
         self._closed = True
         while self._buffers:
             self._buffers.popitem()[1].destroy()
-        self._bounds.clear()
 
 
 def _agree(group: dist.ProcessGroup, num_tokens: int, device: torch.device) -> int:
     """The largest `num_tokens` of the group, rounded up. Collective."""
-    largest: Any = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
+    largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return -(-int(largest.item()) // _HEADROOM) * _HEADROOM

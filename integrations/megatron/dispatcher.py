@@ -66,15 +66,18 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         num_experts = self.num_local_experts * self.ep_size * self.tp_size
         num_topk = self.config.moe_router_topk * self.tp_size
         buffer = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=hidden_states.device)
-        out = buffer.dispatch(hidden_states, self.topk_idx, probs, layout="expert", expert_alignment=self.registry.options.expert_alignment)
-        self.buffer, self._handle = buffer, out.handle
-        self._tokens_per_expert = self._rows_per_expert(out.num_recv_tokens_per_expert)
-        return out.recv_x, out.recv_topk_weights
-
-    def _rows_per_expert(self, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """Rows of each local expert, padding included: what the experts split by. int64 on the host."""
         alignment = self.registry.options.expert_alignment
-        return (num_tokens_per_expert.long() + alignment - 1) // alignment * alignment
+        try:
+            out = buffer.dispatch(hidden_states.contiguous(), self.topk_idx, probs, layout="expert", expert_alignment=alignment)
+        except ValueError as error:
+            # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
+            if num_tokens > buffer.num_max_tokens_per_rank:
+                raise ValueError(self.registry.explain_bound(num_tokens, buffer.num_max_tokens_per_rank)) from error
+            raise
+        self.buffer, self._handle = buffer, out.handle
+        # What the experts split by: padding included, int64 on the host.
+        self._tokens_per_expert = out.handle.num_rows_per_expert.long().cpu()
+        return out.recv_x, out.recv_topk_weights
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -91,7 +94,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Expert outputs [R, H] -> their sum per token [T, H], accumulated in fp32."""
         handle, self._handle = self._handle, None
-        return self.buffer.combine(hidden_states, handle)
+        return self.buffer.combine(hidden_states.contiguous(), handle)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [S/TP, B, H]."""
