@@ -104,9 +104,9 @@ def _tracker_fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[No
         torch.set_rng_state(outer)
 
 
-def _splits_to_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """`maybe_move_tensor_to_cpu` for tensors that are there already; splits become lists, the type `all_to_all_single` takes."""
-    return tensor.tolist() if as_numpy and torch.is_tensor(tensor) else tensor
+def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """`maybe_move_tensor_to_cpu` for tensors that are there already: what remains is the change of type."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _patch_torch(patches: Patches) -> None:
@@ -129,6 +129,7 @@ def _patch_torch(patches: Patches) -> None:
 
 def _patch_megatron(patches: Patches) -> None:
     from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel import random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -140,8 +141,11 @@ def _patch_megatron(patches: Patches) -> None:
     # Weights and dropout draw from named random states, which Megatron keeps for the GPU's generator only.
     patches.set(CudaRNGStatesTracker, "add", _tracker_add)
     patches.set(CudaRNGStatesTracker, "fork", _tracker_fork)
-    # The alltoall dispatcher converts its splits to lists only on their way from a GPU.
-    patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", _splits_to_list)
+    # Recomputation saves and restores the GPU's random state beside the CPU's; the GPU's is the CPU's here.
+    patches.set(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    patches.set(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+    # The alltoall dispatcher turns its splits into arrays, as all_to_all_single needs them, only on their way from a GPU.
+    patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
     # The local attention has one head size for keys and values; multi-head latent attention has two.
     patches.set(LocalSpecProvider, "core_attention", lambda provider: TorchAttention)
     # PyTorch's norms refuse sequence parallelism, which training MoE under tensor parallelism demands.
