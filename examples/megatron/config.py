@@ -116,6 +116,8 @@ def model_config(name: str, dispatcher: str, *, ep: int, tp: int, etp: int) -> A
 
 
 # Options of pretrain_gpt.py that are not fields of the config, or are spelled otherwise there.
+_IMPLIED = ("activation_func", "gated_linear_unit", "add_bias_linear")  # --swiglu and --disable-bias-linear
+_DEFAULTS = ("original_max_position_embeddings", "beta_fast", "beta_slow")  # no options, and the config's own defaults
 _RENAMED = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
 _EXTRA = """
 --use-mcore-models --transformer-impl transformer_engine --bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
@@ -133,8 +135,8 @@ def pretrain_gpt_arguments() -> list[str]:
     """Arguments of `pretrain_gpt.py` for the full configuration, data and checkpoints left to the user."""
     arguments = []
     for field, value in (ARCHITECTURE | FULL).items():
-        if field in ("activation_func", "gated_linear_unit", "add_bias_linear"):
-            continue  # --swiglu and --disable-bias-linear
+        if field in _IMPLIED + _DEFAULTS:
+            continue
         flag = "--" + _RENAMED.get(field, field).replace("_", "-")
         if field == "moe_layer_freq":
             arguments += [flag, f"([0]*{value.count(0)}+[1]*{value.count(1)})"]

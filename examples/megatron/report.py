@@ -50,7 +50,14 @@ def plot_loss(results: list[Result], entropy: float, path: Path) -> None:
     axes.set_title("Training loss on the Python standard library's sources", loc="left")
     axes.grid(axis="y", color="#e4e6e9", linewidth=0.8)
     if len(results) > 1:
-        axes.annotate(f"largest difference {max_difference(results):.1e}", (1, 0.78), xycoords="axes fraction", ha="right", color=_GREY)
+        difference = max_difference(results)
+        axes.annotate(
+            "equal to the bit" if difference == 0 else f"largest difference {difference:.1e}",
+            (1, 0.78),
+            xycoords="axes fraction",
+            ha="right",
+            color=_GREY,
+        )
     axes.legend(frameon=False, loc="upper right")
     figure.savefig(path)
 
@@ -76,6 +83,7 @@ def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
         )
         panel.set(ylabel="expert", yticks=range(0, num_experts, max(1, num_experts // 4)))
     axes[-1, 0].set_xlabel("step")
+    figure.suptitle("Expert load: the bias update evens it out", x=0.01, ha="left", fontsize=12)
     figure.colorbar(image, ax=axes[:, 0], label="tokens relative to an even share", ticks=[0, 0.5, 1, norm.vmax], format="%.1f", aspect=30)
     figure.savefig(path)
 

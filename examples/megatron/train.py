@@ -1,11 +1,12 @@
 """Train a small DeepSeek-V3 with Megatron-Core on CPU ranks, its tokens moved by deepep_moe.
 
-python examples/megatron/train.py                      # two ranks, about two minutes, writes runs/demo
+python examples/megatron/train.py                      # two ranks, a minute or two, writes runs/demo
 python examples/megatron/train.py --compare alltoall   # then the same with Megatron-Core's own dispatcher; the curves must agree
 """
 
 import argparse
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(settings: worker.Settings, num_ranks: int) -> worker.Result:
+    # The example trains on CPU ranks; Megatron-Core would reach for a GPU it sees.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * settings.steps
     return run_ranks(worker.train, num_ranks, settings, timeout_s=timeout_s, start_method="spawn")[0]
