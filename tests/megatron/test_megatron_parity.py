@@ -156,17 +156,19 @@ def _detached(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _scheduled(layer: Any, x: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
-    probs, routing_map = layer.route(x)
-    produced = layer.preprocess(x, probs, routing_map)
+    dispatcher = layer.token_dispatcher
+    probs, routing_map = layer.router(x)
+    produced = dispatcher.dispatch_preprocess(x, routing_map, probs)
     tokens, weights = _detached(*produced)
-    dispatched = layer.dispatch(tokens, weights)
+    dispatched = dispatcher.token_dispatch(tokens, weights)
     for freed in (tokens, weights):
         freed.untyped_storage().resize_(0)
     recv, recv_weights = _detached(*dispatched)
-    expert_output, _ = layer.routed_experts_compute(recv, recv_weights)
+    expert_output, _ = layer.experts(*dispatcher.dispatch_postprocess(recv, recv_weights))
+    expert_output = dispatcher.combine_preprocess(expert_output)
     recv.untyped_storage().resize_(0)
     (to_combine,) = _detached(expert_output)
-    output = layer.postprocess(layer.combine(to_combine), None)
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(to_combine))
     to_combine.untyped_storage().resize_(0)
 
     output.backward(cotangent)
