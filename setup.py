@@ -10,7 +10,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, naive_recompile
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
 ROOT = Path(__file__).parent
@@ -58,12 +58,18 @@ def extension() -> Pybind11Extension:
             ("DEEPEP_MOE_NVCC", f'"{nvcc}"'),
             ("DEEPEP_MOE_NVSHMEM", f'"{nvshmem}"'),
         ],
-        extra_compile_args=["-O3", "-ffp-contract=off", "-pthread", "-Wall", "-Wextra"],
+        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
     )
 
 
-with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=naive_recompile):
+def is_stale(object_file: str, source: str) -> bool:
+    """Must `source` be compiled again? Yes when it, any header or this file is newer than its object."""
+    inputs = [ROOT / source, ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "csrc").rglob("*.h")]
+    return not os.path.exists(object_file) or os.path.getmtime(object_file) < max(path.stat().st_mtime for path in inputs)
+
+
+with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=is_stale):
     setup(
         ext_modules=[extension()],
         packages=[

@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from deepep_moe import _C, config, torch_ops
 from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
 from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_dispatch
-from deepep_moe.backends.collective import refuse_bad_routing
+from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.backends.select import BACKENDS, introduce, make_backend
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
@@ -110,14 +111,16 @@ class Buffer:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        deadline = config.timeout_s() if timeout_s is None else timeout_s
-        self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, deadline)
-        error: ValueError | None = None
+        self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, timeout_s or 0.0)
+        num_threads, error = 1, None
         try:
+            if timeout_s is None:
+                self._settings = replace(self._settings, timeout_s=config.timeout_s())
+            num_threads = config.num_threads(num_ranks)
             _check_settings(self._settings, backend)
         except ValueError as refused:
             error = refused
-        peers = introduce(self._settings, backend, error, group)
+        peers = introduce(self._settings, backend, num_threads, error, group)
         self._backend: Backend | None = make_backend(backend, self._settings, peers, group)
         self.backend: str = self._backend.name
         self.num_channels: int = self._backend.num_channels
@@ -169,7 +172,8 @@ class Buffer:
 
     def __repr__(self) -> str:
         state = self.backend if self._backend is not None else "destroyed"
-        return f"Buffer({state}, rank {self.rank} of {self.num_ranks}, {self.num_experts} experts, top-{self.num_topk}, hidden {self.hidden})"
+        what = f"{self.num_experts} experts, top-{self.num_topk}, hidden {self.hidden}"
+        return f"Buffer({state}, rank {self.rank} of {self.num_ranks}, {what})"
 
     # ---- what it does ----
 
@@ -179,11 +183,9 @@ class Buffer:
         topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert. Raises ValueError for an index out of range or a duplicate.
         """
         refuse_bad_routing(topk_idx, self.num_experts)
-        is_token_in_rank = torch.zeros(topk_idx.shape[0], self.num_ranks, dtype=torch.bool, device=topk_idx.device)
-        for rank in range(self.num_ranks):
-            is_token_in_rank[:, rank] = ((topk_idx >= 0) & (topk_idx // self.num_local_experts == rank)).any(1)
-        per_expert = topk_idx[topk_idx >= 0].bincount(minlength=self.num_experts).to(torch.int32)
-        return Layout(is_token_in_rank.sum(0, dtype=torch.int32), per_expert, is_token_in_rank)
+        in_rank = is_token_in_rank(topk_idx, self.num_ranks, self.num_local_experts)
+        per_expert = num_tokens_per_expert(topk_idx, self.num_experts)
+        return Layout(in_rank.sum(0, dtype=torch.int32), per_expert.to(torch.int32), in_rank)
 
     def dispatch(
         self,
@@ -228,7 +230,7 @@ class Buffer:
             output = self._call_dispatch_cached(x, x_scales, topk_weights, handle)
         if not begin:
             return output
-        event = self._end((x, x_scales, topk_weights))
+        event = self._end()
         return output._replace(event=event, hook=event.wait if return_hook else None)
 
     def combine(
@@ -259,12 +261,11 @@ class Buffer:
         """
         begin = self._begin(async_op)
         self._check_handle(handle)
-        number, layout, alignment = self._number, handle.layout, handle.expert_alignment
         combined_x, _ = torch.ops.deepep_moe.combine(
             x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
-            number, layout, alignment,
+            self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
-        return (combined_x, self._end((x, topk_weights, bias, handle))) if begin else combined_x
+        return (combined_x, self._end()) if begin else combined_x
 
     def destroy(self) -> None:
         """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so."""
@@ -292,10 +293,13 @@ class Buffer:
             self._number, layout, expert_alignment, recv_x.shape[0], handle_topk_idx, recv_row_idx, recv_counts, counts, recv_topk_idx
         )
         return DispatchOutput(
-            recv_x, None if x_scales is None else scales, recv_topk_idx, None if topk_weights is None else weights, counts, handle, None, None
-        )
+            recv_x, None if x_scales is None else scales, recv_topk_idx, None if topk_weights is None else weights, counts, handle,
+            None, None,
+        )  # fmt: skip
 
-    def _call_dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> DispatchOutput:
+    def _call_dispatch_cached(
+        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
+    ) -> DispatchOutput:
         self._check_handle(handle)
         recv_x, scales, weights = torch.ops.deepep_moe.dispatch_cached(
             x, x_scales, topk_weights, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
@@ -342,13 +346,13 @@ class Buffer:
     ) -> tuple[Rows, DispatchHandle]:  # fmt: skip
         args = self._checked(check_dispatch, DispatchArgs(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows))
         rows, handle, move = self._alive().plan(args)
-        self._run(move)
+        self._run(move, args, rows, handle)
         return rows, handle
 
     def _dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> Rows:
         args = self._checked(check_cached_dispatch, CachedDispatchArgs(x, x_scales, topk_weights, handle))
         rows, move = self._alive().dispatch_cached(args)
-        self._run(move)
+        self._run(move, args, rows)
         return rows
 
     def _combine(
@@ -356,7 +360,7 @@ class Buffer:
     ) -> tuple[Tensor, Tensor]:
         args = self._checked(check_combine, CombineArgs(x, weights, bias, lane_values, handle))
         combined_x, combined_values, move = self._alive().combine(args)
-        self._run(move)
+        self._run(move, args, combined_x, combined_values)
         return combined_x, combined_values
 
     # ---- asynchronous calls: one thread of the buffer's own, in order ----
@@ -367,16 +371,17 @@ class Buffer:
             self._is_async = True
         return is_async
 
-    def _run(self, move: Move) -> None:
+    def _run(self, move: Move, *keep_alive: Any) -> None:
+        """Move the rows, now or on the buffer's thread, which holds the tensors that native code knows by address."""
         if not self._is_async:
             return move()
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
-        self._pending = self._executor.submit(move)
+        self._pending = self._executor.submit(lambda _: move(), keep_alive)
 
-    def _end(self, keep_alive: tuple[Any, ...]) -> Event:
+    def _end(self) -> Event:
         self._is_async = False
-        return Event(self._pending, keep_alive)
+        return Event(self._pending)
 
     def _wait_for_pending(self) -> None:
         pending, self._pending = self._pending, None

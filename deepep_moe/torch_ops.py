@@ -34,8 +34,11 @@ def _buffer(number: int) -> "Buffer":
     return buffer
 
 
-def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, Tensor, Tensor, Tensor]) -> DispatchHandle:
-    return DispatchHandle(number, layout, expert_alignment, num_rows, *tensors, None)
+def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, ...]) -> DispatchHandle:
+    topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert = tensors
+    return DispatchHandle(
+        number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, None
+    )
 
 
 # ---- dispatch ----
@@ -58,7 +61,9 @@ def _dispatch(
     )  # fmt: skip
 
 
-def _fake_rows(x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any) -> tuple[Tensor, ...]:
+def _fake_rows(
+    x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, num_topk: int, layout: str, num_rows: Any
+) -> tuple[Tensor, ...]:
     num_weights = 0 if topk_weights is None else num_rows
     return (
         x.new_empty(num_rows, x.shape[1]),
@@ -85,7 +90,7 @@ def _fake_dispatch(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, topk_idx, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
+    _, _, _, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
     _, _, _, _, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts = output
     ctx.with_weights = topk_weights is not None
     ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert)
@@ -95,12 +100,15 @@ def _combine_gradients(ctx: Any, grad_recv_x: Tensor, grad_recv_topk_weights: Te
     """The gradients of a dispatch's x and topk_weights."""
     values = grad_recv_topk_weights.contiguous() if ctx.with_weights else None
     grad_x, grad_topk_weights = torch.ops.deepep_moe.combine(
-        grad_recv_x.contiguous(), None, None, values, *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment
-    )
+        grad_recv_x.contiguous(), None, None, values, *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment,
+        grad_recv_x.shape[0],
+    )  # fmt: skip
     return grad_x, grad_topk_weights if ctx.with_weights else None
 
 
-def _dispatch_backward(ctx: Any, grad_recv_x: Tensor, _s: Any, _i: Any, grad_recv_topk_weights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _dispatch_backward(
+    ctx: Any, grad_recv_x: Tensor, _scales: Any, _idx: Any, grad_recv_topk_weights: Tensor, *_: Any
+) -> tuple[Tensor | None, ...]:
     grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, None, None, None, None
 
@@ -143,31 +151,30 @@ def _dispatch_cached_backward(ctx: Any, grad_recv_x: Tensor, _: Any, grad_recv_t
 # ---- combine ----
 
 _library.define(
-    f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? lane_values, {_HANDLE}, int buffer, str layout, int expert_alignment) "
-    "-> (Tensor, Tensor)"
+    f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? lane_values, {_HANDLE}, int buffer, str layout, int expert_alignment, "
+    "SymInt num_rows) -> (Tensor, Tensor)"
 )
 
 
 def _combine(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
-    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int,
+    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    handle = _handle(buffer, layout, expert_alignment, x.shape[0], (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert))
+    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert))
     return _buffer(buffer)._combine(x, weights, bias, lane_values, handle)
 
 
 def _fake_combine(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
-    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int,
+    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_tokens, num_topk = topk_idx.shape
     return x.new_empty(num_tokens, x.shape[1]), x.new_empty(0 if lane_values is None else num_tokens, num_topk, dtype=torch.float32)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weights, bias, lane_values, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment = inputs
-    ctx.with_bias, ctx.with_values, ctx.num_rows = bias is not None, lane_values is not None, x.shape[0]
-    ctx.with_weights = weights is not None
+    x, weights, bias, lane_values, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, ctx.num_rows = inputs
+    ctx.with_weights, ctx.with_bias, ctx.with_values = weights is not None, bias is not None, lane_values is not None
     ctx.save_for_backward(*handle, *((x, weights) if ctx.with_weights else ()))
 
 
@@ -183,7 +190,7 @@ def _combine_backward(ctx: Any, grad_combined_x: Tensor, grad_values: Tensor) ->
         grad_weights = (grad_x.float() * x.float()).sum(1)
         grad_x = (grad_x.float() * weights[:, None]).to(x.dtype)
     grad_bias = grad_combined_x if ctx.with_bias else None
-    return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, None, None, None, None, None, None, None
+    return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, *[None] * 8
 
 
 def _register(name: str, implementation: Any, fake: Any, save: Any, backward: Any) -> None:

@@ -59,7 +59,6 @@ void bind_plan(py::module_& m) {
         .def_readwrite("num_experts", &LayoutParams::num_experts);
     pointer_field(layout, "topk_idx", &LayoutParams::topk_idx);
     pointer_field(layout, "narrow_topk_idx", &LayoutParams::narrow_topk_idx);
-    pointer_field(layout, "is_token_in_rank", &LayoutParams::is_token_in_rank);
 
     py::class_<PlanParams> plan(m, "PlanParams");
     plan.def(py::init([](const Signature& signature, const LayoutParams& layout) { return PlanParams{signature, layout, -1, nullptr, nullptr}; }))
@@ -67,15 +66,6 @@ void bind_plan(py::module_& m) {
     pointer_field(plan, "recv_counts", &PlanParams::recv_counts);
     pointer_field(plan, "num_recv_tokens_per_expert", &PlanParams::num_recv_tokens_per_expert);
     py::class_<PlanResult>(m, "PlanResult").def_readonly("num_recv_tokens", &PlanResult::num_recv_tokens).def_readonly("num_rows", &PlanResult::num_rows);
-
-    m.def(
-        "count_tokens",
-        [](const LayoutParams& params, uintptr_t num_tokens_per_rank, uintptr_t num_tokens_per_expert) {
-            py::gil_scoped_release release;
-            count_tokens(params, {0, params.num_tokens},
-                         {reinterpret_cast<int32_t*>(num_tokens_per_rank), reinterpret_cast<int32_t*>(num_tokens_per_expert)});
-        },
-        py::arg("params"), py::arg("num_tokens_per_rank"), py::arg("num_tokens_per_expert"));
 }
 
 void bind_params(py::module_& m) {

@@ -9,6 +9,7 @@
 #endif
 
 void bind_exchange(py::module_& m);
+void bind_gate(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Native library of deepep_moe. Tensors come in as pointers and sizes; see deepep_moe/_C.pyi.";
@@ -19,4 +20,5 @@ PYBIND11_MODULE(_C, m) {
                         "nvcc"_a = DEEPEP_MOE_NVCC, "nvshmem_home"_a = DEEPEP_MOE_NVSHMEM);
     });
     bind_exchange(m);
+    bind_gate(m);
 }

@@ -36,7 +36,8 @@ public:
     void push() { ++filled_; }
     void publish() { ring_.control->head.store(ring_position(sequence_, filled_), std::memory_order_release); }
     uint32_t filled() const { return filled_; }
-    uint32_t drained() const { return drained_; }
+    uint32_t drained() const { return ring_count(ring_.control->tail.load(std::memory_order_acquire), sequence_); }
+    bool is_full() const { return filled_ - drained() == num_slots_; }
 
 private:
     Ring ring_;
@@ -60,8 +61,9 @@ public:
     }
     void pop() { ++drained_; }
     void publish() { ring_.control->tail.store(ring_position(sequence_, drained_), std::memory_order_release); }
-    uint32_t filled() const { return filled_; }
+    uint32_t filled() const { return ring_count(ring_.control->head.load(std::memory_order_acquire), sequence_); }
     uint32_t drained() const { return drained_; }
+    bool is_empty() const { return filled() == drained_; }
 
 private:
     Ring ring_;

@@ -17,6 +17,7 @@ namespace deepep_moe {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kMessageBytes = 512;
+constexpr int kRefusals = 16;
 constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together, unless rows are very long
 constexpr size_t kMinRingSlots = 8;
 constexpr uint64_t kSegmentMagic = 0x64656570'65700001;  // changes with this layout
@@ -44,22 +45,27 @@ struct FailureRecord {
     char phase[64];
 };
 
+// A call this rank left because its caller's arguments were wrong. The last few stay readable for peers that come to them late.
+struct Refusal {
+    std::atomic<uint64_t> sequence;  // written last
+    char message[kMessageBytes];
+};
+
 struct SegmentHeader {
     uint64_t magic;
     int rank;
     std::atomic<SegmentState> state;
     alignas(kCacheLine) std::atomic<uint64_t> beat;  // grows while the rank waits: a rank that is stuck does not wait
     alignas(kCacheLine) FailureRecord failure;
+    alignas(kCacheLine) Refusal refusals[kRefusals];  // of call s: refusals[s % kRefusals]
 };
 
 // A rank's arrival in a call. Two of them, used by turns: a rank is at most one call ahead of another.
 struct Entry {
     alignas(kCacheLine) std::atomic<uint64_t> sequence;  // written last
-    int failed;                                          // 1: `message` says what the rank's caller did wrong
     Signature signature;
     int64_t num_tokens;
     int64_t num_recv_rows;  // the bound given by the caller, or -1
-    char message[kMessageBytes];
 };
 
 // Positions are (sequence << 32 | count): a count of another call reads as zero.

@@ -51,7 +51,7 @@ private:
     }
 
     // The expert side: one row of the wire's dtype, and one value per lane, for the token in `slot_idx`.
-    void reduce(int64_t slot_idx, std::byte* slot) const {
+    void reduce(int64_t slot_idx, bool is_last, std::byte* slot) const {
         const void* rows[kMaxTopk] = {p_.x + slot_idx * row_bytes_};
         float weights[kMaxTopk] = {p_.weights != nullptr ? p_.weights[slot_idx] : 1.0f};
         auto* values = reinterpret_cast<float*>(slot + slot_.values_offset);
@@ -61,23 +61,32 @@ private:
         } else if (p_.lane_values != nullptr) {
             std::memcpy(values, p_.lane_values + slot_idx * p_.num_topk, sizeof(float) * p_.num_topk);
         }
-        if (num_rows == 1 && p_.weights == nullptr)
+        if (num_rows == 1 && p_.weights == nullptr) {
             std::memcpy(slot + slot_.row_offset, rows[0], row_bytes_);
-        else
-            sum_rows(p_.dtype, {slot + slot_.row_offset, rows, p_.weights != nullptr ? weights : nullptr, nullptr, num_rows, p_.hidden});
+            return;
+        }
+        const void* next_rows[kMaxTopk];
+        const int num_next = p_.layout == Layout::kExpert && !is_last ? gather(p_.recv_row_idx + (slot_idx + 1) * p_.num_topk, next_rows) : 0;
+        sum_rows(p_.dtype, {slot + slot_.row_offset, rows, p_.weights != nullptr ? weights : nullptr, nullptr, num_rows, p_.hidden, next_rows,
+                            num_next});
     }
 
-    int gather(const int32_t* row_of_lane, const void** rows, float* weights, float* values) const {
+    int gather(const int32_t* row_of_lane, const void** rows, float* weights = nullptr, float* values = nullptr) const {
         int num_rows = 0;
         for (int k = 0; k < p_.num_topk; ++k) {
             const int32_t row = row_of_lane[k];
-            if (p_.lane_values != nullptr) values[k] = row >= 0 ? p_.lane_values[row] : 0.0f;
+            if (values != nullptr && p_.lane_values != nullptr) values[k] = row >= 0 ? p_.lane_values[row] : 0.0f;
             if (row < 0) continue;
             rows[num_rows] = p_.x + static_cast<size_t>(row) * row_bytes_;
-            if (p_.weights != nullptr) weights[num_rows] = p_.weights[row];
+            if (weights != nullptr && p_.weights != nullptr) weights[num_rows] = p_.weights[row];
             ++num_rows;
         }
         return num_rows;
+    }
+
+    void reduce_next(Peer& source, std::byte* slot) const {
+        const int64_t slot_idx = source.next_slot++;
+        reduce(slot_idx, source.next_slot == source.last_slot, slot);
     }
 
     bool send(int peer) {
@@ -86,7 +95,7 @@ private:
         for (; count < kBatch && state.next_slot < state.last_slot; ++count) {
             std::byte* slot = state.sender.next();
             if (slot == nullptr) break;
-            reduce(state.next_slot++, slot);
+            reduce_next(state, slot);
             state.sender.push();
         }
         if (count > 0) state.sender.publish();
@@ -113,9 +122,9 @@ private:
             if (slots[rank] == nullptr) return false;
             rows[num_rows++] = slots[rank] + slot_.row_offset;
         }
-        if (mask >> c_.rank & 1) reduce(peers_[c_.rank].next_slot++, own_slot_.data());
+        if (mask >> c_.rank & 1) reduce_next(peers_[c_.rank], own_slot_.data());
         const std::byte* bias = p_.bias != nullptr ? p_.bias + token * row_bytes_ : nullptr;
-        sum_rows(p_.dtype, {p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, p_.hidden});
+        sum_rows(p_.dtype, {p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, p_.hidden, nullptr, 0});
         if (p_.combined_lane_values != nullptr) take_lane_values(token, slots);
         for (uint64_t rest = mask & ~(uint64_t{1} << c_.rank); rest != 0; rest &= rest - 1) peers_[std::countr_zero(rest)].receiver.pop();
         return true;
@@ -135,9 +144,10 @@ private:
         for (int peer = 0; peer < c_.num_ranks; ++peer) {
             if (peer == c_.rank) continue;
             const Peer& state = peers_[peer];
-            if ((wanted >> peer & 1) && state.receiver.drained() == state.receiver.filled())
+            if ((wanted >> peer & 1) && state.receiver.is_empty())
                 report(Lack{peer, "combine rows", state.receiver.drained() + 1, state.receiver.filled()});
-            if (state.next_slot < state.last_slot) report(Lack{peer, "combine ring space", state.sender.filled(), state.sender.drained()});
+            if (state.next_slot < state.last_slot && state.sender.is_full())
+                report(Lack{peer, "combine ring space", state.sender.filled(), state.sender.drained()});
         }
     }
 

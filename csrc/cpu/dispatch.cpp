@@ -163,8 +163,10 @@ private:
         for (int peer = 0; peer < c_.num_ranks; ++peer) {
             const Peer& state = peers_[peer];
             if (peer == c_.rank) continue;
-            if (state.delivered < state.expected) report(Lack{peer, "dispatch rows", state.expected, state.delivered});
-            if (state.next_token < range_.end) report(Lack{peer, "dispatch ring space", state.sender.filled(), state.sender.drained()});
+            if (state.delivered < state.expected && state.receiver.is_empty())
+                report(Lack{peer, "dispatch rows", state.expected, state.delivered});
+            if (state.next_token < range_.end && state.sender.is_full())
+                report(Lack{peer, "dispatch ring space", state.sender.filled(), state.sender.drained()});
         }
     }
 

@@ -1,6 +1,7 @@
 #include "cpu/layout.h"
 
 #include <algorithm>
+#include <bit>
 #include <stdexcept>
 #include <string>
 
@@ -27,18 +28,14 @@ void count(const LayoutParams& p, Range range, const ChannelCounts& counts) {
         for (int k = 0; k < p.num_topk; ++k) {
             const int64_t expert = lanes[k];
             if (expert < -1 || expert >= p.num_experts) refuse(token, k, expert, p);
-            if (p.narrow_topk_idx != nullptr) p.narrow_topk_idx[token * p.num_topk + k] = static_cast<int32_t>(expert);
+            p.narrow_topk_idx[token * p.num_topk + k] = static_cast<int32_t>(expert);
             if (expert < 0) continue;
             for (int other = 0; other < k; ++other)
                 if (lanes[other] == expert) refuse_duplicate(token, other, k, expert);
             ++counts.num_tokens_per_expert[expert];
             ranks |= uint64_t{1} << (expert / experts_per_rank);
         }
-        for (int rank = 0; rank < p.num_ranks; ++rank) {
-            const int chosen = static_cast<int>(ranks >> rank & 1);
-            counts.num_tokens_per_rank[rank] += chosen;
-            if (p.is_token_in_rank != nullptr) p.is_token_in_rank[token * p.num_ranks + rank] = static_cast<uint8_t>(chosen);
-        }
+        for (; ranks != 0; ranks &= ranks - 1) ++counts.num_tokens_per_rank[std::countr_zero(ranks)];
     }
 }
 

@@ -13,8 +13,7 @@ struct LayoutParams {
     int64_t num_tokens;
     int num_topk, num_ranks, num_experts;
 
-    int32_t* narrow_topk_idx;  // [num_tokens, num_topk] out, or nullptr
-    uint8_t* is_token_in_rank; // [num_tokens, num_ranks] out, or nullptr
+    int32_t* narrow_topk_idx;  // [num_tokens, num_topk] out
 };
 
 struct ChannelCounts {

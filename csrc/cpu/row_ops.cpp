@@ -1,68 +1,27 @@
 #include "cpu/row_ops.h"
 
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+
+#include "common/elements.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
-// One build, the widest vectors of the machine it runs on.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
-#define DEEPEP_MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define DEEPEP_MOE_CLONES
-#endif
-#define DEEPEP_MOE_INLINE inline __attribute__((always_inline))
-
 namespace deepep_moe {
 namespace {
-
-struct Float32 {
-    using Storage = float;
-    static DEEPEP_MOE_INLINE float load(float x) { return x; }
-    static DEEPEP_MOE_INLINE float store(float x) { return x; }
-};
-
-struct BFloat16 {
-    using Storage = uint16_t;
-    static DEEPEP_MOE_INLINE float load(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
-    static DEEPEP_MOE_INLINE uint16_t store(float x) {
-        const uint32_t bits = std::bit_cast<uint32_t>(x);
-        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        return static_cast<uint16_t>(x == x ? rounded : 0x7fc0u);
-    }
-};
-
-// IEEE half in integer arithmetic, so that it vectorizes without half-precision instructions.
-struct Float16 {
-    using Storage = uint16_t;
-    static DEEPEP_MOE_INLINE float load(uint16_t x) {
-        const uint32_t magnitude = uint32_t{x} & 0x7fff, sign = (uint32_t{x} & 0x8000) << 16;
-        // Exponents differ by 112; the product makes subnormal halves right as well. All ones mean inf or NaN in both formats.
-        const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
-        const uint32_t special = (magnitude << 13) | 0x7f800000u;
-        return std::bit_cast<float>((magnitude >= 0x7c00 ? special : std::bit_cast<uint32_t>(scaled)) | sign);
-    }
-    static DEEPEP_MOE_INLINE uint16_t store(float x) {
-        const uint32_t bits = std::bit_cast<uint32_t>(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-        const uint32_t normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-        // Adding 0.5 leaves ten fraction bits of weight 2^-24, the subnormal halves, rounded to nearest even by the addition.
-        const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-        uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
-        half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // rounds to 65536 or more
-        half = magnitude > 0x7f800000u ? 0x7e00u : half;   // NaN
-        return static_cast<uint16_t>(half | sign);
-    }
-};
 
 constexpr int kBlock = 64;  // columns whose sums stay in registers
 
 template <class T>
 DEEPEP_MOE_INLINE void sum_block(const SumParams& p, int begin, int columns) {
     using Storage = typename T::Storage;
+    for (int i = 0; i < p.num_next_rows; ++i) {
+        const char* next = static_cast<const char*>(p.next_rows[i]) + begin * sizeof(Storage);
+        for (size_t byte = 0; byte < columns * sizeof(Storage); byte += 64) __builtin_prefetch(next + byte);
+    }
     float sum[kBlock] = {};
     for (int i = 0; i < p.num_rows; ++i) {
         const Storage* row = static_cast<const Storage*>(p.rows[i]) + begin;

@@ -18,6 +18,10 @@ struct SumParams {
     const float* weights;     // [num_rows], or nullptr: a plain sum
     const void* bias;         // [hidden] added last, or nullptr
     int num_rows, hidden;
+
+    // Rows of the next sum, fetched into the cache meanwhile: rows lie anywhere, so the hardware cannot guess them.
+    const void* const* next_rows;  // num_next_rows pointers to [hidden]
+    int num_next_rows;
 };
 
 // sum = round(((0 + w0 * row0) + w1 * row1) + ... + bias): every product and every sum rounded to fp32, the result rounded once to

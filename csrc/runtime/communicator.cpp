@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 
+#include "common/parallel.h"
 #include "runtime/process.h"
 
 namespace deepep_moe {
@@ -33,7 +34,7 @@ std::string describe(const Signature& s) {
 
 Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeout_s)
     : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), owner_pid_(getpid()), own_(Segment::create(layout_.total_bytes())),
-      peers_(config.num_ranks), pids_(config.num_ranks, owner_pid_), start_times_(config.num_ranks, 0), pool_(config.num_channels) {
+      peers_(config.num_ranks), pids_(config.num_ranks, owner_pid_), start_times_(config.num_ranks, 0) {
     auto* header = new (own_.data()) SegmentHeader{};
     header->magic = kSegmentMagic;
     header->rank = rank;
@@ -43,8 +44,6 @@ Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeo
 Communicator::~Communicator() {
     if (getpid() == owner_pid_)
         header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
-    else
-        pool_.abandon();
 }
 
 void Communicator::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
@@ -72,7 +71,6 @@ Entry& Communicator::begin_entry(const Signature& signature) {
     ++sequence_;
     Entry& own = entry(rank_);
     own.sequence.store(0);  // readers of the call before last, if any is that late, must notice
-    own.failed = 0;
     own.signature = signature;
     own.num_recv_rows = -1;
     return own;
@@ -100,22 +98,27 @@ void Communicator::check_entries() const {
     std::string mismatch;
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         const Entry& theirs = entry(peer);
+        const Refusal& refusal = header(peer).refusals[sequence_ % kRefusals];
+        if (refusal.sequence.load(std::memory_order_acquire) == sequence_)
+            throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + refusal.message, peer);
         if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
                                 call_name(theirs.sequence) + "; see its output for the error", peer);
-        if (theirs.failed) throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + theirs.message, peer);
         if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
     }
     if (!mismatch.empty())
         throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) + mismatch);
 }
 
-void Communicator::abort(const std::string& message) {
-    Entry& own = begin_entry({});
-    own.failed = 1;
-    copy_text(own.message, kMessageBytes, message);
+void Communicator::refuse(Entry& own, const std::string& message) {
+    Refusal& refusal = header(rank_).refusals[sequence_ % kRefusals];
+    refusal.sequence.store(0);
+    copy_text(refusal.message, kMessageBytes, message);
+    refusal.sequence.store(sequence_, std::memory_order_release);
     own.sequence.store(sequence_, std::memory_order_release);
 }
+
+void Communicator::abort(const std::string& message) { refuse(begin_entry({}), message); }
 
 // ---- what a wait looks at ----
 
@@ -180,7 +183,7 @@ Channel Communicator::channel(int index) {
 
 template <class Params, class Move>
 void Communicator::run_channels(const Params& params, Move move) {
-    pool_.run([&](int index) { move(params, channel(index)); });
+    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) { move(params, channel(index)); });
 }
 
 PlanResult Communicator::plan(const PlanParams& params) {
@@ -190,9 +193,7 @@ PlanResult Communicator::plan(const PlanParams& params) {
     try {
         count_own(params.layout);
     } catch (const std::invalid_argument& error) {
-        own.failed = 1;
-        copy_text(own.message, kMessageBytes, error.what());
-        own.sequence.store(sequence_, std::memory_order_release);
+        refuse(own, error.what());
         throw;
     }
     enter(own);
@@ -205,7 +206,7 @@ PlanResult Communicator::plan(const PlanParams& params) {
 void Communicator::count_own(const LayoutParams& params) {
     auto* own = const_cast<int32_t*>(counts(rank_));
     int32_t* per_expert = own + config_.num_channels * config_.num_ranks;
-    pool_.run([&](int index) {
+    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) {
         count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),
                      {own + index * config_.num_ranks, per_expert + index * config_.num_experts});
     });

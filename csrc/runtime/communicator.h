@@ -12,7 +12,6 @@
 #include "cpu/dispatch.h"
 #include "cpu/layout.h"
 #include "runtime/segment.h"
-#include "runtime/thread_pool.h"
 
 namespace deepep_moe {
 
@@ -68,6 +67,7 @@ private:
 
     void check_owner() const;
     Entry& begin_entry(const Signature& signature);
+    void refuse(Entry& own, const std::string& message);
     void enter(Entry& own);  // publishes and waits for all ranks; throws PeerError, MismatchError
     void check_entries() const;
     void check_bounds(int expert_alignment, Layout layout) const;
@@ -85,7 +85,6 @@ private:
     std::vector<int> pids_;
     std::vector<uint64_t> start_times_;
     std::vector<int32_t> row_begin_;  // of the last plan: [num_ranks, num_channels, num_local_experts]
-    ThreadPool pool_;
 };
 
 std::string describe(const Signature& signature);

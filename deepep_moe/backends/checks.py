@@ -9,7 +9,9 @@ from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, CachedDispatchArgs, C
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None
+) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -38,7 +40,8 @@ def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, 
 
 def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
     if (x.dtype in _FP8) != (x_scales is not None):
-        raise ValueError(f"x is {DTYPE_NAMES[x.dtype]} and x_scales is {'given' if x_scales is not None else 'missing'}; fp8 rows, and only they, have scales")
+        given = "given" if x_scales is not None else "missing"
+        raise ValueError(f"x is {DTYPE_NAMES[x.dtype]} and x_scales is {given}; fp8 rows, and only they, have scales")
     if x_scales is not None:
         num_scales = -(-x.shape[1] // _C.SCALE_BLOCK)
         _check_tensor("x_scales", x_scales, (x.shape[0], num_scales), (torch.float32,), x.device)

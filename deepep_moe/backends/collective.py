@@ -4,8 +4,11 @@ Plain PyTorch on the device of the tensors. A call is an exchange of entries (wh
 error), then one all-to-all whose rows carry their lane indices, weights and scales.
 """
 
+import contextlib
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.handle import DispatchHandle, padded
 
@@ -49,20 +53,9 @@ class Entry:
 _NUM_FIELDS = len(Entry.__dataclass_fields__)
 
 
-def refuse_bad_routing(topk_idx: Tensor, num_experts: int) -> None:
-    """Raise ValueError for an index outside [-1, num_experts) or an expert twice in a row of topk_idx [num_tokens, num_topk]."""
-    outside = ((topk_idx < -1) | (topk_idx >= num_experts)).nonzero()
-    if len(outside):
-        token, lane = outside[0].tolist()
-        raise ValueError(f"topk_idx[{token}, {lane}] is {int(topk_idx[token, lane])}; it must be -1 (no expert) or 0 to {num_experts - 1}")
-    ordered = topk_idx.sort(dim=1).values
-    twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
-    if len(twice):
-        token, expert = int(twice[0, 0]), int(ordered[twice[0, 0], twice[0, 1]])
-        first, second = (topk_idx[token] == expert).nonzero().flatten().tolist()[:2]
-        raise ValueError(
-            f"topk_idx[{token}] names expert {expert} twice, in lanes {first} and {second}; a token may choose an expert once"
-        )
+def _reinterpret(rows: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
+    """The bytes of rows [num_rows, ...] as [num_rows, num_columns] of `dtype`."""
+    return rows.contiguous().flatten().view(dtype).view(rows.shape[0], num_columns)
 
 
 class CollectiveBackend:
@@ -90,8 +83,8 @@ class CollectiveBackend:
         except ValueError as error:
             self.abort(str(error))
             raise
-        per_expert = topk_idx[topk_idx >= 0].bincount(minlength=s.num_experts)
-        per_rank = self._is_token_in_rank(topk_idx).sum(0)
+        per_rank = is_token_in_rank(topk_idx, s.num_ranks, s.num_local_experts).sum(0)
+        per_expert = num_tokens_per_expert(topk_idx, s.num_experts)
         counts = self._enter(self._entry(0, args.x, args.layout, args), torch.cat([per_rank, per_expert]).cpu())
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
@@ -132,21 +125,19 @@ class CollectiveBackend:
 
     def abort(self, message: str) -> None:
         entry = Entry(0, 1, 0, 0, 0, 1, 0, -1)
-        try:
+        with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
             self._enter(entry, message=message)
-        except EPPeerError:
-            pass  # this rank's own failure, told to the others
 
     def destroy(self) -> None:
         self.group = None
 
     # ---- rows ----
 
-    def _is_token_in_rank(self, topk_idx: Tensor) -> Tensor:
-        """[num_tokens, num_ranks] bool."""
-        ranks = torch.where(topk_idx >= 0, topk_idx // self.settings.num_local_experts, self.settings.num_ranks).long()
-        mask = torch.zeros(topk_idx.shape[0], self.settings.num_ranks + 1, dtype=torch.bool, device=topk_idx.device)
-        return mask.scatter_(1, ranks, True)[:, :-1]
+    def _sent(self, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+        """(rank, token) of every row this rank sends, by rank, then token."""
+        mask = is_token_in_rank(handle.topk_idx, self.settings.num_ranks, self.settings.num_local_experts)
+        destinations, tokens = mask.t().nonzero(as_tuple=True)
+        return destinations, tokens
 
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         x, num_rows = args.x, handle.num_rows
@@ -159,7 +150,7 @@ class CollectiveBackend:
 
     def _move(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, *, cached: bool) -> None:
         s = self.settings
-        destinations, tokens = self._is_token_in_rank(handle.topk_idx).t().nonzero(as_tuple=True)
+        destinations, tokens = self._sent(handle)
         local = handle.topk_idx[tokens] - (destinations * s.num_local_experts)[:, None].to(torch.int32)
         local = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)
         parts = [args.x[tokens], local]
@@ -221,7 +212,7 @@ class CollectiveBackend:
 
     def _combine(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor) -> None:
         s, handle = self.settings, args.handle
-        destinations, tokens = self._is_token_in_rank(handle.topk_idx).t().nonzero(as_tuple=True)
+        destinations, tokens = self._sent(handle)
         counts = destinations.bincount(minlength=s.num_ranks).tolist()
         arrived = self._all_to_all(self._expert_side(args), handle.recv_counts.flatten().tolist(), counts, "combine rows")
         total = combined_x.new_zeros(combined_x.shape, dtype=torch.float32)
@@ -240,14 +231,15 @@ class CollectiveBackend:
         """Send rows of `parts` (by destination), receive as many kinds of rows (by source), all in one message a peer."""
         if self.settings.num_ranks == 1:
             return parts
-        payload = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+        row_bytes = [part.shape[1] * part.element_size() for part in parts]
+        payload = torch.cat([_reinterpret(part, torch.uint8, size) for part, size in zip(parts, row_bytes, strict=True)], dim=1)
         received = payload.new_empty(sum(num_received), payload.shape[1])
         try:
             dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group)
         except RuntimeError as error:
             raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
-        pieces = received.split([part.shape[1] * part.element_size() for part in parts], dim=1)
-        return [piece.contiguous().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+        pieces = received.split(row_bytes, dim=1)
+        return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
 
     def _entry(self, operation: int, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
         if isinstance(args, CombineArgs):
@@ -293,12 +285,16 @@ class CollectiveBackend:
             return gathered.cpu()
         entries = own.repeat(s.num_ranks, 1)
         peers = [(s.rank + offset) % s.num_ranks for offset in range(1, s.num_ranks)]
-        sends = [dist.isend(own, group=group, group_dst=peer, tag=_TAG) for peer in peers]
-        receives = [dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG) for peer in peers]
         deadline = datetime.timedelta(seconds=s.timeout_s)
-        for peer, work in [*zip(peers, receives, strict=True), *zip(peers, sends, strict=True)]:
+        steps: list[tuple[int, Callable[[], Any]]] = []
+        works: list[Any] = []
+        for peer in peers:
+            steps.append((peer, lambda peer=peer: works.append(dist.isend(own, group=group, group_dst=peer, tag=_TAG))))
+            steps.append((peer, lambda peer=peer: works.append(dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG))))
+        steps += [(peer, lambda index=index: works[index].wait(deadline)) for index, (peer, _) in enumerate(steps)]
+        for peer, step in steps:
             try:
-                work.wait(deadline)
+                step()
             except RuntimeError as error:
                 dead = self._dead_rank()
                 raise self._timeout(peer if dead < 0 else dead, "entry into the call", self._call, self._call - 1, str(error)) from error

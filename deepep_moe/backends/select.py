@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepep_moe import _C, config
+from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Settings
 from deepep_moe.backends.collective import CollectiveBackend
 from deepep_moe.backends.shm import ShmBackend
@@ -26,7 +26,7 @@ class Introduction:
     settings: dict[str, Any]
     host: str
     process_id: int
-    num_cpus: int
+    num_threads: int
     group_backend: str
 
 
@@ -46,12 +46,14 @@ def gather(value: Any, group: "dist.ProcessGroup | None", num_ranks: int) -> lis
     return values
 
 
-def introduce(settings: Settings, backend: str, error: Exception | None, group: "dist.ProcessGroup | None") -> list[Introduction]:
+def introduce(
+    settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None"
+) -> list[Introduction]:
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
     common = {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
     message = None if error is None else f"{type(error).__name__}: {error}"
     group_backend = "none" if group is None else str(dist.get_backend(group))
-    own = Introduction(message, backend, common, host_id(), os.getpid(), config.available_cpus(), group_backend)
+    own = Introduction(message, backend, common, host_id(), os.getpid(), num_threads, group_backend)
     peers: list[Introduction] = gather(own, group, settings.num_ranks)
     if error is not None:
         raise error
@@ -79,8 +81,7 @@ def why_not_shm(peers: list[Introduction]) -> str | None:
 
 
 def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend:
-    channels = gather(config.num_threads(len(peers)), group, settings.num_ranks)
-    backend = ShmBackend(settings, min(channels))
+    backend = ShmBackend(settings, min(peer.num_threads for peer in peers))
     addresses = gather(backend.address(), group, settings.num_ranks)
     failure: str | None = None
     try:
@@ -90,7 +91,8 @@ def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.Proces
     for rank, reason in enumerate(gather(failure, group, settings.num_ranks)):
         if reason is not None:
             raise BackendUnavailableError(
-                f"backend 'shm' cannot serve: on rank {rank}: {reason}. Ranks must run as one user in one container; or use backend='collective'"
+                f"backend 'shm' cannot serve: on rank {rank}: {reason}. Ranks must run as one user in one container; "
+                "or use backend='collective'"
             )
     backend.seal()
     return backend

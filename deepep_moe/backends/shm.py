@@ -132,11 +132,12 @@ class ShmBackend:
 
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         """Outputs of a dispatch, with the rows that nobody sends (padding, and the rest up to a bound) already zero."""
-        num_rows, num_topk, is_expert = handle.num_rows, self.settings.num_topk, handle.layout == "expert"
+        num_rows = handle.num_rows
         recv_x = self.empty((num_rows, self.settings.hidden), args.x.dtype)
         num_scales = 0 if args.x_scales is None else args.x_scales.shape[1]
         recv_x_scales = torch.empty(num_rows if num_scales else 0, num_scales, dtype=torch.float32)
-        shape = (num_rows if args.topk_weights is not None else 0,) if is_expert else (num_rows if args.topk_weights is not None else 0, num_topk)
+        num_weights = 0 if args.topk_weights is None else num_rows
+        shape = (num_weights,) if handle.layout == "expert" else (num_weights, self.settings.num_topk)
         rows = Rows(recv_x, recv_x_scales, torch.empty(shape, dtype=torch.float32))
         for begin, end in _unsent_rows(handle):
             recv_x[begin:end].view(torch.uint8).zero_()

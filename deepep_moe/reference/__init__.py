@@ -1,5 +1,6 @@
 """What every operation of the library means, in plain PyTorch: slow, short and obviously right."""
 
 from deepep_moe.reference.exchange import Received, combine, combine_lane_values, dispatch, layout, rank_of
+from deepep_moe.reference.gate import gate
 
-__all__ = ["Received", "combine", "combine_lane_values", "dispatch", "layout", "rank_of"]
+__all__ = ["Received", "combine", "combine_lane_values", "dispatch", "gate", "layout", "rank_of"]

@@ -40,18 +40,18 @@ def _worker(fn: Callable[..., Any], rank: int, num_ranks: int, store: str, timeo
             dist.destroy_process_group()
 
 
-def _collect(processes: list, connections: list, deadline: float, expected_dead: Collection[int]) -> list[Any]:
+def _collect(processes: list[Any], connections: list[Any], deadline: float, expected_dead: Collection[int]) -> list[Any]:
     """Results by rank. Raises RankFailedError for the first rank that failed, died or was late."""
     results: list[Any] = [None] * len(processes)
     pending = {connection: rank for rank, connection in enumerate(connections)}
     while pending:
-        ready = wait_connections(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        ready: list[Any] = wait_connections(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailedError(min(pending.values()), f"no result in time; still running: ranks {sorted(pending.values())}")
         for connection in ready:
-            rank = pending.pop(connection)  # type: ignore[index]
+            rank = pending.pop(connection)
             try:
-                succeeded, value = connection.recv()  # type: ignore[union-attr]
+                succeeded, value = connection.recv()
             except EOFError:
                 processes[rank].join(timeout=10)
                 if rank in expected_dead:

@@ -1,0 +1,115 @@
+// Gradient of the gate. The choice of experts is constant; scores are recomputed from the logits, which costs less memory traffic than
+// saving them and, but for kSoftmax, concerns the chosen experts only. Rounding to fp32 counts as the identity.
+#include <algorithm>
+#include <vector>
+
+#include "common/parallel.h"
+#include "cpu/gate.h"
+#include "cpu/gate_scores.h"
+
+namespace deepep_moe {
+namespace {
+
+// One token's lanes: those with an expert, in order.
+struct Lanes {
+    int count;
+    int64_t experts[kMaxTopk];
+    double grads[kMaxTopk];  // of the weights, times routed_scaling_factor
+};
+
+DEEPEP_MOE_INLINE void load_lanes(const GateBackwardParams& params, int64_t token, Lanes& lanes) {
+    const GateOptions& o = params.options;
+    lanes.count = 0;
+    for (int k = 0; k < o.num_topk; ++k) {
+        const int64_t position = token * o.num_topk + k, expert = load_index(params.topk_idx, o.index64, position);
+        if (expert < 0 || expert >= o.num_experts) continue;
+        lanes.experts[lanes.count] = expert;
+        lanes.grads[lanes.count++] = params.grad_topk_weights[position] * o.routed_scaling_factor;
+    }
+}
+
+// From gradients of the weights w = s / (sum(s) + epsilon) to gradients of the scores s (in double, here rounded as in forward).
+DEEPEP_MOE_INLINE void grad_scores(const double* scores, bool normalize, Lanes& lanes) {
+    if (!normalize) return;
+    double sum = 0.0, dot = 0.0;
+    for (int k = 0; k < lanes.count; ++k) {
+        const double score = static_cast<float>(scores[k]);
+        sum += score;
+        dot += lanes.grads[k] * score;
+    }
+    const double divisor = sum + kWeightEpsilon;
+    for (int k = 0; k < lanes.count; ++k) lanes.grads[k] = (lanes.grads[k] - dot / divisor) / divisor;
+}
+
+DEEPEP_MOE_INLINE void grad_sigmoid(const GateOptions& o, const float* logits, Lanes& lanes, float* grad_row) {
+    double scores[kMaxTopk];
+    for (int k = 0; k < lanes.count; ++k) scores[k] = sigmoid(logits[lanes.experts[k]]);
+    grad_scores(scores, o.normalize, lanes);
+    std::fill_n(grad_row, o.num_experts, 0.0f);
+    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(lanes.grads[k] * scores[k] * (1.0 - scores[k]));
+}
+
+DEEPEP_MOE_INLINE void grad_softmax_topk(const GateOptions& o, const float* logits, const Lanes& lanes, float* grad_row) {
+    float chosen[kMaxTopk];
+    double probs[kMaxTopk], dot = 0.0;
+    for (int k = 0; k < lanes.count; ++k) chosen[k] = logits[lanes.experts[k]];
+    softmax_lanes(chosen, probs, lanes.count);
+    for (int k = 0; k < lanes.count; ++k) dot += lanes.grads[k] * probs[k];
+    std::fill_n(grad_row, o.num_experts, 0.0f);
+    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(probs[k] * (lanes.grads[k] - dot));
+}
+
+DEEPEP_MOE_INLINE void grad_softmax(const GateOptions& o, const float* logits, Lanes& lanes, double* probs, float* grad_row) {
+    double scores[kMaxTopk], dot = 0.0;
+    softmax_row(logits, probs, o.num_experts);
+    for (int k = 0; k < lanes.count; ++k) scores[k] = probs[lanes.experts[k]];
+    grad_scores(scores, o.normalize, lanes);
+    for (int k = 0; k < lanes.count; ++k) dot += lanes.grads[k] * scores[k];
+    for (int i = 0; i < o.num_experts; ++i) grad_row[i] = static_cast<float>(-dot * probs[i]);
+    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(scores[k] * (lanes.grads[k] - dot));
+}
+
+template <class T>
+DEEPEP_MOE_INLINE void store_row(const float* row, void* out, int64_t offset, int n) {
+    for (int i = 0; i < n; ++i) static_cast<typename T::Storage*>(out)[offset + i] = T::store(row[i]);
+}
+
+DEEPEP_MOE_INLINE void store_grad(const GateBackwardParams& params, int64_t token, const float* row) {
+    const int n = params.options.num_experts;
+    switch (params.options.dtype) {
+        case DType::kBFloat16: return store_row<BFloat16>(row, params.grad_logits, token * n, n);
+        case DType::kFloat16: return store_row<Float16>(row, params.grad_logits, token * n, n);
+        default: return store_row<Float32>(row, params.grad_logits, token * n, n);
+    }
+}
+
+DEEPEP_MOE_CLONES
+void backward_range(const GateBackwardParams& params, int64_t begin, int64_t end) {
+    const GateOptions& o = params.options;
+    std::vector<float> buffer(o.num_experts), grad_row(o.num_experts);
+    std::vector<double> probs(o.num_experts);
+    Lanes lanes;
+    for (int64_t token = begin; token < end; ++token) {
+        load_lanes(params, token, lanes);
+        if (lanes.count == 0) {
+            std::fill_n(grad_row.data(), o.num_experts, 0.0f);
+        } else {
+            const float* logits = logits_row(params.logits, o.dtype, token, o.num_experts, buffer.data());
+            if (o.score_function == ScoreFunction::kSigmoid) grad_sigmoid(o, logits, lanes, grad_row.data());
+            if (o.score_function == ScoreFunction::kSoftmax) grad_softmax(o, logits, lanes, probs.data(), grad_row.data());
+            if (o.score_function == ScoreFunction::kSoftmaxTopk) grad_softmax_topk(o, logits, lanes, grad_row.data());
+        }
+        store_grad(params, token, grad_row.data());
+    }
+}
+
+}  // namespace
+
+void gate_backward(const GateBackwardParams& params) {
+    const GateOptions& o = params.options;
+    check_gate_options(o);
+    const int count = num_ranges(o.num_tokens, kMinTokensPerThread, o.num_threads);
+    parallel_ranges(o.num_tokens, count, [&](int, int64_t begin, int64_t end) { backward_range(params, begin, end); });
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,102 @@
+// What the gate's forward and backward share: bounds, rows of logits, score functions.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "common/elements.h"
+#include "common/math.h"
+#include "cpu/gate.h"
+
+namespace deepep_moe {
+
+constexpr int64_t kMinTokensPerThread = 64;
+constexpr double kWeightEpsilon = 1e-20;
+
+// Guards memory; callers that want friendlier messages check before.
+inline void check_gate_options(const GateOptions& o) {
+    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
+    const bool valid = element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk &&
+                       o.num_topk <= o.num_experts && group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 &&
+                       o.topk_groups <= o.num_groups && int64_t{group_size} * o.topk_groups >= o.num_topk &&
+                       (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
+    if (valid) return;
+    const auto str = [](int64_t value) { return std::to_string(value); };
+    throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
+                                ", num_topk " + str(o.num_topk) + ", num_groups " + str(o.num_groups) + ", topk_groups " +
+                                str(o.topk_groups) + ", group_score_topk " + str(o.group_score_topk));
+}
+
+// Floats as integers in the same order, -0 equal to 0: reductions over integers vectorize.
+DEEPEP_MOE_INLINE int32_t ordered_bits(float value) {
+    const int32_t bits = std::bit_cast<int32_t>(value + 0.0f);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+DEEPEP_MOE_INLINE float from_ordered_bits(int32_t key) { return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff)); }
+
+template <class T>
+DEEPEP_MOE_INLINE const float* load_row(const void* __restrict in, int64_t offset, int n, float* __restrict out) {
+    for (int i = 0; i < n; ++i) out[i] = T::load(static_cast<const typename T::Storage*>(in)[offset + i]);
+    return out;
+}
+
+// The token's logits as fp32: in place where they are fp32, otherwise converted into `buffer`.
+DEEPEP_MOE_INLINE const float* logits_row(const void* logits, DType dtype, int64_t token, int n, float* buffer) {
+    switch (dtype) {
+        case DType::kBFloat16: return load_row<BFloat16>(logits, token * n, n, buffer);
+        case DType::kFloat16: return load_row<Float16>(logits, token * n, n, buffer);
+        default: return static_cast<const float*>(logits) + token * n;
+    }
+}
+
+// Softmax of a row in double. The sum runs over kLanes interleaved partial sums, so that it vectorizes in a fixed order.
+DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __restrict probs, int n) {
+    constexpr int kLanes = 8;
+    int32_t largest_bits = ordered_bits(logits[0]);
+    for (int i = 1; i < n; ++i) largest_bits = std::max(largest_bits, ordered_bits(logits[i]));
+    const double largest = from_ordered_bits(largest_bits);
+    for (int i = 0; i < n; ++i) {
+        const double shifted = logits[i] - largest;
+        probs[i] = exp_bounded(shifted < -kExpLimit ? -kExpLimit : shifted);
+    }
+    double partial[kLanes] = {};
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) partial[lane] += probs[i + lane];
+    }
+    double sum = 0.0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += partial[lane];
+    for (; i < n; ++i) sum += probs[i];
+    for (int j = 0; j < n; ++j) probs[j] /= sum;
+}
+
+// Softmax over the lanes of one token, in lane order.
+DEEPEP_MOE_INLINE void softmax_lanes(const float* logits, double* probs, int num_topk) {
+    float largest = logits[0];
+    for (int k = 1; k < num_topk; ++k) largest = logits[k] > largest ? logits[k] : largest;
+    double sum = 0.0;
+    for (int k = 0; k < num_topk; ++k) {
+        const double shifted = static_cast<double>(logits[k]) - largest;
+        probs[k] = exp_bounded(shifted < -kExpLimit ? -kExpLimit : shifted);
+        sum += probs[k];
+    }
+    for (int k = 0; k < num_topk; ++k) probs[k] /= sum;
+}
+
+DEEPEP_MOE_INLINE int64_t load_index(const void* topk_idx, bool index64, int64_t position) {
+    return index64 ? static_cast<const int64_t*>(topk_idx)[position] : static_cast<const int32_t*>(topk_idx)[position];
+}
+
+DEEPEP_MOE_INLINE void store_index(void* topk_idx, bool index64, int64_t position, int expert) {
+    if (index64) {
+        static_cast<int64_t*>(topk_idx)[position] = expert;
+    } else {
+        static_cast<int32_t*>(topk_idx)[position] = expert;
+    }
+}
+
+}  // namespace deepep_moe

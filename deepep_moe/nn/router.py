@@ -1,0 +1,132 @@
+"""The router: a linear map from hidden states to expert logits, and the gate."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepep_moe.ops.balance import update_expert_bias
+from deepep_moe.ops.gate import GateOutput, check_options, gate
+
+
+class Router(nn.Module):
+    """Decides which experts each token goes to.
+
+    Args:
+        hidden: size of a token.
+        num_experts: experts of the layer, over all ranks.
+        num_topk: experts per token.
+        expert_bias: keep a bias per expert that balances the load without an auxiliary loss (arXiv 2408.15664); see
+            `update_expert_bias`.
+        num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype: as in
+            `deepep_moe.ops.gate`.
+        compute_dtype: dtype of the linear map, inputs and weight are cast to it; autocast does not apply.
+        device, dtype: of `weight`.
+
+    Attributes:
+        weight: `[num_experts, hidden]` parameter.
+        expert_bias: `[num_experts]` fp32 buffer, or None. It stays fp32 when the module is cast.
+        num_tokens_per_expert: `[num_experts]` int64 buffer, counted in training mode (with gradients enabled) since the last
+            `update_expert_bias`; or None. Not part of the state dict.
+
+    Raises:
+        ValueError: a setting is out of bounds.
+    """
+
+    expert_bias: Tensor | None
+    num_tokens_per_expert: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        expert_bias: bool = False,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        group_score_topk: int = 2,
+        score_function: str = "sigmoid",
+        normalize: bool = True,
+        routed_scaling_factor: float = 1.0,
+        index_dtype: torch.dtype = torch.int64,
+        compute_dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
+        limits: dict[str, Any] = {
+            "num_groups": num_groups,
+            "topk_groups": topk_groups,
+            "group_score_topk": group_score_topk,
+            "score_function": score_function,
+            "routed_scaling_factor": routed_scaling_factor,
+        }
+        check_options(num_experts, num_topk, **limits)
+        self.gate_options: dict[str, Any] = {**limits, "normalize": normalize, "index_dtype": index_dtype}
+        self.compute_dtype = compute_dtype
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if expert_bias else None
+        counts = torch.zeros(num_experts, device=device, dtype=torch.int64) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.register_buffer("num_tokens_per_expert", counts, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform weight as in `torch.nn.Linear`; zero bias and counts."""
+        bound = 1 / math.sqrt(self.hidden)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.expert_bias is not None and self.num_tokens_per_expert is not None:
+            self.expert_bias.zero_()
+            self.num_tokens_per_expert.zero_()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> GateOutput:
+        """Routes `x [..., hidden]`, taken as `[num_tokens, hidden]`.
+
+        Args:
+            x: hidden states of any floating-point dtype.
+            mask: `[num_tokens]` bool, True for tokens to leave out.
+
+        Returns:
+            `GateOutput(topk_idx, topk_weights, num_tokens_per_expert)`; see `deepep_moe.ops.GateOutput`.
+
+        Raises:
+            ValueError, TypeError: as `deepep_moe.ops.gate`.
+        """
+        output = gate(self.logits(x), self.num_topk, expert_bias=self.expert_bias, mask=mask, **self.gate_options)
+        if self.num_tokens_per_expert is not None and self.training and torch.is_grad_enabled():
+            self.num_tokens_per_expert += output.num_tokens_per_expert
+        return output
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`[num_tokens, num_experts]` in `compute_dtype`, differentiable; for auxiliary losses."""
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.linear(x.reshape(-1, self.hidden).to(self.compute_dtype), self.weight.to(self.compute_dtype))
+
+    def update_expert_bias(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
+        """Applies `deepep_moe.ops.update_expert_bias` to the counts, summed over `group` if given, and clears them.
+
+        Call it once per optimizer step, on every rank of the group.
+
+        Raises:
+            ValueError: the router was made without `expert_bias=True`.
+        """
+        if self.expert_bias is None or self.num_tokens_per_expert is None:
+            raise ValueError("this router has no expert_bias to update; make it with Router(..., expert_bias=True)")
+        update_expert_bias(self.expert_bias, self.num_tokens_per_expert, rate, group)
+        self.num_tokens_per_expert.zero_()
+
+    def extra_repr(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.gate_options.items())
+        return f"hidden={self.hidden}, num_experts={self.num_experts}, num_topk={self.num_topk}, {options}"
+
+    def _apply(self, fn, recurse=True):
+        # Casting the module must not round the bias: its steps are smaller than half precision resolves.
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self

@@ -1,0 +1,78 @@
+"""Definition of the gate: which experts each token goes to, and with which weights."""
+
+import torch
+from torch import Tensor
+
+
+def gate(
+    logits: Tensor,
+    num_topk: int,
+    *,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    group_score_topk: int = 2,
+    score_function: str = "sigmoid",
+    expert_bias: Tensor | None = None,
+    normalize: bool = True,
+    routed_scaling_factor: float = 1.0,
+    mask: Tensor | None = None,
+    index_dtype: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `deepep_moe.ops.gate` computes, step by step and for valid arguments only; differentiable in `logits`.
+
+    Returns `(topk_idx, topk_weights, num_tokens_per_expert)` as there.
+    """
+    num_experts = logits.shape[1]
+    if mask is not None:
+        logits = logits.masked_fill(mask[:, None], 0)
+    scores = _scores(logits, score_function)
+
+    selection = scores.detach() if expert_bias is None else scores.detach() + expert_bias
+    if topk_groups < num_groups:
+        selection = _limit_groups(selection, num_groups, topk_groups, group_score_topk)
+    topk_idx = selection.sort(dim=1, descending=True, stable=True).indices[:, :num_topk]
+
+    topk_weights = _weights(scores.gather(1, topk_idx).double(), score_function, normalize) * routed_scaling_factor
+    topk_weights = topk_weights.float()
+    if mask is not None:
+        topk_idx = topk_idx.masked_fill(mask[:, None], -1)
+        topk_weights = topk_weights.masked_fill(mask[:, None], 0)
+    num_tokens_per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
+    return topk_idx.to(index_dtype), topk_weights, num_tokens_per_expert
+
+
+def _scores(logits: Tensor, score_function: str) -> Tensor:
+    """[num_tokens, num_experts] fp32, computed in double and rounded once."""
+    match score_function:
+        case "sigmoid":
+            return logits.double().sigmoid().float()
+        case "softmax":
+            return logits.double().softmax(dim=1).float()
+        case _:  # softmax_topk: the softmax comes after the choice
+            return logits.float()
+
+
+def _limit_groups(selection: Tensor, num_groups: int, topk_groups: int, group_score_topk: int) -> Tensor:
+    """The selection scores with -inf for the experts outside of each token's `topk_groups` best groups."""
+    num_tokens, num_experts = selection.shape
+    best = selection.view(num_tokens, num_groups, num_experts // num_groups).sort(dim=2, descending=True).values[:, :, :group_score_topk]
+    group_scores = _sum_in_order(best)
+    chosen = group_scores.sort(dim=1, descending=True, stable=True).indices[:, :topk_groups]
+    in_chosen = torch.zeros(num_tokens, num_groups, dtype=torch.bool).scatter(1, chosen, True)
+    return selection.masked_fill(~in_chosen.repeat_interleave(num_experts // num_groups, dim=1), -torch.inf)
+
+
+def _weights(chosen: Tensor, score_function: str, normalize: bool) -> Tensor:
+    """Weights in double, before the scaling factor, from the chosen scores [num_tokens, num_topk] in double."""
+    if score_function == "softmax_topk":
+        exponentials = (chosen - chosen.amax(dim=1, keepdim=True).detach()).exp()
+        return exponentials / _sum_in_order(exponentials)[:, None]
+    return chosen / (_sum_in_order(chosen)[:, None] + 1e-20) if normalize else chosen
+
+
+def _sum_in_order(values: Tensor) -> Tensor:
+    """Sum over the last dimension, first element first."""
+    total = values[..., 0]
+    for i in range(1, values.shape[-1]):
+        total = total + values[..., i]
+    return total

@@ -1,0 +1,13 @@
+"""Shared fixtures. GPU tests run where the devices are and are skipped, saying so, where they are not."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    num_gpus = torch.cuda.device_count()
+    for item in items:
+        marker = item.get_closest_marker("multi_gpu")
+        needed = marker.args[0] if marker else 1 if item.get_closest_marker("gpu") else 0
+        if needed > num_gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {num_gpus}"))

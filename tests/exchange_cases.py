@@ -1,0 +1,122 @@
+"""Routings for the tests of dispatch and combine, and the comparison with the reference that runs on every rank."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from deepep_moe import Buffer, reference
+from deepep_moe.backends.shm import ShmBackend
+
+
+def poison_outputs() -> None:
+    """Fill every output with NaN before it is written: what nobody writes then shows."""
+    torch._C._set_deterministic_algorithms(True)  # as torch.use_deterministic_algorithms, without its slow imports
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    if not hasattr(ShmBackend, "clean_empty"):
+        ShmBackend.clean_empty = ShmBackend.empty
+
+        def poisoned(self, shape, dtype):
+            tensor = self.clean_empty(shape, dtype)
+            tensor.view(torch.uint8).fill_(0xFF)
+            return tensor
+
+        ShmBackend.empty = poisoned
+
+
+@dataclass
+class Case:
+    """One routing of all ranks. `num_tokens` has an element per rank; `pattern` says how tokens choose experts."""
+
+    num_tokens: list[int]
+    hidden: int = 72
+    num_experts: int = 12
+    num_topk: int = 3
+    dtype: torch.dtype = torch.float32
+    layout: str = "expert"
+    expert_alignment: int = 1
+    pattern: str = "uniform"
+    index_dtype: torch.dtype = torch.int64
+    seed: int = 0
+    with_weights: bool = True
+    with_bias: bool = False
+    backends: tuple[str, ...] = field(default=("shm", "collective"))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens)
+
+    def routing(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 101 + rank)
+        shape = (self.num_tokens[rank], self.num_experts)
+        scores = torch.rand(shape, generator=generator)
+        if self.pattern == "one_expert":
+            scores[:, self.num_experts // 2] = 2
+        elif self.pattern == "one_rank":
+            scores[:, : self.num_experts // self.num_ranks] += 1
+        elif self.pattern == "skewed":
+            scores *= torch.linspace(1, 0.1, self.num_experts)
+        topk_idx = scores.argsort(dim=1, descending=True)[:, : self.num_topk]
+        if self.pattern == "one_expert":
+            topk_idx[:, 1:] = -1
+        elif self.pattern == "masked":
+            topk_idx = torch.where(torch.rand(topk_idx.shape, generator=generator) < 0.5, topk_idx, -1)
+        elif self.pattern == "nobody":
+            topk_idx = torch.full_like(topk_idx, -1)
+        return topk_idx.to(self.index_dtype).contiguous()
+
+    def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed * 7 + rank)
+        x = torch.randn(self.num_tokens[rank], self.hidden, generator=generator).to(self.dtype)
+        return x, self.routing(rank), torch.rand(self.num_tokens[rank], self.num_topk, generator=generator)
+
+    def bias(self, rank: int) -> torch.Tensor:
+        return torch.randn(self.num_tokens[rank], self.hidden, generator=torch.Generator().manual_seed(rank + 5)).to(self.dtype)
+
+    def expert_outputs(self, rank: int, num_rows: int) -> torch.Tensor:
+        return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(rank + 77)).to(self.dtype)
+
+
+def check_case(rank: int, _: int, case: Case) -> None:
+    """Dispatch, combine, and both gradients of `case` on each of its backends; every result must equal the reference's bits."""
+    poison_outputs()
+    ranks = range(case.num_ranks)
+    inputs = [case.inputs(r) for r in ranks]
+    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    received = reference.dispatch(
+        xs, idxs, weights if case.with_weights else None, case.num_experts, layout=case.layout, expert_alignment=case.expert_alignment
+    )
+    outputs = [case.expert_outputs(r, len(received[r].recv_x)) for r in ranks]
+    row_weights = [torch.rand(len(output), generator=torch.Generator().manual_seed(r)) for r, output in enumerate(outputs)]
+    biases = [case.bias(r) for r in ranks]
+    combined = reference.combine(
+        outputs, received, case.num_tokens, row_weights if case.with_weights else None, biases if case.with_bias else None
+    )
+    for backend in case.backends:
+        buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
+        assert buffer.backend == backend
+        x, idx, weight = inputs[rank]
+        out = buffer.dispatch(
+            x, idx, weight if case.with_weights else None, layout=case.layout, expert_alignment=case.expert_alignment
+        )
+        mine = received[rank]
+        assert_same("recv_x", out.recv_x, mine.recv_x)
+        assert out.num_recv_tokens_per_expert.tolist() == mine.num_recv_tokens_per_expert
+        assert_same("recv_topk_weights", out.recv_topk_weights, mine.recv_topk_weights)
+        assert_same("recv_topk_idx", out.recv_topk_idx, mine.recv_topk_idx)
+        y = buffer.combine(
+            outputs[rank], out.handle, row_weights[rank] if case.with_weights else None, bias=biases[rank] if case.with_bias else None
+        )
+        assert_same("combined_x", y, combined[rank])
+        buffer.destroy()
+
+
+def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Tensor | None) -> None:
+    """Equal shape, dtype and bits."""
+    assert (ours is None) == (reference_value is None), f"{name}: {ours} against {reference_value}"
+    if ours is None or reference_value is None:
+        return
+    assert ours.dtype == reference_value.dtype and ours.shape == reference_value.shape, (
+        f"{name}: {ours.dtype} {list(ours.shape)} against {reference_value.dtype} {list(reference_value.shape)}"
+    )
+    different = (ours.contiguous().view(torch.uint8) != reference_value.contiguous().view(torch.uint8)).nonzero()
+    assert len(different) == 0, f"{name}: {len(different)} bytes differ, first at {different[0].tolist()}"

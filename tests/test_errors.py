@@ -1,0 +1,376 @@
+"""What a user sees when something is wrong: a clear error on the rank that caused it, and no hang on the others."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepep_moe import Buffer
+from deepep_moe.errors import (
+    BackendUnavailableError,
+    BufferDestroyedError,
+    EPCapacityError,
+    EPMismatchError,
+    EPPeerError,
+    EPTimeoutError,
+)
+from deepep_moe.testing import run_ranks
+
+BACKENDS = ("shm", "collective")
+HIDDEN, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 16, 4, 2, 8
+
+
+def make_buffer(backend="shm", timeout_s=20.0, num_experts=NUM_EXPERTS):
+    return Buffer(None, MAX_TOKENS, HIDDEN, num_experts, NUM_TOPK, backend=backend, timeout_s=timeout_s)
+
+
+def good_inputs(num_tokens=4):
+    idx = torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]] * 4)[:num_tokens]
+    return torch.randn(num_tokens, HIDDEN), idx, torch.rand(num_tokens, NUM_TOPK)
+
+
+# ---- bad arguments of one rank: its own error there, EPPeerError with the reason elsewhere, and the buffer stays usable ----
+
+X, IDX, WEIGHTS = good_inputs()
+BAD_DISPATCHES = {
+    "dtype of x": (dict(x=X.double()), TypeError, "x has dtype float64; it must be float32 or bfloat16 or float16"),
+    "hidden": (dict(x=torch.randn(4, 32)), ValueError, r"x has shape \[4, 32\]; it must be \[4, 16\]"),
+    "dimensions": (dict(x=torch.randn(16)), ValueError, r"x has shape \[16\]; it must be \[num_tokens, 16\]"),
+    "strides": (dict(x=torch.randn(16, 4).t()), ValueError, r"x .* is not contiguous; pass x.contiguous\(\)"),
+    "too many tokens": (
+        dict(zip(("x", "topk_idx", "topk_weights"), good_inputs(9), strict=True)),
+        ValueError,
+        "x has 9 tokens, more than the buffer's num_max_tokens_per_rank of 8; create the Buffer with a larger bound",
+    ),
+    "dtype of topk_idx": (dict(topk_idx=IDX.float()), TypeError, "topk_idx has dtype float32; it must be int64 or int32"),
+    "shape of topk_idx": (dict(topk_idx=IDX[:3]), ValueError, r"topk_idx has shape \[3, 2\]; it must be \[4, 2\]"),
+    "index too large": (
+        dict(topk_idx=torch.tensor([[0, 1], [2, 4], [0, 1], [0, 1]])),
+        ValueError,
+        r"topk_idx\[1, 1\] is 4; it must be -1 \(no expert\) or 0 to 3",
+    ),
+    "index too small": (dict(topk_idx=torch.tensor([[0, 1], [2, 3], [-2, 1], [0, 1]])), ValueError, r"topk_idx\[2, 0\] is -2"),
+    "duplicate expert": (
+        dict(topk_idx=torch.tensor([[0, 1], [2, 3], [0, 1], [3, 3]])),
+        ValueError,
+        r"topk_idx\[3\] names expert 3 twice, in lanes 0 and 1; a token may choose an expert once",
+    ),
+    "dtype of weights": (dict(topk_weights=WEIGHTS.bfloat16()), TypeError, "topk_weights has dtype bfloat16; it must be float32"),
+    "shape of weights": (dict(topk_weights=WEIGHTS[:, :1].contiguous()), ValueError, r"topk_weights has shape \[4, 1\]"),
+    "scales without fp8": (dict(x_scales=torch.ones(4, 1)), ValueError, "x is float32 and x_scales is given"),
+    "fp8 without scales": (dict(x=X.to(torch.float8_e4m3fn)), ValueError, "x is float8 and x_scales is missing"),
+    "layout": (dict(layout="token"), ValueError, r"layout is 'token'; it must be one of \['expert', 'rank'\]"),
+    "alignment": (dict(expert_alignment=0), ValueError, "expert_alignment is 0; it must be at least 1"),
+    "no routing": (dict(topk_idx=None), ValueError, "topk_idx is missing"),
+    "foreign handle": (dict(topk_idx=None, topk_weights=None, handle="other"), ValueError, "handle belongs to buffer 1, this is buffer 0"),
+    "routing and handle": (dict(handle="own"), ValueError, "topk_idx and handle were both given"),
+    "not a handle": (dict(topk_idx=None, handle=(1, 2)), TypeError, "handle must be the DispatchHandle of a dispatch, not tuple"),
+}
+
+
+def bad_dispatch(rank, num_ranks, backend, names):
+    buffer, other = make_buffer(backend), make_buffer(backend)
+    handles = {"own": buffer.dispatch(X, IDX).handle, "other": other.dispatch(X, IDX).handle}
+    for name in names:
+        changes, error, message = BAD_DISPATCHES[name]
+        arguments = dict(x=X, topk_idx=IDX, topk_weights=WEIGHTS)
+        if rank == 0:
+            arguments |= changes
+            if isinstance(arguments.get("handle"), str):
+                arguments["handle"] = handles[arguments["handle"]]
+            with pytest.raises(error, match=message):
+                buffer.dispatch(**arguments)
+        else:
+            with pytest.raises(EPPeerError, match=f"rank 0 refused its arguments: .*{message}") as info:
+                buffer.dispatch(**arguments)
+            assert info.value.rank == 0
+        out = buffer.dispatch(X, IDX, WEIGHTS)
+        assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_arguments_of_dispatch(backend):
+    run_ranks(bad_dispatch, 2, backend, list(BAD_DISPATCHES))
+
+
+def bad_combine(rank, num_ranks, backend):
+    buffer = make_buffer(backend)
+    out = buffer.dispatch(X, IDX, WEIGHTS)
+    rows = len(out.recv_x)
+    bad = [
+        (dict(x=out.recv_x.double()), TypeError, "x has dtype float64"),
+        (dict(x=out.recv_x.to(torch.float8_e4m3fn)), TypeError, "x has dtype float8_e4m3fn; combine takes float32, bfloat16 or float16"),
+        (dict(x=out.recv_x[1:]), ValueError, rf"x has shape \[{rows - 1}, 16\]; it must be \[{rows}, 16\]"),
+        (dict(topk_weights=torch.ones(rows + 1)), ValueError, rf"topk_weights has shape \[{rows + 1}\]; it must be \[{rows}\]"),
+        (dict(bias=torch.ones(3, HIDDEN)), ValueError, r"bias has shape \[3, 16\]; it must be \[4, 16\]"),
+        (dict(bias=torch.ones(4, HIDDEN).half()), TypeError, "bias has dtype float16; it must be float32"),
+    ]
+    for changes, error, message in bad:
+        with pytest.raises(error if rank == 1 else EPPeerError, match=message if rank == 1 else "rank 1 refused its arguments"):
+            buffer.combine(**(dict(x=out.recv_x, handle=out.handle) | (changes if rank == 1 else {})))
+    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_arguments_of_combine(backend):
+    run_ranks(bad_combine, 2, backend)
+
+
+# ---- ranks that do not agree ----
+
+
+def different_calls(rank, num_ranks, backend):
+    buffer = make_buffer(backend)
+    handle = buffer.dispatch(X, IDX, WEIGHTS).handle
+    with pytest.raises(EPMismatchError, match="rank 1: .*layout rank") as info:
+        buffer.dispatch(X, IDX, layout=("expert", "rank")[rank])
+    assert "rank 0: dispatch of float32 rows, layout expert" in str(info.value)
+    with pytest.raises(EPMismatchError, match="rank 1: .*bfloat16"):
+        buffer.dispatch(X.to((torch.float32, torch.bfloat16)[rank]), IDX)
+    with pytest.raises(EPMismatchError, match="rank 1: cached dispatch"):
+        if rank == 0:
+            buffer.combine(torch.zeros(handle.num_rows, HIDDEN), handle)
+        else:
+            buffer.dispatch(X, handle=handle)
+    buffer.dispatch(X, IDX)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_in_different_calls(backend):
+    run_ranks(different_calls, 2, backend)
+
+
+def too_many_rows(rank, num_ranks, backend, layout):
+    buffer = make_buffer(backend)
+    with pytest.raises(EPCapacityError, match="rank 1 would receive [0-9]+ rows, more than its num_recv_rows of 3") as info:
+        buffer.dispatch(X, IDX, layout=layout, num_recv_rows=(50, 3)[rank])
+    assert info.value.rank == 1
+    buffer.dispatch(X, IDX, layout=layout, num_recv_rows=50)
+
+
+@pytest.mark.parametrize("layout", ("expert", "rank"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_exceeded_bound(backend, layout):
+    run_ranks(too_many_rows, 2, backend, layout)
+
+
+def different_settings(rank, num_ranks):
+    base = dict(num_max_tokens_per_rank=8, hidden=16, num_experts=6, num_topk=2, backend="auto")
+    for name, value in [("hidden", 32), ("num_experts", 12), ("num_topk", 3), ("num_max_tokens_per_rank", 9), ("backend", "collective")]:
+        with pytest.raises(EPMismatchError, match=f"ranks disagree on {name} .*rank 1: {base[name]!r}, rank 2: {value!r}"):
+            Buffer(None, **(base | ({name: value} if rank == 2 else {})))
+    bad = dict(num_experts=7)
+    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="num_experts is 7; it must be a multiple of the group's 3 ranks"):
+        Buffer(None, **(base | (bad if rank == 1 else {})))
+    os.environ.update({"DEEPEP_MOE_TIMEOUT_S": "soon"} if rank == 0 else {})
+    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="DEEPEP_MOE_TIMEOUT_S='soon' is not a number"):
+        Buffer(None, **base)
+
+
+def test_settings_are_compared_at_construction():
+    run_ranks(different_settings, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(backend="nccl"), "backend is 'nccl'; it must be one of"),
+        (dict(hidden=0), "hidden is 0"),
+        (dict(num_topk=33, num_experts=64), r"num_topk is 33; it must be at most num_experts \(64\) and at most 32"),
+        (dict(num_topk=5), r"num_topk is 5; it must be at most num_experts \(4\)"),
+        (dict(num_max_tokens_per_rank=-1), "num_max_tokens_per_rank is -1"),
+        (dict(timeout_s=0.0), "timeout_s is 0.0; it must be positive"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Buffer(None, **(dict(num_max_tokens_per_rank=8, hidden=16, num_experts=4, num_topk=2) | changes))
+
+
+def test_row_bytes():
+    buffer = Buffer(None, 4, 12, 4, 2)
+    buffer.dispatch(torch.randn(4, 12), IDX)
+    with pytest.raises(ValueError, match="a row of x, 12 columns of bfloat16, has 24 bytes; it must be a multiple of 16"):
+        buffer.dispatch(torch.randn(4, 12).bfloat16(), IDX)
+
+
+@pytest.mark.parametrize("backend", ("nvlink", "nvshmem"))
+def test_backend_that_cannot_serve(backend):
+    with pytest.raises(BackendUnavailableError, match=f"backend '{backend}' cannot serve: .*use backend='auto'"):
+        make_buffer(backend)
+
+
+# ---- after the end ----
+
+
+def test_use_after_destroy():
+    buffer = make_buffer()
+    handle = buffer.dispatch(X, IDX).handle
+    buffer.destroy()
+    buffer.destroy()
+    for call in (lambda: buffer.dispatch(X, IDX), lambda: buffer.combine(torch.zeros(handle.num_rows, HIDDEN), handle)):
+        with pytest.raises(BufferDestroyedError, match="this buffer was destroyed; create a new Buffer"):
+            call()
+    assert "destroyed" in repr(buffer)
+
+
+def test_use_in_a_forked_process():
+    buffer = make_buffer()
+    child = os.fork()
+    if child == 0:
+        try:
+            buffer.dispatch(X, IDX)
+        except BufferDestroyedError as error:
+            os._exit(0 if f"belongs to process {os.getppid()}" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    buffer.dispatch(X, IDX)
+
+
+def leaves_early(rank, num_ranks):
+    buffer = make_buffer()
+    buffer.dispatch(X, IDX)
+    if rank == 1:
+        buffer.destroy()
+    else:
+        with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer"):
+            buffer.dispatch(X, IDX)
+
+
+def test_peer_that_destroyed_its_buffer():
+    run_ranks(leaves_early, 2)
+
+
+# ---- peers that die or stall ----
+
+
+def check_timeout(culprit, call):
+    began = time.monotonic()
+    with pytest.raises(EPTimeoutError) as info:
+        call()
+    error = info.value
+    assert error.rank == culprit and f"rank {culprit}" in str(error), str(error)
+    assert error.phase and error.phase in str(error) and error.expected > error.seen >= 0, str(error)
+    assert time.monotonic() - began < 15
+
+
+EVERYWHERE = torch.tensor([[0, 2], [4, 1], [3, 5], [2, -1]])  # every one of three ranks gets tokens
+
+
+def dies(rank, num_ranks, backend, moment):
+    buffer = make_buffer(backend, timeout_s=30, num_experts=6)
+    out = buffer.dispatch(X, EVERYWHERE)
+    dist.barrier()
+    if rank == 1 and moment == "before a call":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and moment == "between the halves":
+        buffer._run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    check_timeout(1, lambda: buffer.dispatch(X, EVERYWHERE))
+    time.sleep(1)  # collective blames the first process it finds gone
+    return out.recv_x.shape
+
+
+@pytest.mark.parametrize("moment", ("before a call", "between the halves"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_peer_that_dies(backend, moment):
+    before = set(os.listdir("/dev/shm"))
+    results = run_ranks(dies, 3, backend, moment, expected_dead=[1])
+    assert results[0] and results[2] and results[1] is None
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def stalls(rank, num_ranks, backend, moment):
+    buffer = make_buffer(backend, timeout_s=1.5, num_experts=6)
+    out = buffer.dispatch(X, EVERYWHERE)
+    if rank == 2 and moment == "between the halves":
+        move = buffer._run
+        buffer._run = lambda *args: (time.sleep(6), move(*args))
+    elif rank == 2:
+        time.sleep(6)
+    if rank == 2:
+        with pytest.raises((EPPeerError, EPTimeoutError)):
+            buffer.combine(out.recv_x, out.handle)
+            buffer.combine(out.recv_x, out.handle)
+    else:
+        check_timeout(2, lambda: buffer.combine(out.recv_x, out.handle))
+    time.sleep(0 if rank == 2 else 6)
+
+
+@pytest.mark.parametrize("moment", ("before a call", "between the halves"))
+def test_peer_that_stalls(moment):
+    run_ranks(stalls, 3, "shm", moment)
+
+
+def test_peer_that_stalls_collective():
+    run_ranks(stalls, 3, "collective", "before a call")
+
+
+def stops_in_the_middle(rank, num_ranks):
+    """Rank 2 stops with its rings half full; rank 1 finds out first and tells rank 0, who waits for rank 1 as well."""
+    hidden, num_tokens = 4096, 2000
+    buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=1.5)
+    x, idx = torch.ones(num_tokens, hidden), torch.arange(6).repeat(num_tokens, 1)
+    if rank == 2:
+        if os.fork() == 0:  # a process that stops its parent for a while
+            time.sleep(0.1)
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(5)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        with pytest.raises((EPPeerError, EPTimeoutError)):
+            while True:
+                buffer.dispatch(x, idx)
+    else:
+        with pytest.raises(EPTimeoutError) as info:
+            while True:
+                buffer.dispatch(x, idx)
+        assert info.value.rank == 2, str(info.value)
+        time.sleep(6)
+
+
+def test_peer_that_stops_in_the_middle():
+    run_ranks(stops_in_the_middle, 3)
+
+
+# ---- memory ----
+
+
+def test_workspace_formula():
+    """docs/design.md: header, two entries with their counts, and a ring per source and channel."""
+    from deepep_moe import _C
+
+    for num_ranks, num_channels, hidden in [(1, 1, 8), (2, 1, 2048), (8, 2, 7168), (64, 4, 7168)]:
+        got = _C.workspace_bytes(num_ranks=num_ranks, num_channels=num_channels, num_experts=256 * num_ranks, num_topk=8, hidden=hidden)
+        slot = -(-(8 * 8) // 64) * 64 + hidden * 4
+        ring = -(-max(2**20 // num_channels, 8 * (-(-slot // 64) * 64)) // 4096) * 4096
+        counts = 4 * num_channels * (num_ranks + 256 * num_ranks)
+        rest = got - num_ranks * num_channels * (ring + 128) - 2 * counts
+        assert 0 <= rest <= 20480
+
+
+def count_mappings() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("deepep_moe" in line and "memfd" in line for line in file)
+
+
+def frees_everything(rank, num_ranks):
+    before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        buffer = make_buffer()
+        buffer.dispatch(X, IDX)
+        assert count_mappings() == before + num_ranks
+        buffer.destroy()
+    assert count_mappings() == before
+    buffer = make_buffer()
+    del buffer  # without destroy
+    assert count_mappings() == before
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_buffers_free_their_memory():
+    before = set(os.listdir("/dev/shm"))
+    run_ranks(frees_everything, 2)
+    assert set(os.listdir("/dev/shm")) == before

@@ -1,0 +1,384 @@
+"""The gate against hand-computed cases, its definition in `deepep_moe.reference`, and the routers of transformers and Megatron-Core."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepep_moe import _C, ops, reference
+
+SCORE_FUNCTIONS = ("sigmoid", "softmax", "softmax_topk")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def assert_equal(output, expected):
+    for name, got, want in zip(("topk_idx", "topk_weights", "num_tokens_per_expert"), output, expected, strict=True):
+        assert torch.equal(got, want), f"{name}: {got} is not {want}"
+
+
+# ---- small enough to compute by hand
+
+
+def test_sigmoid_by_hand():
+    logits = torch.tensor([[0.0, math.log(3), -math.log(3)]])  # scores 1/2, 3/4, 1/4
+    output = ops.gate(logits, 2, routed_scaling_factor=2.5)
+    assert output.topk_idx.tolist() == [[1, 0]]
+    torch.testing.assert_close(output.topk_weights, torch.tensor([[1.5, 1.0]]))
+    assert output.num_tokens_per_expert.tolist() == [1, 1, 0]
+
+
+def test_bias_moves_the_choice_and_not_the_weights():
+    logits = torch.tensor([[0.0, math.log(3), -math.log(3)]])
+    output = ops.gate(logits, 2, expert_bias=torch.tensor([0.0, 0.0, 1.0]), normalize=False)
+    assert output.topk_idx.tolist() == [[2, 1]]  # selection scores 0.5, 0.75, 1.25
+    torch.testing.assert_close(output.topk_weights, torch.tensor([[0.25, 0.75]]))
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "softmax_topk"])
+def test_softmax_by_hand(score_function):
+    logits = torch.tensor([[0.0, math.log(3), math.log(4)]])  # shares 1/8, 3/8, 4/8
+    output = ops.gate(logits, 2, score_function=score_function, normalize=False)
+    assert output.topk_idx.tolist() == [[2, 1]]
+    expected = [[4 / 8, 3 / 8]] if score_function == "softmax" else [[4 / 7, 3 / 7]]
+    torch.testing.assert_close(output.topk_weights, torch.tensor(expected))
+
+
+def test_groups_by_hand():
+    # Groups (0, 1), (2, 3), (4, 5). The best expert is alone in group 0; by the two best, group 2 wins, then group 1.
+    logits = torch.tensor([[9.0, -9.0, 1.0, 1.0, 2.0, 2.0]])
+    assert ops.gate(logits, 2, num_groups=3, topk_groups=1).topk_idx.tolist() == [[4, 5]]
+    assert ops.gate(logits, 3, num_groups=3, topk_groups=2).topk_idx.tolist() == [[4, 5, 2]]
+    assert ops.gate(logits, 2, num_groups=3, topk_groups=1, group_score_topk=1).topk_idx.tolist() == [[0, 1]]
+
+
+def test_experts_of_other_groups_cannot_be_chosen_however_low_the_bias():
+    logits = torch.zeros(1, 4)
+    bias = torch.tensor([-5.0, -5.0, -9.0, -9.0])
+    assert ops.gate(logits, 2, num_groups=2, topk_groups=1, expert_bias=bias).topk_idx.tolist() == [[0, 1]]
+
+
+def test_ties_go_to_the_lower_index():
+    assert ops.gate(torch.zeros(1, 40), 5).topk_idx.tolist() == [[0, 1, 2, 3, 4]]
+    assert ops.gate(torch.zeros(1, 40), 5, num_groups=8, topk_groups=2).topk_idx.tolist() == [[0, 1, 2, 3, 4]]
+    assert ops.gate(torch.tensor([[-0.0, 0.0, 0.0]]), 2, score_function="softmax_topk").topk_idx.tolist() == [[0, 1]]
+
+
+def test_masked_tokens_choose_nothing_and_are_not_read():
+    logits = torch.tensor([[1.0, 2.0], [math.nan, math.inf], [2.0, 1.0]], requires_grad=True)
+    output = ops.gate(logits, 1, mask=torch.tensor([False, True, False]))
+    assert output.topk_idx.tolist() == [[1], [-1], [0]]
+    assert output.topk_weights.tolist() == [[1.0], [0.0], [1.0]]
+    assert output.num_tokens_per_expert.tolist() == [1, 1]
+    (grad,) = torch.autograd.grad(output.topk_weights.sum(), logits)
+    assert grad[1].tolist() == [0.0, 0.0]
+
+
+def test_no_tokens():
+    logits = torch.empty(0, 6, requires_grad=True)
+    output = ops.gate(logits, 2)
+    assert output.topk_idx.shape == output.topk_weights.shape == (0, 2)
+    assert output.num_tokens_per_expert.tolist() == [0] * 6
+    output.topk_weights.sum().backward()
+    assert logits.grad.shape == (0, 6)
+
+
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_logits_far_out(score_function):
+    logits = torch.tensor([[3e38, -3e38, 800.0, -800.0, 90.0, -90.0, 17.4, -100.0]])
+    options = {"score_function": score_function, "normalize": False}
+    assert_equal(ops.gate(logits, 8, **options), reference.gate(logits, 8, **options))
+
+
+# ---- the definition, bit for bit
+
+
+@st.composite
+def cases(draw):
+    """Tensors and settings of one call."""
+    num_groups, group_size = draw(st.integers(1, 9)), draw(st.integers(1, 40))
+    topk_groups = draw(st.integers(1, num_groups))
+    num_experts, num_tokens = num_groups * group_size, draw(st.integers(0, 150))
+    num_topk = draw(st.integers(1, min(32, topk_groups * group_size)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    logits = torch.randn(num_tokens, num_experts, generator=generator) * draw(st.sampled_from([0.1, 1.0, 8.0]))
+    bias = torch.randn(num_experts, generator=generator) * 0.1
+    if draw(st.booleans()):  # many ties
+        logits, bias = logits.round(), (bias * 8).round() / 8
+    mask = torch.rand(num_tokens, generator=generator) < 0.2
+    return logits.to(draw(st.sampled_from(DTYPES))), {
+        "num_topk": num_topk,
+        "num_groups": num_groups,
+        "topk_groups": topk_groups,
+        "group_score_topk": draw(st.integers(1, group_size)),
+        "score_function": draw(st.sampled_from(SCORE_FUNCTIONS)),
+        "expert_bias": draw(st.sampled_from([None, bias])),
+        "normalize": draw(st.booleans()),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "mask": draw(st.sampled_from([None, mask])),
+        "index_dtype": draw(st.sampled_from([torch.int64, torch.int32])),
+    }
+
+
+@given(case=cases())
+@settings(deadline=None, max_examples=150)
+def test_equals_reference(case):
+    logits, options = case
+    assert_equal(ops.gate(logits, **options), reference.gate(logits, **options))
+
+
+@given(case=cases())
+@settings(deadline=None, max_examples=75)
+def test_gradient_matches_reference(case):
+    logits, options = case
+    ours, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    output, wanted = ops.gate(ours, **options), reference.gate(expected, **options)[1]
+    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
+    output.topk_weights.backward(grad)
+    wanted.backward(grad)
+    assert ours.grad.dtype == logits.dtype
+    atol, rtol = (1e-6, 1e-5) if logits.dtype == torch.float32 else (1e-3, 1e-2)
+    torch.testing.assert_close(ours.grad, expected.grad, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_gradient_matches_finite_differences(score_function, normalize):
+    generator = torch.Generator().manual_seed(1)
+    # Far enough apart that a step does not change the choice.
+    logits, grad = torch.rand(3, 7, generator=generator).argsort() / 2 - 1.5, torch.randn(3, 4, generator=generator)
+    options = {"score_function": score_function, "normalize": normalize, "routed_scaling_factor": 1.5}
+    logits.requires_grad_()
+    (ours,) = torch.autograd.grad((ops.gate(logits, 4, **options).topk_weights * grad).sum(), logits)
+    step, numeric = 1e-2, torch.zeros(3, 7)
+    for token in range(3):
+        for expert in range(7):
+            delta = torch.zeros(3, 7)
+            delta[token, expert] = step
+            high, low = ((ops.gate(x.detach(), 4, **options).topk_weights.double() * grad).sum() for x in (logits + delta, logits - delta))
+            numeric[token, expert] = (high - low) / (2 * step)
+    torch.testing.assert_close(ours, numeric, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("num_threads", ["1", "3"])
+def test_threads_do_not_change_the_result(monkeypatch, num_threads):
+    logits = torch.randn(1000, 24, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setenv("DEEPEP_MOE_NUM_THREADS", num_threads)
+    assert_equal(ops.gate(logits, 4), reference.gate(logits, 4))
+
+
+def test_strided_arguments():
+    generator = torch.Generator().manual_seed(3)
+    logits, bias = torch.randn(12, 40, generator=generator).t(), torch.randn(24, generator=generator)[::2]
+    mask = torch.zeros(80, dtype=torch.bool)[::2]
+    assert_equal(ops.gate(logits, 3, expert_bias=bias, mask=mask), reference.gate(logits, 3, expert_bias=bias, mask=mask))
+
+
+# ---- the native functions by themselves
+
+
+def native_options(**changes):
+    options = {
+        "num_tokens": 100,
+        "num_experts": 12,
+        "num_topk": 3,
+        "num_groups": 4,
+        "topk_groups": 2,
+        "group_score_topk": 2,
+        "score_function": "sigmoid",
+        "normalize": True,
+        "routed_scaling_factor": 1.0,
+        "dtype": _C.DType.float32,
+        "index64": False,
+        "num_threads": 2,
+    }
+    return _C.GateOptions(**{**options, **changes})
+
+
+def test_native_functions_write_every_element_and_nothing_else():
+    logits = torch.randn(100, 12, generator=torch.Generator().manual_seed(4))
+    idx, weights = torch.full((102, 3), -77, dtype=torch.int32), torch.full((102, 3), math.nan)
+    counts, grad_logits = torch.full((14,), -77, dtype=torch.int32), torch.full((102, 12), math.nan)
+    _C.gate_forward(
+        native_options(),
+        logits_ptr=logits.data_ptr(),
+        expert_bias_ptr=0,
+        mask_ptr=0,
+        topk_idx_ptr=idx[1:].data_ptr(),
+        topk_weights_ptr=weights[1:].data_ptr(),
+        num_tokens_per_expert_ptr=counts[1:].data_ptr(),
+    )
+    expected = reference.gate(logits, 3, num_groups=4, topk_groups=2, index_dtype=torch.int32)
+    assert_equal((idx[1:-1], weights[1:-1], counts[1:-1]), expected)
+    grad = torch.ones(100, 3)
+    _C.gate_backward(
+        native_options(),
+        logits_ptr=logits.data_ptr(),
+        topk_idx_ptr=idx[1:].data_ptr(),
+        grad_topk_weights_ptr=grad.data_ptr(),
+        grad_logits_ptr=grad_logits[1:].data_ptr(),
+    )
+    assert not grad_logits[1:-1].isnan().any()
+    assert (idx[[0, -1]] == -77).all() and (counts[[0, -1]] == -77).all()
+    assert weights[[0, -1]].isnan().all() and grad_logits[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("changes", [{"num_topk": 33}, {"num_topk": 0}, {"num_groups": 5}, {"num_groups": 0}, {"group_score_topk": 4}])
+def test_native_functions_refuse_what_would_leave_memory(changes):
+    with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12"):
+        _C.gate_backward(native_options(**changes), logits_ptr=0, topk_idx_ptr=0, grad_topk_weights_ptr=0, grad_logits_ptr=0)
+
+
+# ---- errors
+
+
+LOGITS = torch.zeros(4, 12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_topk": 13}, ValueError, "num_topk must be 1 to 12 for 12 experts, got 13"),
+        ({"num_topk": 0}, ValueError, "num_topk must be 1 to 12 for 12 experts, got 0"),
+        ({"logits": torch.zeros(4, 64), "num_topk": 33}, ValueError, "num_topk must be 1 to 32 for 64 experts, got 33"),
+        ({"num_groups": 5}, ValueError, "num_groups must divide the 12 experts, got 5"),
+        ({"num_groups": 4, "topk_groups": 5}, ValueError, "topk_groups must be 1 to num_groups, got 5 of 4 groups"),
+        ({"num_groups": 12}, ValueError, "1 groups of 1 experts are fewer than 2"),
+        ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk must be 1 to the 3 experts of a group, got 4"),
+        ({"score_function": "tanh"}, ValueError, "score_function must be one of sigmoid, softmax, softmax_topk, got 'tanh'"),
+        ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor must be finite, got nan"),
+        ({"logits": torch.zeros(12)}, ValueError, r"logits must be \[num_tokens, num_experts\], got shape \[12\]"),
+        ({"logits": LOGITS.double()}, TypeError, r"logits must be float32, bfloat16 or float16, got torch.float64; convert"),
+        ({"index_dtype": torch.int16}, TypeError, "index_dtype must be torch.int64 or torch.int32, got torch.int16"),
+        ({"expert_bias": torch.zeros(11)}, ValueError, r"expert_bias must have shape \[12\] to match logits, got \[11\]"),
+        ({"expert_bias": torch.zeros(12).bfloat16()}, TypeError, "expert_bias must be torch.float32, got torch.bfloat16"),
+        ({"expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias must be finite, got inf for expert 0"),
+        ({"mask": torch.zeros(4)}, TypeError, "mask must be torch.bool, got torch.float32"),
+        ({"logits": LOGITS.to("meta")}, ValueError, "logits must be on the CPU, got meta: the gate kernel of this version runs there"),
+    ],
+)
+def test_wrong_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        ops.gate(**{"logits": LOGITS, "num_topk": 2, **changes})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_logits_are_named(value, dtype):
+    logits = torch.zeros(300, 20, dtype=dtype)
+    logits[211, 17] = logits[250, 3] = value
+    with pytest.raises(ValueError, match=rf"logits must be finite, got -?{abs(value)} for token 211, expert 17; look for"):
+        ops.gate(logits, 2)
+
+
+# ---- torch.compile and the operator's registration
+
+
+def test_compiles_as_one_graph():
+    def loss(logits, bias):
+        output = ops.gate(logits * 2, 4, num_groups=4, topk_groups=2, expert_bias=bias)
+        probs, routing_map = ops.to_dense(output.topk_idx, output.topk_weights, 16)
+        return (probs * routing_map).square().sum(), output.num_tokens_per_expert
+
+    generator = torch.Generator().manual_seed(5)
+    bias = torch.randn(16, generator=generator)
+    eager, compiled = (torch.randn(9, 16, generator=generator.manual_seed(6)).requires_grad_() for _ in range(2))
+    expected, counts = loss(eager, bias)
+    output, compiled_counts = torch.compile(loss, fullgraph=True, backend="aot_eager")(compiled, bias)
+    expected.backward()
+    output.backward()
+    assert torch.equal(output, expected) and torch.equal(compiled_counts, counts)
+    assert torch.equal(eager.grad, compiled.grad)
+
+
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_opcheck(score_function):
+    logits, topk_idx = torch.randn(5, 8), torch.tensor([[0, 3]] * 5)
+    gate_arguments = (None, torch.zeros(5, dtype=torch.bool), 2, 4, 2, 1, score_function, True, 1.0, torch.int64)
+    torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits, *gate_arguments))
+    # Its check of compiled gradients adds up all outputs, which fails on integer ones.
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits.requires_grad_(), *gate_arguments), test_utils=utils)
+    torch.library.opcheck(
+        torch.ops.deepep_moe.gate_backward.default, (torch.randn(5, 2), logits.detach(), topk_idx, score_function, True, 1.0)
+    )
+
+
+# ---- to_dense
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
+def test_to_dense_by_hand(index_dtype):
+    topk_idx = torch.tensor([[2, 0], [-1, -1], [0, -1], [-1, 1]], dtype=index_dtype)
+    topk_weights = torch.tensor([[0.7, 0.0], [9.0, 9.0], [0.5, 9.0], [9.0, 0.25]], requires_grad=True)
+    probs, routing_map = ops.to_dense(topk_idx, topk_weights, 3)
+    torch.testing.assert_close(probs, torch.tensor([[0, 0, 0.7], [0, 0, 0], [0.5, 0, 0], [0, 0.25, 0]]))
+    assert routing_map.tolist() == [[True, False, True], [False] * 3, [True, False, False], [False, True, False]]
+    probs.backward(torch.arange(12.0).view(4, 3))
+    assert topk_weights.grad.tolist() == [[2, 0], [0, 0], [6, 0], [0, 10]]
+
+
+# ---- other routers
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_agrees_with_transformers_deepseek_v3(norm_topk_prob):
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = SimpleNamespace(
+        num_experts_per_tok=8, num_local_experts=64, hidden_size=32, routed_scaling_factor=2.5, n_group=8, topk_group=4,
+        norm_topk_prob=norm_topk_prob,
+    )  # fmt: skip
+    router = modeling.DeepseekV3TopkRouter(config)
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(7))
+    router.e_score_correction_bias.uniform_(
+        0, 0.1, generator=torch.Generator().manual_seed(8)
+    )  # below 0 it would lose to its "0 = excluded"
+    logits, topk_weights, topk_idx = router(torch.randn(200, 32, generator=torch.Generator().manual_seed(9)))
+    output = ops.gate(
+        logits,
+        8,
+        num_groups=8,
+        topk_groups=4,
+        expert_bias=router.e_score_correction_bias,
+        normalize=norm_topk_prob,
+        routed_scaling_factor=2.5,
+    )
+    theirs, ours = (ops.to_dense(idx, weights, 64) for idx, weights in ((topk_idx, topk_weights), output[:2]))
+    assert torch.equal(ours[1], theirs[1])
+    torch.testing.assert_close(ours[0], theirs[0])
+
+
+@pytest.mark.parametrize(
+    ("score_function", "use_pre_softmax", "with_bias"),
+    [("sigmoid", False, False), ("sigmoid", False, True), ("softmax", False, False), ("softmax", True, False)],
+)
+@pytest.mark.parametrize(("num_topk", "groups"), [(1, None), (8, None), (8, (4, 2)), (8, (8, 4))])
+def test_agrees_with_megatron(score_function, use_pre_softmax, with_bias, groups, num_topk):
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    generator = torch.Generator().manual_seed(10)
+    theirs, ours = (torch.randn(150, 64, generator=generator.manual_seed(11)).requires_grad_() for _ in range(2))
+    bias = torch.randn(64, generator=generator) * 0.1 if with_bias else None
+    num_groups, topk_groups = groups or (None, None)
+    probs, routing_map = moe_utils.topk_routing_with_score_function(
+        theirs, num_topk, use_pre_softmax, num_groups, topk_groups, 2.5, score_function, bias
+    )
+    output = ops.gate(
+        ours,
+        num_topk,
+        num_groups=num_groups or 1,
+        topk_groups=topk_groups or 1,
+        group_score_topk=num_topk // (topk_groups or 1),
+        score_function="softmax_topk" if score_function == "softmax" and not use_pre_softmax else score_function,
+        expert_bias=bias,
+        normalize=score_function == "sigmoid" and num_topk > 1,
+        routed_scaling_factor=2.5,
+    )
+    our_probs, our_map = ops.to_dense(output.topk_idx, output.topk_weights, 64)
+    assert torch.equal(our_map, routing_map)
+    torch.testing.assert_close(our_probs, probs)
+    grad = torch.randn(150, 64, generator=generator)
+    probs.backward(grad)
+    our_probs.backward(grad)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
