@@ -45,7 +45,8 @@ TINY: dict[str, Any] = {
     "init_method_std": 0.02,
     # One dense layer, then MoE layers of 16 routed experts (4 groups, 2 of them per token, 2 experts per token) and 1 shared.
     # Two experts per token, because a sum of two has one rounding: dispatchers that add in different orders agree to the bit. With
-    # more, last bits differ, and within 30 steps top-k and the sign in the bias update turn them into another run (see README.md).
+    # four, last bits differ, and after some 30 steps top-k and the sign in the bias update have made another run of it (README.md).
+    # The price: the group limit is computed but excludes nothing, as the two best experts always lie in the two best groups.
     "moe_layer_freq": [0, 1, 1, 1],
     "num_moe_experts": 16,
     "moe_ffn_hidden_size": 96,

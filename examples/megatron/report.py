@@ -83,7 +83,7 @@ def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
         )
         panel.set(ylabel="expert", yticks=range(0, num_experts, max(1, num_experts // 4)))
     axes[-1, 0].set_xlabel("step")
-    figure.suptitle("Expert load: the bias update evens it out", x=0.01, ha="left", fontsize=12)
+    figure.suptitle("Tokens of each expert over time", x=0.01, ha="left", fontsize=12)
     figure.colorbar(image, ax=axes[:, 0], label="tokens relative to an even share", ticks=[0, 0.5, 1, norm.vmax], format="%.1f", aspect=30)
     figure.savefig(path)
 

@@ -56,12 +56,15 @@ class TorchAttention(MegatronModule):
         mask = None if causal or attention_mask is None else ~attention_mask
         if attention_bias is not None:
             raise ValueError("TorchAttention takes no attention_bias")
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+            query,
+            key,
+            value,
             attn_mask=mask,
             is_causal=causal,
             scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return out.permute(2, 0, 1, 3).flatten(2)
 

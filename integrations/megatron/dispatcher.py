@@ -28,7 +28,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.registry = registry
-        self.hidden_shape: torch.Size | None = None
+        self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
         self._handle: Any = None
@@ -77,6 +77,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.buffer, self._handle = buffer, out.handle
         # What the experts split by: padding included, int64 on the host.
         self._tokens_per_expert = out.handle.num_rows_per_expert.long().cpu()
+        assert out.recv_topk_weights is not None  # they were sent
         return out.recv_x, out.recv_topk_weights
 
     def dispatch_postprocess(

@@ -80,7 +80,7 @@ def _widen_choices() -> Any:
         return None
     previous, choices = field.type, typing.get_args(field.type)
     if BACKEND_NAME not in choices:
-        field.type = typing.Literal[(*choices, BACKEND_NAME)]  # type: ignore[assignment]
+        field.type = typing.Literal[(*choices, BACKEND_NAME)]
     return previous
 
 
