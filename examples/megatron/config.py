@@ -1,0 +1,163 @@
+"""Two configurations of one architecture, DeepSeek-V3: `tiny` for two CPU ranks, `full` with the published numbers (671B).
+
+`python config.py` prints the `pretrain_gpt.py` command line of the full one.
+"""
+
+import shlex
+from typing import Any
+
+import torch
+
+# Every switch of the architecture; both configurations share them and differ in numbers only.
+ARCHITECTURE: dict[str, Any] = {
+    # Multi-head latent attention (RMSNorm, rotary embedding on a part of each head) and gated SiLU everywhere.
+    "multi_latent_attention": True,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "layernorm_epsilon": 1e-6,
+    # Routing: sigmoid scores, top-k inside the best groups, a bias per expert that balances the load without a loss.
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-4,
+}
+
+TINY: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "ffn_hidden_size": 384,
+    "num_attention_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 32,
+    "rope_type": "rope",
+    "rotary_base": 10000,
+    "init_method_std": 0.02,
+    # One dense layer, then MoE layers of 16 routed experts (4 groups, 2 of them per token, 2 experts per token) and 1 shared.
+    # Two experts per token, because a sum of two has one rounding: dispatchers that add in different orders agree to the bit. With
+    # four, last bits differ, and after some 30 steps top-k and the sign in the bias update have made another run of it (README.md).
+    # The price: the group limit is computed but excludes nothing, as the two best experts always lie in the two best groups.
+    "moe_layer_freq": [0, 1, 1, 1],
+    "num_moe_experts": 16,
+    "moe_ffn_hidden_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_router_topk": 2,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    # Ten times the published rate: a run of hundreds of steps has no time for the slow one.
+    "moe_router_bias_update_rate": 1e-2,
+}
+
+FULL: dict[str, Any] = {
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "ffn_hidden_size": 18432,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "yarn",
+    "rotary_base": 10000,
+    "rotary_scaling_factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "init_method_std": 0.006,
+    # Three dense layers, then 58 MoE layers of 256 routed experts (8 groups, 4 of them per token, 8 experts per token) and 1 shared.
+    "moe_layer_freq": [0] * 3 + [1] * 58,
+    "num_moe_experts": 256,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_router_topk": 8,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_bias_update_rate": 1e-3,
+}
+
+NUMBERS = {"tiny": TINY, "full": FULL}
+DISPATCHERS = ("deepep_moe", "alltoall", "allgather")
+
+
+def model_config(name: str, dispatcher: str, *, ep: int, tp: int, etp: int) -> Any:
+    """Megatron-Core's config of the model `name` ("tiny" or "full"), fp32, with one of DISPATCHERS and the sizes of the parallel groups."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    switches: dict[str, Any] = {"moe_token_dispatcher_type": "flex" if dispatcher == "deepep_moe" else dispatcher}
+    # 0.13 to 0.15 have no backend flag: after enable(), flex without DeepEP is deepep_moe.
+    if dispatcher == "deepep_moe" and "moe_flex_dispatcher_backend" in MLATransformerConfig.__dataclass_fields__:
+        switches["moe_flex_dispatcher_backend"] = "deepep_moe"
+    # Fused kernels need a GPU or TransformerEngine.
+    for fusion in ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope"):
+        switches[f"{fusion}_fusion"] = False
+    return MLATransformerConfig(
+        **ARCHITECTURE,
+        **NUMBERS[name],
+        **switches,
+        params_dtype=torch.float32,
+        persist_layer_norm=False,
+        expert_model_parallel_size=ep,
+        tensor_model_parallel_size=tp,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=tp > 1,
+    )
+
+
+# Options of pretrain_gpt.py that are not fields of the config, or are spelled otherwise there.
+_IMPLIED = ("activation_func", "gated_linear_unit", "add_bias_linear")  # --swiglu and --disable-bias-linear
+_DEFAULTS = ("original_max_position_embeddings", "beta_fast", "beta_slow")  # no options, and the config's own defaults
+_RENAMED = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
+_EXTRA = """
+--use-mcore-models --transformer-impl transformer_engine --bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+--position-embedding-type rope --no-rope-fusion --seq-length 4096 --max-position-embeddings 4096 --mtp-num-layers 1
+--mtp-loss-scaling-factor 0.3 --moe-grouped-gemm --use-distributed-optimizer
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 16 --pipeline-model-parallel-layout Et*3|(tt|)*29m|L
+--expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --micro-batch-size 1 --global-batch-size 15360 --train-samples 585937500
+--lr 2.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-samples 30720000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
+--clip-grad 1.0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model deepseek-ai/DeepSeek-V3
+--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe
+"""
+
+
+def pretrain_gpt_arguments() -> list[str]:
+    """Arguments of `pretrain_gpt.py` for the full configuration, data and checkpoints left to the user."""
+    arguments = []
+    for field, value in (ARCHITECTURE | FULL).items():
+        if field in _IMPLIED + _DEFAULTS:
+            continue
+        flag = "--" + _RENAMED.get(field, field).replace("_", "-")
+        if field == "moe_layer_freq":
+            arguments += [flag, f"([0]*{value.count(0)}+[1]*{value.count(1)})"]
+        elif value is True:
+            arguments.append(flag)
+        else:
+            arguments += [flag, str(value)]
+    return arguments + _EXTRA.split()
+
+
+def pretrain_gpt_command() -> str:
+    """The whole command, one option a line."""
+    lines = ["torchrun --nnodes 128 --nproc-per-node 8 -m deepep_moe.integrations.megatron pretrain_gpt.py"]
+    for argument in pretrain_gpt_arguments():
+        if argument.startswith("--"):
+            lines.append(f"    {argument}")
+        else:
+            lines[-1] += f" {shlex.quote(argument)}"
+    return " \\\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(pretrain_gpt_command())

@@ -1,0 +1,113 @@
+"""What a run leaves behind: metrics.jsonl, loss.png, expert_load.png and a table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from worker import Result
+
+# Colours that stay apart for colour-blind readers; ours in front.
+_COLOURS = ("#1f5fa8", "#e08a1e")
+_GREY = "#5f6368"
+
+
+def write_metrics(results: list[Result], path: Path) -> None:
+    """One JSON object a step: step, loss, tokens_per_s, dispatcher."""
+    with path.open("w") as file:
+        for result in results:
+            for step, (loss, tokens_per_s) in enumerate(zip(result.losses, result.tokens_per_s, strict=True)):
+                record = {"step": step, "loss": loss, "tokens_per_s": round(tokens_per_s, 1), "dispatcher": result.settings.dispatcher}
+                file.write(json.dumps(record) + "\n")
+
+
+def max_difference(results: list[Result]) -> float:
+    """Largest distance of the second loss curve from the first."""
+    return float(np.abs(np.subtract(results[0].losses, results[1].losses)).max())
+
+
+def _new_axes(rows: int = 1, height: float = 4.2, **kwargs: Any) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.titlesize": 12, "axes.spines.top": False, "axes.spines.right": False})
+    return plt.subplots(rows, 1, figsize=(8, height), dpi=150, layout="constrained", **kwargs)
+
+
+def plot_loss(results: list[Result], entropy: float, path: Path) -> None:
+    """Loss over steps of every run, and the unigram entropy they have to beat."""
+    figure, axes = _new_axes()
+    # The reference lies under ours as a broad pale line, so that both can be seen where they agree.
+    styles = ({"linewidth": 1.6, "zorder": 3}, {"linewidth": 5, "alpha": 0.45, "zorder": 2})
+    for result, colour, style in zip(results, _COLOURS, styles, strict=False):
+        axes.plot(range(1, len(result.losses) + 1), result.losses, color=colour, label=result.settings.dispatcher, **style)
+    axes.axhline(entropy, color=_GREY, linestyle="--", linewidth=1.2)
+    num_steps = len(results[0].losses)
+    axes.annotate(f"unigram entropy {entropy:.2f}", (num_steps, entropy), (0, 4), textcoords="offset points", ha="right", color=_GREY)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(1, num_steps))
+    axes.set_title("Training loss on the Python standard library's sources", loc="left")
+    axes.grid(axis="y", color="#e4e6e9", linewidth=0.8)
+    if len(results) > 1:
+        difference = max_difference(results)
+        axes.annotate(
+            "equal to the bit" if difference == 0 else f"largest difference {difference:.1e}",
+            (1, 0.78),
+            xycoords="axes fraction",
+            ha="right",
+            color=_GREY,
+        )
+    axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path)
+
+
+def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
+    """Tokens of each expert over time, relative to an even share, one panel per MoE layer."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    steps, num_layers, num_experts = result.load.shape
+    bins = np.array_split(np.arange(steps), min(num_bins, steps))
+    # [layers, experts, bins]: share of the bin's tokens x number of experts, 1 = even.
+    load = np.stack([result.load[steps_of_bin].sum(0) for steps_of_bin in bins], axis=-1)
+    relative = load / load.mean(axis=1, keepdims=True)
+    figure, axes = _new_axes(num_layers, 1.2 + 1.7 * num_layers, sharex=True, squeeze=False)
+    norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(np.percentile(relative, 99.5))))
+    for layer, panel in enumerate(axes[:, 0]):
+        image = panel.imshow(
+            relative[layer], aspect="auto", origin="lower", cmap="RdBu_r", norm=norm, extent=(1, steps, -0.5, num_experts - 0.5)
+        )
+        busiest = relative[layer].max(axis=0)
+        panel.set_title(
+            f"MoE layer {layer + 1}: busiest expert {busiest[0]:.1f}x even at first, {busiest[-1]:.1f}x at last", loc="left", fontsize=10
+        )
+        panel.set(ylabel="expert", yticks=range(0, num_experts, max(1, num_experts // 4)))
+    axes[-1, 0].set_xlabel("step")
+    figure.suptitle("Tokens of each expert over time", x=0.01, ha="left", fontsize=12)
+    figure.colorbar(image, ax=axes[:, 0], label="tokens relative to an even share", ticks=[0, 0.5, 1, norm.vmax], format="%.1f", aspect=30)
+    figure.savefig(path)
+
+
+def table(results: list[Result], entropy: float) -> str:
+    """The closing table, a column per run."""
+    rows = [
+        ("dispatcher", [result.settings.dispatcher for result in results]),
+        ("backend", [result.backend for result in results]),
+        ("steps", [str(len(result.losses)) for result in results]),
+        ("first loss", [f"{result.losses[0]:.4f}" for result in results]),
+        ("last loss (mean of 10)", [f"{np.mean(result.losses[-10:]):.4f}" for result in results]),
+        ("unigram entropy", [f"{entropy:.4f}"] * len(results)),
+        ("tokens/s (median)", [f"{np.median(result.tokens_per_s):,.0f}" for result in results]),
+        ("busiest expert, last 10", [f"{busiest(result):.2f}x even" for result in results]),
+        ("seconds", [f"{result.seconds:.1f}" for result in results]),
+    ]
+    width = max(14, *(len(cell) for _, cells in rows for cell in cells))
+    lines = [f"{name:<24}" + "".join(f"{cell:>{width + 2}}" for cell in cells) for name, cells in rows]
+    rule = "-" * max(len(line) for line in lines)
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def busiest(result: Result) -> float:
+    """Tokens of the busiest expert over an even share, mean over layers, last ten steps."""
+    load = result.load[-10:].sum(0)
+    return float((load.max(axis=1) / load.mean(axis=1)).mean())

@@ -1,0 +1,87 @@
+"""Train a small DeepSeek-V3 with Megatron-Core on CPU ranks, its tokens moved by deepep_moe.
+
+python examples/megatron/train.py                      # two ranks, a minute or two, writes runs/demo
+python examples/megatron/train.py --compare alltoall   # then the same with Megatron-Core's own dispatcher; the curves must agree
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import config
+import data
+import report
+import worker
+
+from deepep_moe.testing.launch import run_ranks
+
+# Rounding apart, another dispatcher must not change training. One fp32 rounding of a loss near 5 is 5e-7.
+_TOLERANCE = 1e-4
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    defaults = worker.Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dispatcher", choices=config.DISPATCHERS, default=defaults.dispatcher)
+    parser.add_argument("--compare", choices=config.DISPATCHERS, help="train again with this dispatcher and compare the loss curves")
+    parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, collective, ...")
+    parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")
+    parser.add_argument("--etp", type=int, default=1, help="tensor-parallel size inside experts")
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--lr", type=float, default=defaults.lr)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics.jsonl and the plots")
+    arguments = parser.parse_args(argv)
+    if arguments.ep is None:
+        arguments.ep = max(1, arguments.num_ranks // arguments.etp)
+    if arguments.steps < 1:
+        parser.error(f"--steps must be positive, got {arguments.steps}")
+    if arguments.num_ranks % arguments.tp or arguments.num_ranks % (arguments.ep * arguments.etp):
+        parser.error(
+            f"--num-ranks {arguments.num_ranks} must be a multiple of --tp {arguments.tp} and of "
+            f"--ep {arguments.ep} x --etp {arguments.etp}"
+        )
+    if arguments.compare == arguments.dispatcher:
+        parser.error(f"--compare {arguments.compare} is the dispatcher of the first run; choose another")
+    return arguments
+
+
+def _run(settings: worker.Settings, num_ranks: int) -> worker.Result:
+    # The example trains on CPU ranks; Megatron-Core would reach for a GPU it sees.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Generous: the limit is for ranks that hang, not for slow machines.
+    timeout_s = 300.0 + 20.0 * settings.steps
+    return run_ranks(worker.train, num_ranks, settings, timeout_s=timeout_s, start_method="spawn")[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 1 where the compared curves differ by more than the tolerance."""
+    arguments = _arguments(argv)
+    fields = {field.name for field in dataclasses.fields(worker.Settings)}
+    settings = worker.Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+    entropy = data.unigram_entropy(data.load_corpus())
+    runs = [settings] + ([dataclasses.replace(settings, dispatcher=arguments.compare)] if arguments.compare else [])
+    results = [_run(run, arguments.num_ranks) for run in runs]
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report.write_metrics(results, arguments.out / "metrics.jsonl")
+    report.plot_loss(results, entropy, arguments.out / "loss.png")
+    report.plot_expert_load(results[0], arguments.out / "expert_load.png")
+    print(report.table(results, entropy))
+    print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png")
+    if len(results) == 1:
+        return 0
+    difference = report.max_difference(results)
+    verdict = "agree" if difference <= _TOLERANCE else "DIFFER"
+    print(
+        f"loss curves of {runs[0].dispatcher} and {runs[1].dispatcher} {verdict}: max |difference| {difference:.2e}, allowed {_TOLERANCE:g}"
+    )
+    return 0 if difference <= _TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

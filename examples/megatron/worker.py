@@ -1,0 +1,152 @@
+"""What one rank does: build the model, train it, measure."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import config
+import data
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Sizes of groups: `ep` expert-parallel, `tp` tensor-parallel, `etp` tensor-parallel inside experts."""
+
+    dispatcher: str = "deepep_moe"
+    backend: str = "auto"
+    steps: int = 400
+    seed: int = 1234
+    seq_length: int = 128
+    num_sequences: int = 8
+    lr: float = 3e-3
+    ep: int = 2
+    tp: int = 1
+    etp: int = 1
+    progress: bool = True
+
+
+@dataclass
+class Result:
+    """What rank 0 measured. `load` [steps, moe_layers, num_experts]: tokens each expert got, over all ranks."""
+
+    settings: Settings
+    losses: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    load: Any = None
+    seconds: float = 0.0
+    backend: str = ""
+
+
+class Trainer:
+    """Megatron-Core's GPTModel and DDP, and PyTorch's AdamW on this rank's parameters."""
+
+    def __init__(self, settings: Settings):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        model_config = config.model_config("tiny", settings.dispatcher, ep=settings.ep, tp=settings.tp, etp=settings.etp)
+        model = GPTModel(
+            model_config,
+            get_gpt_decoder_block_spec(model_config, use_transformer_engine=False, normalization="RMSNorm"),
+            vocab_size=data.VOCAB_SIZE,
+            max_sequence_length=settings.seq_length,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )
+        self.routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+        self.dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+        self.model = DistributedDataParallel(model_config, ddp_config, model)
+        self.optimizer = torch.optim.AdamW(self._parameter_groups(), lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
+        self.settings = settings
+
+    def _parameter_groups(self) -> list[dict]:
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.dim() <= 1]
+        return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+    def _learning_rate(self, step: int) -> float:
+        """Linear warmup over the first tenth, then a cosine to a tenth of the peak."""
+        warmup = max(1, self.settings.steps // 10)
+        if step < warmup:
+            return self.settings.lr * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.settings.steps - warmup)
+        return self.settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+    def step(self, step: int, tokens: torch.Tensor) -> tuple[float, np.ndarray]:
+        """One optimizer step on tokens [num_sequences, seq_length + 1] -> (loss over all ranks, load [moe_layers, num_experts])."""
+        from megatron.core.distributed import finalize_model_grads
+
+        num_sequences, seq_length = tokens.shape[0], tokens.shape[1] - 1
+        positions = torch.arange(seq_length).expand(num_sequences, -1)
+        self.model.zero_grad_buffer()
+        mean_loss = self.model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
+        mean_loss.backward()
+        # finalize_model_grads uses up the counts when it updates the expert biases.
+        load = torch.stack([router.local_tokens_per_expert for router in self.routers])
+        loss = mean_loss.detach().clone()
+        dist.all_reduce(load)
+        dist.all_reduce(loss)
+        finalize_model_grads([self.model])
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.main_grad
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        self.optimizer.step()
+        return loss.item() / dist.get_world_size(), load.numpy().astype(np.int64)
+
+
+def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Result:
+    from megatron.core import parallel_state
+
+    settings = trainer.settings
+    data_rank = parallel_state.get_data_parallel_rank()
+    num_tokens = settings.num_sequences * settings.seq_length * num_ranks // settings.tp
+    result, load = Result(settings), []
+    bar = tqdm(total=settings.steps, desc=settings.dispatcher, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
+    start = time.perf_counter()
+    for step in range(settings.steps):
+        tokens = data.batch(corpus, settings.num_sequences, settings.seq_length, seed=settings.seed, step=step, rank=data_rank)
+        begin = time.perf_counter()
+        loss, step_load = trainer.step(step, tokens)
+        result.losses.append(loss)
+        result.tokens_per_s.append(num_tokens / (time.perf_counter() - begin))
+        load.append(step_load)
+        bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
+        bar.update()
+    bar.close()
+    result.seconds, result.load = time.perf_counter() - start, np.stack(load)
+    result.backend = getattr(getattr(trainer.dispatchers[0], "buffer", None), "backend", "megatron")
+    return result
+
+
+def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
+    """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
+    from deepep_moe.integrations.megatron import disable, enable
+    from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+
+    enable_cpu()
+    if settings.dispatcher == "deepep_moe":
+        enable(backend=settings.backend)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=settings.tp,
+        expert_model_parallel_size=settings.ep,
+        expert_tensor_parallel_size=settings.etp,
+    )
+    try:
+        model_parallel_cuda_manual_seed(settings.seed)
+        result = _loop(Trainer(settings), data.load_corpus(), rank, num_ranks)
+        return result if rank == 0 else None
+    finally:
+        disable()
+        parallel_state.destroy_model_parallel()
+        disable_cpu()

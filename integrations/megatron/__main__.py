@@ -1,0 +1,59 @@
+"""Run a script with the dispatcher enabled: `python -m deepep_moe.integrations.megatron [options] script.py [arguments of the script]`."""
+
+import argparse
+import os
+import runpy
+import sys
+
+from deepep_moe.integrations.megatron import enable
+
+_DESCRIPTION = """Enable deepep_moe in Megatron-Core, then run a script as if it had been started itself.
+
+Select the dispatcher among the script's own arguments:
+  megatron-core 0.16 and newer:  --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe
+  megatron-core 0.13 to 0.15:    --moe-token-dispatcher-type flex   (without --moe-enable-deepep)
+"""
+_EPILOG = """example:
+  torchrun --nproc-per-node 8 -m deepep_moe.integrations.megatron pretrain_gpt.py \\
+      --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe ...
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m deepep_moe.integrations.megatron",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--backend", default="auto", help="backend of deepep_moe.Buffer: auto, shm, collective, ... (default: auto)")
+    parser.add_argument(
+        "--num-max-tokens-per-rank",
+        type=int,
+        metavar="N",
+        help="most tokens one rank ever has in a forward (default: the largest of the first forward, rounded up to a multiple of 128)",
+    )
+    parser.add_argument(
+        "--expert-alignment", type=int, default=1, metavar="N", help="pad the rows of each expert to a multiple of this (default: 1)"
+    )
+    parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
+    options = parser.parse_args()
+    if not os.path.isfile(options.script):
+        parser.error(f"no such script: {options.script!r} (current folder: {os.getcwd()})")
+    enable(num_max_tokens_per_rank=options.num_max_tokens_per_rank, backend=options.backend, expert_alignment=options.expert_alignment)
+    # What `python script.py arguments` sets up: its arguments, and its folder first on the path, where `-m` had put the current one.
+    sys.argv = [options.script, *options.arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.abspath(options.script))
+    runpy.run_path(options.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

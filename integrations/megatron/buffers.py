@@ -1,0 +1,70 @@
+"""The buffers the MoE layers of one process share."""
+
+import atexit
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import deepep_moe
+from deepep_moe.errors import BufferDestroyedError
+
+# Bounds agreed at run time are rounded up to a multiple of this, so that slightly longer batches still fit.
+_HEADROOM = 128
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `enable()` was given."""
+
+    num_max_tokens_per_rank: int | None = None
+    backend: str = "auto"
+    expert_alignment: int = 1
+
+
+class BufferRegistry:
+    """One buffer per (group, hidden, num_experts, num_topk). Layers that agree in these share it: they run one after another."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self._buffers: dict[tuple, deepep_moe.Buffer] = {}
+        self._closed = False
+        atexit.register(self.destroy)
+
+    def get(
+        self, group: dist.ProcessGroup, num_tokens: int, hidden: int, num_experts: int, num_topk: int, *, device: torch.device
+    ) -> deepep_moe.Buffer:
+        """The buffer for these numbers, constructed by the first call, which every rank of `group` must make together.
+
+        Raises BufferDestroyedError after `destroy()`, and what the construction of a Buffer raises.
+        """
+        if self._closed:
+            raise BufferDestroyedError("deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() again")
+        key = (group, hidden, num_experts, num_topk)
+        if key not in self._buffers:
+            bound = self.options.num_max_tokens_per_rank or _agree(group, num_tokens, device)
+            self._buffers[key] = deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend)
+        return self._buffers[key]
+
+    def explain_bound(self, num_tokens: int, bound: int) -> str:
+        """What to do about a forward of `num_tokens` tokens that a buffer for `bound` refused."""
+        source = "given to enable()" if self.options.num_max_tokens_per_rank else "agreed on at the first forward"
+        return (
+            f"{num_tokens} tokens on this rank exceed num_max_tokens_per_rank={bound}, {source}; call "
+            f"deepep_moe.integrations.megatron.enable(num_max_tokens_per_rank=...), or start the launcher with "
+            f"--num-max-tokens-per-rank, with the largest count of any rank and step, here at least {num_tokens}"
+        )
+
+    def destroy(self) -> None:
+        """Destroy all buffers and refuse new ones. Any number of calls."""
+        atexit.unregister(self.destroy)
+        self._closed = True
+        while self._buffers:
+            self._buffers.popitem()[1].destroy()
+
+
+def _agree(group: dist.ProcessGroup, num_tokens: int, device: torch.device) -> int:
+    """The largest `num_tokens` of the group, rounded up. Collective."""
+    largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return -(-int(largest.item()) // _HEADROOM) * _HEADROOM

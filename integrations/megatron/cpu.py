@@ -1,0 +1,196 @@
+"""Megatron-Core on a machine without a GPU: `enable_cpu()` and `disable_cpu()`.
+
+Megatron-Core calls `torch.cuda` unconditionally in a few places, though everything the dispatchers, the router and the
+pure-PyTorch experts compute runs on CPU tensors over gloo. This layer answers those calls with the CPU's equivalent, for examples
+and tests. It is active only between the two calls, refuses to act where a GPU is present, and puts back every symbol it replaced.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_MISSING = object()
+_log = logging.getLogger(__name__)
+
+
+class CpuEvent:
+    """Stands for `torch.cuda.Event` (CPU work is done when the call returns, so there is nothing to wait for)."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing is in flight."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing is in flight."""
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+
+class CpuStream:
+    """Stands for `torch.cuda.Stream`: one queue, always empty. All instances are equal, so no code takes a side-stream path."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is in flight."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing is in flight."""
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """An event that is already complete."""
+        return event or CpuEvent()
+
+
+class Patches:
+    """Symbols replaced so far, in order, with what they were."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name` by `value` (or create it), remembering what to restore."""
+        self._saved.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Undo all replacements, newest first."""
+        while self._saved:
+            owner, name, value = self._saved.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _tracker_add(tracker: Any, name: str, seed: int) -> None:
+    """`CudaRNGStatesTracker.add` with a state of the CPU's generator instead of the GPU's."""
+    if seed in tracker.seeds_ or name in tracker.states_:
+        raise ValueError(f"random state {name!r} or seed {seed} is already tracked (states: {sorted(tracker.states_)}); reset the tracker")
+    tracker._is_initialized = True
+    tracker.seeds_.add(seed)
+    tracker.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+
+@contextlib.contextmanager
+def _tracker_fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """`CudaRNGStatesTracker.fork` on the CPU's generator: the named state inside, the outer one again afterwards."""
+    if name not in tracker.states_:
+        raise ValueError(
+            f"random state {name!r} is not tracked (states: {sorted(tracker.states_)}); call model_parallel_cuda_manual_seed first"
+        )
+    outer = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outer)
+
+
+def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """`maybe_move_tensor_to_cpu` for tensors that are there already: what remains is the change of type."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _patch_torch(patches: Patches) -> None:
+    cuda = torch.cuda
+    # Megatron allocates with device=torch.cuda.current_device() even under use_cpu_initialization.
+    patches.set(cuda, "current_device", lambda: torch.device("cpu"))
+    # The alltoall dispatcher, DDP and the shared experts create and compare streams.
+    patches.set(cuda, "Stream", CpuStream)
+    patches.set(cuda, "Event", CpuEvent)
+    patches.set(cuda, "current_stream", lambda device=None: CpuStream())
+    patches.set(cuda, "default_stream", lambda device=None: CpuStream())
+    patches.set(cuda, "stream", lambda stream: contextlib.nullcontext())
+    patches.set(cuda, "synchronize", lambda device=None: None)
+    # Megatron's nvtx helpers and the schedules push ranges; the CPU build of PyTorch raises there.
+    patches.set(cuda.nvtx, "range_push", lambda message: None)
+    patches.set(cuda.nvtx, "range_pop", lambda: None)
+    # model_parallel_cuda_manual_seed seeds the GPU's default generator; the default one is the CPU's here.
+    patches.set(cuda, "manual_seed", lambda seed: torch.manual_seed(seed))
+
+
+def _patch_megatron(patches: Patches) -> None:
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    # Imported here, as this module must load before Megatron-Core is asked for.
+    from deepep_moe.integrations.megatron.cpu_modules import TorchAttention, torch_norm
+
+    # Weights and dropout draw from named random states, which Megatron keeps for the GPU's generator only.
+    patches.set(CudaRNGStatesTracker, "add", _tracker_add)
+    patches.set(CudaRNGStatesTracker, "fork", _tracker_fork)
+    # Recomputation saves and restores the GPU's random state beside the CPU's; the GPU's is the CPU's here.
+    patches.set(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    patches.set(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+    # The alltoall dispatcher turns its splits into arrays, as all_to_all_single needs them, only on their way from a GPU.
+    patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
+    # The local attention has one head size for keys and values; multi-head latent attention has two.
+    patches.set(LocalSpecProvider, "core_attention", lambda provider: TorchAttention)
+    # PyTorch's norms refuse sequence parallelism, which training MoE under tensor parallelism demands.
+    patches.set(WrappedTorchNorm, "__new__", torch_norm)
+    # Without TransformerEngine its layers are mocks, not classes, yet this module sets HAVE_TE and calls isinstance with one.
+    if getattr(multi_latent_attention, "HAVE_TE", False) and not isinstance(multi_latent_attention.TELinear, type):
+        patches.set(multi_latent_attention, "HAVE_TE", False)
+    # 0.13 to 0.16 without TransformerEngine never define this name and raise NameError in every router (fixed in 0.17).
+    if not hasattr(moe_utils, "te_general_gemm"):
+        patches.set(moe_utils, "te_general_gemm", None)
+
+
+_active: Patches | None = None
+
+
+def enable_cpu() -> None:
+    """Let Megatron-Core train on CPU tensors in this process. Call it before building a model; calling it again changes nothing.
+
+    Raises ValueError where a CUDA device is available: the layer would take the GPU away from everything in the process.
+    """
+    global _active
+    if torch.cuda.is_available():
+        raise ValueError(
+            f"enable_cpu() found {torch.cuda.device_count()} CUDA device(s); Megatron-Core needs no CPU layer there. "
+            "To use it all the same, hide them: CUDA_VISIBLE_DEVICES=''"
+        )
+    if _active is not None:
+        return
+    patches = Patches()
+    try:
+        _patch_torch(patches)
+        _patch_megatron(patches)
+        # Megatron compiles small functions with torch.compile: on CPU that takes about 17 s in each process and a C++ compiler.
+        torch.compiler.set_stance("force_eager")
+    except BaseException:
+        patches.restore()
+        raise
+    _active = patches
+    _log.info("Megatron-Core runs on CPU tensors in this process (deepep_moe.integrations.megatron.cpu)")
+
+
+def disable_cpu() -> None:
+    """Put back every symbol `enable_cpu()` replaced. Without a preceding `enable_cpu()` nothing happens."""
+    global _active
+    if _active is not None:
+        torch.compiler.set_stance("default")
+        _active.restore()
+        _active = None

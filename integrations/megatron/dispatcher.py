@@ -1,0 +1,127 @@
+"""The token dispatcher that stands where Megatron-Core's flex dispatcher stands.
+
+A dispatch delivers rows grouped by local expert, so no permutation follows it and none precedes combine. Experts apply the probs,
+hence combine is an unweighted sum.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
+
+from deepep_moe.integrations.megatron.buffers import BufferRegistry
+from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_map, weights_at
+
+
+class NativeTokenDispatcher(MoEFlexTokenDispatcher):
+    """Dispatch and combine through a shared `deepep_moe.Buffer` over the group of all expert shards (TP x EP).
+
+    Between the calls of one forward the dispatcher keeps `topk_idx`, the handle and the counts; everything differentiable goes through
+    arguments and returns. Raises ValueError for configurations that it does not serve.
+    """
+
+    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, *, registry: BufferRegistry, **groups: Any):
+        _check_config(config, registry.options.expert_alignment)
+        # Not the flex dispatcher's own constructor: it would demand DeepEP and build its communication manager.
+        MoETokenDispatcher.__init__(self, config=config, **groups)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self.registry = registry
+        self.hidden_shape = torch.Size()
+        self.topk_idx: torch.Tensor | None = None
+        self.buffer: Any = None
+        self._handle: Any = None
+        self._tokens_per_expert: torch.Tensor | None = None
+        # What a CUDA graph of the preprocessing must hand over; dotted names crash the local graphs of 0.16 and 0.17.
+        self.cudagraph_attrs = ["topk_idx"]
+        # The 1F1B overlap schedule writes these two and reads the count; nothing here reads what it writes.
+        self._comm_manager = SimpleNamespace(
+            token_probs=None, dispatched_probs=None, get_number_of_tokens_per_expert=lambda: self._tokens_per_expert
+        )
+        # That schedule frees (storage resized to 0) the inputs of dispatch and of the experts once they have run. The first is a view of
+        # what router and shared expert saved for backward, the second is what the experts saved: each gets a copy to be freed instead.
+        self._inputs_are_freed = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Raises ValueError: overlap of the shared expert is not supported (see the check at construction)."""
+        _check_config(self.config, self.registry.options.expert_alignment)
+        raise ValueError("deepep_moe does not overlap the shared expert yet; set moe_shared_expert_overlap=False")
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states [S/TP, B, H], routing_map [T, E] bool, probs [T, E] -> x [T, H], topk_weights [T, TP * topk] fp32. Local."""
+        self.hidden_shape = hidden_states.shape
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
+        topk_idx = topk_from_map(routing_map.reshape(-1, num_experts), num_topk)
+        topk_weights = weights_at(probs.reshape(-1, num_experts), topk_idx)
+        self.topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
+        return (x.clone() if self._inputs_are_freed else x), topk_weights
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
+        num_tokens, hidden = hidden_states.shape
+        num_experts = self.num_local_experts * self.ep_size * self.tp_size
+        num_topk = self.config.moe_router_topk * self.tp_size
+        buffer = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=hidden_states.device)
+        alignment = self.registry.options.expert_alignment
+        try:
+            out = buffer.dispatch(hidden_states.contiguous(), self.topk_idx, probs, layout="expert", expert_alignment=alignment)
+        except ValueError as error:
+            # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
+            if num_tokens > buffer.num_max_tokens_per_rank:
+                raise ValueError(self.registry.explain_bound(num_tokens, buffer.num_max_tokens_per_rank)) from error
+            raise
+        self.buffer, self._handle = buffer, out.handle
+        # What the experts split by: padding included, int64 on the host.
+        self._tokens_per_expert = out.handle.num_rows_per_expert.long().cpu()
+        assert out.recv_topk_weights is not None  # they were sent
+        return out.recv_x, out.recv_topk_weights
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Rows are in the experts' order already: recv_x [R, H], rows per local expert [L], probs [R]."""
+        if self.config.moe_router_dtype == "fp64":
+            probs = probs.double()
+        return (hidden_states.clone() if self._inputs_are_freed else hidden_states), self._tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Nothing to undo."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Expert outputs [R, H] -> their sum per token [T, H], accumulated in fp32."""
+        handle, self._handle = self._handle, None
+        return self.buffer.combine(hidden_states.contiguous(), handle)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [S/TP, B, H]."""
+        return hidden_states.view(self.hidden_shape)
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Experts write where they like (asked from 0.19)."""
+        return None, None
+
+
+def _check_config(config: Any, expert_alignment: int) -> None:
+    """Raises ValueError for switches whose meaning the dispatcher would not honour."""
+    if config.moe_shared_expert_overlap:
+        raise ValueError(
+            "deepep_moe does not overlap the shared expert with communication yet, got moe_shared_expert_overlap=True; "
+            "set it to False (drop --moe-shared-expert-overlap)"
+        )
+    if config.moe_pad_expert_input_to_capacity:
+        raise ValueError(
+            "deepep_moe sends no padding to reach a capacity, got moe_pad_expert_input_to_capacity=True; set it to False. "
+            "Rows per expert are padded by enable(expert_alignment=...)"
+        )
+    pads = getattr(config, "moe_router_padding_for_quantization", False) or getattr(config, "moe_router_padding_for_fp8", False)
+    if pads and expert_alignment % 16:
+        raise ValueError(
+            f"with moe_router_padding_for_quantization or moe_router_padding_for_fp8 the experts expect padded rows, got "
+            f"expert_alignment={expert_alignment}; call enable(expert_alignment=16), 32 for mxfp8, or switch the padding off and "
+            "let the experts pad"
+        )

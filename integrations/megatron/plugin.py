@@ -1,0 +1,141 @@
+"""Put the dispatcher where Megatron-Core looks for its flex dispatcher, and take it out again.
+
+Megatron-Core has no registry of dispatchers. Its MoE layer builds `moe_layer.MoEFlexTokenDispatcher` for
+`moe_token_dispatcher_type="flex"`; `enable()` replaces that one symbol by a class that builds ours for the configurations that ask
+for it and the previous class for all others.
+"""
+
+import dataclasses
+import logging
+import typing
+from typing import Any
+
+from deepep_moe.errors import EPError
+from deepep_moe.integrations.megatron.buffers import BufferRegistry, Options
+
+BACKEND_NAME = "deepep_moe"
+_BACKEND_FIELD = "moe_flex_dispatcher_backend"
+_OLDEST, _NEWEST = (0, 13), (0, 19)
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Enabled:
+    """What `enable()` did, for `disable()` to undo."""
+
+    options: Options
+    registry: BufferRegistry
+    previous_class: type
+    previous_choices: Any
+
+
+_enabled: _Enabled | None = None
+
+
+def is_selected(config: Any) -> bool:
+    """Whether a flex configuration asks for this library.
+
+    0.16 and newer name a backend: ours is `deepep_moe`. 0.13 to 0.15 know flex with DeepEP only and refuse flex without it, so there
+    flex without `moe_enable_deepep` is ours.
+    """
+    backend = getattr(config, _BACKEND_FIELD, None)
+    if backend is None:
+        return not config.moe_enable_deepep
+    return backend == BACKEND_NAME
+
+
+def _check_version() -> None:
+    """Raises EPError for a Megatron-Core older than supported; warns about one newer than tested."""
+    import megatron.core
+
+    version = megatron.core.__version__
+    number = tuple(int(part) for part in version.split(".")[:2])
+    if number < _OLDEST:
+        raise EPError(f"deepep_moe needs megatron-core 0.13 or newer, found {version}; pip install 'megatron-core>=0.13'")
+    if number > _NEWEST:
+        _log.warning("megatron-core %s is newer than the newest version deepep_moe was tested with (0.19)", version)
+
+
+def _selecting_class(previous: type, registry: BufferRegistry) -> type:
+    """A stand-in for `previous` that builds our dispatcher or a `previous`, whichever the config asks for."""
+    from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
+
+    class SelectingFlexTokenDispatcher(previous):
+        """Built by MoELayer; never instantiated itself."""
+
+        def __new__(cls, num_local_experts: int, local_expert_indices: list[int], config: Any, **groups: Any) -> Any:
+            if is_selected(config):
+                return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, registry=registry, **groups)
+            return previous(num_local_experts, local_expert_indices, config=config, **groups)
+
+    return SelectingFlexTokenDispatcher
+
+
+def _widen_choices() -> Any:
+    """Add our name to the choices Megatron-LM's command line takes from the config's annotation. Returns the previous annotation."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    field = TransformerConfig.__dataclass_fields__.get(_BACKEND_FIELD)
+    if field is None:  # 0.13 to 0.15
+        return None
+    previous, choices = field.type, typing.get_args(field.type)
+    if BACKEND_NAME not in choices:
+        field.type = typing.Literal[(*choices, BACKEND_NAME)]
+    return previous
+
+
+def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto", expert_alignment: int = 1) -> None:
+    """Make Megatron-Core's MoE layers able to dispatch through deepep_moe. Call it before arguments are parsed and models are built.
+
+    Which configuration then uses it:
+
+    - megatron-core 0.16 and newer: `moe_token_dispatcher_type="flex"` with `moe_flex_dispatcher_backend="deepep_moe"`, on the command
+      line `--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe`;
+    - megatron-core 0.13 to 0.15, which have no backend flag: `moe_token_dispatcher_type="flex"` and `moe_enable_deepep` left False
+      (those versions refuse that pair on their own), on the command line `--moe-token-dispatcher-type flex` alone.
+
+    Every other configuration behaves as before. Layers with the same group and sizes share one buffer, constructed at the first forward.
+
+    `num_max_tokens_per_rank`: the most tokens one rank ever has in a forward (micro batch x sequence length, divided by the sizes of
+    tensor (with sequence parallelism) and context parallelism); None: the largest of the first forward over all ranks, rounded up to a
+    multiple of 128. `backend`: as for `deepep_moe.Buffer`. `expert_alignment`: rows of each expert are padded with zeros to a multiple
+    of this.
+
+    Raises ValueError for wrong values or when enabled already with others, EPError for an unsupported Megatron-Core, ImportError without
+    one.
+    """
+    global _enabled
+    for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("expert_alignment", expert_alignment)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+    options = Options(num_max_tokens_per_rank, backend, expert_alignment)
+    if _enabled is not None:
+        if _enabled.options != options:
+            raise ValueError(f"already enabled with {_enabled.options}, asked for {options}; call disable() first")
+        return
+    _check_version()
+    from megatron.core.transformer.moe import moe_layer
+
+    registry = BufferRegistry(options)
+    previous = moe_layer.MoEFlexTokenDispatcher
+    moe_layer.MoEFlexTokenDispatcher = _selecting_class(previous, registry)
+    _enabled = _Enabled(options, registry, previous, _widen_choices())
+
+
+def disable() -> None:
+    """Undo `enable()`: put the previous class and choices back and destroy the buffers. Without `enable()` nothing happens.
+
+    Models built in between keep their dispatchers, which raise BufferDestroyedError when used. Call it before the process groups are
+    destroyed.
+    """
+    global _enabled
+    if _enabled is None:
+        return
+    from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    moe_layer.MoEFlexTokenDispatcher = _enabled.previous_class
+    if _enabled.previous_choices is not None:
+        TransformerConfig.__dataclass_fields__[_BACKEND_FIELD].type = _enabled.previous_choices
+    registry, _enabled = _enabled.registry, None
+    registry.destroy()

@@ -1,0 +1,116 @@
+"""What the Megatron-Core tests share: process groups, configs, one MoE layer, and the comparison of two dispatchers. Runs in workers."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+HIDDEN = 32
+NUM_EXPERTS = 8
+
+
+def flex_switches() -> dict[str, Any]:
+    """How a config selects deepep_moe in the installed version."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    has_backend = "moe_flex_dispatcher_backend" in TransformerConfig.__dataclass_fields__
+    return {"moe_token_dispatcher_type": "flex"} | ({"moe_flex_dispatcher_backend": "deepep_moe"} if has_backend else {})
+
+
+def layer_config(**switches: Any) -> Any:
+    """A config with DeepSeek-V3's routing (top-4 of 8 experts in 2 of 4 groups) that `switches` change."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    defaults = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_moe_experts": NUM_EXPERTS,
+        "moe_ffn_hidden_size": 48,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**(defaults | switches))
+
+
+@contextlib.contextmanager
+def model_parallel(*, ep: int = 1, tp: int = 1, etp: int = 1, **options: Any) -> Iterator[dict[str, int]]:
+    """Megatron-Core on CPU with these groups and deepep_moe enabled; yields the sizes as config fields. Undoes everything."""
+    from deepep_moe.integrations.megatron import disable, enable
+    from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+
+    enable_cpu()
+    enable(**options)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    parallel_state.initialize_model_parallel(**sizes)
+    try:
+        model_parallel_cuda_manual_seed(7)
+        yield sizes | {"sequence_parallel": tp > 1}
+    finally:
+        disable()
+        parallel_state.destroy_model_parallel()
+        disable_cpu()
+
+
+def build_layer(config: Any) -> torch.nn.Module:
+    """A MoELayer of plain PyTorch modules, weights drawn from the same random states every time."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+    model_parallel_cuda_manual_seed(7)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer = build_module(spec, config=config) if isinstance(spec, ModuleSpec) else spec(config=config)
+    layer.set_layer_number(1)
+    return layer
+
+
+def gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters' gradients; an expert that got no token has none or zeros, both read as zeros."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in layer.named_parameters()
+    }
+
+
+def forward_backward(layer: torch.nn.Module, hidden_states: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output, input gradient and every parameter gradient of one pass."""
+    layer.zero_grad()
+    x = hidden_states.clone().requires_grad_()
+    output, bias = layer(x)
+    assert bias is None
+    output.backward(cotangent)
+    return {"output": output.detach().clone(), "input gradient": x.grad} | gradients(layer)
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 2e-6) -> float:
+    """All entries equal up to a few roundings (by default in fp32); returns the largest difference relative to the entry's own scale.
+
+    The dispatchers add the same up to 8 terms in different orders (per rank first, or all in a row), once in forward and once in
+    backward: each order is off by a few times 2^-24 = 6e-8 of the terms' scale, and the matrix products after it repeat such an error
+    without growing it. 2e-6 of the largest entry leaves room for 30 roundings and is far below the effect of any wrong row.
+    """
+    worst = 0.0
+    for name, want in expected.items():
+        scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-3)
+        difference = float((actual[name] - want).abs().max()) / scale if want.numel() else 0.0
+        assert difference <= tolerance, f"{context}: {name} differs by {difference:.2e} of its scale {scale:.3g}"
+        worst = max(worst, difference)
+    return worst

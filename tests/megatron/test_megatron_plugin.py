@@ -1,0 +1,203 @@
+"""Switching on and off, what is refused, and the launcher. Everything else must stay as it was."""
+
+import argparse
+import os
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_cases import HIDDEN, build_layer, flex_switches, layer_config, model_parallel
+
+from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.integrations.megatron import disable, enable
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[2]
+
+
+def _backend_choices() -> tuple[str, ...]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    field = TransformerConfig.__dataclass_fields__.get("moe_flex_dispatcher_backend")
+    if field is None:
+        pytest.skip("megatron-core before 0.16 has no backend flag")
+    return typing.get_args(field.type)
+
+
+def test_disable_restores_what_enable_replaced():
+    from megatron.core.transformer.moe import moe_layer
+
+    before = moe_layer.MoEFlexTokenDispatcher
+    disable()
+    assert moe_layer.MoEFlexTokenDispatcher is before
+    enable()
+    assert moe_layer.MoEFlexTokenDispatcher is not before and issubclass(moe_layer.MoEFlexTokenDispatcher, before)
+    enable()  # the same again: nothing
+    with pytest.raises(ValueError, match=r"already enabled with Options\(.*backend='auto'.*call disable\(\) first"):
+        enable(backend="collective")
+    disable()
+    assert moe_layer.MoEFlexTokenDispatcher is before
+
+
+def test_command_line_takes_the_backend_while_enabled():
+    before = _backend_choices()
+    enable()
+    try:
+        # Megatron-LM makes its argument from the field: choices are the members of its Literal.
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--moe-flex-dispatcher-backend", choices=_backend_choices())
+        parsed = parser.parse_args(["--moe-flex-dispatcher-backend", "deepep_moe"])
+        assert parsed.moe_flex_dispatcher_backend == "deepep_moe"
+        assert _backend_choices() == (*before, "deepep_moe")
+    finally:
+        disable()
+    assert _backend_choices() == before
+
+
+@pytest.mark.parametrize("option", ["num_max_tokens_per_rank", "expert_alignment"])
+def test_enable_refuses_numbers_below_one(option):
+    with pytest.raises(ValueError, match=f"{option} must be positive, got 0"):
+        enable(**{option: 0})
+
+
+def _refused(match: str, error: type[Exception] = ValueError, **changes) -> None:
+    """A layer of ours with these settings (set late, past Megatron's own checks) is refused with this message."""
+    config = layer_config(**flex_switches())
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(error, match=match):
+        build_layer(config)
+
+
+def _one_rank_worker(rank: int, num_ranks: int) -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    with model_parallel():
+        _refused("moe_shared_expert_overlap=True; set it to False", moe_shared_expert_overlap=True)
+        _refused("moe_pad_expert_input_to_capacity=True; set it to False", moe_pad_expert_input_to_capacity=True)
+        padding = "moe_router_padding_for_quantization"
+        if not hasattr(layer_config(), padding):
+            padding = "moe_router_padding_for_fp8"
+        _refused(r"expert_alignment=1; call enable\(expert_alignment=16\)", **{padding: True})
+
+        # Other configurations get the classes and the errors they had.
+        for kind, name in (("alltoall", "MoEAlltoAllTokenDispatcher"), ("allgather", "MoEAllGatherTokenDispatcher")):
+            layer = build_layer(layer_config(moe_token_dispatcher_type=kind))
+            assert type(layer.token_dispatcher) is getattr(token_dispatcher, name)
+        _other_flex_is_untouched(token_dispatcher.MoEFlexTokenDispatcher)
+        layer = build_layer(layer_config(**flex_switches()))
+        assert isinstance(layer.token_dispatcher, token_dispatcher.MoEFlexTokenDispatcher)
+        assert layer.token_dispatcher.get_expert_zero_copy_buffers() == (None, None)
+        layer(torch.randn(4, 2, HIDDEN))
+    with pytest.raises(BufferDestroyedError, match=r"disabled in this process; call .*enable\(\) again"):
+        layer.token_dispatcher.token_dispatch(torch.randn(8, HIDDEN), torch.rand(8, 4))
+
+
+def _other_flex_is_untouched(original: type) -> None:
+    """Flex with DeepEP asked for: refused by Megatron-Core in its own words, before and after."""
+    from megatron.core.transformer.moe import moe_layer
+
+    config = layer_config(moe_token_dispatcher_type="flex", moe_enable_deepep=True)
+    messages = []
+    for build in (original, moe_layer.MoEFlexTokenDispatcher):
+        with pytest.raises(Exception) as caught:
+            groups = {"pg_collection": _groups()} if _takes_pg_collection(original) else {"model_comm_pgs": _groups()}
+            build(8, list(range(8)), config=config, **groups)
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
+
+
+def _takes_pg_collection(original: type) -> bool:
+    import inspect
+
+    return "pg_collection" in inspect.signature(original.__init__).parameters
+
+
+def _groups() -> object:
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_default_pg_collection"):
+        return moe_utils.get_default_pg_collection()
+    return moe_utils.get_default_model_comm_pgs()
+
+
+def test_refusals_and_other_configurations():
+    run_ranks(_one_rank_worker, 1)
+
+
+def _bound_worker(rank: int, num_ranks: int) -> str:
+    with model_parallel(ep=num_ranks) as sizes:
+        layers = [build_layer(layer_config(**sizes, **flex_switches())) for _ in range(2)]
+        for layer in layers:
+            layer(torch.randn(70 if rank else 10, 2, HIDDEN))  # agreed: 140 tokens, rounded up to 256
+        assert layers[0].token_dispatcher.buffer is layers[1].token_dispatcher.buffer
+        assert layers[0].token_dispatcher.buffer.num_max_tokens_per_rank == 256
+        with pytest.raises(Exception) as caught:
+            layers[0](torch.randn(150 if rank else 10, 2, HIDDEN))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_more_tokens_than_the_bound_name_the_option():
+    peer, culprit = run_ranks(_bound_worker, 2)
+    assert peer.startswith("EPPeerError") and "300 tokens" in peer
+    assert culprit.startswith("ValueError: 300 tokens on this rank exceed num_max_tokens_per_rank=256, agreed on at the first forward")
+    assert "enable(num_max_tokens_per_rank=...)" in culprit and "at least 300" in culprit
+
+
+SCRIPT = """
+import sys, os
+from helper import WORD
+from megatron.core.transformer.moe import moe_layer
+print(WORD, sys.argv[1:], __name__, os.path.basename(sys.argv[0]), moe_layer.MoEFlexTokenDispatcher.__name__)
+from deepep_moe.integrations.megatron import enable
+enable(num_max_tokens_per_rank=64, backend="collective")  # would raise, had the launcher enabled other options
+"""
+
+
+def _launch(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.integrations.megatron", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=120)
+
+
+def test_launcher_runs_a_script_enabled(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "pretrain.py").write_text(SCRIPT)
+    (tmp_path / "scripts" / "helper.py").write_text("WORD = 'found'")
+    options = ("--backend", "collective", "--num-max-tokens-per-rank", "64")
+    done = _launch(*options, "scripts/pretrain.py", "--backend", "nccl", "-x", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == ("found ['--backend', 'nccl', '-x'] __main__ pretrain.py SelectingFlexTokenDispatcher")
+
+
+def test_launcher_says_how_to_use_it(tmp_path):
+    usage = _launch("--help", folder=tmp_path)
+    assert usage.returncode == 0 and "--moe-flex-dispatcher-backend deepep_moe" in usage.stdout
+    missing = _launch("nowhere.py", folder=tmp_path)
+    assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
+
+
+def test_cpu_layer_puts_everything_back():
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+
+    owners = (torch.cuda, torch.cuda.nvtx, CudaRNGStatesTracker, LocalSpecProvider, WrappedTorchNorm)
+    if torch.cuda.is_available():
+        with pytest.raises(ValueError, match="Megatron-Core needs no CPU layer there"):
+            enable_cpu()
+        return
+    before = [dict(vars(owner)) for owner in owners]
+    enable_cpu()
+    enable_cpu()
+    assert torch.cuda.current_device() == torch.device("cpu")
+    disable_cpu()
+    disable_cpu()
+    assert [dict(vars(owner)) for owner in owners] == before
