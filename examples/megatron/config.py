@@ -43,17 +43,17 @@ TINY: dict[str, Any] = {
     "rope_type": "rope",
     "rotary_base": 10000,
     "init_method_std": 0.02,
-    # One dense layer, then MoE layers of 16 routed experts (4 groups, 2 of them per token, 2 experts per token) and 1 shared.
+    # One dense layer, then MoE layers of 16 routed experts (4 groups, 1 of them per token, 2 experts per token) and 1 shared.
     # Two experts per token, because a sum of two has one rounding: dispatchers that add in different orders agree to the bit. With
     # four, last bits differ, and after some 30 steps top-k and the sign in the bias update have made another run of it (README.md).
-    # The price: the group limit is computed but excludes nothing, as the two best experts always lie in the two best groups.
+    # One group per token, because two groups would exclude nothing: the two best experts always lie in the two best groups.
     "moe_layer_freq": [0, 1, 1, 1],
     "num_moe_experts": 16,
     "moe_ffn_hidden_size": 96,
     "moe_shared_expert_intermediate_size": 96,
     "moe_router_topk": 2,
     "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
+    "moe_router_group_topk": 1,
     # Ten times the published rate: a run of hundreds of steps has no time for the slow one.
     "moe_router_bias_update_rate": 1e-2,
 }

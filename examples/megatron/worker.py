@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +132,9 @@ def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     from deepep_moe.integrations.megatron import disable, enable
     from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
 
+    # Megatron-Core's remarks on missing GPU packages and on its own deprecations are not about this run.
+    for module in ("megatron", "torch.distributed"):
+        warnings.filterwarnings("ignore", module=module)
     enable_cpu()
     if settings.dispatcher == "deepep_moe":
         enable(backend=settings.backend)
