@@ -7,14 +7,17 @@ both they and nvcc are there. What was compiled is recorded in the module and sh
 
 import os
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 ROOT = Path(__file__).parent
 HOST_ROOMS = ("common", "cpu", "runtime", "bindings")
+GPU_HOST_FILES = ("gpu_communicator.cpp", "gpu.cpp")  # of the host rooms, only with CUDA
+GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100"))
 
 
 def find_nvcc() -> str:
@@ -42,14 +45,18 @@ def version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
+def host_sources(with_cuda: bool) -> list[str]:
+    files = [path for room in HOST_ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp")]
+    return sorted(str(path.relative_to(ROOT)) for path in files if with_cuda or path.name not in GPU_HOST_FILES)
+
+
 def extension() -> Pybind11Extension:
-    sources = sorted(str(path.relative_to(ROOT)) for room in HOST_ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp"))
-    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
+    headers = sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.cuh", "*.cu") for path in (ROOT / "csrc").rglob(pattern))
     nvcc, nvshmem = find_nvcc(), find_nvshmem()
-    print(f"deepep_moe: nvcc: {nvcc or 'not found'}; NVSHMEM: {nvshmem or 'not found'}; CUDA sources: none in this version")
-    return Pybind11Extension(
+    print(f"deepep_moe: nvcc: {nvcc or 'not found, building without GPU backends'}; NVSHMEM: {nvshmem or 'not found'}")
+    built = Pybind11Extension(
         "deepep_moe._C",
-        sources,
+        host_sources(bool(nvcc)),
         include_dirs=["csrc"],
         depends=headers,
         cxx_std=20,
@@ -61,17 +68,49 @@ def extension() -> Pybind11Extension:
         extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
     )
+    if nvcc:
+        cuda = cuda_root(nvcc)
+        built.define_macros.append(("DEEPEP_MOE_CUDA", "1"))
+        built.include_dirs.append(str(cuda / "include"))
+        # The static runtime finds the driver when it is first used, so the module loads where there is none.
+        built.extra_link_args += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt"]
+    return built
+
+
+def cuda_root(nvcc: str) -> Path:
+    """The toolkit of `nvcc`, which may be a link or a script elsewhere."""
+    candidates = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
+    candidates += [Path(nvcc).resolve().parent.parent, Path("/usr/local/cuda")]
+    return next((path for path in candidates if (path / "include" / "cuda_runtime_api.h").is_file()), candidates[-1])
+
+
+class BuildWithCuda(build_ext):
+    """Compiles csrc/cuda with nvcc before the host sources are compiled and all are linked."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        nvcc = find_nvcc()
+        sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").glob("*.cu")) if nvcc else []
+        for source in sources:
+            target = Path(self.build_temp) / source.with_suffix(".o")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if is_stale(str(target), str(source)):
+                codes = [f"-gencode=arch={virtual},code={real}" for virtual, real in GPU_ARCHITECTURES]
+                flags = ["-std=c++20", "-O3", "--threads=2", "-fmad=false", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes]
+                subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(target)], check=True)
+            ext.extra_objects.append(str(target))
+        super().build_extension(ext)
 
 
 def is_stale(object_file: str, source: str) -> bool:
     """Must `source` be compiled again? Yes when it, any header or this file is newer than its object."""
-    inputs = [ROOT / source, ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "csrc").rglob("*.h")]
+    inputs = [ROOT / source, ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh")]
     return not os.path.exists(object_file) or os.path.getmtime(object_file) < max(path.stat().st_mtime for path in inputs)
 
 
 with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=is_stale):
     setup(
         ext_modules=[extension()],
+        cmdclass={"build_ext": BuildWithCuda},
         packages=[
             "deepep_moe",
             "deepep_moe.backends",

@@ -374,7 +374,7 @@ class Buffer:
 
     def _run(self, move: Move, *keep_alive: Any) -> None:
         """Move the rows, now or on the buffer's thread, which holds the tensors that native code knows by address."""
-        if not self._is_async:
+        if not self._is_async or self._is_on_gpu:
             return move()
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
@@ -382,7 +382,15 @@ class Buffer:
 
     def _end(self) -> Event:
         self._is_async = False
-        return Event(self._pending)
+        if not self._is_on_gpu:
+            return Event(self._pending)
+        recorded = torch.cuda.Event()
+        recorded.record()
+        return Event(recorded=recorded)
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._alive().device_types == ("cuda",)
 
     def _wait_for_pending(self) -> None:
         pending, self._pending = self._pending, None

@@ -77,7 +77,7 @@ class Case:
 
 
 def check_case(rank: int, _: int, case: Case) -> None:
-    """Dispatch, combine, and both gradients of `case` on each of its backends; every result must equal the reference's bits."""
+    """Dispatch and combine of `case` on each of its backends; every result must equal the reference's bits."""
     poison_outputs()
     ranks = range(case.num_ranks)
     inputs = [case.inputs(r) for r in ranks]
@@ -92,20 +92,29 @@ def check_case(rank: int, _: int, case: Case) -> None:
         outputs, received, case.num_tokens, row_weights if case.with_weights else None, biases if case.with_bias else None
     )
     for backend in case.backends:
+        device = device_of(backend, rank)
         buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
         assert buffer.backend == backend
-        x, idx, weight = inputs[rank]
+        x, idx, weight = (tensor.to(device) for tensor in inputs[rank])
         out = buffer.dispatch(x, idx, weight if case.with_weights else None, layout=case.layout, expert_alignment=case.expert_alignment)
         mine = received[rank]
         assert_same("recv_x", out.recv_x, mine.recv_x)
         assert out.num_recv_tokens_per_expert.tolist() == mine.num_recv_tokens_per_expert
         assert_same("recv_topk_weights", out.recv_topk_weights, mine.recv_topk_weights)
         assert_same("recv_topk_idx", out.recv_topk_idx, mine.recv_topk_idx)
-        y = buffer.combine(
-            outputs[rank], out.handle, row_weights[rank] if case.with_weights else None, bias=biases[rank] if case.with_bias else None
-        )
+        given_weights = row_weights[rank].to(device) if case.with_weights else None
+        bias = biases[rank].to(device) if case.with_bias else None
+        y = buffer.combine(outputs[rank].to(device), out.handle, given_weights, bias=bias)
         assert_same("combined_x", y, combined[rank])
         buffer.destroy()
+
+
+def device_of(backend: str, rank: int) -> torch.device:
+    """Where the tensors of `backend` lie; ranks share the GPUs there are."""
+    if backend != "nvlink":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Tensor | None) -> None:
@@ -113,6 +122,7 @@ def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Ten
     assert (ours is None) == (reference_value is None), f"{name}: {ours} against {reference_value}"
     if ours is None or reference_value is None:
         return
+    ours = ours.cpu()
     assert ours.dtype == reference_value.dtype and ours.shape == reference_value.shape, (
         f"{name}: {ours.dtype} {list(ours.shape)} against {reference_value.dtype} {list(reference_value.shape)}"
     )

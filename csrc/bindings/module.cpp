@@ -9,6 +9,13 @@
 #endif
 
 void bind_exchange(py::module_& m);
+#if defined(DEEPEP_MOE_CUDA)
+constexpr bool kHasCuda = true;
+void bind_gpu(py::module_& m);
+#else
+constexpr bool kHasCuda = false;
+void bind_gpu(py::module_&) {}
+#endif
 void bind_gate(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
@@ -16,9 +23,10 @@ PYBIND11_MODULE(_C, m) {
     m.attr("__version__") = DEEPEP_MOE_VERSION;
     m.def("build_info", [] {
         using namespace py::literals;
-        return py::dict("compiler"_a = __VERSION__, "shm"_a = true, "nvlink"_a = false, "nvshmem"_a = false, "collective"_a = true,
+        return py::dict("compiler"_a = __VERSION__, "shm"_a = true, "nvlink"_a = kHasCuda, "nvshmem"_a = false, "collective"_a = true,
                         "nvcc"_a = DEEPEP_MOE_NVCC, "nvshmem_home"_a = DEEPEP_MOE_NVSHMEM);
     });
     bind_exchange(m);
+    bind_gpu(m);
     bind_gate(m);
 }

@@ -6,11 +6,13 @@ import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Settings
 from deepep_moe.backends.collective import CollectiveBackend
+from deepep_moe.backends.nvlink import NvlinkBackend
 from deepep_moe.backends.shm import ShmBackend
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError
 
@@ -30,6 +32,7 @@ class Introduction:
     process_id: int
     num_threads: int
     group_backend: str
+    has_gpu: bool
 
 
 def host_id() -> str:
@@ -55,7 +58,7 @@ def introduce(
     common = {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
     message = None if error is None else f"{type(error).__name__}: {error}"
     group_backend = "none" if group is None else str(dist.get_backend(group))
-    own = Introduction(message, backend, common, host_id(), os.getpid(), num_threads, group_backend)
+    own = Introduction(message, backend, common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
     peers: list[Introduction] = gather(own, group, settings.num_ranks)
     if error is not None:
         raise error
@@ -82,6 +85,41 @@ def why_not_shm(peers: list[Introduction]) -> str | None:
     return None
 
 
+def why_not_nvlink(peers: list[Introduction]) -> str | None:
+    """The reason the nvlink backend cannot serve these ranks, or None."""
+    if not hasattr(_C, "GpuCommunicator"):
+        return "it was not compiled, as the build found no nvcc; install the CUDA toolkit and build again"
+    if len(peers) > _C.MAX_GPU_RANKS:
+        return f"it serves at most {_C.MAX_GPU_RANKS} ranks, this group has {len(peers)}"
+    hosts = {peer.host for peer in peers}
+    if len(hosts) > 1:
+        return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
+    without = [rank for rank, peer in enumerate(peers) if not peer.has_gpu]
+    return f"ranks {without} see no CUDA device" if without else None
+
+
+def _make_nvlink(settings: Settings, group: "dist.ProcessGroup | None") -> NvlinkBackend | str:
+    """The backend, or the reason why some GPU cannot reach another. The same on every rank."""
+    failure: str | None = None
+    backend: NvlinkBackend | None = None
+    try:
+        backend = NvlinkBackend(settings)
+        address = backend.address()
+    except RuntimeError as error:
+        failure, address = str(error), b""
+    gathered = gather((failure, address), group, settings.num_ranks)
+    if backend is not None and all(reason is None for reason, _ in gathered):
+        try:
+            backend.connect([address for _, address in gathered])
+        except RuntimeError as error:
+            failure = str(error)
+    for rank, reason in enumerate(gather(failure, group, settings.num_ranks)):
+        if reason is not None:
+            return f"on rank {rank}: {reason}"
+    assert backend is not None
+    return backend
+
+
 def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> ShmBackend | str:
     """The backend, or the reason why some rank cannot open another's shared memory. The same on every rank."""
     backend = ShmBackend(settings, min(peer.num_threads for peer in peers))
@@ -103,15 +141,21 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
 
     Raises BackendUnavailableError with the reason and the fix.
     """
-    if name in ("nvlink", "nvshmem"):
+    if name == "nvshmem":
         raise BackendUnavailableError(f"backend {name!r} cannot serve: {_NOT_BUILT}")
-    if name in ("shm", "auto"):
-        reason = why_not_shm(peers)
-        made = _make_shm(settings, peers, group) if reason is None else reason
-        if isinstance(made, ShmBackend):
+    on_gpus = any("nccl" in peer.group_backend for peer in peers)
+    candidate = name if name != "auto" else "nvlink" if on_gpus else "shm"
+    if candidate in ("shm", "nvlink"):
+        reason = why_not_shm(peers) if candidate == "shm" else why_not_nvlink(peers)
+        made: Backend | str
+        if reason is not None:
+            made = reason
+        else:
+            made = _make_shm(settings, peers, group) if candidate == "shm" else _make_nvlink(settings, group)
+        if not isinstance(made, str):
             return made
-        if name == "shm":
-            raise BackendUnavailableError(f"backend 'shm' cannot serve: {made}; use backend='collective'")
+        if name != "auto":
+            raise BackendUnavailableError(f"backend {name!r} cannot serve: {made}; use backend='collective'")
         if settings.rank == 0:
-            logger.info("Buffer: backend 'shm' cannot serve: %s; taking 'collective'", made)
+            logger.info("Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, made)
     return CollectiveBackend(settings, group, [(peer.host, peer.process_id) for peer in peers])

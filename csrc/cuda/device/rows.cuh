@@ -1,0 +1,86 @@
+// A warp's work on one row: 16 bytes a lane at a time, several in flight.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/device/sync.cuh"
+
+namespace deepep_moe {
+
+constexpr int kInFlight = 4;  // 16-byte loads a lane issues before it uses the first
+
+// Walks the 16-byte pieces of a row in batches: load(piece) for each, then use(piece, value) for each.
+template <class Load, class Use>
+__device__ __forceinline__ void for_pieces(int64_t num_pieces, Load load, Use use) {
+    const int lane = threadIdx.x % 32;
+    for (int64_t first = lane; first < num_pieces; first += 32 * kInFlight) {
+        decltype(load(int64_t{0})) values[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (first + 32 * i < num_pieces) values[i] = load(first + 32 * i);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            if (first + 32 * i < num_pieces) use(first + 32 * i, values[i]);
+    }
+}
+
+__device__ __forceinline__ const uint4* pieces(const void* row) { return static_cast<const uint4*>(row); }
+__device__ __forceinline__ uint4* pieces(void* row) { return static_cast<uint4*>(row); }
+
+__device__ __forceinline__ void copy_row(void* dst, const void* src, int64_t bytes) {
+    for_pieces(bytes / 16, [&](int64_t i) { return pieces(src)[i]; }, [&](int64_t i, uint4 value) { pieces(dst)[i] = value; });
+}
+
+__device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
+    for (int64_t i = threadIdx.x % 32; i < bytes / 16; i += 32) pieces(dst)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// 16 bytes of a row as fp32, and back: rounded to nearest even, as on every backend.
+template <DType kType>
+struct Piece;
+
+template <>
+struct Piece<DType::kFloat32> {
+    static constexpr int kCount = 4;
+    static __device__ void load(const uint4& raw, float* x) {
+        x[0] = __uint_as_float(raw.x), x[1] = __uint_as_float(raw.y), x[2] = __uint_as_float(raw.z), x[3] = __uint_as_float(raw.w);
+    }
+    static __device__ uint4 store(const float* x) {
+        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    }
+};
+
+template <class Pair, class Half, Half (*kStore)(float), float (*kLoad)(Half)>
+struct HalfPiece {
+    static constexpr int kCount = 8;
+    union Bits {
+        uint4 raw;
+        Half values[8];
+        __device__ Bits() {}
+    };
+    static __device__ void load(const uint4& raw, float* x) {
+        Bits bits;
+        bits.raw = raw;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = kLoad(bits.values[i]);
+    }
+    static __device__ uint4 store(const float* x) {
+        Bits bits;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) bits.values[i] = kStore(x[i]);
+        return bits.raw;
+    }
+};
+
+__device__ inline __nv_bfloat16 store_bf16(float x) { return __float2bfloat16_rn(x); }
+__device__ inline float load_bf16(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline __half store_fp16(float x) { return __float2half_rn(x); }
+__device__ inline float load_fp16(__half x) { return __half2float(x); }
+
+template <>
+struct Piece<DType::kBFloat16> : HalfPiece<__nv_bfloat162, __nv_bfloat16, store_bf16, load_bf16> {};
+template <>
+struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16> {};
+
+}  // namespace deepep_moe
