@@ -109,6 +109,11 @@ def check_case(rank: int, _: int, case: Case) -> None:
         buffer.destroy()
 
 
+def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """`tensors` where `backend` wants them."""
+    return [tensor.to(device_of(backend, rank)) for tensor in tensors]
+
+
 def device_of(backend: str, rank: int) -> torch.device:
     """Where the tensors of `backend` lie; ranks share the GPUs there are."""
     if backend != "nvlink":

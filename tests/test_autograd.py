@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, poison_outputs
+from exchange_cases import Case, assert_same, on_device, poison_outputs
 
 from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -22,34 +22,36 @@ def gradients(rank, num_ranks, backend, layout, dtype):
         return torch.randn(shape, generator=torch.Generator().manual_seed(100 * offset + r))
 
     buffer = Buffer(None, 12, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    x, weight = xs[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
-    out = buffer.dispatch(x, idxs[rank], weight, layout=layout, expert_alignment=2)
+    x, idx, weight = on_device(backend, rank, xs[rank].clone(), idxs[rank], weights[rank].clone())
+    x.requires_grad_()
+    weight.requires_grad_()
+    out = buffer.dispatch(x, idx, weight, layout=layout, expert_alignment=2)
 
     # dispatch: gradients come back by combine
     row_grads = [draw(there.recv_x.shape, r, 1).to(dtype) for r, there in enumerate(received)]
     weight_grads = [draw(there.recv_topk_weights.shape, r, 2) for r, there in enumerate(received)]
-    torch.autograd.backward([out.recv_x, out.recv_topk_weights], [row_grads[rank], weight_grads[rank]])
+    torch.autograd.backward([out.recv_x, out.recv_topk_weights], on_device(backend, rank, row_grads[rank], weight_grads[rank]))
     assert_same("x.grad", x.grad, reference.combine(row_grads, received, case.num_tokens)[rank])
     assert_same("topk_weights.grad", weight.grad, reference.combine_lane_values(weight_grads, received, idxs)[rank])
 
     # combine: gradients go out by dispatch, and to the weights as inner products
-    rows = draw(out.recv_x.shape, rank, 3).to(dtype).requires_grad_()
-    row_weights = draw(out.recv_x.shape[:1], rank, 4).requires_grad_()
-    bias = draw(x.shape, rank, 5).to(dtype).requires_grad_()
+    drawn = (draw(out.recv_x.shape, rank, 3).to(dtype), draw(out.recv_x.shape[:1], rank, 4), draw(x.shape, rank, 5).to(dtype))
+    rows, row_weights, bias = (tensor.requires_grad_() for tensor in on_device(backend, rank, *drawn))
     grads = [draw(x.shape, r, 6).to(dtype) for r, x in enumerate(xs)]
-    buffer.combine(rows, out.handle, row_weights, bias=bias).backward(grads[rank])
+    (grad,) = on_device(backend, rank, grads[rank])
+    buffer.combine(rows, out.handle, row_weights, bias=bias).backward(grad)
     sent = reference.dispatch(grads, idxs, None, case.num_experts, layout=layout, expert_alignment=2)[rank].recv_x
-    assert_same("rows.grad", rows.grad, (row_weights.detach()[:, None] * sent.float()).to(dtype))
-    torch.testing.assert_close(row_weights.grad, (sent.float() * rows.detach().float()).sum(1))
+    assert_same("rows.grad", rows.grad, (row_weights.detach().cpu()[:, None] * sent.float()).to(dtype))
+    torch.testing.assert_close(row_weights.grad.cpu(), (sent.float() * rows.detach().cpu().float()).sum(1))
     assert_same("bias.grad", bias.grad, grads[rank])
     rows.grad = None
-    buffer.combine(rows, out.handle).backward(grads[rank])
+    buffer.combine(rows, out.handle).backward(grad)
     assert_same("rows.grad, unweighted", rows.grad, sent)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ("shm", "collective"))
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_gradients_equal_reference(backend, layout, dtype):
     run_ranks(gradients, 3, backend, layout, dtype)
 

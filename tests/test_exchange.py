@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, check_case, poison_outputs
+from exchange_cases import Case, assert_same, check_case, device_of, on_device, poison_outputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +12,7 @@ from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
 
 LAYOUTS = ("expert", "rank")
-BACKENDS = ("shm", "collective")
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -22,9 +22,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_rank_by_hand(backend):
     poison_outputs()
-    x = torch.arange(3 * 4, dtype=torch.float32).reshape(3, 4)
-    topk_idx = torch.tensor([[1, 0], [-1, 1], [-1, -1]])
-    topk_weights = torch.tensor([[0.5, 0.25], [0.0, 2.0], [0.0, 0.0]])
+    device = device_of(backend, 0)
+    x = torch.arange(3 * 4, dtype=torch.float32, device=device).reshape(3, 4)
+    topk_idx = torch.tensor([[1, 0], [-1, 1], [-1, -1]], device=device)
+    topk_weights = torch.tensor([[0.5, 0.25], [0.0, 2.0], [0.0, 0.0]], device=device)
     buffer = Buffer(None, 3, 4, 2, 2, backend=backend)
     out = buffer.dispatch(x, topk_idx, topk_weights, expert_alignment=2)
     assert out.recv_x.tolist() == [x[0].tolist(), [0.0] * 4, x[0].tolist(), x[1].tolist()]
@@ -33,7 +34,7 @@ def test_one_rank_by_hand(backend):
     assert out.handle.num_rows_per_expert.tolist() == [2, 2]
     y = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
     assert y.tolist() == [(0.75 * x[0]).tolist(), (2 * x[1]).tolist(), [0.0] * 4]
-    y = buffer.combine(out.recv_x, out.handle, bias=torch.ones(3, 4))
+    y = buffer.combine(out.recv_x, out.handle, bias=torch.ones(3, 4, device=device))
     assert y.tolist() == [(2 * x[0] + 1).tolist(), (x[1] + 1).tolist(), [1.0] * 4]
 
 
@@ -41,6 +42,7 @@ def two_ranks_by_hand(rank, _, backend):
     poison_outputs()
     x = torch.full((2, 4), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
     topk_idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [1, 0]]])[rank]  # rank 0 holds experts 0 and 1, rank 1 holds 2 and 3
+    x, topk_idx = on_device(backend, rank, x, topk_idx)
     buffer = Buffer(None, 2, 4, 4, 2, backend=backend)
     out = buffer.dispatch(x, topk_idx)
     assert out.recv_x[:, 0].tolist() == [[1.0, 20.0, 20.0], [1.0, 2.0, 10.0, 2.0]][rank]
@@ -128,7 +130,7 @@ def large_case(rank, num_ranks, layout, num_threads):
     case = Case([900 + 100 * r for r in range(num_ranks)], hidden=2048, num_experts=15, num_topk=6, dtype=torch.bfloat16, layout=layout)
     x, idx, weights = case.inputs(rank)
     results = []
-    for backend in BACKENDS:
+    for backend in ("shm", "collective"):
         buffer = Buffer(None, 2000, case.hidden, case.num_experts, case.num_topk, backend=backend)
         out = buffer.dispatch(x, idx, weights, layout=layout, expert_alignment=32)
         row_weights = out.recv_topk_weights if layout == "expert" else None
@@ -144,10 +146,10 @@ def test_rings_wrap(layout, num_threads):
     run_ranks(large_case, 3, layout, num_threads)
 
 
-def repeated(rank, num_ranks):
+def repeated(rank, num_ranks, backend):
     case = Case([300, 200], hidden=512, num_topk=4, dtype=torch.bfloat16)
-    x, idx, weights = case.inputs(rank)
-    buffer = Buffer(None, 300, 512, 12, 4, backend="shm")
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 300, 512, 12, 4, backend=backend)
     first = None
     for _ in range(50):
         out = buffer.dispatch(x, idx, weights)
@@ -157,8 +159,9 @@ def repeated(rank, num_ranks):
             assert_same("repetition", ours, before)
 
 
-def test_every_run_repeats():
-    run_ranks(repeated, 2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_run_repeats(backend):
+    run_ranks(repeated, 2, backend)
 
 
 # ---- handles, buffers, bounds, fp8, asynchronous calls ----
@@ -169,12 +172,13 @@ def reuse_handle(rank, num_ranks, backend, layout):
     case = Case([6, 9], layout=layout, expert_alignment=4)
     inputs = [case.inputs(r) for r in range(num_ranks)]
     buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    handle = buffer.dispatch(inputs[rank][0], inputs[rank][1], layout=layout, expert_alignment=4).handle
+    handle = buffer.dispatch(*on_device(backend, rank, *inputs[rank][:2]), layout=layout, expert_alignment=4).handle
     for seed in range(3):
         xs = [torch.randn(n, case.hidden, generator=torch.Generator().manual_seed(seed + n)) for n in case.num_tokens]
         weights = [torch.rand(n, case.num_topk, generator=torch.Generator().manual_seed(seed + n)) for n in case.num_tokens]
         expected = reference.dispatch(xs, [i[1] for i in inputs], weights, case.num_experts, layout=layout, expert_alignment=4)
-        out = buffer.dispatch(xs[rank], topk_weights=weights[rank], handle=handle)
+        x, weight = on_device(backend, rank, xs[rank], weights[rank])
+        out = buffer.dispatch(x, topk_weights=weight, handle=handle)
         assert_same("recv_x", out.recv_x, expected[rank].recv_x)
         assert_same("recv_topk_weights", out.recv_topk_weights, expected[rank].recv_topk_weights)
         assert_same("recv_topk_idx", out.recv_topk_idx, expected[rank].recv_topk_idx)
@@ -209,7 +213,7 @@ def bounded(rank, num_ranks, backend, layout):
     poison_outputs()
     case = Case([6, 9], layout=layout)
     buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    x, idx, weights = case.inputs(rank)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
     free = buffer.dispatch(x, idx, weights, layout=layout)
     bound = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=100)
     num_rows = len(free.recv_x)
@@ -238,7 +242,8 @@ def fp8_rows(rank, num_ranks, backend, layout, dtype):
     )[rank]
     poison_outputs()
     buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
-    out = buffer.dispatch(xs[rank], *inputs[rank][1:], x_scales=scales[rank], layout=layout, expert_alignment=2)
+    x, x_scales, idx, weight = on_device(backend, rank, xs[rank], scales[rank], *inputs[rank][1:])
+    out = buffer.dispatch(x, idx, weight, x_scales=x_scales, layout=layout, expert_alignment=2)
     assert_same("recv_x", out.recv_x, expected.recv_x)
     assert_same("recv_x_scales", out.recv_x_scales, expected.recv_x_scales)
     assert_same("recv_topk_weights", out.recv_topk_weights, expected.recv_topk_weights)
@@ -253,7 +258,7 @@ def test_fp8_rows_with_scales(backend, layout, dtype):
 
 def asynchronous(rank, num_ranks, backend):
     case = Case([600, 400], hidden=256)
-    x, idx, weights = case.inputs(rank)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
     buffer = Buffer(None, 600, case.hidden, case.num_experts, case.num_topk, backend=backend)
     plain = buffer.dispatch(x, idx, weights)
     expected = buffer.combine(plain.recv_x, plain.handle)

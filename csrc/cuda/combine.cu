@@ -50,25 +50,16 @@ struct Kernel {
             if (p.is_expert_layout && row >= 0) value = p.lane_values[row];
             reinterpret_cast<float*>(to + slot.weights_offset)[lane] = value;
         }
-        const unsigned rows = __ballot_sync(kFullWarp, row >= 0);
+        const unsigned there = __ballot_sync(kFullWarp, row >= 0);
+        row = __shfl_sync(kFullWarp, row, nth_set(there, lane));  // lane n: the n-th row, in order of top-k
         const float weight = row >= 0 && p.weights != nullptr ? p.weights[row] : 1.0f;
-        for (int64_t piece = lane; piece - lane < row_bytes / 16; piece += 32) {
-            float sum[Values::kCount] = {}, x[Values::kCount];
-            for (unsigned rest = rows; rest != 0; rest &= rest - 1) {
-                const int from = __ffs(rest) - 1;
-                const int64_t source = __shfl_sync(kFullWarp, row, from);
-                const float w = __shfl_sync(kFullWarp, weight, from);
-                if (piece >= row_bytes / 16) continue;
-                Values::load(pieces(p.x + source * row_bytes)[piece], x);
-                add(sum, x, w);
-            }
-            if (piece < row_bytes / 16) pieces(to)[piece] = Values::store(sum);
-        }
-    }
-
-    __device__ void add(float* sum, const float* x, float weight) const {
-#pragma unroll
-        for (int i = 0; i < Values::kCount; ++i) sum[i] = __fadd_rn(sum[i], p.weights != nullptr ? __fmul_rn(weight, x[i]) : x[i]);
+        const auto rows = [&](int n) { return pieces(p.x + static_cast<int64_t>(__shfl_sync(kFullWarp, row, n)) * row_bytes); };
+        const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight, n); };
+        const auto use = [&](int64_t piece, const float* sum) { pieces(to)[piece] = Values::store(sum); };
+        if (p.weights != nullptr)
+            sum_rows<Values, true>(row_bytes / 16, __popc(there), rows, weights, use);
+        else
+            sum_rows<Values, false>(row_bytes / 16, __popc(there), rows, weights, use);
     }
 
     // ---- the source side: a warp a token ----
@@ -87,23 +78,21 @@ struct Kernel {
 
     __device__ void finish(const Workspace& own, int64_t token, int index) const {
         const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
-        for (int64_t piece = lane; piece - lane < row_bytes / 16; piece += 32) {
-            float sum[Values::kCount] = {}, x[Values::kCount];
-            for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
-                const int rank = __ffs(rest) - 1, there = __shfl_sync(kFullWarp, index, rank);
-                if (piece >= row_bytes / 16) continue;
-                Values::load(pieces(own.slot(rank, there, slot))[piece], x);
-#pragma unroll
-                for (int i = 0; i < Values::kCount; ++i) sum[i] = __fadd_rn(sum[i], x[i]);
-            }
-            if (piece >= row_bytes / 16) continue;
+        const int rank = nth_set(ranks, lane), there = __shfl_sync(kFullWarp, index, rank);  // lane n: the n-th rank and its slot
+        const auto rows = [&](int n) {
+            return pieces(static_cast<const std::byte*>(own.slot(__shfl_sync(kFullWarp, rank, n), __shfl_sync(kFullWarp, there, n), slot)));
+        };
+        const auto weights = [](int) { return 1.0f; };
+        const auto use = [&](int64_t piece, float* sum) {
             if (p.bias != nullptr) {
+                float x[Values::kCount];
                 Values::load(pieces(p.bias + token * row_bytes)[piece], x);
 #pragma unroll
-                for (int i = 0; i < Values::kCount; ++i) sum[i] = __fadd_rn(sum[i], x[i]);
+                for (int v = 0; v < Values::kCount; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
             }
             pieces(p.combined_x + token * row_bytes)[piece] = Values::store(sum);
-        }
+        };
+        sum_rows<Values, false>(row_bytes / 16, __popc(ranks), rows, weights, use);
         if (p.combined_lane_values != nullptr) take_lane_values(own, token, index);
     }
 
@@ -122,7 +111,7 @@ struct Kernel {
 };
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads, 2) combine(const __grid_constant__ GpuCombineParams p) {
+__global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
     const Kernel<kType> kernel(p);
     if (*static_cast<volatile int*>(p.context.gave_up) != 0) return;
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks)

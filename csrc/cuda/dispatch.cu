@@ -95,7 +95,7 @@ struct Kernel {
             if (lane < config.num_topk && p.topk_weights != nullptr) weight = p.topk_weights[token * config.num_topk + lane];
         } else if (lane < config.num_topk) {
             target = reinterpret_cast<const int32_t*>(row + slot.lanes_offset)[lane];
-            if (p.topk_weights != nullptr) weight = reinterpret_cast<const float*>(row + slot.weights_offset)[lane];
+            if (p.recv_topk_weights != nullptr) weight = reinterpret_cast<const float*>(row + slot.weights_offset)[lane];
         }
         if (p.is_expert_layout)
             expand(row, scales, recv_token, target, weight);
@@ -156,7 +156,7 @@ struct Kernel {
     }
 };
 
-__global__ void __launch_bounds__(kThreads, 2) dispatch(const __grid_constant__ GpuDispatchParams p) {
+__global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
     const Kernel kernel(p);
     if (*static_cast<volatile int*>(p.context.gave_up) != 0) return;
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks)

@@ -146,12 +146,11 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
     on_gpus = any("nccl" in peer.group_backend for peer in peers)
     candidate = name if name != "auto" else "nvlink" if on_gpus else "shm"
     if candidate in ("shm", "nvlink"):
-        reason = why_not_shm(peers) if candidate == "shm" else why_not_nvlink(peers)
         made: Backend | str
-        if reason is not None:
-            made = reason
+        if candidate == "shm":
+            made = why_not_shm(peers) or _make_shm(settings, peers, group)
         else:
-            made = _make_shm(settings, peers, group) if candidate == "shm" else _make_nvlink(settings, group)
+            made = why_not_nvlink(peers) or _make_nvlink(settings, group)
         if not isinstance(made, str):
             return made
         if name != "auto":

@@ -8,7 +8,13 @@
 
 namespace deepep_moe {
 
-constexpr int kInFlight = 4;  // 16-byte loads a lane issues before it uses the first
+constexpr int kInFlight = 7;  // 16-byte loads a lane issues before it uses the first; a bf16 row of 7168 columns is 4 such batches
+
+// The position of the n-th set bit (from 0), or 0 where there are fewer.
+__device__ __forceinline__ int nth_set(unsigned bits, int n) {
+    for (int i = 0; i < n; ++i) bits &= bits - 1;
+    return bits != 0 ? __ffs(bits) - 1 : 0;
+}
 
 // Walks the 16-byte pieces of a row in batches: load(piece) for each, then use(piece, value) for each.
 template <class Load, class Use>
@@ -34,6 +40,44 @@ __device__ __forceinline__ void copy_row(void* dst, const void* src, int64_t byt
 
 __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
     for (int64_t i = threadIdx.x % 32; i < bytes / 16; i += 32) pieces(dst)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, weighted by weights(i); the sum of a piece goes to
+// use(piece, sum). Loads of kBatch pieces of two rows are in flight at once. All lanes must call it.
+template <class Values, bool kWeighted, class Rows, class Weights, class Use>
+__device__ __forceinline__ void sum_rows(int64_t num_pieces, int num_rows, Rows rows, Weights weights, Use use) {
+    constexpr int kBatch = 4;
+    const int lane = threadIdx.x % 32;
+    for (int64_t first = 0; first < num_pieces; first += 32 * kBatch) {
+        float sum[kBatch][Values::kCount] = {};
+        for (int row = 0; row < num_rows; row += 2) {
+            uint4 raw[2][kBatch];
+            float weight[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int index = min(row + i, num_rows - 1);
+                const uint4* from = rows(index);
+                weight[i] = weights(index);
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j)
+                    if (row + i < num_rows && first + 32 * j + lane < num_pieces) raw[i][j] = from[first + 32 * j + lane];
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (row + i >= num_rows) continue;
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j) {
+                    float x[Values::kCount];
+                    Values::load(raw[i][j], x);
+#pragma unroll
+                    for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], kWeighted ? __fmul_rn(weight[i], x[v]) : x[v]);
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j)
+            if (first + 32 * j + lane < num_pieces) use(first + 32 * j + lane, sum[j]);
+    }
 }
 
 // 16 bytes of a row as fp32, and back: rounded to nearest even, as on every backend.
