@@ -127,7 +127,7 @@ def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Ten
     assert (ours is None) == (reference_value is None), f"{name}: {ours} against {reference_value}"
     if ours is None or reference_value is None:
         return
-    ours = ours.cpu()
+    ours, reference_value = ours.cpu(), reference_value.cpu()
     assert ours.dtype == reference_value.dtype and ours.shape == reference_value.shape, (
         f"{name}: {ours.dtype} {list(ours.shape)} against {reference_value.dtype} {list(reference_value.shape)}"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, on_device, poison_outputs
+from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
 
 from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -12,6 +12,7 @@ LAYOUTS = ("expert", "rank")
 
 def gradients(rank, num_ranks, backend, layout, dtype):
     """Every gradient has an exact definition in terms of the reference's dispatch and combine."""
+    device_of(backend, rank)
     poison_outputs()
     case = Case([7, 0, 12], dtype=dtype, layout=layout, pattern="masked", expert_alignment=2)
     inputs = [case.inputs(r) for r in range(num_ranks)]

@@ -39,6 +39,7 @@ def test_one_rank_by_hand(backend):
 
 
 def two_ranks_by_hand(rank, _, backend):
+    device_of(backend, rank)
     poison_outputs()
     x = torch.full((2, 4), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
     topk_idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [1, 0]]])[rank]  # rank 0 holds experts 0 and 1, rank 1 holds 2 and 3
@@ -147,6 +148,7 @@ def test_rings_wrap(layout, num_threads):
 
 
 def repeated(rank, num_ranks, backend):
+    device_of(backend, rank)
     case = Case([300, 200], hidden=512, num_topk=4, dtype=torch.bfloat16)
     x, idx, weights = on_device(backend, rank, *case.inputs(rank))
     buffer = Buffer(None, 300, 512, 12, 4, backend=backend)
@@ -168,6 +170,7 @@ def test_every_run_repeats(backend):
 
 
 def reuse_handle(rank, num_ranks, backend, layout):
+    device_of(backend, rank)
     poison_outputs()
     case = Case([6, 9], layout=layout, expert_alignment=4)
     inputs = [case.inputs(r) for r in range(num_ranks)]
@@ -210,6 +213,7 @@ def test_several_buffers_alive():
 
 
 def bounded(rank, num_ranks, backend, layout):
+    device_of(backend, rank)
     poison_outputs()
     case = Case([6, 9], layout=layout)
     buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
@@ -233,6 +237,7 @@ def test_bound_on_rows(backend, layout):
 
 
 def fp8_rows(rank, num_ranks, backend, layout, dtype):
+    device_of(backend, rank)
     case = Case([6, 9], hidden=144, layout=layout)
     inputs = [case.inputs(r) for r in range(num_ranks)]
     xs = [x.to(dtype) for x, _, _ in inputs]
@@ -257,6 +262,7 @@ def test_fp8_rows_with_scales(backend, layout, dtype):
 
 
 def asynchronous(rank, num_ranks, backend):
+    device_of(backend, rank)
     case = Case([600, 400], hidden=256)
     x, idx, weights = on_device(backend, rank, *case.inputs(rank))
     buffer = Buffer(None, 600, case.hidden, case.num_experts, case.num_topk, backend=backend)
@@ -264,6 +270,8 @@ def asynchronous(rank, num_ranks, backend):
     expected = buffer.combine(plain.recv_x, plain.handle)
     out = buffer.dispatch(x, idx, weights, async_op=True)
     out.event.wait()
+    if backend == "nvlink":  # there `wait` holds the stream, not the host
+        torch.cuda.synchronize()
     assert out.event.query() and out.hook is None
     assert_same("recv_x", out.recv_x, plain.recv_x)
     out = buffer.dispatch(x, handle=plain.handle, return_hook=True)

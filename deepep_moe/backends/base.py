@@ -83,6 +83,8 @@ class Backend(Protocol):
     name: str
     device_types: tuple[str, ...]
     """Of the tensors it moves."""
+    device: torch.device | None
+    """The one device of its tensors, where there is one."""
     num_channels: int
     workspace_bytes: int
 

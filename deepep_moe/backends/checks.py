@@ -62,6 +62,8 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
 def check_device(x: Tensor, backend: Backend) -> None:
     if isinstance(x, Tensor) and x.device.type not in backend.device_types:
         raise ValueError(f"x is on {x.device}; backend {backend.name!r} moves tensors on {' or '.join(backend.device_types)}")
+    if isinstance(x, Tensor) and backend.device is not None and x.device != backend.device:
+        raise ValueError(f"x is on {x.device}; this buffer was made on {backend.device}, the current device then")
 
 
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:

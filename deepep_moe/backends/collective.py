@@ -62,6 +62,7 @@ class CollectiveBackend:
 
     name = "collective"
     device_types: tuple[str, ...] = ("cpu", "cuda")
+    device: torch.device | None = None
     num_channels = 1
     workspace_bytes = 0
 

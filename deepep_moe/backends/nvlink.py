@@ -28,11 +28,11 @@ class NvlinkBackend:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
         self._communicator = _C.GpuCommunicator(
             num_ranks=settings.num_ranks,
             rank=settings.rank,
-            device=self.device.index,
+            device=torch.cuda.current_device(),
             num_experts=settings.num_experts,
             num_topk=settings.num_topk,
             hidden=settings.hidden,

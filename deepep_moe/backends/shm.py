@@ -23,6 +23,7 @@ class ShmBackend:
 
     name = "shm"
     device_types: tuple[str, ...] = ("cpu",)
+    device: torch.device | None = None
 
     def __init__(self, settings: Settings, num_channels: int):
         self.settings = settings
