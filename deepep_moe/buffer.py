@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import operator
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C, config, torch_ops
-from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
 from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_device, check_dispatch
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.backends.select import BACKENDS, introduce, make_backend
@@ -57,21 +58,27 @@ class Layout(NamedTuple):
     """[num_tokens, num_ranks] bool."""
 
 
-def _check_settings(s: Settings, backend: str) -> None:
+def _checked_settings(s: Settings, backend: str, timeout_s: float | None) -> Settings:
+    """`s` with plain numbers and the deadline in force. Raises TypeError or ValueError."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {list(BACKENDS)}")
-    for name in ("hidden", "num_experts", "num_topk"):
+    numbers = {}
+    for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
         value = getattr(s, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
-    if not isinstance(s.num_max_tokens_per_rank, int) or s.num_max_tokens_per_rank < 0:
-        raise ValueError(f"num_max_tokens_per_rank is {s.num_max_tokens_per_rank!r}; it must be a whole number of at least 0")
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number")
+        numbers[name] = operator.index(value)
+        if numbers[name] < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    deadline = config.timeout_s() if timeout_s is None else timeout_s
+    if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
+    s = replace(s, timeout_s=float(deadline), **numbers)
     if s.num_experts % s.num_ranks:
         raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
     if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
         raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
-    if not s.timeout_s > 0:
-        raise ValueError(f"timeout_s is {s.timeout_s}; it must be positive")
+    return s
 
 
 class Buffer:
@@ -110,15 +117,21 @@ class Buffer:
     ):
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if group is None and config.world_size() > 1:
+            raise ValueError(
+                f"this process is one of WORLD_SIZE={config.world_size()}, but torch.distributed is not initialized; "
+                "call torch.distributed.init_process_group before creating a Buffer"
+            )
         num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, timeout_s or 0.0)
-        num_threads, error = 1, None
+        if rank < 0:
+            raise ValueError("this process is not a member of the group; create the Buffer on the group's ranks only")
+        self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
+        num_threads: int = 1
+        error: Exception | None = None
         try:
-            if timeout_s is None:
-                self._settings = replace(self._settings, timeout_s=config.timeout_s())
+            self._settings = _checked_settings(self._settings, backend, timeout_s)
             num_threads = config.num_threads(num_ranks)
-            _check_settings(self._settings, backend)
-        except ValueError as refused:
+        except (TypeError, ValueError) as refused:
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
         self._backend: Backend | None = make_backend(backend, self._settings, peers, group)
@@ -211,9 +224,9 @@ class Buffer:
             layout: "expert": one row per (token, local expert), grouped by local expert, inside a group by (source rank, token), each
                 group padded with zero rows to a multiple of `expert_alignment`. "rank": one row per (token, this rank), by (source
                 rank, token).
-            handle: of an earlier dispatch of this buffer: repeats its routing and layout, with no exchange of counts.
-            num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest zero.
-            async_op: return at once; the results may be read after `output.event.wait()`.
+            handle: of an earlier dispatch of this buffer: repeats its routing, layout and alignment, with no exchange of counts.
+            num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest, behind the last group, zero.
+            async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`.
             return_hook: return at once; the results may be read after `output.hook()`.
 
         Raises:
@@ -221,16 +234,15 @@ class Buffer:
             EPMismatchError: ranks are in different operations. EPCapacityError: more rows than a rank's `num_recv_rows`.
             EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
         """
-        begin = self._begin(async_op or return_hook)
-        if handle is None:
-            output = self._call_dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
-        else:
-            if topk_idx is not None:
-                raise self._refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
-            output = self._call_dispatch_cached(x, x_scales, topk_weights, handle)
-        if not begin:
-            return output
-        event = self._end()
+        call = (x, x_scales, topk_idx, topk_weights, layout, expert_alignment, handle, num_recv_rows)
+        if not (async_op or return_hook):
+            return self._dispatch_now(*call)
+        self._is_async = True
+        try:
+            output = self._dispatch_now(*call)
+            event = self._event()
+        finally:
+            self._is_async = False
         return output._replace(event=event, hook=event.wait if return_hook else None)
 
     def combine(
@@ -259,13 +271,13 @@ class Buffer:
 
         Raises: as `dispatch`.
         """
-        begin = self._begin(async_op)
-        self._check_handle(handle)
-        combined_x, _ = torch.ops.deepep_moe.combine(
-            x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
-            self._number, handle.layout, handle.expert_alignment, handle.num_rows,
-        )  # fmt: skip
-        return (combined_x, self._end()) if begin else combined_x
+        if not async_op:
+            return self._combine_now(x, handle, topk_weights, bias)
+        self._is_async = True
+        try:
+            return self._combine_now(x, handle, topk_weights, bias), self._event()
+        finally:
+            self._is_async = False
 
     def destroy(self) -> None:
         """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so."""
@@ -273,10 +285,31 @@ class Buffer:
             return
         if self._executor is not None:
             self._executor.shutdown(wait=True)
+        self._executor = None
         backend, self._backend = self._backend, None
         backend.destroy()
 
     # ---- calls through the operators ----
+
+    def _dispatch_now(
+        self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str, expert_alignment: int,
+        handle: DispatchHandle | None, num_recv_rows: int | None,
+    ) -> DispatchOutput:  # fmt: skip
+        self._alive()
+        self._refuse_types({"x": x, "x_scales": x_scales, "topk_idx": topk_idx, "topk_weights": topk_weights}, handle)
+        if handle is None:
+            return self._call_dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
+        self._refuse_beside_handle(handle, topk_idx, layout, expert_alignment, num_recv_rows)
+        return self._call_dispatch_cached(x, x_scales, topk_weights, handle)
+
+    def _combine_now(self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None) -> Tensor:
+        self._alive()
+        self._refuse_types({"x": x, "topk_weights": topk_weights, "bias": bias}, handle, needs_handle=True)
+        combined_x, _ = torch.ops.deepep_moe.combine(
+            x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
+            self._number, handle.layout, handle.expert_alignment, handle.num_rows,
+        )  # fmt: skip
+        return combined_x
 
     def _call_dispatch(
         self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str, expert_alignment: int,
@@ -285,6 +318,11 @@ class Buffer:
         if topk_idx is None:
             raise self._refuse(ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch"))
         bound = -1 if num_recv_rows is None else num_recv_rows
+        for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", bound)):
+            if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+                raise self._refuse(TypeError(f"{name} is {value!r}; it must be a whole number"))
+        if not isinstance(layout, str):
+            raise self._refuse(TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}"))
         recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts = torch.ops.deepep_moe.dispatch(
             x, x_scales, topk_idx, topk_weights, self._number, layout, expert_alignment, bound
         )
@@ -300,7 +338,6 @@ class Buffer:
     def _call_dispatch_cached(
         self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
     ) -> DispatchOutput:
-        self._check_handle(handle)
         recv_x, scales, weights = torch.ops.deepep_moe.dispatch_cached(
             x, x_scales, topk_weights, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
             self._number, handle.layout, handle.expert_alignment, handle.num_rows,
@@ -310,12 +347,32 @@ class Buffer:
             handle.num_recv_tokens_per_expert, handle, None, None,
         )  # fmt: skip
 
-    def _check_handle(self, handle: DispatchHandle) -> None:
+    def _refuse_types(self, tensors: dict[str, Any], handle: Any, *, needs_handle: bool = False) -> None:
+        """Refuse what the operators could not even be called with."""
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
+                raise self._refuse(TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}"))
+        if handle is None and not needs_handle:
+            return
         if not isinstance(handle, DispatchHandle):
             raise self._refuse(TypeError(f"handle must be the DispatchHandle of a dispatch, not {type(handle).__name__}"))
         if handle.buffer_id != self._number:
             raise self._refuse(
                 ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {self._number}; use the buffer that dispatched it")
+            )
+
+    def _refuse_beside_handle(
+        self, handle: DispatchHandle, topk_idx: Tensor | None, layout: str, expert_alignment: int, num_recv_rows: int | None
+    ) -> None:
+        """Refuse arguments that contradict the handle given with them."""
+        if topk_idx is not None:
+            raise self._refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
+        if num_recv_rows is not None or layout not in ("expert", handle.layout) or expert_alignment not in (1, handle.expert_alignment):
+            raise self._refuse(
+                ValueError(
+                    f"layout {layout!r}, expert_alignment {expert_alignment} and num_recv_rows {num_recv_rows} were given beside a handle "
+                    f"with layout {handle.layout!r} and expert_alignment {handle.expert_alignment}; leave them out, the handle has its own"
+                )
             )
 
     # ---- implementation of the operators ----
@@ -327,7 +384,7 @@ class Buffer:
 
     def _refuse(self, error: Exception) -> Exception:
         """Tell the peers of a refused argument, so that they raise instead of waiting; returns the error to raise."""
-        self._is_async = False
+        self._wait_for_pending()
         self._alive().abort(f"{type(error).__name__}: {error}")
         return error
 
@@ -366,12 +423,6 @@ class Buffer:
 
     # ---- asynchronous calls: one thread of the buffer's own, in order ----
 
-    def _begin(self, is_async: bool) -> bool:
-        self._alive()
-        if is_async:
-            self._is_async = True
-        return is_async
-
     def _run(self, move: Move, *keep_alive: Any) -> None:
         """Move the rows, now or on the buffer's thread, which holds the tensors that native code knows by address."""
         if not self._is_async or self._is_on_gpu:
@@ -380,8 +431,7 @@ class Buffer:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
         self._pending = self._executor.submit(lambda _: move(), keep_alive)
 
-    def _end(self) -> Event:
-        self._is_async = False
+    def _event(self) -> Event:
         if not self._is_on_gpu:
             return Event(self._pending)
         recorded = torch.cuda.Event()

@@ -24,12 +24,20 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def num_threads(num_ranks_on_host: int = 1) -> int:
+def world_size() -> int:
+    """Processes a launcher such as torchrun says it has started (`WORLD_SIZE`), else 1."""
+    return int(_number("WORLD_SIZE", 1, 1, 1e9))
+
+
+def num_threads(num_ranks_on_host: int | None = None) -> int:
     """Threads one rank's CPU kernels may use: `DEEPEP_MOE_NUM_THREADS`, else an equal share of the CPUs, 8 at most.
+
+    `num_ranks_on_host`: who shares the CPUs; by default what the launcher says (`LOCAL_WORLD_SIZE`), else this process alone.
 
     Raises ValueError where the variable is not a whole number from 1 to 64.
     """
-    share = min(8, max(1, available_cpus() // num_ranks_on_host))
+    local = int(_number("LOCAL_WORLD_SIZE", 1, 1, 1e6))
+    share = min(8, max(1, available_cpus() // max(local, num_ranks_on_host or 1)))
     value = _number("DEEPEP_MOE_NUM_THREADS", share, 1, _MAX_THREADS)
     if value != int(value):
         raise ValueError(f"environment variable DEEPEP_MOE_NUM_THREADS={value!r} is not a whole number; give one from 1 to {_MAX_THREADS}")

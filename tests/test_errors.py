@@ -65,9 +65,20 @@ BAD_DISPATCHES = {
     "fp8 without scales": (dict(x=X.to(torch.float8_e4m3fn)), ValueError, "x is float8 and x_scales is missing"),
     "layout": (dict(layout="token"), ValueError, r"layout is 'token'; it must be one of \['expert', 'rank'\]"),
     "alignment": (dict(expert_alignment=0), ValueError, "expert_alignment is 0; it must be at least 1"),
+    "large alignment": (dict(expert_alignment=2**40), ValueError, "expert_alignment is 1099511627776; it must be at least 1 and at most"),
+    "type of alignment": (dict(expert_alignment=1.5), TypeError, "expert_alignment is 1.5; it must be a whole number"),
+    "type of the bound": (dict(num_recv_rows="9"), TypeError, "num_recv_rows is '9'; it must be a whole number"),
+    "type of layout": (dict(layout=None), TypeError, r"layout is None; it must be one of \['expert', 'rank'\]"),
+    "numpy rows": (dict(x=X.numpy()), TypeError, "x must be a torch.Tensor, not ndarray"),
+    "list of indices": (dict(topk_idx=IDX.tolist()), TypeError, "topk_idx must be a torch.Tensor, not list"),
     "no routing": (dict(topk_idx=None), ValueError, "topk_idx is missing"),
     "foreign handle": (dict(topk_idx=None, topk_weights=None, handle="other"), ValueError, "handle belongs to buffer 1, this is buffer 0"),
     "routing and handle": (dict(handle="own"), ValueError, "topk_idx and handle were both given"),
+    "layout beside handle": (
+        dict(topk_idx=None, handle="own", layout="rank"),
+        ValueError,
+        "layout 'rank', .* given beside a handle with layout 'expert'",
+    ),
     "not a handle": (dict(topk_idx=None, handle=(1, 2)), TypeError, "handle must be the DispatchHandle of a dispatch, not tuple"),
 }
 
@@ -106,6 +117,8 @@ def bad_combine(rank, num_ranks, backend):
         (dict(x=out.recv_x.to(torch.float8_e4m3fn)), TypeError, "x has dtype float8_e4m3fn; combine takes float32, bfloat16 or float16"),
         (dict(x=out.recv_x[1:]), ValueError, rf"x has shape \[{rows - 1}, 16\]; it must be \[{rows}, 16\]"),
         (dict(topk_weights=torch.ones(rows + 1)), ValueError, rf"topk_weights has shape \[{rows + 1}\]; it must be \[{rows}\]"),
+        (dict(bias=1.0), TypeError, "bias must be a torch.Tensor, not float"),
+        (dict(handle=None), TypeError, "handle must be the DispatchHandle of a dispatch, not NoneType"),
         (dict(bias=torch.ones(3, HIDDEN)), ValueError, r"bias has shape \[3, 16\]; it must be \[4, 16\]"),
         (dict(bias=torch.ones(4, HIDDEN).half()), TypeError, "bias has dtype float16; it must be float32"),
     ]
@@ -118,6 +131,50 @@ def bad_combine(rank, num_ranks, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_arguments_of_combine(backend):
     run_ranks(bad_combine, 2, backend)
+
+
+def fails_asynchronously(rank, num_ranks, backend):
+    """After an asynchronous call that raised, synchronous calls are synchronous; a refused call leaves the one in flight alone."""
+    buffer = make_buffer(backend)
+    good = buffer.dispatch(X, IDX)
+    expected = buffer.combine(good.recv_x, good.handle)
+    with pytest.raises(EPCapacityError):
+        buffer.dispatch(X, IDX, num_recv_rows=1, async_op=True)
+    bad = torch.full_like(IDX, 9) if rank == 0 else IDX
+    with pytest.raises(ValueError if rank == 0 else EPPeerError, match=r"topk_idx\[0, 0\] is 9"):
+        buffer.dispatch(X, bad, async_op=True)
+    out = buffer.dispatch(X, IDX)
+    assert out.event is None and buffer._pending is None
+    out = buffer.dispatch(X, IDX, async_op=True)
+    with pytest.raises(TypeError if rank == 0 else EPPeerError):
+        buffer.combine(good.recv_x, None if rank == 0 else good.handle)
+    out.event.wait()
+    assert torch.equal(out.recv_x, good.recv_x)
+    assert torch.equal(buffer.combine(good.recv_x, good.handle), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_errors_of_asynchronous_calls(backend):
+    run_ranks(fails_asynchronously, 2, backend)
+
+
+def absent_at_construction(rank, num_ranks):
+    if rank == 1:
+        time.sleep(4)
+        return
+    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within 1 s; phase 'construction of a Buffer'") as info:
+        make_buffer("auto", timeout_s=1.0)
+    assert info.value.rank == 1
+
+
+def test_peer_that_never_constructs():
+    run_ranks(absent_at_construction, 2)
+
+
+def test_launched_without_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one of WORLD_SIZE=2, but torch.distributed is not initialized; call .*init_process_group"):
+        make_buffer()
 
 
 # ---- ranks that do not agree ----
@@ -166,6 +223,8 @@ def different_settings(rank, num_ranks):
     bad = dict(num_experts=7)
     with pytest.raises(ValueError if rank == 1 else EPPeerError, match="num_experts is 7; it must be a multiple of the group's 3 ranks"):
         Buffer(None, **(base | (bad if rank == 1 else {})))
+    with pytest.raises(ValueError if rank == 2 else EPPeerError, match="timeout_s is '5'; it must be a positive number"):
+        Buffer(None, **(base | ({"timeout_s": "5"} if rank == 2 else {})))
     os.environ.update({"DEEPEP_MOE_TIMEOUT_S": "soon"} if rank == 0 else {})
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="DEEPEP_MOE_TIMEOUT_S='soon' is not a number"):
         Buffer(None, **base)
@@ -183,7 +242,7 @@ def test_settings_are_compared_at_construction():
         (dict(num_topk=33, num_experts=64), r"num_topk is 33; it must be at most num_experts \(64\) and at most 32"),
         (dict(num_topk=5), r"num_topk is 5; it must be at most num_experts \(4\)"),
         (dict(num_max_tokens_per_rank=-1), "num_max_tokens_per_rank is -1"),
-        (dict(timeout_s=0.0), "timeout_s is 0.0; it must be positive"),
+        (dict(timeout_s=0.0), "timeout_s is 0.0; it must be a positive number of seconds"),
     ],
 )
 def test_bad_settings(changes, message):
@@ -198,9 +257,17 @@ def test_row_bytes():
         buffer.dispatch(torch.randn(4, 12).bfloat16(), IDX)
 
 
-@pytest.mark.parametrize("backend", ("nvlink", "nvshmem"))
-def test_backend_that_cannot_serve(backend):
-    with pytest.raises(BackendUnavailableError, match=f"backend '{backend}' cannot serve: .*use backend='auto'"):
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("nvlink", "(ranks \\[0\\] see no CUDA device|not compiled).*use backend='collective'"),
+        ("nvshmem", "not built in this version; use"),
+    ],
+)
+def test_backend_that_cannot_serve(backend, reason):
+    if backend == "nvlink" and torch.cuda.is_available():
+        pytest.skip("it can serve here")
+    with pytest.raises(BackendUnavailableError, match=f"backend '{backend}' cannot serve: .*{reason}"):
         make_buffer(backend)
 
 

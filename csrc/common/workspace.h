@@ -1,6 +1,6 @@
 // Layout of the shared memory of one rank. Every offset into it comes from here.
 //
-//   SegmentHeader | Entry[2] | counts[2] | RingControl[num_ranks][num_channels] | ring bytes[num_ranks][num_channels]
+//   SegmentHeader | Entry[kEntries] | counts[2] | RingControl[num_ranks][num_channels] | ring bytes[num_ranks][num_channels]
 //
 // A rank owns one segment and writes its header, entries and counts; the rings in it are its inbox: ring (source, channel) is
 // written by rank `source` only and drained by the owner only. Every counter carries the sequence number of the call it belongs
@@ -17,7 +17,7 @@ namespace deepep_moe {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kMessageBytes = 512;
-constexpr int kRefusals = 16;
+constexpr int kEntries = 16;
 constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together, unless rows are very long
 constexpr size_t kMinRingSlots = 8;
 constexpr uint64_t kSegmentMagic = 0x64656570'65700001;  // changes with this layout
@@ -45,27 +45,22 @@ struct FailureRecord {
     char phase[64];
 };
 
-// A call this rank left because its caller's arguments were wrong. The last few stay readable for peers that come to them late.
-struct Refusal {
-    std::atomic<uint64_t> sequence;  // written last
-    char message[kMessageBytes];
-};
-
 struct SegmentHeader {
     uint64_t magic;
     int rank;
     std::atomic<SegmentState> state;
+    alignas(kCacheLine) std::atomic<uint64_t> entered;  // the last call the rank has entered
     alignas(kCacheLine) std::atomic<uint64_t> beat;  // grows while the rank waits: a rank that is stuck does not wait
     alignas(kCacheLine) FailureRecord failure;
-    alignas(kCacheLine) Refusal refusals[kRefusals];  // of call s: refusals[s % kRefusals]
 };
 
-// A rank's arrival in a call. Two of them, used by turns: a rank is at most one call ahead of another.
+// A rank's arrival in a call. A rank gets ahead of the others only by refusing calls, whose entries stay readable for a while.
 struct Entry {
     alignas(kCacheLine) std::atomic<uint64_t> sequence;  // written last
+    int refused;            // the caller's arguments were wrong: `message` says how, nothing else holds
     Signature signature;
-    int64_t num_tokens;
     int64_t num_recv_rows;  // the bound given by the caller, or -1
+    char message[kMessageBytes];
 };
 
 // Positions are (sequence << 32 | count): a count of another call reads as zero.
@@ -93,7 +88,7 @@ public:
     explicit WorkspaceLayout(const WorkspaceConfig& config)
         : config_(config),
           entries_offset_(align_up(sizeof(SegmentHeader), kCacheLine)),
-          counts_offset_(entries_offset_ + 2 * sizeof(Entry)),
+          counts_offset_(entries_offset_ + kEntries * sizeof(Entry)),
           counts_bytes_(align_up(sizeof(int32_t) * config.num_channels * (config.num_ranks + config.num_experts), kCacheLine)),
           control_offset_(counts_offset_ + 2 * counts_bytes_),
           rings_offset_(align_up(control_offset_ + sizeof(RingControl) * config.num_ranks * config.num_channels, 4096)) {
@@ -102,7 +97,7 @@ public:
         ring_bytes_ = align_up(share > kMinRingSlots * largest.bytes ? share : kMinRingSlots * largest.bytes, 4096);
     }
 
-    size_t entry(uint64_t sequence) const { return entries_offset_ + (sequence & 1) * sizeof(Entry); }
+    size_t entry(uint64_t sequence) const { return entries_offset_ + (sequence % kEntries) * sizeof(Entry); }
     // int32 [num_channels, num_ranks] tokens for each rank, then int32 [num_channels, num_experts] rows for each expert
     size_t counts(uint64_t sequence) const { return counts_offset_ + (sequence & 1) * counts_bytes_; }
     size_t control(int source, int channel) const { return control_offset_ + sizeof(RingControl) * index(source, channel); }

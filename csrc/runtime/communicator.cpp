@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <new>
 
@@ -13,6 +14,12 @@ namespace deepep_moe {
 namespace {
 
 std::string call_name(uint64_t sequence) { return "call " + std::to_string(sequence); }
+
+std::string seconds(double value) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%g s", value);
+    return text;
+}
 
 void copy_text(char* target, size_t capacity, const std::string& text) {
     const size_t length = std::min(text.size(), capacity - 1);
@@ -70,62 +77,68 @@ Entry& Communicator::begin_entry(const Signature& signature) {
     check_owner();
     ++sequence_;
     Entry& own = entry(rank_);
-    own.sequence.store(0);  // readers of the call before last, if any is that late, must notice
+    own.sequence.store(0);  // readers of the entry that was here, if any is that late, must notice
+    own.refused = 0;
     own.signature = signature;
     own.num_recv_rows = -1;
     return own;
 }
 
-void Communicator::enter(Entry& own) {
+void Communicator::publish(Entry& own) {
     own.sequence.store(sequence_, std::memory_order_release);
+    header(rank_).entered.store(sequence_, std::memory_order_release);
+}
+
+void Communicator::refuse(Entry& own, const std::string& message) {
+    own.refused = 1;
+    copy_text(own.message, kMessageBytes, message);
+    publish(own);
+}
+
+void Communicator::abort(const std::string& message) { refuse(begin_entry({}), message); }
+
+void Communicator::enter(Entry& own) {
+    publish(own);
+    wait_entered(sequence_);
+    check_entries();
+}
+
+void Communicator::wait_entered(uint64_t sequence) {
     Waiter waiter(*this);
-    auto report_lacks = [this](auto&& report) {
+    const auto report_lacks = [&](auto&& report) {
         for (int peer = 0; peer < config_.num_ranks; ++peer) {
-            const uint64_t seen = entry(peer).sequence.load(std::memory_order_acquire);
-            if (seen < sequence_) report(Lack{peer, "entry into the call", static_cast<int64_t>(sequence_), static_cast<int64_t>(seen)});
+            const uint64_t seen = peer == rank_ ? sequence : header(peer).entered.load(std::memory_order_acquire);
+            if (seen < sequence) report(Lack{peer, "entry into the call", static_cast<int64_t>(sequence), static_cast<int64_t>(seen)});
         }
     };
-    auto all_here = [&] {
+    const auto all_here = [&] {
         bool all = true;
         report_lacks([&](const Lack&) { all = false; });
         return all;
     };
     while (!all_here()) waiter.idle(report_lacks);
-    check_entries();
 }
 
 void Communicator::check_entries() const {
     std::string mismatch;
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         const Entry& theirs = entry(peer);
-        const Refusal& refusal = header(peer).refusals[sequence_ % kRefusals];
-        if (refusal.sequence.load(std::memory_order_acquire) == sequence_)
-            throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + refusal.message, peer);
         if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
-                                call_name(theirs.sequence) + "; see its output for the error", peer);
+                                call_name(header(peer).entered) + "; see its output for the error", peer);
+        if (theirs.refused) throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + theirs.message, peer);
         if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
     }
     if (!mismatch.empty())
         throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) + mismatch);
 }
 
-void Communicator::refuse(Entry& own, const std::string& message) {
-    Refusal& refusal = header(rank_).refusals[sequence_ % kRefusals];
-    refusal.sequence.store(0);
-    copy_text(refusal.message, kMessageBytes, message);
-    refusal.sequence.store(sequence_, std::memory_order_release);
-    own.sequence.store(sequence_, std::memory_order_release);
-}
-
-void Communicator::abort(const std::string& message) { refuse(begin_entry({}), message); }
-
 // ---- what a wait looks at ----
 
 bool Communicator::suspect(const Lack& lack) {
     const SegmentHeader& theirs = header(lack.peer);
     if (theirs.state.load(std::memory_order_acquire) == SegmentState::kDestroyed) return true;
-    if (entry(lack.peer).sequence.load(std::memory_order_acquire) > sequence_) return true;
+    if (theirs.entered.load(std::memory_order_acquire) > sequence_) return true;
     if (process_start_time(pids_[lack.peer]) != start_times_[lack.peer]) return true;
     // A peer that only waits for another one cannot be blamed, but what it found out can be passed on.
     for (int peer = 0; peer < config_.num_ranks; ++peer)
@@ -145,7 +158,7 @@ void Communicator::give_up(const Lack& lack) {
     const std::string culprit = "rank " + std::to_string(lack.peer);
     if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed)
         throw PeerError(where + ": " + culprit + " destroyed its buffer; every rank must make the same calls", lack.peer);
-    if (entry(lack.peer).sequence.load(std::memory_order_acquire) > sequence_)
+    if (header(lack.peer).entered.load(std::memory_order_acquire) > sequence_)
         throw PeerError(where + ": " + culprit + " left this call with an error and went on; see its output for the error", lack.peer);
     fail(lack);
 }
@@ -159,7 +172,7 @@ void Communicator::fail(const Lack& lack) {
     failure.sequence.store(sequence_, std::memory_order_release);
     const bool gone = process_start_time(pids_[lack.peer]) != start_times_[lack.peer];
     const std::string why = gone ? "its process " + std::to_string(pids_[lack.peer]) + " is gone"
-                                 : "nothing came for " + std::to_string(timeout_s_) + " s (DEEPEP_MOE_TIMEOUT_S)";
+                                 : "nothing came for " + seconds(timeout_s_);
     throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
                            " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) + ", seen " +
                            std::to_string(lack.seen),
@@ -188,7 +201,6 @@ void Communicator::run_channels(const Params& params, Move move) {
 
 PlanResult Communicator::plan(const PlanParams& params) {
     Entry& own = begin_entry(params.signature);
-    own.num_tokens = params.layout.num_tokens;
     own.num_recv_rows = params.num_recv_rows_bound;
     try {
         count_own(params.layout);
@@ -196,6 +208,8 @@ PlanResult Communicator::plan(const PlanParams& params) {
         refuse(own, error.what());
         throw;
     }
+    wait_entered(sequence_ - 1);  // a peer that is late may still read the counts before last
+    std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));
     enter(own);
     check_bounds(params.signature.expert_alignment, params.signature.layout);
     const PlanResult result = read_counts(params);
@@ -204,7 +218,8 @@ PlanResult Communicator::plan(const PlanParams& params) {
 }
 
 void Communicator::count_own(const LayoutParams& params) {
-    auto* own = const_cast<int32_t*>(counts(rank_));
+    own_counts_.resize(static_cast<size_t>(config_.num_channels) * (config_.num_ranks + config_.num_experts));
+    int32_t* own = own_counts_.data();
     int32_t* per_expert = own + config_.num_channels * config_.num_ranks;
     parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) {
         count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),

@@ -67,8 +67,10 @@ private:
 
     void check_owner() const;
     Entry& begin_entry(const Signature& signature);
+    void publish(Entry& own);
     void refuse(Entry& own, const std::string& message);
     void enter(Entry& own);  // publishes and waits for all ranks; throws PeerError, MismatchError
+    void wait_entered(uint64_t sequence);
     void check_entries() const;
     void check_bounds(int expert_alignment, Layout layout) const;
     PlanResult read_counts(const PlanParams& params);
@@ -84,7 +86,8 @@ private:
     std::vector<Segment> peers_;
     std::vector<int> pids_;
     std::vector<uint64_t> start_times_;
-    std::vector<int32_t> row_begin_;  // of the last plan: [num_ranks, num_channels, num_local_experts]
+    std::vector<int32_t> own_counts_;  // of the plan in hand, before it is published
+    std::vector<int32_t> row_begin_;   // of the last plan: [num_ranks, num_channels, num_local_experts]
 };
 
 std::string describe(const Signature& signature);

@@ -199,8 +199,8 @@ void GpuCommunicator::check() {
             throw PeerError("rank " + std::to_string(f.peer) + " refused its arguments; see its output for the error", f.peer);
         default: {
             const char* phase = name_of(static_cast<GpuPhase>(f.phase));
-            throw TimeoutError("rank " + std::to_string(rank_) + ": rank " + std::to_string(f.peer) + " did not deliver for " +
-                                   std::to_string(timeout_s_) + " s (DEEPEP_MOE_TIMEOUT_S); phase '" + phase + "', expected " +
+            throw TimeoutError("rank " + std::to_string(rank_) + ": rank " + std::to_string(f.peer) + " did not deliver within the deadline of " +
+                                   std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms; phase '" + phase + "', expected " +
                                    std::to_string(f.expected) + ", seen " + std::to_string(f.seen), f.peer, phase, f.expected, f.seen);
         }
     }

@@ -6,6 +6,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
 
+_MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -55,8 +56,8 @@ def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x:
 def _check_layout(layout: str, expert_alignment: int) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
-    if expert_alignment < 1:
-        raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1")
+    if not 1 <= expert_alignment <= _MAX_ALIGNMENT:
+        raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {_MAX_ALIGNMENT}")
 
 
 def check_device(x: Tensor, backend: Backend) -> None:

@@ -5,9 +5,7 @@ error), then one all-to-all whose rows carry their lane indices, weights and sca
 """
 
 import contextlib
-import datetime
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +13,13 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.messages import exchange
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.handle import DispatchHandle, padded
 
 _OPERATIONS = ("dispatch", "cached dispatch", "combine")
 _MESSAGE_BYTES = 512
-_TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group
 
 
 @dataclass
@@ -73,7 +71,6 @@ class CollectiveBackend:
         self._processes = processes
         self._start_times = [_C.process_start_time(pid) for _, pid in processes]
         self._call = 0
-        self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
 
     # ---- the three operations ----
 
@@ -98,7 +95,7 @@ class CollectiveBackend:
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
         handle = DispatchHandle(
             -1, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True), recv_row_idx,
-            to_here.to(torch.int32).contiguous(), tokens_per_expert, recv_topk_idx,
+            to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device), recv_topk_idx,
         )  # fmt: skip
         rows = self._allocate(args, handle)
         return rows, handle, lambda: self._move(args, handle, rows, cached=False)
@@ -276,29 +273,14 @@ class CollectiveBackend:
 
     def _exchange(self, own: Tensor) -> Tensor:
         """All ranks' vectors, [num_ranks, len(own)]. Raises EPTimeoutError naming the rank that did not answer."""
-        s, group = self.settings, self.group
-        if s.num_ranks == 1:
+        if self.group is None or self.settings.num_ranks == 1:
             return own[None]
-        if not self._is_gloo:  # the group's own deadline holds
-            device = torch.device("cuda", torch.cuda.current_device())
-            gathered = own.new_empty(s.num_ranks, len(own), device=device)
-            dist.all_gather_into_tensor(gathered, own.to(device), group=group)
-            return gathered.cpu()
-        entries = own.repeat(s.num_ranks, 1)
-        peers = [(s.rank + offset) % s.num_ranks for offset in range(1, s.num_ranks)]
-        deadline = datetime.timedelta(seconds=s.timeout_s)
-        works: list[tuple[int, Any]] = []
-        peer = s.rank
         try:
-            for peer in peers:
-                works.append((peer, dist.isend(own, group=group, group_dst=peer, tag=_TAG)))
-                works.append((peer, dist.irecv(entries[peer], group=group, group_src=peer, tag=_TAG)))
-            for peer, work in works:  # noqa: B007 (named in the error)
-                work.wait(deadline)
-        except RuntimeError as error:
+            return exchange(own, self.group, "entry into the call", self.settings.timeout_s)
+        except EPTimeoutError as error:
             dead = self._dead_rank()
-            raise self._timeout(peer if dead < 0 else dead, "entry into the call", self._call, self._call - 1, str(error)) from error
-        return entries
+            culprit = error.rank if dead < 0 else dead
+            raise self._timeout(culprit, error.phase, self._call, self._call - 1, str(error.__cause__)) from error
 
     def _dead_rank(self) -> int:
         """A rank of this host whose process is gone, or -1."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Settings
 from deepep_moe.backends.collective import CollectiveBackend
+from deepep_moe.backends.messages import gather_objects
 from deepep_moe.backends.nvlink import NvlinkBackend
 from deepep_moe.backends.shm import ShmBackend
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError
@@ -42,24 +43,15 @@ def host_id() -> str:
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def gather(value: Any, group: "dist.ProcessGroup | None", num_ranks: int) -> list[Any]:
-    """`value` of every rank."""
-    if num_ranks == 1:
-        return [value]
-    values: list[Any] = [None] * num_ranks
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def introduce(
     settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None"
 ) -> list[Introduction]:
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
     common = {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
     message = None if error is None else f"{type(error).__name__}: {error}"
-    group_backend = "none" if group is None else str(dist.get_backend(group))
+    group_backend = "none" if group is None else str(dist.get_backend_config(group))
     own = Introduction(message, backend, common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
-    peers: list[Introduction] = gather(own, group, settings.num_ranks)
+    peers: list[Introduction] = gather_objects(own, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s)
     if error is not None:
         raise error
     for rank, peer in enumerate(peers):
@@ -80,8 +72,8 @@ def why_not_shm(peers: list[Introduction]) -> str | None:
     hosts = {peer.host for peer in peers}
     if len(hosts) > 1:
         return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
-    if all(peer.group_backend == "nccl" for peer in peers):
-        return "it moves CPU tensors, and the group is an NCCL group for GPU tensors"
+    if any(peer.group_backend != "none" and "cpu:" not in peer.group_backend for peer in peers):
+        return f"it moves CPU tensors, and the group is for GPU tensors only ({peers[0].group_backend})"
     return None
 
 
@@ -107,13 +99,14 @@ def _make_nvlink(settings: Settings, group: "dist.ProcessGroup | None") -> Nvlin
         address = backend.address()
     except RuntimeError as error:
         failure, address = str(error), b""
-    gathered = gather((failure, address), group, settings.num_ranks)
+    gathered = gather_objects((failure, address), group, settings.num_ranks, "sharing of workspaces", settings.timeout_s)
     if backend is not None and all(reason is None for reason, _ in gathered):
         try:
             backend.connect([address for _, address in gathered])
         except RuntimeError as error:
             failure = str(error)
-    for rank, reason in enumerate(gather(failure, group, settings.num_ranks)):
+    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
+    for rank, reason in enumerate(reasons):
         if reason is not None:
             return f"on rank {rank}: {reason}"
     assert backend is not None
@@ -122,16 +115,25 @@ def _make_nvlink(settings: Settings, group: "dist.ProcessGroup | None") -> Nvlin
 
 def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> ShmBackend | str:
     """The backend, or the reason why some rank cannot open another's shared memory. The same on every rank."""
-    backend = ShmBackend(settings, min(peer.num_threads for peer in peers))
-    addresses = gather(backend.address(), group, settings.num_ranks)
     failure: str | None = None
+    backend: ShmBackend | None = None
+    address = ("", 0)
     try:
-        backend.connect(addresses)
-    except (OSError, ValueError) as error:
+        backend = ShmBackend(settings, min(peer.num_threads for peer in peers))
+        address = backend.address()
+    except OSError as error:
         failure = str(error)
-    for rank, reason in enumerate(gather(failure, group, settings.num_ranks)):
+    gathered = gather_objects((failure, address), group, settings.num_ranks, "sharing of workspaces", settings.timeout_s)
+    if backend is not None and all(reason is None for reason, _ in gathered):
+        try:
+            backend.connect([address for _, address in gathered])
+        except (OSError, ValueError) as error:
+            failure = str(error)
+    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
+    for rank, reason in enumerate(reasons):
         if reason is not None:
             return f"on rank {rank}: {reason} (ranks must run as one user in one container)"
+    assert backend is not None
     backend.seal()
     return backend
 
@@ -143,7 +145,7 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
     """
     if name == "nvshmem":
         raise BackendUnavailableError(f"backend {name!r} cannot serve: {_NOT_BUILT}")
-    on_gpus = any("nccl" in peer.group_backend for peer in peers)
+    on_gpus = all(peer.has_gpu and "nccl" in peer.group_backend for peer in peers)
     candidate = name if name != "auto" else "nvlink" if on_gpus else "shm"
     if candidate in ("shm", "nvlink"):
         made: Backend | str

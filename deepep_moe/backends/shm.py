@@ -54,13 +54,16 @@ class ShmBackend:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor whose memory goes back to this buffer's pool with its last reference."""
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        strides, num_elements = [0] * len(shape), 1
+        for axis in reversed(range(len(shape))):
+            strides[axis] = num_elements
+            num_elements *= shape[axis]
+        num_bytes = num_elements * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
         block = self._pool.allocate(num_bytes)
-        return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(shape)
+        # A tensor of its own on the block's storage, not a view: autograd forbids changing an operator's output in place if it is one.
+        return torch.empty(0, dtype=dtype).set_(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, shape, strides)
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, num_tokens = self.settings, args.topk_idx.shape[0]
