@@ -50,7 +50,17 @@ def host_sources(with_cuda: bool) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in files if with_cuda or path.name not in GPU_HOST_FILES)
 
 
+def require_compiler() -> None:
+    """Stop with advice where there is no C++ compiler; the build's own message is a file not found."""
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    if shutil.which(compiler) is None:
+        raise SystemExit(
+            f"deepep_moe needs a C++20 compiler and found no {compiler!r}: install gcc 11 or newer (apt install g++), or set CXX"
+        )
+
+
 def extension() -> Pybind11Extension:
+    require_compiler()
     headers = sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.cuh", "*.cu") for path in (ROOT / "csrc").rglob(pattern))
     nvcc, nvshmem = find_nvcc(), find_nvshmem()
     print(f"deepep_moe: nvcc: {nvcc or 'not found, building without GPU backends'}; NVSHMEM: {nvshmem or 'not found'}")
@@ -62,8 +72,7 @@ def extension() -> Pybind11Extension:
         cxx_std=20,
         define_macros=[
             ("DEEPEP_MOE_VERSION", f'"{version()}"'),
-            ("DEEPEP_MOE_NVCC", f'"{nvcc}"'),
-            ("DEEPEP_MOE_NVSHMEM", f'"{nvshmem}"'),
+            ("DEEPEP_MOE_FOUND_NVSHMEM", "true" if nvshmem else "false"),
         ],
         extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],

@@ -103,7 +103,7 @@ class Communicator:
     ) -> None: ...
     path: str
     workspace_bytes: int
-    num_channels: int
+    num_calls: int
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
     def plan(self, params: PlanParams) -> PlanResult: ...
@@ -121,6 +121,87 @@ class HostPool:
     def trim(self, keep_bytes: int = 0) -> None: ...
     bytes_in_use: int
     bytes_cached: int
+
+# GPU, only where the build found nvcc (csrc/common/gpu_params.h, csrc/runtime/gpu_communicator.h)
+MAX_GPU_RANKS: int
+
+class GpuPlanParams:
+    topk_idx: int
+    topk_idx_is_int64: bool
+    num_tokens: int
+    narrow_topk_idx: int
+    cached: bool
+    is_expert_layout: bool
+    expert_alignment: int
+    num_recv_rows_bound: int
+    recv_counts: int
+    num_recv_tokens_per_expert: int
+
+class GpuCounts:
+    num_recv_tokens: int
+    num_rows: int
+
+class GpuDispatchParams:
+    topk_idx: int
+    topk_idx_is_int64: bool
+    num_tokens: int
+    cached: bool
+    is_expert_layout: bool
+    recv_topk_idx_is_int64: bool
+    num_send_blocks: int
+    expert_alignment: int
+    row_bytes: int
+    scale_bytes: int
+    num_rows: int
+    x: int
+    x_scales: int
+    topk_weights: int
+    recv_counts: int
+    num_recv_tokens_per_expert: int
+    recv_x: int
+    recv_x_scales: int
+    recv_topk_idx: int
+    recv_topk_weights: int
+    recv_row_idx: int
+
+class GpuCombineParams:
+    topk_idx: int
+    topk_idx_is_int64: bool
+    num_tokens: int
+    is_expert_layout: bool
+    dtype: DType
+    num_send_blocks: int
+    recv_counts: int
+    recv_row_idx: int
+    x: int
+    weights: int
+    lane_values: int
+    bias: int
+    combined_x: int
+    combined_lane_values: int
+
+class GpuCommunicator:
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        rank: int,
+        device: int,
+        num_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens: int,
+        timeout_s: float,
+    ) -> None: ...
+    workspace_bytes: int
+    def handle(self) -> bytes: ...
+    def connect(self, handles: list[bytes]) -> None: ...
+    def plan(self, params: GpuPlanParams, stream: int) -> None: ...
+    def wait_counts(self) -> GpuCounts: ...
+    def dispatch(self, params: GpuDispatchParams, stream: int) -> None: ...
+    def combine(self, params: GpuCombineParams, stream: int) -> None: ...
+    def refuse(self, stream: int) -> None: ...
+    def check(self) -> None: ...
 
 # gate (csrc/cpu/gate.h)
 

@@ -1,10 +1,12 @@
 """`Buffer`: dispatch and combine over a group of ranks."""
 
+import contextlib
 import itertools
 import logging
 import operator
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +19,7 @@ from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, Combi
 from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_device, check_dispatch
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.backends.select import BACKENDS, introduce, make_backend
-from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 from deepep_moe.handle import DispatchHandle
 
@@ -139,7 +141,8 @@ class Buffer:
         self.num_channels: int = self._backend.num_channels
         self._number = next(_numbers)
         self._executor: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._pending: Event | None = None
+        self._process_id = os.getpid()
         self._is_async = False
         torch_ops.register_buffer(self._number, self)
         if rank == 0:
@@ -283,7 +286,7 @@ class Buffer:
         """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so."""
         if self._backend is None:
             return
-        if self._executor is not None:
+        if self._executor is not None and os.getpid() == self._process_id:
             self._executor.shutdown(wait=True)
         self._executor = None
         backend, self._backend = self._backend, None
@@ -318,6 +321,8 @@ class Buffer:
         if topk_idx is None:
             raise self._refuse(ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch"))
         bound = -1 if num_recv_rows is None else num_recv_rows
+        if isinstance(num_recv_rows, int) and num_recv_rows < 0:
+            raise self._refuse(ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows"))
         for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", bound)):
             if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
                 raise self._refuse(TypeError(f"{name} is {value!r}; it must be a whole number"))
@@ -382,6 +387,14 @@ class Buffer:
             raise BufferDestroyedError("this buffer was destroyed; create a new Buffer")
         return self._backend
 
+    def _refuse_other_process(self) -> None:
+        """The thread and the GPU of a buffer are not there in a process forked from its owner."""
+        if os.getpid() != self._process_id:
+            raise BufferDestroyedError(
+                f"this buffer belongs to process {self._process_id}, this is process {os.getpid()}, forked from it; "
+                "create a Buffer in each process"
+            )
+
     def _refuse(self, error: Exception) -> Exception:
         """Tell the peers of a refused argument, so that they raise instead of waiting; returns the error to raise."""
         self._wait_for_pending()
@@ -390,6 +403,7 @@ class Buffer:
 
     def _checked(self, check: Callable[[Any, Settings], None], args: _Args) -> _Args:
         backend = self._alive()
+        self._refuse_other_process()
         self._wait_for_pending()
         try:
             check_device(args.x, backend)
@@ -398,42 +412,60 @@ class Buffer:
             raise self._refuse(error) from None
         return args
 
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[Backend]:
+        """Whatever fails before this rank has entered the call (memory, an interrupt) is told to the peers, who are in it."""
+        backend = self._alive()
+        before = backend.num_calls
+        try:
+            yield backend
+        except BaseException as error:
+            if backend.num_calls == before:
+                backend.abort(f"{type(error).__name__}: {error}")
+            raise
+
     def _dispatch(
         self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str, expert_alignment: int,
         num_recv_rows: int,
     ) -> tuple[Rows, DispatchHandle]:  # fmt: skip
         args = self._checked(check_dispatch, DispatchArgs(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows))
-        rows, handle, move = self._alive().plan(args)
+        with self._told() as backend:
+            rows, handle, move = backend.plan(args)
         self._run(move, args, rows, handle)
         return rows, handle
 
     def _dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> Rows:
         args = self._checked(check_cached_dispatch, CachedDispatchArgs(x, x_scales, topk_weights, handle))
-        rows, move = self._alive().dispatch_cached(args)
-        self._run(move, args, rows)
+        with self._told() as backend:
+            rows, move = backend.dispatch_cached(args)
+            self._run(move, args, rows)
         return rows
 
     def _combine(
         self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor]:
         args = self._checked(check_combine, CombineArgs(x, weights, bias, lane_values, handle))
-        combined_x, combined_values, move = self._alive().combine(args)
-        self._run(move, args, combined_x, combined_values)
+        with self._told() as backend:
+            combined_x, combined_values, move = backend.combine(args)
+            self._run(move, args, combined_x, combined_values)
         return combined_x, combined_values
 
     # ---- asynchronous calls: one thread of the buffer's own, in order ----
 
     def _run(self, move: Move, *keep_alive: Any) -> None:
         """Move the rows, now or on the buffer's thread, which holds the tensors that native code knows by address."""
-        if not self._is_async or self._is_on_gpu:
+        if not self._is_async or not self._alive().moves_on_thread:
             return move()
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
-        self._pending = self._executor.submit(lambda _: move(), keep_alive)
+        self._pending = Event(self._executor.submit(lambda _: move(), keep_alive))
 
     def _event(self) -> Event:
+        """Of the call just made."""
+        if self._pending is not None:
+            return self._pending
         if not self._is_on_gpu:
-            return Event(self._pending)
+            return Event()
         recorded = torch.cuda.Event()
         recorded.record()
         return Event(recorded=recorded)
@@ -443,6 +475,11 @@ class Buffer:
         return self._alive().device_types == ("cuda",)
 
     def _wait_for_pending(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.exception()  # whoever holds the event gets to see it
+        """Let the asynchronous call in flight finish. Raises EPError where it failed and nobody has looked: its results are not there."""
+        pending = self._pending
+        if pending is None:
+            return
+        error = pending.failure()
+        self._pending = None
+        if error is not None and not pending.seen:
+            raise self._refuse(EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")) from error

@@ -15,13 +15,22 @@ class Event:
     def __init__(self, future: "Future[None] | None" = None, recorded: "torch.cuda.Event | None" = None):
         self._future = future
         self._recorded = recorded
+        self.seen = False
+        """Has `wait` returned or raised?"""
 
     def wait(self) -> None:
         """Return once the results may be used. Raises the operation's error, every time it is called."""
         if self._future is not None:
-            self._future.result()
+            try:
+                self._future.result()
+            finally:
+                self.seen = True
         if self._recorded is not None:
             torch.cuda.current_stream().wait_event(self._recorded)
+
+    def failure(self) -> BaseException | None:
+        """The operation's error, once it is over."""
+        return None if self._future is None else self._future.exception()
 
     def query(self) -> bool:
         """True when `wait` would not block."""

@@ -36,9 +36,10 @@ def train(rank: int, num_ranks: int, num_steps: int) -> list[float]:
                 dist.all_reduce(parameter.grad)
             parameter.grad /= num_ranks
         optimizer.step()
-        router.update_expert_bias(1e-3, dist.group.WORLD)
-        dist.all_reduce(loss.detach())
-        losses.append(loss.item() / num_ranks)
+        router.update_expert_bias(1e-3)
+        mean_loss = loss.detach() / num_ranks
+        dist.all_reduce(mean_loss)
+        losses.append(mean_loss.item())
         if rank == 0 and step % 50 == 0:
             print(f"step {step:4}  loss {losses[-1]:.4f}", flush=True)
     return losses

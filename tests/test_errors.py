@@ -14,6 +14,7 @@ from deepep_moe.errors import (
     BackendUnavailableError,
     BufferDestroyedError,
     EPCapacityError,
+    EPError,
     EPMismatchError,
     EPPeerError,
     EPTimeoutError,
@@ -144,7 +145,7 @@ def fails_asynchronously(rank, num_ranks, backend):
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match=r"topk_idx\[0, 0\] is 9"):
         buffer.dispatch(X, bad, async_op=True)
     out = buffer.dispatch(X, IDX)
-    assert out.event is None and buffer._pending is None
+    assert out.event is None and torch.equal(out.recv_x, good.recv_x)
     out = buffer.dispatch(X, IDX, async_op=True)
     with pytest.raises(TypeError if rank == 0 else EPPeerError):
         buffer.combine(good.recv_x, None if rank == 0 else good.handle)
@@ -175,6 +176,78 @@ def test_launched_without_process_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one of WORLD_SIZE=2, but torch.distributed is not initialized; call .*init_process_group"):
         make_buffer()
+
+
+def fails_before_entry(rank, num_ranks):
+    """A rank that cannot even allocate its results tells the peers, and the ranks stay in step."""
+    buffer = make_buffer()
+    out = buffer.dispatch(X, IDX)
+    backend = buffer._alive()
+    allocate, backend.empty = backend.empty, backend.empty
+    if rank == 1:
+
+        def no_memory(shape, dtype):
+            raise MemoryError("no memory left")
+
+        backend.empty = no_memory
+    with pytest.raises(MemoryError if rank == 1 else EPPeerError, match="no memory left"):
+        buffer.combine(out.recv_x, out.handle)
+    backend.empty = allocate
+    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
+
+
+def test_failure_before_entry():
+    run_ranks(fails_before_entry, 2)
+
+
+def fails_on_the_thread(rank, num_ranks):
+    """An asynchronous failure that nobody waited for is raised by the next call; the handle leads nowhere."""
+    buffer = make_buffer(timeout_s=3.0)
+    buffer.dispatch(X, IDX)
+    if rank == 1:
+        buffer._run = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+        with pytest.raises(MemoryError):
+            buffer.dispatch(X, IDX, async_op=True)
+        return time.sleep(5)
+    out = buffer.dispatch(X, IDX, async_op=True)
+    with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPTimeoutError: .*rank 1 did not deliver"):
+        buffer.combine(torch.ones(out.handle.num_rows, HIDDEN), out.handle)
+    with pytest.raises(EPTimeoutError):
+        out.event.wait()
+
+
+def test_failure_on_the_thread():
+    run_ranks(fails_on_the_thread, 2)
+
+
+def changed_handle(rank, num_ranks):
+    buffer = make_buffer(timeout_s=1.0)
+    handle = buffer.dispatch(X, IDX).handle
+    handle.topk_idx.fill_(-1)
+    with pytest.raises(RuntimeError, match="its handle was changed after its dispatch"):
+        buffer.dispatch(X, handle=handle)
+
+
+def test_changed_handle():
+    run_ranks(changed_handle, 1)
+
+
+def interrupted(rank, num_ranks):
+    buffer = make_buffer(timeout_s=30.0)
+    if rank == 1:
+        return time.sleep(4)
+    if os.fork() == 0:
+        time.sleep(1)
+        os.kill(os.getppid(), signal.SIGINT)
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        buffer.dispatch(X, IDX)
+    assert time.monotonic() - began < 5
+
+
+def test_interrupt():
+    run_ranks(interrupted, 2)
 
 
 # ---- ranks that do not agree ----

@@ -98,13 +98,17 @@ def test_compile_layer_fullgraph():
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
     x = torch.randn(8, HIDDEN)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # LocalExperts splits by counts; not needed from PyTorch 2.13
         traced = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(traced, layer(x))
 
 
 def test_misfits():
     router, experts, _ = make_parts()
+    with pytest.raises(ValueError, match=r"x has shape \[8, 32\]; its last dimension must be hidden, 16"):
+        MoELayer(router, experts)(torch.randn(8, 32))
+    transposed = torch.randn(HIDDEN, 8).t()
+    torch.testing.assert_close(MoELayer(router, experts)(transposed), MoELayer(router, experts)(transposed.contiguous()))
     with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
         MoELayer(router, experts[:3])
     with pytest.raises(

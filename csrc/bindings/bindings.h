@@ -1,7 +1,6 @@
 // Helpers of the bindings. Tensors come as addresses: Python keeps them alive for the length of a call.
 #pragma once
 
-#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

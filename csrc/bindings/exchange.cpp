@@ -118,13 +118,18 @@ void bind_communicator(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     py::class_<Communicator>(m, "Communicator")
         .def(py::init([](int num_ranks, int rank, int num_channels, int num_experts, int num_topk, int hidden, double timeout_s) {
-                 return std::make_unique<Communicator>(WorkspaceConfig{num_ranks, num_channels, num_experts, num_topk, hidden}, rank, timeout_s);
+                 auto made = std::make_unique<Communicator>(WorkspaceConfig{num_ranks, num_channels, num_experts, num_topk, hidden}, rank, timeout_s);
+                 made->set_poll([] {  // Ctrl-C ends a wait
+                     const py::gil_scoped_acquire gil;
+                     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+                 });
+                 return made;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_channels"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("hidden"), py::arg("timeout_s"))
         .def_property_readonly("path", &Communicator::path)
         .def_property_readonly("workspace_bytes", &Communicator::workspace_bytes)
-        .def_property_readonly("num_channels", [](const Communicator& self) { return self.config().num_channels; })
+        .def_property_readonly("num_calls", &Communicator::num_calls)
         .def("connect", &Communicator::connect, py::arg("paths"), py::arg("pids"))
         .def("seal", &Communicator::seal)
         .def("plan", &Communicator::plan, py::arg("params"), Released())

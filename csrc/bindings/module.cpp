@@ -1,12 +1,6 @@
 // The native module: each room's bindings in a file of their own.
 #include "bindings/bindings.h"
 
-#ifndef DEEPEP_MOE_NVCC
-#define DEEPEP_MOE_NVCC ""
-#endif
-#ifndef DEEPEP_MOE_NVSHMEM
-#define DEEPEP_MOE_NVSHMEM ""
-#endif
 
 void bind_exchange(py::module_& m);
 #if defined(DEEPEP_MOE_CUDA)
@@ -24,7 +18,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("build_info", [] {
         using namespace py::literals;
         return py::dict("compiler"_a = __VERSION__, "shm"_a = true, "nvlink"_a = kHasCuda, "nvshmem"_a = false, "collective"_a = true,
-                        "nvcc"_a = DEEPEP_MOE_NVCC, "nvshmem_home"_a = DEEPEP_MOE_NVSHMEM);
+                        "found_nvcc"_a = kHasCuda, "found_nvshmem"_a = DEEPEP_MOE_FOUND_NVSHMEM);
     });
     bind_exchange(m);
     bind_gpu(m);

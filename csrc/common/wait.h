@@ -6,7 +6,9 @@
 
 #include <chrono>
 #include <cstdint>
-#include <functional>
+#include <stdexcept>
+
+#include "common/types.h"
 
 namespace deepep_moe {
 
@@ -26,6 +28,7 @@ public:
     virtual double timeout_s() const = 0;
     virtual uint64_t beat(int peer) const = 0;
     virtual void beat_self() = 0;  // shows the peers that this rank waits
+    virtual void poll() = 0;       // throws when the caller wants to stop
     virtual bool suspect(const Lack& lack) = 0;
     [[noreturn]] virtual void give_up(const Lack& lack) = 0;
     [[noreturn]] virtual void fail(const Lack& lack) = 0;
@@ -77,6 +80,7 @@ private:
     template <class Lacks>
     void look(Lacks&& lacks) {
         monitor_.beat_self();
+        monitor_.poll();
         // A peer may deliver and leave between our look at the data and our look at it: only a second look counts.
         const bool confirmed = suspected_;
         lacks([&](const Lack& lack) {
@@ -90,7 +94,8 @@ private:
             if (!first.phase) first = lack;
             if (!stuck.phase && beats_[lack.peer] == monitor_.beat(lack.peer)) stuck = lack;
         });
-        if (first.phase) monitor_.fail(stuck.phase ? stuck : first);
+        if (!first.phase) throw std::logic_error("a call waits for nothing: its handle was changed after its dispatch");
+        monitor_.fail(stuck.phase ? stuck : first);
     }
 
     PeerMonitor& monitor_;

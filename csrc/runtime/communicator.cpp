@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <new>
@@ -22,12 +23,25 @@ std::string seconds(double value) {
 }
 
 void copy_text(char* target, size_t capacity, const std::string& text) {
-    const size_t length = std::min(text.size(), capacity - 1);
+    size_t length = std::min(text.size(), capacity - 1);
+    while (length > 0 && length < text.size() && (text[length] & 0xc0) == 0x80) --length;  // not inside a UTF-8 character
     std::memcpy(target, text.data(), length);
     target[length] = '\0';
 }
 
 }  // namespace
+
+// One call at a time: two threads in one buffer would mix their sequence numbers.
+class Communicator::Call {
+public:
+    explicit Call(Communicator& owner) : owner_(owner) {
+        if (owner.busy_.exchange(true)) throw std::logic_error("two threads are in calls of one buffer; make its calls one after the other");
+    }
+    ~Call() { owner_.busy_.store(false); }
+
+private:
+    Communicator& owner_;
+};
 
 std::string describe(const Signature& s) {
     const char* operations[] = {"dispatch", "cached dispatch", "combine"};
@@ -78,6 +92,7 @@ Entry& Communicator::begin_entry(const Signature& signature) {
     ++sequence_;
     Entry& own = entry(rank_);
     own.sequence.store(0);  // readers of the entry that was here, if any is that late, must notice
+    std::atomic_thread_fence(std::memory_order_release);
     own.refused = 0;
     own.signature = signature;
     own.num_recv_rows = -1;
@@ -95,7 +110,10 @@ void Communicator::refuse(Entry& own, const std::string& message) {
     publish(own);
 }
 
-void Communicator::abort(const std::string& message) { refuse(begin_entry({}), message); }
+void Communicator::abort(const std::string& message) {
+    const Call call(*this);
+    refuse(begin_entry({}), message);
+}
 
 void Communicator::enter(Entry& own) {
     publish(own);
@@ -123,6 +141,8 @@ void Communicator::check_entries() const {
     std::string mismatch;
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         const Entry& theirs = entry(peer);
+        // Who gave up on this call will not take part in it, though it has entered.
+        if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on({peer, "entry into the call", 0, 0}, peer);
         if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
                                 call_name(header(peer).entered) + "; see its output for the error", peer);
@@ -146,15 +166,18 @@ bool Communicator::suspect(const Lack& lack) {
     return false;
 }
 
+void Communicator::pass_on(const Lack& lack, int peer) const {
+    const FailureRecord& failure = header(peer).failure;
+    throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase + ": rank " +
+                           std::to_string(peer) + " gave up on rank " + std::to_string(failure.culprit) + " in phase '" + failure.phase +
+                           "' (expected " + std::to_string(failure.expected) + ", seen " + std::to_string(failure.seen) + ")",
+                       failure.culprit, failure.phase, failure.expected, failure.seen);
+}
+
 void Communicator::give_up(const Lack& lack) {
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on(lack, peer);
     const std::string where = "rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase;
-    for (int peer = 0; peer < config_.num_ranks; ++peer) {
-        const FailureRecord& failure = header(peer).failure;
-        if (failure.sequence.load(std::memory_order_acquire) != sequence_) continue;
-        throw TimeoutError(where + ": rank " + std::to_string(peer) + " gave up on rank " + std::to_string(failure.culprit) + " in phase '" +
-                               failure.phase + "' (expected " + std::to_string(failure.expected) + ", seen " + std::to_string(failure.seen) + ")",
-                           failure.culprit, failure.phase, failure.expected, failure.seen);
-    }
     const std::string culprit = "rank " + std::to_string(lack.peer);
     if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed)
         throw PeerError(where + ": " + culprit + " destroyed its buffer; every rank must make the same calls", lack.peer);
@@ -164,12 +187,17 @@ void Communicator::give_up(const Lack& lack) {
 }
 
 void Communicator::fail(const Lack& lack) {
-    FailureRecord& failure = header(rank_).failure;
-    failure.culprit = lack.peer;
-    failure.expected = lack.expected;
-    failure.seen = lack.seen;
-    copy_text(failure.phase, sizeof(failure.phase), lack.phase);
-    failure.sequence.store(sequence_, std::memory_order_release);
+    {
+        const std::lock_guard lock(failing_);
+        FailureRecord& failure = header(rank_).failure;
+        if (failure.sequence.load() != sequence_) {
+            failure.culprit = lack.peer;
+            failure.expected = lack.expected;
+            failure.seen = lack.seen;
+            copy_text(failure.phase, sizeof(failure.phase), lack.phase);
+            failure.sequence.store(sequence_, std::memory_order_release);
+        }
+    }
     const bool gone = process_start_time(pids_[lack.peer]) != start_times_[lack.peer];
     const std::string why = gone ? "its process " + std::to_string(pids_[lack.peer]) + " is gone"
                                  : "nothing came for " + seconds(timeout_s_);
@@ -200,20 +228,22 @@ void Communicator::run_channels(const Params& params, Move move) {
 }
 
 PlanResult Communicator::plan(const PlanParams& params) {
+    const Call call(*this);
     Entry& own = begin_entry(params.signature);
     own.num_recv_rows = params.num_recv_rows_bound;
     try {
         count_own(params.layout);
-    } catch (const std::invalid_argument& error) {
+    } catch (const std::exception& error) {
         refuse(own, error.what());
         throw;
     }
     wait_entered(sequence_ - 1);  // a peer that is late may still read the counts before last
     std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));
     enter(own);
-    check_bounds(params.signature.expert_alignment, params.signature.layout);
     const PlanResult result = read_counts(params);
+    std::atomic_thread_fence(std::memory_order_acquire);
     check_entries();  // the counts just read were of this call
+    check_bounds(params.signature.expert_alignment, params.signature.layout);
     return result;
 }
 
@@ -231,8 +261,7 @@ void Communicator::count_own(const LayoutParams& params) {
 void Communicator::check_bounds(int expert_alignment, Layout layout) const {
     const int experts_per_rank = config_.num_experts / config_.num_ranks;
     for (int rank = 0; rank < config_.num_ranks; ++rank) {
-        const int64_t bound = entry(rank).num_recv_rows;
-        if (bound < 0) continue;
+        const int64_t given = entry(rank).num_recv_rows, bound = given < 0 ? INT32_MAX : given;
         int64_t num_rows = 0;
         for (int expert = rank * experts_per_rank; expert < (rank + 1) * experts_per_rank && layout == Layout::kExpert; ++expert) {
             int64_t rows = 0;
@@ -243,8 +272,10 @@ void Communicator::check_bounds(int expert_alignment, Layout layout) const {
         for (int source = 0; source < config_.num_ranks && layout == Layout::kRank; ++source)
             for (int c = 0; c < config_.num_channels; ++c) num_rows += counts(source)[c * config_.num_ranks + rank];
         if (num_rows > bound)
-            throw CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than its num_recv_rows of " +
-                                    std::to_string(bound) + "; give a larger bound or none", rank);
+            throw CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than " +
+                                    (given < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
+                                               : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
+                                rank);
     }
 }
 
@@ -274,17 +305,20 @@ PlanResult Communicator::read_counts(const PlanParams& params) {
 }
 
 void Communicator::dispatch(DispatchParams params) {
+    const Call call(*this);
     check_owner();
     params.row_begin = row_begin_.data();
     run_channels(params, dispatch_channel);
 }
 
 void Communicator::dispatch_cached(const Signature& signature, const DispatchParams& params) {
+    const Call call(*this);
     enter(begin_entry(signature));
     run_channels(params, dispatch_channel);
 }
 
 void Communicator::combine(const Signature& signature, const CombineParams& params) {
+    const Call call(*this);
     enter(begin_entry(signature));
     run_channels(params, combine_channel);
 }

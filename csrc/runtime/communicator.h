@@ -2,7 +2,10 @@
 // that they agree on what is done and learn of an error before any row moves.
 #pragma once
 
+#include <atomic>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -44,6 +47,9 @@ public:
     void dispatch(DispatchParams params);
     void dispatch_cached(const Signature& signature, const DispatchParams& params);
     void combine(const Signature& signature, const CombineParams& params);
+    uint64_t num_calls() const { return sequence_; }  // entered or refused so far
+    // `poll` is called now and then while a call waits, on any of its threads; what it throws ends the call.
+    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
     // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
     void abort(const std::string& message);
 
@@ -51,6 +57,9 @@ public:
     double timeout_s() const override { return timeout_s_; }
     uint64_t beat(int peer) const override { return header(peer).beat.load(std::memory_order_relaxed); }
     void beat_self() override { header(rank_).beat.fetch_add(1, std::memory_order_relaxed); }
+    void poll() override {
+        if (poll_) poll_();
+    }
     bool suspect(const Lack& lack) override;
     [[noreturn]] void give_up(const Lack& lack) override;
     [[noreturn]] void fail(const Lack& lack) override;
@@ -65,7 +74,9 @@ private:
     template <class Params, class Move>
     void run_channels(const Params& params, Move move);
 
+    class Call;
     void check_owner() const;
+    [[noreturn]] void pass_on(const Lack& lack, int peer) const;
     Entry& begin_entry(const Signature& signature);
     void publish(Entry& own);
     void refuse(Entry& own, const std::string& message);
@@ -82,6 +93,9 @@ private:
     const double timeout_s_;
     const int owner_pid_;
     uint64_t sequence_ = 0;
+    std::atomic<bool> busy_ = false;  // a thread is in a call
+    std::mutex failing_;              // several channels may fail at once
+    std::function<void()> poll_;
     Segment own_;
     std::vector<Segment> peers_;
     std::vector<int> pids_;

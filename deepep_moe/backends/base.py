@@ -83,10 +83,17 @@ class Backend(Protocol):
     name: str
     device_types: tuple[str, ...]
     """Of the tensors it moves."""
+    moves_on_thread: bool
+    """Do asynchronous calls move their rows on the buffer's thread? Otherwise they are asynchronous by themselves or not at all."""
     device: torch.device | None
     """The one device of its tensors, where there is one."""
     num_channels: int
     workspace_bytes: int
+
+    @property
+    def num_calls(self) -> int:
+        """Calls this rank has entered or refused so far."""
+        ...
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Exchange counts, allocate."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
+from deepep_moe.handle import DispatchHandle
 
 _MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -83,7 +84,17 @@ def check_dispatch(args: DispatchArgs, s: Settings) -> None:
         raise ValueError(f"num_recv_rows is {args.num_recv_rows}; it must be None or a number of rows")
 
 
+def _check_handle(handle: DispatchHandle, s: Settings) -> None:
+    """Do the handle's tensors fit the buffer and each other? (What they hold is the dispatch's and must not be changed.)"""
+    _check_tensor("handle.topk_idx", handle.topk_idx, (handle.num_tokens, s.num_topk), (torch.int32,))
+    _check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))
+    if handle.layout == "expert" and not handle.recv_counts.is_cuda:
+        shape = (int(handle.recv_counts.sum()), s.num_topk)
+        _check_tensor("handle.recv_row_idx", handle.recv_row_idx, shape, (torch.int32,))
+
+
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
+    _check_handle(args.handle, s)
     num_tokens = args.handle.num_tokens
     _check_rows("x", args.x, num_tokens, s, tuple(DTYPE_NAMES))
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
@@ -92,6 +103,7 @@ def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
 
 def check_combine(args: CombineArgs, s: Settings) -> None:
     handle = args.handle
+    _check_handle(handle, s)
     if isinstance(args.x, Tensor) and args.x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(args.x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
     _check_rows("x", args.x, handle.num_rows, s, (torch.float32, torch.bfloat16, torch.float16))

@@ -5,6 +5,7 @@ error), then one all-to-all whose rows carry their lane indices, weights and sca
 """
 
 import contextlib
+import datetime
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,7 @@ class CollectiveBackend:
     name = "collective"
     device_types: tuple[str, ...] = ("cpu", "cuda")
     device: torch.device | None = None
+    moves_on_thread = False  # the process group is the caller's, and may be in use
     num_channels = 1
     workspace_bytes = 0
 
@@ -70,7 +72,7 @@ class CollectiveBackend:
         self.group = group
         self._processes = processes
         self._start_times = [_C.process_start_time(pid) for _, pid in processes]
-        self._call = 0
+        self.num_calls = 0
 
     # ---- the three operations ----
 
@@ -91,7 +93,7 @@ class CollectiveBackend:
         num_rows = needed if args.num_recv_rows < 0 else args.num_recv_rows
         num_recv_tokens = int(to_here.sum())
         is_expert = args.layout == "expert"
-        recv_row_idx = torch.empty(num_recv_tokens if is_expert else 0, s.num_topk, dtype=torch.int32, device=topk_idx.device)
+        recv_row_idx = torch.full((num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32, device=topk_idx.device)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
         handle = DispatchHandle(
             -1, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True), recv_row_idx,
@@ -233,7 +235,11 @@ class CollectiveBackend:
         payload = torch.cat([_reinterpret(part, torch.uint8, size) for part, size in zip(parts, row_bytes, strict=True)], dim=1)
         received = payload.new_empty(sum(num_received), payload.shape[1])
         try:
-            dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group)
+            work = dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group, async_op=True)
+            if payload.is_cuda:
+                work.wait()  # holds the stream; the group's own deadline counts
+            else:
+                work.wait(datetime.timedelta(seconds=self.settings.timeout_s))
         except RuntimeError as error:
             raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
         pieces = received.split(row_bytes, dim=1)
@@ -253,8 +259,8 @@ class CollectiveBackend:
     def _enter(self, own: Entry, counts: Tensor | None = None, message: str = "") -> Tensor:
         """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64."""
         s = self.settings
-        self._call += 1
-        own.call = self._call
+        self.num_calls += 1
+        own.call = self.num_calls
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
         counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64) if counts is None else counts
         fields = torch.tensor(list(vars(own).values()), dtype=torch.int64)
@@ -280,7 +286,7 @@ class CollectiveBackend:
         except EPTimeoutError as error:
             dead = self._dead_rank()
             culprit = error.rank if dead < 0 else dead
-            raise self._timeout(culprit, error.phase, self._call, self._call - 1, str(error.__cause__)) from error
+            raise self._timeout(culprit, error.phase, self.num_calls, self.num_calls - 1, str(error.__cause__)) from error
 
     def _dead_rank(self) -> int:
         """A rank of this host whose process is gone, or -1."""
@@ -293,7 +299,7 @@ class CollectiveBackend:
     def _timeout(self, culprit: int, phase: str, expected: int, seen: int, why: str) -> EPTimeoutError:
         named = f"rank {culprit}" if culprit >= 0 else "a peer (torch.distributed does not say which)"
         return EPTimeoutError(
-            f"rank {self.settings.rank} in call {self._call}: {named} did not deliver; phase '{phase}', expected {expected}, "
+            f"rank {self.settings.rank} in call {self.num_calls}: {named} did not deliver; phase '{phase}', expected {expected}, "
             f"seen {seen}; torch.distributed says: {why}",
             rank=culprit, phase=phase, expected=expected, seen=seen,
         )  # fmt: skip

@@ -25,6 +25,7 @@ class NvlinkBackend:
     name = "nvlink"
     device_types: tuple[str, ...] = ("cuda",)
     num_channels = 1
+    moves_on_thread = False  # kernels are asynchronous by themselves
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -39,6 +40,7 @@ class NvlinkBackend:
             num_max_tokens=max(1, settings.num_max_tokens_per_rank),
             timeout_s=settings.timeout_s,
         )
+        self.num_calls = 0
         self.workspace_bytes: int = self._communicator.workspace_bytes
 
     def address(self) -> bytes:
@@ -61,6 +63,7 @@ class NvlinkBackend:
         plan.num_recv_rows_bound = args.num_recv_rows
         plan.narrow_topk_idx = _address(topk_idx)
         plan.recv_counts, plan.num_recv_tokens_per_expert = _address(recv_counts), _address(num_recv_tokens_per_expert)
+        self.num_calls += 1
         self._communicator.plan(plan, self._stream())
         counts = self._communicator.wait_counts()
 
@@ -86,6 +89,7 @@ class NvlinkBackend:
 
         def move() -> None:
             self._communicator.check()
+            self.num_calls += 1
             self._communicator.plan(plan, self._stream())
             self._communicator.dispatch(params, self._stream())
 
@@ -108,12 +112,14 @@ class NvlinkBackend:
 
         def move() -> None:
             self._communicator.check()
+            self.num_calls += 1
             self._communicator.plan(plan, self._stream())
             self._communicator.combine(params, self._stream())
 
         return combined_x, lane_values, move
 
     def abort(self, message: str) -> None:
+        self.num_calls += 1
         self._communicator.refuse(self._stream())
 
     def destroy(self) -> None:

@@ -24,6 +24,7 @@ class ShmBackend:
     name = "shm"
     device_types: tuple[str, ...] = ("cpu",)
     device: torch.device | None = None
+    moves_on_thread = True
 
     def __init__(self, settings: Settings, num_channels: int):
         self.settings = settings
@@ -65,6 +66,10 @@ class ShmBackend:
         # A tensor of its own on the block's storage, not a view: autograd forbids changing an operator's output in place if it is one.
         return torch.empty(0, dtype=dtype).set_(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, shape, strides)
 
+    @property
+    def num_calls(self) -> int:
+        return self._communicator.num_calls
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, num_tokens = self.settings, args.topk_idx.shape[0]
         topk_idx = torch.empty(num_tokens, s.num_topk, dtype=torch.int32)
@@ -80,7 +85,8 @@ class ShmBackend:
 
         num_rows = result.num_rows if args.num_recv_rows < 0 else args.num_recv_rows
         is_expert = args.layout == "expert"
-        recv_row_idx = torch.empty(result.num_recv_tokens if is_expert else 0, s.num_topk, dtype=torch.int32)
+        # -1 until the rows are there: a dispatch that fails half way leaves a handle that leads nowhere, not anywhere.
+        recv_row_idx = torch.full((result.num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype)
         handle = DispatchHandle(
             -1, args.layout, args.expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, recv_topk_idx

@@ -6,6 +6,7 @@ machine's memcpy rate with all ranks copying at once, which bounds them all. Tur
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepep_moe import Buffer
+from deepep_moe import Buffer, config
 from deepep_moe.bench.records import record, write_json
 from deepep_moe.bench.rivals import AllToAllRows
 from deepep_moe.testing import run_ranks
@@ -76,6 +77,7 @@ def _slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
     """Times in microseconds by step, and bytes touched, of one rank."""
+    torch.set_num_threads(config.num_threads(num_ranks))  # for the rivals and memcpy too
     inputs = _inputs(options, rank)
     buffer, ours = _buffer_pair(options.backend, options, inputs)
     other, collective = _buffer_pair("collective", options, inputs)
@@ -110,12 +112,17 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in ("ours", "collective", "all-to-all"):
         times[f"{name} dispatch+combine"] = _add(*(times[f"{name} {op}"] for op in OPS))
     memcpy_us = statistics.median(times["memcpy"])
+    settings = vars(options) | {"dtype": str(DTYPES[options.dtype]).removeprefix("torch.")}
     records = []
     for op, passes in (("dispatch", 1), ("combine", 1), ("dispatch+combine", 2)):
         ours = times[f"ours {op}"]
-        bound = {"memcpy_us": passes * memcpy_us, "percent_of_memcpy": 100 * passes * memcpy_us / statistics.median(ours)}
+        bound: dict[str, Any] = {
+            "num_threads": config.num_threads(options.num_ranks),
+            "memcpy_us": passes * memcpy_us,
+            "percent_of_memcpy": 100 * passes * memcpy_us / statistics.median(ours),
+        }
         for name, rival in (("collective", "collective (gloo)"), ("all-to-all", AllToAllRows.name)):
-            records.append(record(op, vars(options), ours, passes * bytes_touched, rival=rival, rival_times=times[f"{name} {op}"], **bound))
+            records.append(record(op, settings, ours, passes * bytes_touched, rival=rival, rival_times=times[f"{name} {op}"], **bound))
     return records
 
 
@@ -132,6 +139,11 @@ def show(records: list[dict[str, Any]]) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
+    if options.num_experts % options.num_ranks or options.num_topk > options.num_experts or options.repeats < 1:
+        sys.exit(
+            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, --num-topk {options.num_topk} "
+            f"at most the experts, --repeats {options.repeats} at least 1"
+        )
     records = run(options)
     show(records)
     write_json(options.json, records)

@@ -94,11 +94,14 @@ class MoELayer(nn.Module):
             )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape and dtype of x.
+        """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape of x, in the dtype of the
+        experts' outputs.
 
-        Collective over the buffer's group; raises as `Buffer.dispatch`.
+        Collective over the buffer's group. Raises ValueError for another width, and as `Buffer.dispatch`.
         """
-        rows = x.reshape(-1, self.router.hidden)
+        if x.shape[-1] != self.router.hidden:
+            raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
+        rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
         out = self.buffer.dispatch(rows, topk_idx, topk_weights, expert_alignment=self.expert_alignment)
         y = self.experts(out.recv_x, out.handle.num_rows_per_expert)

@@ -102,20 +102,25 @@ class Router(nn.Module):
         return output
 
     def logits(self, x: Tensor) -> Tensor:
-        """`[num_tokens, num_experts]` in `compute_dtype`, differentiable; for auxiliary losses."""
+        """`[num_tokens, num_experts]` in `compute_dtype`, differentiable; for auxiliary losses. Raises ValueError for another width."""
+        if x.shape[-1] != self.hidden:
+            raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.hidden}")
         with torch.autocast(x.device.type, enabled=False):
             return nn.functional.linear(x.reshape(-1, self.hidden).to(self.compute_dtype), self.weight.to(self.compute_dtype))
 
     def update_expert_bias(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
-        """Applies `deepep_moe.ops.update_expert_bias` to the counts, summed over `group` if given, and clears them.
+        """Applies `deepep_moe.ops.update_expert_bias` to the counts, summed over the ranks, and clears them.
 
-        Call it once per optimizer step, on every rank of the group.
+        Call it once per optimizer step, on every rank of the group. `group`: all ranks that hold a copy of this router; None: the default
+        group where torch.distributed is initialized, else this process alone.
 
         Raises:
             ValueError: the router was made without `expert_bias=True`.
         """
         if self.expert_bias is None or self.num_tokens_per_expert is None:
             raise ValueError("this router has no expert_bias to update; make it with Router(..., expert_bias=True)")
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
         update_expert_bias(self.expert_bias, self.num_tokens_per_expert, rate, group)
         self.num_tokens_per_expert.zero_()
 

@@ -36,15 +36,19 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=defaults.lr)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics.jsonl and the plots")
     arguments = parser.parse_args(argv)
+    for name in ("num_ranks", "ep", "tp", "etp", "steps"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
     if arguments.ep is None:
         arguments.ep = max(1, arguments.num_ranks // arguments.etp)
-    if arguments.steps < 1:
-        parser.error(f"--steps must be positive, got {arguments.steps}")
     if arguments.num_ranks % arguments.tp or arguments.num_ranks % (arguments.ep * arguments.etp):
         parser.error(
             f"--num-ranks {arguments.num_ranks} must be a multiple of --tp {arguments.tp} and of "
             f"--ep {arguments.ep} x --etp {arguments.etp}"
         )
+    if config.TINY["num_moe_experts"] % arguments.ep:
+        parser.error(f"--ep {arguments.ep} must divide the {config.TINY['num_moe_experts']} experts")
     if arguments.compare == arguments.dispatcher:
         parser.error(f"--compare {arguments.compare} is the dispatcher of the first run; choose another")
     return arguments

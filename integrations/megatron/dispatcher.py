@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
+from deepep_moe._C import MAX_TOPK
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_map, weights_at
 
@@ -112,6 +113,12 @@ def _check_config(config: Any, expert_alignment: int) -> None:
         raise ValueError(
             "deepep_moe does not overlap the shared expert with communication yet, got moe_shared_expert_overlap=True; "
             "set it to False (drop --moe-shared-expert-overlap)"
+        )
+    lanes = config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
+    if lanes > MAX_TOPK:
+        raise ValueError(
+            f"deepep_moe addresses every expert tensor-parallel shard as an expert and serves {MAX_TOPK} per token, got moe_router_topk="
+            f"{config.moe_router_topk} x expert_tensor_parallel_size={config.expert_tensor_parallel_size}; make one of them smaller"
         )
     if config.moe_pad_expert_input_to_capacity:
         raise ValueError(

@@ -10,6 +10,7 @@ import logging
 import typing
 from typing import Any
 
+from deepep_moe.backends.select import BACKENDS
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.megatron.buffers import BufferRegistry, Options
 
@@ -106,8 +107,10 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
     """
     global _enabled
     for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("expert_alignment", expert_alignment)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be positive, got {value}")
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
     options = Options(num_max_tokens_per_rank, backend, expert_alignment)
     if _enabled is not None:
         if _enabled.options != options:

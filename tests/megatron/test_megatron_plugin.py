@@ -61,7 +61,7 @@ def test_command_line_takes_the_backend_while_enabled():
 
 @pytest.mark.parametrize("option", ["num_max_tokens_per_rank", "expert_alignment"])
 def test_enable_refuses_numbers_below_one(option):
-    with pytest.raises(ValueError, match=f"{option} must be positive, got 0"):
+    with pytest.raises(ValueError, match=f"{option} must be a positive whole number, got 0"):
         enable(**{option: 0})
 
 
