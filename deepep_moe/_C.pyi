@@ -35,6 +35,7 @@ class Signature:
         layout: Layout,
         *,
         expert_alignment: int = 1,
+        handle_call: int = 0,
         has_weights: bool = False,
         has_scales: bool = False,
         has_lane_values: bool = False,

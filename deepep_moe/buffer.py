@@ -310,7 +310,7 @@ class Buffer:
         self._refuse_types({"x": x, "topk_weights": topk_weights, "bias": bias}, handle, needs_handle=True)
         combined_x, _ = torch.ops.deepep_moe.combine(
             x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
-            self._number, handle.layout, handle.expert_alignment, handle.num_rows,
+            handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
         return combined_x
 
@@ -328,12 +328,12 @@ class Buffer:
                 raise self._refuse(TypeError(f"{name} is {value!r}; it must be a whole number"))
         if not isinstance(layout, str):
             raise self._refuse(TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}"))
-        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts = torch.ops.deepep_moe.dispatch(
+        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts, call = torch.ops.deepep_moe.dispatch(
             x, x_scales, topk_idx, topk_weights, self._number, layout, expert_alignment, bound
         )
         recv_topk_idx = idx if layout == "rank" else None
         handle = DispatchHandle(
-            self._number, layout, expert_alignment, recv_x.shape[0], handle_topk_idx, recv_row_idx, recv_counts, counts, recv_topk_idx
+            self._number, layout, expert_alignment, recv_x.shape[0], handle_topk_idx, recv_row_idx, recv_counts, counts, call, recv_topk_idx
         )
         return DispatchOutput(
             recv_x, None if x_scales is None else scales, recv_topk_idx, None if topk_weights is None else weights, counts, handle,
@@ -345,7 +345,7 @@ class Buffer:
     ) -> DispatchOutput:
         recv_x, scales, weights = torch.ops.deepep_moe.dispatch_cached(
             x, x_scales, topk_weights, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
-            self._number, handle.layout, handle.expert_alignment, handle.num_rows,
+            handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
         return DispatchOutput(
             recv_x, None if x_scales is None else scales, handle.recv_topk_idx, None if topk_weights is None else weights,

@@ -26,6 +26,8 @@ class DispatchHandle:
     """[num_ranks, num_channels] int32: tokens received from each rank, in the order they were sent."""
     num_recv_tokens_per_expert: Tensor
     """[num_local_experts] int32, without padding."""
+    call: Tensor
+    """[1] int64 on the CPU: the number of the dispatch among the buffer's calls, by which ranks notice that they use different handles."""
     recv_topk_idx: Tensor | None
     """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _buffers: "weakref.WeakValueDictionary[int, Buffer]" = weakref.WeakValueDictionary()
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
-_HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert"
+_HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert, Tensor call"
 
 
 def register_buffer(number: int, buffer: "Buffer") -> None:
@@ -35,15 +35,17 @@ def _buffer(number: int) -> "Buffer":
 
 
 def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, ...]) -> DispatchHandle:
-    topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert = tensors
-    return DispatchHandle(number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, None)
+    topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call = tensors
+    return DispatchHandle(
+        number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call, None
+    )
 
 
 # ---- dispatch ----
 
 _library.define(
     "dispatch(Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int expert_alignment, "
-    "SymInt num_recv_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "SymInt num_recv_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -55,7 +57,7 @@ def _dispatch(
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     return (
         rows.recv_x, rows.recv_x_scales, recv_topk_idx, rows.recv_topk_weights, handle.num_recv_tokens_per_expert, handle.topk_idx,
-        handle.recv_row_idx, handle.recv_counts,
+        handle.recv_row_idx, handle.recv_counts, handle.call,
     )  # fmt: skip
 
 
@@ -84,14 +86,15 @@ def _fake_dispatch(
         topk_idx.new_empty(owner.num_local_experts, dtype=torch.int32), topk_idx.new_empty(num_tokens, num_topk, dtype=torch.int32),
         topk_idx.new_empty(num_slots, num_topk, dtype=torch.int32),
         topk_idx.new_empty(owner.num_ranks, owner.num_channels, dtype=torch.int32),
+        topk_idx.new_empty(1, dtype=torch.int64, device="cpu"),
     )  # fmt: skip
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
-    _, _, _, _, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts = output
+    _, _, _, _, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts, call = output
     ctx.with_weights = topk_weights is not None
-    ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert)
+    ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call)
 
 
 def _combine_gradients(ctx: Any, grad_recv_x: Tensor, grad_recv_topk_weights: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -121,16 +124,16 @@ _library.define(
 
 def _dispatch_cached(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor, recv_counts: Tensor,
-    num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
+    num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert))
+    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
     rows = _buffer(buffer)._dispatch_cached(x, x_scales, topk_weights, handle)
     return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
 
 
 def _fake_dispatch_cached(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor, recv_counts: Tensor,
-    num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
+    num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return _fake_rows(x, x_scales, topk_weights, topk_idx.shape[1], layout, num_rows)
 
@@ -143,7 +146,7 @@ def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
 
 def _dispatch_cached_backward(ctx: Any, grad_recv_x: Tensor, _: Any, grad_recv_topk_weights: Tensor) -> tuple[Tensor | None, ...]:
     grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
-    return grad_x, None, grad_topk_weights, None, None, None, None, None, None, None, None
+    return grad_x, None, grad_topk_weights, *[None] * 9
 
 
 # ---- combine ----
@@ -156,15 +159,15 @@ _library.define(
 
 def _combine(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
-    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
+    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert))
+    handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
     return _buffer(buffer)._combine(x, weights, bias, lane_values, handle)
 
 
 def _fake_combine(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
-    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
+    recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_tokens, num_topk = topk_idx.shape
     return x.new_empty(num_tokens, x.shape[1]), x.new_empty(0 if lane_values is None else num_tokens, num_topk, dtype=torch.float32)
@@ -177,7 +180,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _combine_backward(ctx: Any, grad_combined_x: Tensor, grad_values: Tensor) -> tuple[Tensor | None, ...]:
-    handle, rest = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    handle, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     grad_x, _, grad_lane_values = torch.ops.deepep_moe.dispatch_cached(
         grad_combined_x.contiguous(), None, grad_values.contiguous() if ctx.with_values else None, *handle, ctx.buffer, ctx.layout,
         ctx.expert_alignment, ctx.num_rows,
@@ -188,7 +191,7 @@ def _combine_backward(ctx: Any, grad_combined_x: Tensor, grad_values: Tensor) ->
         grad_weights = (grad_x.float() * x.float()).sum(1)
         grad_x = (grad_x.float() * weights[:, None]).to(x.dtype)
     grad_bias = grad_combined_x if ctx.with_bias else None
-    return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, *[None] * 8
+    return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, *[None] * 9
 
 
 def _register(name: str, implementation: Any, fake: Any, save: Any, backward: Any) -> None:

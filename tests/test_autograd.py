@@ -118,7 +118,7 @@ def test_operators_pass_opcheck(layout):
     number = buffer._number
     torch.library.opcheck(torch.ops.deepep_moe.dispatch, (x, None, idx, weights, number, layout, 2, -1), test_utils=tests)
     handle = buffer.dispatch(x.detach(), idx, layout=layout, expert_alignment=2).handle
-    tensors = (handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert)
+    tensors = (handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call)
     rest = (number, layout, 2, handle.num_rows)
     torch.library.opcheck(torch.ops.deepep_moe.dispatch_cached, (x, None, weights, *tensors, *rest), test_utils=tests)
     rows = torch.randn(handle.num_rows, 8, requires_grad=True)

@@ -274,6 +274,26 @@ def test_ranks_in_different_calls(backend):
     run_ranks(different_calls, 2, backend)
 
 
+def different_handles(rank, num_ranks, backend):
+    buffer = make_buffer(backend)
+    first, second = buffer.dispatch(X, IDX), buffer.dispatch(X, IDX)
+    out = (first, second)[rank]
+    with pytest.raises(
+        EPMismatchError,
+        match="rank 0: combine .*with the handle of call 1.*rank 1: combine .*with the handle of call 2|"
+        "rank 1: combine .*with the handle of call 2.*rank 0: combine .*with the handle of call 1",
+    ):
+        buffer.combine(out.recv_x, out.handle)
+    with pytest.raises(EPMismatchError, match="with the handle of call 2"):
+        buffer.dispatch(X, handle=out.handle)
+    buffer.combine(second.recv_x, second.handle)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_with_different_handles(backend):
+    run_ranks(different_handles, 2, backend)
+
+
 def too_many_rows(rank, num_ranks, backend, layout):
     buffer = make_buffer(backend)
     with pytest.raises(EPCapacityError, match="rank 1 would receive [0-9]+ rows, more than its num_recv_rows of 3") as info:

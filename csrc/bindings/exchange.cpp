@@ -46,10 +46,11 @@ void bind_types(py::module_& m) {
         .value("cached_dispatch", Operation::kCachedDispatch)
         .value("combine", Operation::kCombine);
     py::class_<Signature>(m, "Signature")
-        .def(py::init([](Operation operation, DType dtype, Layout layout, int expert_alignment, bool weights, bool scales, bool lane_values) {
-                 return Signature{operation, dtype, layout, expert_alignment, weights, scales, lane_values};
+        .def(py::init([](Operation operation, DType dtype, Layout layout, int expert_alignment, int64_t handle_call, bool weights, bool scales,
+                         bool lane_values) {
+                 return Signature{operation, dtype, layout, expert_alignment, handle_call, weights, scales, lane_values};
              }),
-             py::arg("operation"), py::arg("dtype"), py::arg("layout"), py::kw_only(), py::arg("expert_alignment") = 1, py::arg("has_weights") = false,
+             py::arg("operation"), py::arg("dtype"), py::arg("layout"), py::kw_only(), py::arg("expert_alignment") = 1, py::arg("handle_call") = 0, py::arg("has_weights") = false,
              py::arg("has_scales") = false, py::arg("has_lane_values") = false);
 }
 

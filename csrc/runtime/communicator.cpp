@@ -47,6 +47,7 @@ std::string describe(const Signature& s) {
     const char* operations[] = {"dispatch", "cached dispatch", "combine"};
     std::string text = std::string(operations[static_cast<int>(s.operation)]) + " of " + name_of(s.dtype) + " rows, layout " + name_of(s.layout);
     if (s.operation == Operation::kDispatch) text += ", expert_alignment " + std::to_string(s.expert_alignment);
+    if (s.handle_call != 0) text += ", with the handle of call " + std::to_string(s.handle_call);
     if (s.has_weights) text += ", with topk_weights";
     if (s.has_scales) text += ", with x_scales";
     if (s.has_lane_values) text += ", with gradients of topk_weights";

@@ -35,16 +35,20 @@ class Entry:
     expert_alignment: int
     flags: int  # 1: topk_weights, 2: x_scales, 4: gradients of topk_weights
     num_recv_rows: int
+    handle_call: int  # the dispatch whose handle is used, 0 without one
 
     def signature(self) -> tuple[int, ...]:
-        return (self.operation, self.dtype, self.layout, self.expert_alignment, self.flags)
+        return (self.operation, self.dtype, self.layout, self.expert_alignment, self.flags, self.handle_call)
 
     def describe(self) -> str:
         extras = [", with topk_weights", ", with x_scales", ", with gradients of topk_weights"]
-        names = sorted(set(DTYPE_NAMES.values()))
+        extras = [text for bit, text in enumerate(extras) if self.flags >> bit & 1]
+        if self.handle_call:
+            extras.insert(0, f", with the handle of call {self.handle_call}")
+        name = sorted(set(DTYPE_NAMES.values()))[self.dtype]
         return (
-            f"{_OPERATIONS[self.operation]} of {names[self.dtype]} rows, layout {LAYOUTS[self.layout]}, "
-            f"expert_alignment {self.expert_alignment}" + "".join(text for bit, text in enumerate(extras) if self.flags >> bit & 1)
+            f"{_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
+            f"expert_alignment {self.expert_alignment}" + "".join(extras)
         )
 
 
@@ -97,7 +101,8 @@ class CollectiveBackend:
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
         handle = DispatchHandle(
             -1, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True), recv_row_idx,
-            to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device), recv_topk_idx,
+            to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device),
+            torch.tensor([self.num_calls]), recv_topk_idx,
         )  # fmt: skip
         rows = self._allocate(args, handle)
         return rows, handle, lambda: self._move(args, handle, rows, cached=False)
@@ -124,7 +129,7 @@ class CollectiveBackend:
         return combined_x, lane_values, move
 
     def abort(self, message: str) -> None:
-        entry = Entry(0, 1, 0, 0, 0, 1, 0, -1)
+        entry = Entry(0, 1, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
             self._enter(entry, message=message)
 
@@ -253,8 +258,9 @@ class CollectiveBackend:
             alignment = args.expert_alignment if is_plan else args.handle.expert_alignment  # type: ignore[union-attr]
             bound = args.num_recv_rows if is_plan else -1  # type: ignore[union-attr]
             flags = (args.topk_weights is not None) + 2 * (args.x_scales is not None)
+        handle_call = 0 if isinstance(args, DispatchArgs) else int(args.handle.call)
         dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[x.dtype])
-        return Entry(0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound)
+        return Entry(0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
 
     def _enter(self, own: Entry, counts: Tensor | None = None, message: str = "") -> Tensor:
         """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64."""

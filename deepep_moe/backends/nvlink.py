@@ -71,7 +71,16 @@ class NvlinkBackend:
         recv_row_idx = self._empty((counts.num_recv_tokens if is_expert else 0, s.num_topk), torch.int32)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype, device=self.device)
         handle = DispatchHandle(
-            -1, args.layout, args.expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, recv_topk_idx
+            -1,
+            args.layout,
+            args.expert_alignment,
+            num_rows,
+            topk_idx,
+            recv_row_idx,
+            recv_counts,
+            num_recv_tokens_per_expert,
+            torch.tensor([self.num_calls]),
+            recv_topk_idx,
         )
         rows = self._allocate(args, handle)
         params = self._dispatch_params(args, handle, rows)

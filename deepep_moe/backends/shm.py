@@ -89,7 +89,16 @@ class ShmBackend:
         recv_row_idx = torch.full((result.num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype)
         handle = DispatchHandle(
-            -1, args.layout, args.expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, recv_topk_idx
+            -1,
+            args.layout,
+            args.expert_alignment,
+            num_rows,
+            topk_idx,
+            recv_row_idx,
+            recv_counts,
+            num_recv_tokens_per_expert,
+            torch.tensor([self.num_calls]),
+            recv_topk_idx,
         )
         rows = self._allocate(args, handle)
         params = self._dispatch_params(args, handle, rows)
@@ -121,7 +130,9 @@ class ShmBackend:
         params.lane_values = _address(args.lane_values)
         params.topk_idx = _address(handle.topk_idx)
         params.combined_x, params.combined_lane_values = _address(combined_x), _address(lane_values)
-        signature = _C.Signature(_C.Operation.combine, params.dtype, params.layout, has_lane_values=with_values)
+        signature = _C.Signature(
+            _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_lane_values=with_values
+        )
         return combined_x, lane_values, lambda: self._communicator.combine(signature, params)
 
     def abort(self, message: str) -> None:
@@ -137,6 +148,7 @@ class ShmBackend:
             getattr(_C.DType, DTYPE_NAMES[x.dtype]),
             getattr(_C.Layout, layout),
             expert_alignment=args.expert_alignment if isinstance(args, DispatchArgs) else args.handle.expert_alignment,
+            handle_call=0 if isinstance(args, DispatchArgs) else int(args.handle.call),
             has_weights=args.topk_weights is not None,
             has_scales=args.x_scales is not None,
         )
