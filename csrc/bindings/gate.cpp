@@ -76,7 +76,6 @@ void bind_gate(py::module_& m) {
         .def(py::init(&make_options), py::kw_only(), py::arg("num_tokens"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
              py::arg("routed_scaling_factor"), py::arg("dtype"), py::arg("index64"), py::arg("num_threads"));
-    m.attr("MAX_TOPK") = kMaxTopk;
     m.def("gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits_ptr"), py::arg("expert_bias_ptr"),
           py::arg("mask_ptr"), py::arg("topk_idx_ptr"), py::arg("topk_weights_ptr"), py::arg("num_tokens_per_expert_ptr"));
     m.def("gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits_ptr"), py::arg("topk_idx_ptr"),

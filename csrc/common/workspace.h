@@ -76,7 +76,7 @@ struct WorkspaceConfig {
 
 // Bytes of one ring slot: lane experts and lane values, then the row, then its scales.
 struct SlotLayout {
-    size_t lanes_offset = 0, values_offset, row_offset, scales_offset, bytes;
+    size_t values_offset, row_offset, scales_offset, bytes;
     SlotLayout(int num_topk, size_t row_bytes, size_t scale_bytes)
         : values_offset(sizeof(int32_t) * num_topk),
           row_offset(align_up(values_offset + sizeof(float) * num_topk, kCacheLine)),

@@ -29,7 +29,7 @@ Segment Segment::create(size_t bytes) {
 Segment Segment::open(const std::string& path, size_t bytes) {
     Segment segment;
     segment.fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (segment.fd_ < 0) raise_errno("cannot open a peer's shared memory at " + path);
+    if (segment.fd_ < 0) raise_errno("cannot open a peer's shared memory at " + path + " (ranks must run as one user in one container)");
     struct stat status{};
     if (fstat(segment.fd_, &status) != 0) raise_errno("cannot read the size of " + path);
     if (static_cast<size_t>(status.st_size) != bytes)

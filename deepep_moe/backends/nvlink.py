@@ -51,6 +51,9 @@ class NvlinkBackend:
         """Map the workspaces of all ranks. Raises RuntimeError where a GPU cannot reach another."""
         self._communicator.connect(addresses)
 
+    def seal(self) -> None:
+        """Nothing to close: CUDA's handles end with the allocation."""
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         self._communicator.check()
         s, num_tokens = self.settings, args.topk_idx.shape[0]

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,49 +91,28 @@ def why_not_nvlink(peers: list[Introduction]) -> str | None:
     return f"ranks {without} see no CUDA device" if without else None
 
 
-def _make_nvlink(settings: Settings, group: "dist.ProcessGroup | None") -> NvlinkBackend | str:
-    """The backend, or the reason why some GPU cannot reach another. The same on every rank."""
+def _make_connected(
+    make: "Callable[[], ShmBackend | NvlinkBackend]", settings: Settings, group: "dist.ProcessGroup | None"
+) -> Backend | str:
+    """The backend, with every rank's memory mapped, or the reason why some rank cannot reach another. The same on every rank."""
     failure: str | None = None
-    backend: NvlinkBackend | None = None
+    backend: ShmBackend | NvlinkBackend | None = None
+    address: Any = None
     try:
-        backend = NvlinkBackend(settings)
+        backend = make()
         address = backend.address()
-    except RuntimeError as error:
-        failure, address = str(error), b""
-    gathered = gather_objects((failure, address), group, settings.num_ranks, "sharing of workspaces", settings.timeout_s)
-    if backend is not None and all(reason is None for reason, _ in gathered):
-        try:
-            backend.connect([address for _, address in gathered])
-        except RuntimeError as error:
-            failure = str(error)
-    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            return f"on rank {rank}: {reason}"
-    assert backend is not None
-    return backend
-
-
-def _make_shm(settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> ShmBackend | str:
-    """The backend, or the reason why some rank cannot open another's shared memory. The same on every rank."""
-    failure: str | None = None
-    backend: ShmBackend | None = None
-    address = ("", 0)
-    try:
-        backend = ShmBackend(settings, min(peer.num_threads for peer in peers))
-        address = backend.address()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         failure = str(error)
     gathered = gather_objects((failure, address), group, settings.num_ranks, "sharing of workspaces", settings.timeout_s)
     if backend is not None and all(reason is None for reason, _ in gathered):
         try:
             backend.connect([address for _, address in gathered])
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             failure = str(error)
     reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            return f"on rank {rank}: {reason} (ranks must run as one user in one container)"
+            return f"on rank {rank}: {reason}"
     assert backend is not None
     backend.seal()
     return backend
@@ -150,9 +130,10 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
     if candidate in ("shm", "nvlink"):
         made: Backend | str
         if candidate == "shm":
-            made = why_not_shm(peers) or _make_shm(settings, peers, group)
+            num_channels = min(peer.num_threads for peer in peers)
+            made = why_not_shm(peers) or _make_connected(lambda: ShmBackend(settings, num_channels), settings, group)
         else:
-            made = why_not_nvlink(peers) or _make_nvlink(settings, group)
+            made = why_not_nvlink(peers) or _make_connected(lambda: NvlinkBackend(settings), settings, group)
         if not isinstance(made, str):
             return made
         if name != "auto":
