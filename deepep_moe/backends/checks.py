@@ -107,6 +107,11 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     if isinstance(args.x, Tensor) and args.x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(args.x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
     _check_rows("x", args.x, handle.num_rows, s, (torch.float32, torch.bfloat16, torch.float16))
+    if args.weights is not None and tuple(args.weights.shape) != (handle.num_rows,):
+        raise ValueError(
+            f"topk_weights has shape {list(args.weights.shape)}; it must be [{handle.num_rows}], one weight per row of x: "
+            "what a dispatch in the expert layout returns as recv_topk_weights"
+        )
     _check_weights("topk_weights", args.weights, (handle.num_rows,), args.x)
     if args.bias is not None:
         _check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (args.x.dtype,), args.x.device)
