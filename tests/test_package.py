@@ -44,8 +44,9 @@ def test_isolated_build(tmp_path):
     }
     packed = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
     assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi"}
-    needed = subprocess.run(["ldd", str(tmp_path / "wheel" / module)], capture_output=True, text=True, check=True).stdout
-    assert not re.search("torch|c10|cuda", needed), needed
+    linked = subprocess.run(["ldd", str(tmp_path / "wheel" / module)], capture_output=True, text=True, check=True).stdout
+    libraries = [line.split()[0] for line in linked.splitlines()]  # without the addresses, which differ from run to run
+    assert libraries and not re.search("torch|c10|cuda", " ".join(libraries)), linked
 
 
 def test_features():
