@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
@@ -99,15 +100,20 @@ class BuildWithCuda(build_ext):
     def build_extension(self, ext: Pybind11Extension) -> None:
         nvcc = find_nvcc()
         sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").glob("*.cu")) if nvcc else []
-        for source in sources:
-            target = Path(self.build_temp) / source.with_suffix(".o")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if is_stale(str(target), str(source)):
-                codes = [f"-gencode=arch={virtual},code={real}" for virtual, real in GPU_ARCHITECTURES]
-                flags = ["-std=c++20", "-O3", "--threads=2", "-fmad=false", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes]
-                subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(target)], check=True)
-            ext.extra_objects.append(str(target))
+        targets = [Path(self.build_temp) / source.with_suffix(".o") for source in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda pair: compile_cuda(nvcc, *pair), zip(sources, targets, strict=True)))
+        ext.extra_objects += map(str, targets)
         super().build_extension(ext)
+
+
+def compile_cuda(nvcc: str, source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not is_stale(str(target), str(source)):
+        return
+    codes = [f"-gencode=arch={virtual},code={real}" for virtual, real in GPU_ARCHITECTURES]
+    flags = ["-std=c++20", "-O3", "--threads=3", "-fmad=false", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes]
+    subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(target)], check=True)
 
 
 def is_stale(object_file: str, source: str) -> bool:

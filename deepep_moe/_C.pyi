@@ -132,6 +132,7 @@ class GpuPlanParams:
     num_tokens: int
     narrow_topk_idx: int
     cached: bool
+    reports_counts: bool
     is_expert_layout: bool
     expert_alignment: int
     num_recv_rows_bound: int
@@ -141,15 +142,17 @@ class GpuPlanParams:
 class GpuCounts:
     num_recv_tokens: int
     num_rows: int
+    send_counts: list[int]
+    recv_counts: list[int]
 
 class GpuDispatchParams:
     topk_idx: int
     topk_idx_is_int64: bool
     num_tokens: int
     cached: bool
+    has_lanes: bool
     is_expert_layout: bool
     recv_topk_idx_is_int64: bool
-    num_send_blocks: int
     expert_alignment: int
     row_bytes: int
     scale_bytes: int
@@ -171,7 +174,8 @@ class GpuCombineParams:
     num_tokens: int
     is_expert_layout: bool
     dtype: DType
-    num_send_blocks: int
+    has_lane_values: bool
+    direct: bool
     recv_counts: int
     recv_row_idx: int
     x: int
@@ -180,6 +184,17 @@ class GpuCombineParams:
     bias: int
     combined_x: int
     combined_lane_values: int
+
+class GpuTuning:
+    ring_warps: int
+    ring_stages: int
+    ring_paced: bool
+    uses_bulk_copies: bool
+    num_receive_blocks: int
+    num_work_blocks: int
+
+def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dtype: DType, stream: int) -> None: ...
+def gpu_slot_bytes(row_bytes: int, tail_bytes: int) -> int: ...
 
 class GpuCommunicator:
     def __init__(
@@ -197,11 +212,19 @@ class GpuCommunicator:
     workspace_bytes: int
     def handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...
-    def plan(self, params: GpuPlanParams, stream: int) -> None: ...
+    num_multiprocessors: int
+    tuning: GpuTuning
+    def plan(self, params: GpuPlanParams, signature: Signature, stream: int) -> None: ...
     def wait_counts(self) -> GpuCounts: ...
-    def dispatch(self, params: GpuDispatchParams, stream: int) -> None: ...
-    def combine(self, params: GpuCombineParams, stream: int) -> None: ...
-    def refuse(self, stream: int) -> None: ...
+    def dispatch(self, params: GpuDispatchParams, num_sms: int, stream: int) -> None: ...
+    def combine(self, params: GpuCombineParams, num_sms: int, finishes: bool, stream: int) -> None: ...
+    def start_dispatch(self, params: GpuDispatchParams, num_sms: int, stream: int) -> None: ...
+    def start_combine(self, params: GpuCombineParams, num_sms: int, stream: int) -> None: ...
+    def copy(self, counts: list[int], slot_bytes: int, stream: int) -> None: ...
+    def copy_block(self, peer: int, bytes: int, stream: int) -> None: ...
+    def end_dispatch(self, params: GpuDispatchParams, stream: int) -> None: ...
+    def end_combine(self, params: GpuCombineParams, stream: int) -> None: ...
+    def refuse(self, reason: str, stream: int) -> None: ...
     def check(self) -> None: ...
 
 # gate (csrc/cpu/gate.h)

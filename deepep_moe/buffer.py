@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C, config, torch_ops
-from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
 from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_device, check_dispatch
+from deepep_moe.backends.quantize import quantize_fp8
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.backends.select import BACKENDS, introduce, make_backend
 from deepep_moe.errors import BufferDestroyedError, EPError
@@ -83,6 +85,17 @@ def _checked_settings(s: Settings, backend: str, timeout_s: float | None) -> Set
     return s
 
 
+def _second_half(move: Move, _keep_alive: Any) -> None:
+    move()
+
+
+def _check_num_sms(num_sms: Any) -> None:
+    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
+        raise TypeError(f"num_sms is {num_sms!r}; it must be None or a whole number")
+    if num_sms is not None and num_sms < 0:
+        raise ValueError(f"num_sms is {num_sms}; it must be at least 0")
+
+
 class Buffer:
     """Moves tokens between the ranks of a group and their experts.
 
@@ -96,8 +109,12 @@ class Buffer:
         hidden: columns of a row; a row must be a multiple of 16 bytes.
         num_experts: of all ranks together, a multiple of the group's size.
         num_topk: experts per token, at most 32.
-        backend: "auto", or one by name. "auto" takes the first that can serve of `shm` (ranks of one host, CPU tensors) and
-            `collective` (`all_to_all_single` of the group). `buffer.backend` says which; so does one log line on rank 0.
+        backend: "auto", or one by name. "auto" takes the first that can serve of `nvlink` (GPUs of one host that reach each other, with
+            an NCCL group), `shm` (ranks of one host, CPU tensors) and `collective` (`all_to_all_single` of the group).
+            `buffer.backend` says which; so does one log line on rank 0.
+        num_sms: multiprocessors of a GPU that send rows, 1 to all; 0: copy engines send, and no multiprocessor while rows fly. A
+            call may say otherwise; results never depend on it. None: a default that saturates the link. CPU backends have none and
+            do not look.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
     Raises:
@@ -115,6 +132,7 @@ class Buffer:
         num_topk: int,
         *,
         backend: str = "auto",
+        num_sms: int | None = None,
         timeout_s: float | None = None,
     ):
         if group is None and dist.is_available() and dist.is_initialized():
@@ -132,6 +150,7 @@ class Buffer:
         error: Exception | None = None
         try:
             self._settings = _checked_settings(self._settings, backend, timeout_s)
+            _check_num_sms(num_sms)
             num_threads = config.num_threads(num_ranks)
         except (TypeError, ValueError) as refused:
             error = refused
@@ -139,11 +158,12 @@ class Buffer:
         self._backend: Backend | None = make_backend(backend, self._settings, peers, group)
         self.backend: str = self._backend.name
         self.num_channels: int = self._backend.num_channels
+        self.num_handle_numbers: int = self._backend.num_handle_numbers
         self._number = next(_numbers)
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Event | None = None
         self._process_id = os.getpid()
-        self._is_async = False
+        self._mode = self._own_mode = Mode(num_sms=num_sms)
         torch_ops.register_buffer(self._number, self)
         if rank == 0:
             logger.info(
@@ -214,6 +234,8 @@ class Buffer:
         expert_alignment: int = 1,
         handle: DispatchHandle | None = None,
         num_recv_rows: int | None = None,
+        fp8: bool = False,
+        num_sms: int | None = None,
         async_op: bool = False,
         return_hook: bool = False,
     ) -> DispatchOutput:
@@ -228,25 +250,26 @@ class Buffer:
                 group padded with zero rows to a multiple of `expert_alignment`. "rank": one row per (token, this rank), by (source
                 rank, token).
             handle: of an earlier dispatch of this buffer: repeats its routing, layout and alignment, with no exchange of counts.
-            num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest, behind the last group, zero.
+            num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest, behind the last group, zero. On a
+                GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
+            fp8: send rows as float8_e4m3fn with one scale for 128 columns, made here (`deepep_moe.ops.quantize_fp8`); without gradient.
+            num_sms: as the buffer's, for this call.
             async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`.
-            return_hook: return at once; the results may be read after `output.hook()`.
+            return_hook: return at once; the results may be read, and the arguments changed, after `output.hook()`. On a GPU rows fly
+                meanwhile, and `hook` enqueues the rest on the stream that is current then; so does the buffer's next call.
 
         Raises:
             TypeError, ValueError: bad arguments; the peers raise EPPeerError instead of waiting.
             EPMismatchError: ranks are in different operations. EPCapacityError: more rows than a rank's `num_recv_rows`.
             EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
         """
+        if fp8:
+            x, x_scales = self._quantized(x, x_scales)
         call = (x, x_scales, topk_idx, topk_weights, layout, expert_alignment, handle, num_recv_rows)
-        if not (async_op or return_hook):
-            return self._dispatch_now(*call)
-        self._is_async = True
-        try:
+        with self._in_mode(Mode(async_op, return_hook, num_sms)):
             output = self._dispatch_now(*call)
-            event = self._event()
-        finally:
-            self._is_async = False
-        return output._replace(event=event, hook=event.wait if return_hook else None)
+            event = self._event(output.recv_x, output.recv_x_scales, output.recv_topk_weights, x, x_scales, topk_idx, topk_weights)
+        return output._replace(event=event, hook=event.wait if return_hook and event is not None else None)
 
     def combine(
         self,
@@ -255,7 +278,9 @@ class Buffer:
         topk_weights: Tensor | None = None,
         *,
         bias: Tensor | None = None,
+        num_sms: int | None = None,
         async_op: bool = False,
+        return_hook: bool = False,
     ) -> Any:
         """Bring the experts' outputs back to the tokens' ranks, summed. Collective; differentiable in `x`, `topk_weights`, `bias`.
 
@@ -267,20 +292,22 @@ class Buffer:
             handle: of a dispatch of this buffer.
             topk_weights: [num_rows] fp32: weigh each row (`recv_topk_weights` of the expert layout); None: a plain sum.
             bias: [num_tokens, hidden], dtype of `x`: added at the source.
+            num_sms: as the buffer's, for this call.
             async_op: return at once with an Event.
+            return_hook: return at once with a hook, as `dispatch`.
 
         Returns:
-            combined_x [num_tokens, hidden], dtype of `x`; with `async_op`, (combined_x, Event). Tokens without expert are 0 (+ bias).
+            combined_x [num_tokens, hidden], dtype of `x`; with `async_op`, (combined_x, Event); with `return_hook`, (combined_x, hook).
+            Tokens without expert are 0 (+ bias).
 
         Raises: as `dispatch`.
         """
-        if not async_op:
-            return self._combine_now(x, handle, topk_weights, bias)
-        self._is_async = True
-        try:
-            return self._combine_now(x, handle, topk_weights, bias), self._event()
-        finally:
-            self._is_async = False
+        with self._in_mode(Mode(async_op, return_hook, num_sms)):
+            combined_x = self._combine_now(x, handle, topk_weights, bias)
+            event = self._event(combined_x, x, topk_weights, bias)
+        if event is None:
+            return combined_x
+        return combined_x, event.wait if return_hook else event
 
     def destroy(self) -> None:
         """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so."""
@@ -308,7 +335,8 @@ class Buffer:
     def _combine_now(self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None) -> Tensor:
         self._alive()
         self._refuse_types({"x": x, "topk_weights": topk_weights, "bias": bias}, handle, needs_handle=True)
-        combined_x, _ = torch.ops.deepep_moe.combine(
+        combine = torch.ops.deepep_moe.combine if torch_ops.is_traced(x, topk_weights, bias) else torch_ops.combine
+        combined_x, _ = combine(
             x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
             handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
@@ -328,7 +356,8 @@ class Buffer:
                 raise self._refuse(TypeError(f"{name} is {value!r}; it must be a whole number"))
         if not isinstance(layout, str):
             raise self._refuse(TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}"))
-        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts, call = torch.ops.deepep_moe.dispatch(
+        dispatch = torch.ops.deepep_moe.dispatch if torch_ops.is_traced(x, topk_weights) else torch_ops.dispatch
+        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts, call = dispatch(
             x, x_scales, topk_idx, topk_weights, self._number, layout, expert_alignment, bound
         )
         recv_topk_idx = idx if layout == "rank" else None
@@ -343,7 +372,8 @@ class Buffer:
     def _call_dispatch_cached(
         self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
     ) -> DispatchOutput:
-        recv_x, scales, weights = torch.ops.deepep_moe.dispatch_cached(
+        dispatch = torch.ops.deepep_moe.dispatch_cached if torch_ops.is_traced(x, topk_weights) else torch_ops.dispatch_cached
+        recv_x, scales, weights = dispatch(
             x, x_scales, topk_weights, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
             handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
@@ -379,6 +409,16 @@ class Buffer:
                     f"with layout {handle.layout!r} and expert_alignment {handle.expert_alignment}; leave them out, the handle has its own"
                 )
             )
+
+    def _quantized(self, x: Tensor, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
+        try:
+            if x_scales is not None:
+                raise ValueError("fp8 and x_scales were both given; rows with scales are fp8 already")
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ValueError("fp8=True has no gradient and x requires one; call it with x.detach()")
+            return quantize_fp8(x)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self._refuse(error) from None
 
     # ---- implementation of the operators ----
 
@@ -428,14 +468,16 @@ class Buffer:
         self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str, expert_alignment: int,
         num_recv_rows: int,
     ) -> tuple[Rows, DispatchHandle]:  # fmt: skip
-        args = self._checked(check_dispatch, DispatchArgs(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows))
+        args = self._checked(
+            check_dispatch, DispatchArgs(self._mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
+        )
         with self._told() as backend:
             rows, handle, move = backend.plan(args)
         self._run(move, args, rows, handle)
         return rows, handle
 
     def _dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> Rows:
-        args = self._checked(check_cached_dispatch, CachedDispatchArgs(x, x_scales, topk_weights, handle))
+        args = self._checked(check_cached_dispatch, CachedDispatchArgs(self._mode, x, x_scales, topk_weights, handle))
         with self._told() as backend:
             rows, move = backend.dispatch_cached(args)
             self._run(move, args, rows)
@@ -444,31 +486,44 @@ class Buffer:
     def _combine(
         self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle
     ) -> tuple[Tensor, Tensor]:
-        args = self._checked(check_combine, CombineArgs(x, weights, bias, lane_values, handle))
+        args = self._checked(check_combine, CombineArgs(self._mode, x, weights, bias, lane_values, handle))
         with self._told() as backend:
             combined_x, combined_values, move = backend.combine(args)
             self._run(move, args, combined_x, combined_values)
         return combined_x, combined_values
 
-    # ---- asynchronous calls: one thread of the buffer's own, in order ----
+    # ---- asynchronous calls: on one thread of the buffer's own, in order, or as the backend has it ----
+
+    @contextlib.contextmanager
+    def _in_mode(self, mode: Mode) -> Iterator[None]:
+        """The calls inside run in `mode`; gradients run as the buffer was made."""
+        try:
+            _check_num_sms(mode.num_sms)
+        except (TypeError, ValueError) as error:
+            raise self._refuse(error) from None
+        self._mode = mode if mode.num_sms is not None else replace(mode, num_sms=self._own_mode.num_sms)
+        try:
+            yield
+        finally:
+            self._mode = self._own_mode
 
     def _run(self, move: Move, *keep_alive: Any) -> None:
-        """Move the rows, now or on the buffer's thread, which holds the tensors that native code knows by address."""
-        if not self._is_async or not self._alive().moves_on_thread:
-            return move()
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
-        self._pending = Event(self._executor.submit(lambda _: move(), keep_alive))
+        """Move the rows, now or later; until then the tensors that native code knows by address are held."""
+        mode, on_thread = self._mode, self._alive().moves_on_thread
+        if not on_thread and mode.is_split and self._is_on_gpu:
+            self._pending = Event(second_half=partial(_second_half, move, keep_alive))
+        elif not on_thread or not (mode.is_async or mode.is_split):
+            move()
+        else:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
+            self._pending = Event(self._executor.submit(lambda _: move(), keep_alive))
 
-    def _event(self) -> Event:
-        """Of the call just made."""
-        if self._pending is not None:
-            return self._pending
-        if not self._is_on_gpu:
-            return Event()
-        recorded = torch.cuda.Event()
-        recorded.record()
-        return Event(recorded=recorded)
+    def _event(self, *used: Tensor | None) -> Event | None:
+        """Of the call just made, where it is asynchronous; `used` are its tensors."""
+        if not (self._mode.is_async or self._mode.is_split):
+            return None
+        return self._pending or Event(recorded=self._alive().recorded(*used))
 
     @property
     def _is_on_gpu(self) -> bool:

@@ -29,6 +29,17 @@ def world_size() -> int:
     return int(_number("WORLD_SIZE", 1, 1, 1e9))
 
 
+def launched_rank() -> int | None:
+    """This process's rank (`RANK`) where a launcher such as torchrun started it, else None."""
+    rank = int(_number("RANK", -1, -1, 1e9))
+    return None if rank < 0 else rank
+
+
+def local_rank() -> int:
+    """Its rank on this host (`LOCAL_RANK`), else 0."""
+    return int(_number("LOCAL_RANK", 0, 0, 1e6))
+
+
 def num_threads(num_ranks_on_host: int | None = None) -> int:
     """Threads one rank's CPU kernels may use: `DEEPEP_MOE_NUM_THREADS`, else an equal share of the CPUs, 8 at most.
 

@@ -1,5 +1,6 @@
 """Completion of an asynchronous operation."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -9,27 +10,39 @@ class Event:
     """Says when the results of an asynchronous dispatch or combine may be read.
 
     On the CPU backends the operation runs on the buffer's own thread; `wait` blocks the caller and raises what the operation raised. On
-    the GPU backends it runs on the stream of the call; `wait` makes the caller's current stream wait and returns at once.
+    the GPU backends it runs on a stream of the buffer's own; `wait` makes the caller's current stream wait and returns at once. Of a
+    call in two halves (`return_hook=True`) on a GPU, `wait` enqueues the second half on the caller's current stream.
     """
 
-    def __init__(self, future: "Future[None] | None" = None, recorded: "torch.cuda.Event | None" = None):
+    def __init__(
+        self,
+        future: "Future[None] | None" = None,
+        recorded: "torch.cuda.Event | None" = None,
+        second_half: Callable[[], None] | None = None,
+    ):
         self._future = future
         self._recorded = recorded
+        self._second_half = second_half
         self.seen = False
         """Has `wait` returned or raised?"""
 
     def wait(self) -> None:
-        """Return once the results may be used. Raises the operation's error, every time it is called."""
-        if self._future is not None:
-            try:
+        """Return once the results may be used. Raises the operation's error; a thread's, every time it is called."""
+        second_half, self._second_half = self._second_half, None
+        try:
+            if self._future is not None:
                 self._future.result()
-            finally:
-                self.seen = True
+            if second_half is not None:
+                second_half()
+        finally:
+            self.seen = True
         if self._recorded is not None:
             torch.cuda.current_stream().wait_event(self._recorded)
 
     def failure(self) -> BaseException | None:
         """The operation's error, once it is over."""
+        if self._second_half is not None:
+            self.wait()
         return None if self._future is None else self._future.exception()
 
     def query(self) -> bool:

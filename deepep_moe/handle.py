@@ -27,7 +27,8 @@ class DispatchHandle:
     num_recv_tokens_per_expert: Tensor
     """[num_local_experts] int32, without padding."""
     call: Tensor
-    """[1] int64 on the CPU: the number of the dispatch among the buffer's calls, by which ranks notice that they use different handles."""
+    """int64 on the CPU: [0] the number of the dispatch among the buffer's calls, by which ranks notice that they use different handles;
+    with backend `nvlink`, then [num_ranks] tokens sent to and [num_ranks] received from each rank, -1 where the host does not know."""
     recv_topk_idx: Tensor | None
     """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
 

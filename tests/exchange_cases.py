@@ -39,6 +39,9 @@ class Case:
     seed: int = 0
     with_weights: bool = True
     with_bias: bool = False
+    num_sms: int | None = None
+    bulk_copies: bool = True  # nvlink: with the instructions of sm_90 where they are
+    mode: str = "now"  # or "async", "hook"
     backends: tuple[str, ...] = field(default=("shm", "collective"))
 
     @property
@@ -95,8 +98,14 @@ def check_case(rank: int, _: int, case: Case) -> None:
         device = device_of(backend, rank)
         buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
         assert buffer.backend == backend
+        if backend == "nvlink" and not case.bulk_copies:
+            buffer._backend.tuning.uses_bulk_copies = False
+        how = {"num_sms": case.num_sms, "async_op": case.mode == "async", "return_hook": case.mode == "hook"}
         x, idx, weight = (tensor.to(device) for tensor in inputs[rank])
-        out = buffer.dispatch(x, idx, weight if case.with_weights else None, layout=case.layout, expert_alignment=case.expert_alignment)
+        weight = weight if case.with_weights else None
+        out = buffer.dispatch(x, idx, weight, layout=case.layout, expert_alignment=case.expert_alignment, **how)
+        if case.mode != "now":
+            (out.hook or out.event.wait)()
         mine = received[rank]
         assert_same("recv_x", out.recv_x, mine.recv_x)
         assert out.num_recv_tokens_per_expert.tolist() == mine.num_recv_tokens_per_expert
@@ -104,8 +113,16 @@ def check_case(rank: int, _: int, case: Case) -> None:
         assert_same("recv_topk_idx", out.recv_topk_idx, mine.recv_topk_idx)
         given_weights = row_weights[rank].to(device) if case.with_weights else None
         bias = biases[rank].to(device) if case.with_bias else None
-        y = buffer.combine(outputs[rank].to(device), out.handle, given_weights, bias=bias)
+        y = buffer.combine(outputs[rank].to(device), out.handle, given_weights, bias=bias, **how)
+        if case.mode != "now":
+            y, done = y
+            done() if case.mode == "hook" else done.wait()
         assert_same("combined_x", y, combined[rank])
+        again = buffer.dispatch(x, topk_weights=weight, handle=out.handle, **how)
+        if case.mode != "now":
+            (again.hook or again.event.wait)()
+        assert_same("recv_x along the handle", again.recv_x, mine.recv_x)
+        assert_same("recv_topk_weights along the handle", again.recv_topk_weights, mine.recv_topk_weights)
         buffer.destroy()
 
 

@@ -460,10 +460,9 @@ def dies(rank, num_ranks, backend, moment):
 @pytest.mark.parametrize("moment", ("before a call", "between the halves"))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_peer_that_dies(backend, moment):
-    before = set(os.listdir("/dev/shm"))
     results = run_ranks(dies, 3, backend, moment, expected_dead=[1])
     assert results[0] and results[2] and results[1] is None
-    assert set(os.listdir("/dev/shm")) == before
+    assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]
 
 
 def stalls(rank, num_ranks, backend, moment):
@@ -555,6 +554,5 @@ def frees_everything(rank, num_ranks):
 
 
 def test_buffers_free_their_memory():
-    before = set(os.listdir("/dev/shm"))
     run_ranks(frees_everything, 2)
-    assert set(os.listdir("/dev/shm")) == before
+    assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from exchange_cases import Case, check_case, device_of
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPCapacityError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,95 @@ def test_hidden_sizes(hidden):
     run_ranks(check_case, 2, Case([33, 20], hidden=hidden, dtype=torch.bfloat16, backends=("nvlink",)))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ("now", "async", "hook"))
+@pytest.mark.parametrize("num_sms", (0, 1, 7, None))
+def test_ways_to_send(num_sms, mode, layout):
+    """Multiprocessors or copy engines, at once or in halves: the results are the same."""
+    case = Case([140, 37, 90], layout=layout, dtype=torch.bfloat16, num_sms=num_sms, mode=mode, with_bias=True, backends=("nvlink",))
+    run_ranks(check_case, case.num_ranks, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_loads_and_stores(dtype, layout):
+    """The path of GPUs before sm_90, on any GPU."""
+    case = Case([140, 0, 77], layout=layout, dtype=dtype, expert_alignment=8, bulk_copies=False, with_bias=True, backends=("nvlink",))
+    run_ranks(check_case, case.num_ranks, case)
+
+
+@pytest.mark.parametrize("num_ranks", (5, 6, 7, 8))
+def test_any_number_of_ranks(num_ranks):
+    num_experts = num_ranks * 3
+    run_ranks(check_case, num_ranks, Case([20 + rank for rank in range(num_ranks)], num_experts=num_experts, backends=("nvlink",)))
+
+
+def changing_num_sms(rank, num_ranks):
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", num_sms=5, timeout_s=20)
+    x = torch.randn(50, 128, device=device)
+    idx = torch.rand(50, 8, device=device).argsort(1)[:, :2].contiguous()
+    out = buffer.dispatch(x, idx)
+    for num_sms in (1, 0, 132, 3, None):
+        again = buffer.dispatch(x, handle=out.handle, num_sms=num_sms)
+        assert torch.equal(again.recv_x, out.recv_x)
+        assert torch.equal(buffer.combine(again.recv_x, out.handle, num_sms=num_sms), buffer.combine(out.recv_x, out.handle))
+    with pytest.raises(ValueError, match="num_sms is 100000; this GPU has [0-9]+: give 1 to [0-9]+, or 0 for copy engines"):
+        buffer.dispatch(x, idx, num_sms=100000)
+    with pytest.raises(ValueError, match="num_sms=0 and num_recv_rows were both given"):
+        buffer.dispatch(x, idx, num_sms=0, num_recv_rows=500)
+
+
+def test_num_sms_may_change():
+    run_ranks(changing_num_sms, 2)
+
+
+# ---- CUDA graphs ----
+
+
+def captured(rank, num_ranks, layout):
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", timeout_s=20)
+    x = torch.zeros(64, 128, device=device, requires_grad=True)
+    weights = torch.zeros(64, 2, device=device, requires_grad=True)
+    idx = torch.zeros(64, 2, dtype=torch.int64, device=device)
+
+    def step():
+        out = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=64 * 2 * num_ranks)
+        row_weights = out.recv_topk_weights if layout == "expert" else out.recv_topk_weights.sum(1)
+        y = buffer.combine(out.recv_x * 1.5, out.handle, row_weights)
+        return y, *torch.autograd.grad((y * y).sum(), (x, weights))
+
+    def draw(seed):
+        generator = torch.Generator(device=device).manual_seed(seed * 10 + rank)
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, generator=generator, device=device))
+            weights.copy_(torch.rand(weights.shape, generator=generator, device=device))
+            idx.copy_(torch.rand(64, 8, generator=generator, device=device).argsort(1)[:, :2])
+
+    draw(0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    for seed in range(1, 4):
+        draw(seed)
+        for result in results:
+            result.detach().fill_(float("nan"))
+        graph.replay()
+        for ours, eager in zip(results, step(), strict=True):
+            assert torch.equal(ours, eager)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cuda_graph(layout):
+    run_ranks(captured, 2, layout)
+
+
 # ---- errors ----
 
 IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]
@@ -57,7 +146,9 @@ def bad_arguments(rank, num_ranks):
         (dict(topk_idx=idx + 1), ValueError, r"topk_idx\[[12], [01]\] is 4; it must be -1 \(no expert\) or 0 to 3"),
         (dict(topk_idx=idx * 0), ValueError, "names expert 0 twice"),
     ]:
-        with pytest.raises(error if rank == 0 else EPPeerError, match=message if rank == 0 else "rank 0 refused its arguments"):
+        with pytest.raises(
+            error if rank == 0 else EPPeerError, match=message if rank == 0 else f"rank 0 refused its arguments: .*{message}"
+        ):
             buffer.dispatch(**(dict(x=x, topk_idx=idx) | (changes if rank == 0 else {})))
         out = buffer.dispatch(x, idx)
         assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
@@ -65,6 +156,24 @@ def bad_arguments(rank, num_ranks):
 
 def test_bad_arguments():
     run_ranks(bad_arguments, 2)
+
+
+def different_calls(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank)
+    first, second = buffer.dispatch(x, idx), buffer.dispatch(x, idx)
+    me = f"rank {rank}"
+    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: .*layout.*rank {1 - rank}: .*layout"):
+        buffer.dispatch(x, idx, layout=LAYOUTS[rank])
+    with pytest.raises(EPMismatchError, match="rank 1: combine of float32 rows, layout expert, with the handle of call 2"):
+        out = (first, second)[rank]
+        buffer.combine(out.recv_x, out.handle)
+        torch.cuda.synchronize()
+        buffer.dispatch(x, idx)
+    assert torch.isfinite(buffer.combine(second.recv_x, second.handle)).all(), "usable afterwards"
+
+
+def test_ranks_in_different_calls():
+    run_ranks(different_calls, 2)
 
 
 def late_peer(rank, num_ranks):
@@ -104,7 +213,9 @@ def test_dead_peer():
 def exceeded_bound(rank, num_ranks):
     buffer, x, idx = make_buffer(rank)
     with pytest.raises(EPCapacityError, match="rank 0 would receive 7 rows, more than its num_recv_rows of 3"):
-        buffer.dispatch(x, idx, num_recv_rows=3)
+        buffer.dispatch(x, idx, num_recv_rows=3)  # the host waits for nothing, so it learns it later
+        torch.cuda.synchronize()
+        buffer.dispatch(x, idx)
     buffer.dispatch(x, idx)
 
 

@@ -1,5 +1,6 @@
 // Bindings of the GPU library: its communicator and the params of its calls.
 #include "bindings/bindings.h"
+#include "cuda/launch.h"
 #include "runtime/gpu_communicator.h"
 
 using namespace deepep_moe;
@@ -22,6 +23,7 @@ void bind_plan(py::module_& m) {
     py::class_<GpuPlanParams> plan(m, "GpuPlanParams");
     plan.def(py::init([] { return GpuPlanParams{}; }))
         .def_readwrite("cached", &GpuPlanParams::cached)
+        .def_readwrite("reports_counts", &GpuPlanParams::reports_counts)
         .def_readwrite("is_expert_layout", &GpuPlanParams::is_expert_layout)
         .def_readwrite("expert_alignment", &GpuPlanParams::expert_alignment)
         .def_readwrite("num_recv_rows_bound", &GpuPlanParams::num_recv_rows_bound);
@@ -31,16 +33,20 @@ void bind_plan(py::module_& m) {
     routing_fields(plan);
     pointer_field(plan, "recv_counts", &GpuPlanParams::recv_counts);
     pointer_field(plan, "num_recv_tokens_per_expert", &GpuPlanParams::num_recv_tokens_per_expert);
-    py::class_<GpuCounts>(m, "GpuCounts").def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens).def_readonly("num_rows", &GpuCounts::num_rows);
+    py::class_<GpuCounts>(m, "GpuCounts")
+        .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
+        .def_readonly("num_rows", &GpuCounts::num_rows)
+        .def_property_readonly("send_counts", [](const GpuCounts& self) { return std::vector<int>(self.send_counts, self.send_counts + kMaxGpuRanks); })
+        .def_property_readonly("recv_counts", [](const GpuCounts& self) { return std::vector<int>(self.recv_counts, self.recv_counts + kMaxGpuRanks); });
 }
 
 void bind_moves(py::module_& m) {
     py::class_<GpuDispatchParams> dispatch(m, "GpuDispatchParams");
     dispatch.def(py::init([] { return GpuDispatchParams{}; }))
         .def_readwrite("cached", &GpuDispatchParams::cached)
+        .def_readwrite("has_lanes", &GpuDispatchParams::has_lanes)
         .def_readwrite("is_expert_layout", &GpuDispatchParams::is_expert_layout)
         .def_readwrite("recv_topk_idx_is_int64", &GpuDispatchParams::recv_topk_idx_is_int64)
-        .def_readwrite("num_send_blocks", &GpuDispatchParams::num_send_blocks)
         .def_readwrite("expert_alignment", &GpuDispatchParams::expert_alignment)
         .def_readwrite("row_bytes", &GpuDispatchParams::row_bytes)
         .def_readwrite("scale_bytes", &GpuDispatchParams::scale_bytes)
@@ -61,7 +67,8 @@ void bind_moves(py::module_& m) {
     combine.def(py::init([] { return GpuCombineParams{}; }))
         .def_readwrite("is_expert_layout", &GpuCombineParams::is_expert_layout)
         .def_readwrite("dtype", &GpuCombineParams::dtype)
-        .def_readwrite("num_send_blocks", &GpuCombineParams::num_send_blocks);
+        .def_readwrite("has_lane_values", &GpuCombineParams::has_lane_values)
+        .def_readwrite("direct", &GpuCombineParams::direct);
     routing_fields(combine);
     pointer_field(combine, "recv_counts", &GpuCombineParams::recv_counts);
     pointer_field(combine, "recv_row_idx", &GpuCombineParams::recv_row_idx);
@@ -73,6 +80,16 @@ void bind_moves(py::module_& m) {
     pointer_field(combine, "combined_lane_values", &GpuCombineParams::combined_lane_values);
 }
 
+void bind_tuning(py::module_& m) {
+    py::class_<GpuTuning>(m, "GpuTuning")
+        .def_property("ring_warps", [](const GpuTuning& self) { return self.ring.warps; }, [](GpuTuning& self, int value) { self.ring.warps = value; })
+        .def_property("ring_stages", [](const GpuTuning& self) { return self.ring.stages; }, [](GpuTuning& self, int value) { self.ring.stages = value; })
+        .def_property("ring_paced", [](const GpuTuning& self) { return self.ring.paced; }, [](GpuTuning& self, bool value) { self.ring.paced = value; })
+        .def_readwrite("uses_bulk_copies", &GpuTuning::uses_bulk_copies)
+        .def_readwrite("num_receive_blocks", &GpuTuning::num_receive_blocks)
+        .def_readwrite("num_work_blocks", &GpuTuning::num_work_blocks);
+}
+
 }  // namespace
 
 void bind_gpu(py::module_& m) {
@@ -80,6 +97,7 @@ void bind_gpu(py::module_& m) {
     m.attr("MAX_GPU_RANKS") = kMaxGpuRanks;
     bind_plan(m);
     bind_moves(m);
+    bind_tuning(m);
     py::class_<GpuCommunicator>(m, "GpuCommunicator")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, double timeout_s) {
                  return std::make_unique<GpuCommunicator>(GpuWorkspaceConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank, device,
@@ -88,12 +106,30 @@ void bind_gpu(py::module_& m) {
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"),
              py::arg("num_max_tokens"), py::arg("timeout_s"))
         .def_property_readonly("workspace_bytes", &GpuCommunicator::workspace_bytes)
+        .def_property_readonly("num_multiprocessors", &GpuCommunicator::num_multiprocessors)
+        .def_readwrite("tuning", &GpuCommunicator::tuning)
         .def("handle", [](const GpuCommunicator& self) { return py::bytes(self.handle()); })
         .def("connect", &GpuCommunicator::connect, py::arg("handles"))
-        .def("plan", &GpuCommunicator::plan, py::arg("params"), py::arg("stream"), Released())
+        .def("plan", &GpuCommunicator::plan, py::arg("params"), py::arg("signature"), py::arg("stream"), Released())
         .def("wait_counts", &GpuCommunicator::wait_counts, Released())
-        .def("dispatch", &GpuCommunicator::dispatch, py::arg("params"), py::arg("stream"), Released())
-        .def("combine", &GpuCommunicator::combine, py::arg("params"), py::arg("stream"), Released())
-        .def("refuse", &GpuCommunicator::refuse, py::arg("stream"), Released())
+        .def("dispatch", py::overload_cast<GpuDispatchParams, int, uintptr_t>(&GpuCommunicator::dispatch), py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("combine", &GpuCommunicator::combine, py::arg("params"), py::arg("num_sms"), py::arg("finishes"), py::arg("stream"), Released())
+        .def("start_dispatch", &GpuCommunicator::start_dispatch, py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("start_combine", &GpuCommunicator::start_combine, py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("copy", &GpuCommunicator::copy, py::arg("counts"), py::arg("slot_bytes"), py::arg("stream"), Released())
+        .def("copy_block", &GpuCommunicator::copy_block, py::arg("peer"), py::arg("bytes"), py::arg("stream"), Released())
+        .def("end_dispatch", &GpuCommunicator::end_dispatch, py::arg("params"), py::arg("stream"), Released())
+        .def("end_combine", &GpuCommunicator::end_combine, py::arg("params"), py::arg("stream"), Released())
+        .def("refuse", &GpuCommunicator::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("check", &GpuCommunicator::check, Released());
+    m.def(
+        "gpu_quantize",
+        [](uintptr_t x, uintptr_t y, uintptr_t scales, int64_t num_rows, int64_t hidden, DType dtype, uintptr_t stream) {
+            launch_quantize({num_rows, hidden, dtype, reinterpret_cast<const std::byte*>(x), reinterpret_cast<std::byte*>(y),
+                             reinterpret_cast<float*>(scales)},
+                            reinterpret_cast<void*>(stream));
+        },
+        py::kw_only(), py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("num_rows"), py::arg("hidden"), py::arg("dtype"), py::arg("stream"));
+    m.def("gpu_slot_bytes", [](int64_t row_bytes, int64_t tail_bytes) { return GpuSlotLayout(row_bytes, tail_bytes).bytes; }, py::arg("row_bytes"),
+          py::arg("tail_bytes"));
 }

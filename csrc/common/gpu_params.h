@@ -7,31 +7,31 @@
 
 namespace deepep_moe {
 
-enum class GpuPhase : int { kNone = 0, kEntry, kCounts, kDispatchRows, kCombineRows };
-
-enum GpuFailureKind : int { kNoFailure = 0, kTimeout, kIndexOutOfRange, kDuplicateExpert, kBoundExceeded, kPeerRefused };
-
-// Written by the first kernel that fails, in host memory that the device sees.
-struct GpuFailure {
-    int kind;  // a GpuFailureKind, written last
-    int peer, phase;
-    long long expected, seen;
+// What the host waits for, in host memory that the device sees.
+struct GpuCounts {
+    int ready;  // written last
+    long long num_recv_tokens, num_rows;
+    int send_counts[kMaxGpuRanks], recv_counts[kMaxGpuRanks];
 };
 
-// What the host waits for, likewise.
-struct GpuCounts {
-    unsigned long long sequence;  // written last
-    long long num_recv_tokens, num_rows;
+// What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
+struct GpuState {
+    unsigned long long sequence;  // of the call in progress
+    unsigned long long planned;   // sequence of the last call whose positions are known
+    int gave_up;                  // set with a failure: all waits of this rank end
+    int num_counted, num_told;    // blocks of the plan that have counted, and that have told the peers their tokens' lanes
+    int next_send[kMaxGpuRanks];  // chunks taken by a sender, of each peer
+    int next_reduce, next_receive;
 };
 
 struct GpuContext {
     int rank;
     GpuWorkspaceConfig config;
-    unsigned long long sequence, timeout_ns;
+    unsigned long long timeout_ns;
     std::byte* workspaces[kMaxGpuRanks];  // of all ranks, mapped here
     GpuFailure* failure;                  // host memory
     GpuCounts* counts;                    // host memory
-    int* gave_up;                         // set with `failure`: all waits of this rank end
+    GpuState* state;
 };
 
 // Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
@@ -40,20 +40,28 @@ struct GpuRouting {
     bool is_int64;
     int64_t num_tokens;
     int32_t* segment_counts;    // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
-    int32_t* index_in_segment;  // [num_tokens, num_topk] tokens before this one in its segment with the same expert
+    int32_t* warp_counts;       // [num_segments, warps of the plan, columns] the same of the warps before, in a segment
+    int32_t* index_in_warp;     // [num_tokens, num_topk] tokens before this one in its warp with the same expert
     int32_t* expert_row_base;   // [num_experts] first row of this rank's tokens in the expert's group, on the expert's rank
     int32_t* send_slot;         // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
     int32_t* send_token;        // [num_ranks, num_max_tokens] the token in each slot
-    int32_t* send_row_idx;      // [num_tokens, num_topk] row of recv_x there (expert layout) or local expert (rank layout), -1 = none
     int32_t* send_counts;       // [num_ranks] slots to each rank
+    unsigned long long* reduced;  // [num_ranks, num_chunks] sequence of the call whose sums are in the outbox
     int32_t* narrow_topk_idx;   // [num_tokens, num_topk] int32 copy for the handle, or nullptr
 };
+
+// Tokens a segment of a plan holds, and the number of segments.
+DEEPEP_MOE_HD constexpr int64_t tokens_per_warp(int64_t num_tokens) { return divide_up(divide_up(num_tokens, kMaxSegments), kPlanThreads) * 32; }
+DEEPEP_MOE_HD constexpr int num_segments(int64_t num_tokens) {
+    return num_tokens == 0 ? 1 : static_cast<int>(divide_up(num_tokens, tokens_per_warp(num_tokens) * (kPlanThreads / 32)));
+}
 
 struct GpuPlanParams {
     GpuContext context;
     GpuRouting routing;
-    bool cached;                          // counts are known: only enter the call
-    bool refuse;                          // enter the call only to tell the peers that this rank's arguments are wrong
+    GpuStamp stamp;
+    bool cached;                          // counts are known
+    bool reports_counts;                  // to the host
     bool is_expert_layout;
     int expert_alignment;
     long long num_recv_rows_bound;        // -1: none
@@ -61,11 +69,20 @@ struct GpuPlanParams {
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
+// How the rows of a kernel travel through shared memory: `warps` rings of `stages` rows each; no stages: loads and stores instead.
+// Paced: a ring's place is free when its row has landed, not already when it has left. Too much on its way makes a link slower.
+struct GpuRing {
+    int warps, stages;
+    bool paced;
+};
+
 struct GpuDispatchParams {
     GpuContext context;
     GpuRouting routing;
-    bool cached, is_expert_layout, recv_topk_idx_is_int64;
-    int num_send_blocks, expert_alignment;
+    GpuRing ring;
+    bool cached, has_lanes, is_expert_layout, recv_topk_idx_is_int64;
+    bool to_outbox;  // senders leave rows in the outbox, for a copy engine
+    int num_send_blocks, num_lane_blocks, num_receive_blocks, expert_alignment;
     int64_t row_bytes, scale_bytes, num_rows;
     const std::byte* x;         // [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, scale_bytes], or nullptr
@@ -76,15 +93,18 @@ struct GpuDispatchParams {
     std::byte* recv_x_scales;   // [num_rows, scale_bytes], or nullptr
     void* recv_topk_idx;        // rank layout: [num_rows, num_topk], or nullptr
     float* recv_topk_weights;   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
-    int32_t* recv_row_idx;      // expert layout: [num_recv_tokens, num_topk]
+    int32_t* recv_row_idx;      // expert layout: [num_recv_tokens, num_topk]; out unless cached
 };
 
 struct GpuCombineParams {
     GpuContext context;
     GpuRouting routing;
-    bool is_expert_layout;
+    GpuRing ring;
+    bool is_expert_layout, has_lane_values;
+    bool direct;             // rows need no sum on their way: they leave from x, not from the outbox
+    bool reduces, finishes;  // what the blocks that do not send do
     DType dtype;
-    int num_send_blocks;
+    int num_send_blocks, num_work_blocks;
     const int32_t* recv_counts;   // [num_ranks]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]
     const std::byte* x;           // [num_rows, hidden]
@@ -93,6 +113,16 @@ struct GpuCombineParams {
     const std::byte* bias;        // [num_tokens, hidden], or nullptr
     std::byte* combined_x;        // [num_tokens, hidden]
     float* combined_lane_values;  // [num_tokens, num_topk], or nullptr
+
+    DEEPEP_MOE_HD int64_t tail_bytes() const { return has_lane_values ? 4 * context.config.num_topk : 0; }
+};
+
+struct GpuQuantizeParams {
+    int64_t num_rows, hidden;  // hidden: a multiple of 8
+    DType dtype;               // of x
+    const std::byte* x;        // [num_rows, hidden]
+    std::byte* y;              // [num_rows, hidden] e4m3
+    float* scales;             // [num_rows, ceil(hidden / 128)]
 };
 
 }  // namespace deepep_moe

@@ -1,10 +1,12 @@
 // Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
-//   entered u64[num_ranks] | refused u64[num_ranks] | counts_ready u64[num_ranks] | arrived u64[num_ranks][num_chunks] | counts int32[2][num_ranks][columns] |
-//   staging [num_ranks][num_max_tokens] slots
+//   entered u64[2][num_ranks] | counts_ready u64[num_ranks] | lanes_ready u64[num_ranks] | stamps GpuStamp[2][num_ranks] |
+//   arrived u64[num_ranks][num_chunks] | counts int32[2][num_ranks][columns] | lanes GpuLane[num_ranks][num_max_tokens][num_topk] |
+//   inbox [num_ranks - 1][num_max_tokens] slots | outbox [num_ranks][num_max_tokens] slots
 //
-// Row `source` of every array is written by rank `source` only. Flags hold the sequence number of the call they belong to, so nothing
-// is cleared between calls.
+// Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
+// number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
+// next call before this rank has read what it wrote for the last one. `entered` also holds a digest of what the rank does in the call.
 #pragma once
 
 #include <cstddef>
@@ -21,41 +23,74 @@
 namespace deepep_moe {
 
 constexpr int kMaxGpuRanks = 8;
-constexpr int kChunkSlots = 32;       // rows released by one flag
-constexpr int kTokensPerSegment = 64;  // tokens counted by one warp
+constexpr int kChunkSlots = 8;           // rows released by one flag
+constexpr int kPlanThreads = 256;        // of one block of the plan, which counts one segment of the tokens
+constexpr int kMaxSegments = 256;        // blocks of the plan; all are on the GPU at once
+constexpr int kMaxReasonBytes = 240;
 
 struct GpuWorkspaceConfig {
     int num_ranks, num_experts, num_topk, hidden;
     int64_t num_max_tokens;
 };
 
+enum class GpuPhase : int { kNone = 0, kEntry, kCounts, kPlan, kLanes, kDispatchRows, kReducedRows, kCombineRows };
+
+enum GpuFailureKind : int { kNoFailure = 0, kTimeout, kIndexOutOfRange, kDuplicateExpert, kBoundExceeded, kPeerRefused, kMismatch };
+
+// The first failure of a rank's kernels; lies in host memory that the device sees.
+struct GpuFailure {
+    int kind;  // a GpuFailureKind, written last
+    int peer, phase;
+    long long expected, seen;
+};
+
+// What a rank says it does in a call, for the messages of its peers' hosts.
+struct GpuStamp {
+    unsigned long long what;       // a packed Signature; 0: the rank refuses its arguments
+    GpuFailure why;                // where its GPU has refused them,
+    char reason[kMaxReasonBytes];  // or the reason its host gives
+};
+
+// One lane of a token on its way: where it goes (a row of recv_x, a local expert, or -1) and its weight.
+struct GpuLane {
+    int32_t target;
+    float weight;
+};
+
+// The word a rank enters a call with: ranks whose digests differ are in different calls, 0 refuses.
+constexpr int kDigestBits = 24;
+DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {
+    const unsigned long long mixed = what * 0x9e3779b97f4a7c15ull >> (64 - kDigestBits);
+    return what == 0 ? 0 : mixed == 0 ? 1 : mixed;
+}
+
 DEEPEP_MOE_HD constexpr int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// One token on its way: its row, then `row of recv_x` (or local expert) and weight of each lane, then its scales.
+// One row on its way: the row, then its tail (scales of a dispatch, lane values of a combine).
 struct GpuSlotLayout {
-    int64_t lanes_offset, weights_offset, scales_offset, bytes;
-    DEEPEP_MOE_HD GpuSlotLayout(int num_topk, int64_t row_bytes, int64_t scale_bytes)
-        : lanes_offset(row_bytes),
-          weights_offset(lanes_offset + 4 * num_topk),
-          scales_offset(divide_up(weights_offset + 4 * num_topk, 16) * 16),
-          bytes(divide_up(scales_offset + scale_bytes, 128) * 128) {}
+    int64_t row_bytes, tail_bytes, bytes;
+    DEEPEP_MOE_HD GpuSlotLayout(int64_t row_bytes, int64_t tail_bytes)
+        : row_bytes(row_bytes), tail_bytes(tail_bytes), bytes(divide_up(row_bytes + tail_bytes, 128) * 128) {}
 };
 
 struct GpuWorkspaceLayout {
-    int64_t entered, refused, counts_ready, arrived, counts, staging, total_bytes;
-    int64_t columns, num_chunks, staging_bytes;  // columns: experts, then ranks; staging_bytes: of one source
+    int64_t entered, counts_ready, lanes_ready, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
+    int64_t columns, num_chunks, box_bytes;  // columns: experts, then ranks; box_bytes: of one peer's slots
 
     DEEPEP_MOE_HD explicit GpuWorkspaceLayout(const GpuWorkspaceConfig& c)
         : entered(0),
-          refused(entered + 8 * c.num_ranks),
-          counts_ready(refused + 8 * c.num_ranks),
-          arrived(counts_ready + 8 * c.num_ranks),
+          counts_ready(entered + 2 * 8 * c.num_ranks),
+          lanes_ready(counts_ready + 8 * c.num_ranks),
+          stamps(lanes_ready + 8 * c.num_ranks),
+          arrived(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks),
           columns(c.num_experts + c.num_ranks),
           num_chunks(divide_up(c.num_max_tokens, kChunkSlots)) {
         counts = arrived + 8 * c.num_ranks * num_chunks;
-        staging = divide_up(counts + 2 * 4 * c.num_ranks * columns, 128) * 128;
-        staging_bytes = c.num_max_tokens * GpuSlotLayout(c.num_topk, 4 * static_cast<int64_t>(c.hidden), 0).bytes;
-        total_bytes = staging + c.num_ranks * staging_bytes;
+        lanes = divide_up(counts + 2 * 4 * c.num_ranks * columns, 128) * 128;
+        inbox = divide_up(lanes + static_cast<int64_t>(sizeof(GpuLane)) * c.num_ranks * c.num_max_tokens * c.num_topk, 128) * 128;
+        box_bytes = c.num_max_tokens * GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;
+        outbox = inbox + (c.num_ranks - 1) * box_bytes;
+        total_bytes = outbox + c.num_ranks * box_bytes;
     }
 };
 

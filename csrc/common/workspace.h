@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/signature.h"
 #include "common/types.h"
 
 namespace deepep_moe {
@@ -23,20 +24,6 @@ constexpr size_t kMinRingSlots = 8;
 constexpr uint64_t kSegmentMagic = 0x64656570'65700001;  // changes with this layout
 
 enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
-enum class Operation : int { kDispatch = 0, kCachedDispatch = 1, kCombine = 2 };
-
-// What all ranks must agree on in one call.
-struct Signature {
-    Operation operation;
-    DType dtype;
-    Layout layout;
-    int expert_alignment;
-    int64_t handle_call;  // the dispatch whose handle is used, 0 without one
-    int has_weights;      // dispatch: topk_weights travel
-    int has_scales;       // dispatch: fp8 scales travel
-    int has_lane_values;  // combine: gradients of topk_weights travel
-    bool operator==(const Signature&) const = default;
-};
 
 // Why a wait of this rank failed, for peers that wait in the same call.
 struct FailureRecord {

@@ -1,177 +1,231 @@
 // Dispatch on one NVLink host. Sending blocks push whole rows into slots in the peers' memory, chunk by chunk, a flag a chunk;
 // receiving blocks expand each chunk into its final rows while later ones still fly. Rows that stay on the rank go straight from x.
-#include <stdexcept>
-#include <string>
-
-#include "cuda/device/rows.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/push.cuh"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kMaxThreads = 512;
 
-struct Kernel {
+template <class Ring>
+struct Receiver {
     const GpuDispatchParams& p;
+    const GpuContext& c;
     const GpuWorkspaceConfig& config;
-    const GpuSlotLayout slot;
+    const GpuSlotLayout& slot;
+    const Workspace own;
+    const unsigned long long sequence;
     const int warp, lane;
+    Ring ring;
 
-    __device__ explicit Kernel(const GpuDispatchParams& p)
-        : p(p), config(p.context.config), slot(config.num_topk, p.row_bytes, p.scale_bytes), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+    __device__ Receiver(const GpuDispatchParams& p, const GpuSlotLayout& slot)
+        : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+          ring(p.ring, slot) {}
 
-    // ---- sending: each block serves one peer ----
+    // Chunks that stay here first: their rows are there already.
+    __device__ void receive() {
+        const int local_chunks = num_chunks(c.rank);
+        int most_chunks = 0;
+        for (int source = 0; source < config.num_ranks; ++source)
+            if (source != c.rank) most_chunks = max(most_chunks, num_chunks(source));
+        const auto drain = [&](const RingRow& row) { place(row); };
+        const int num_tasks = local_chunks + most_chunks * (config.num_ranks - 1);
+        for (int task = warp_take(&c.state->next_receive); task < num_tasks; task = warp_take(&c.state->next_receive)) {
+            int source = c.rank, chunk = task;
+            if (task >= local_chunks) {
+                source = (c.rank + 1 + (task - local_chunks) % (config.num_ranks - 1)) % config.num_ranks;
+                chunk = (task - local_chunks) / (config.num_ranks - 1);
+            }
+            if (chunk < num_chunks(source) && !take_chunk(source, chunk, drain)) break;
+        }
+        ring.flush(drain);
+        ring.template settle<0>();
+    }
+
+    __device__ int num_chunks(int source) const { return static_cast<int>(divide_up(p.recv_counts[source], kChunkSlots)); }
+
+    template <class Drain>
+    __device__ bool take_chunk(int source, int chunk, const Drain& drain) {
+        if (p.has_lanes && !warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
+        if (source != c.rank && !warp_wait_flag(c, own.arrived(source, chunk), sequence, source, GpuPhase::kDispatchRows)) return false;
+        int first = 0;
+        for (int before = 0; before < source; ++before) first += p.recv_counts[before];
+        const int end = min((chunk + 1) * kChunkSlots, p.recv_counts[source]);
+        for (int index = chunk * kChunkSlots; index < end; ++index) {
+            const int target = take_lanes(source, index, first + index);
+            if (source == c.rank) {
+                const int64_t token = p.routing.send_token[source * config.num_max_tokens + index];
+                ring.add(p.x + token * p.row_bytes, p.x_scales + token * p.scale_bytes, target, drain);
+            } else {
+                const std::byte* row = own.inbox(source) + index * slot.bytes;
+                ring.add(row, row + slot.row_bytes, target, drain);
+            }
+        }
+        return true;
+    }
+
+    // Writes what goes with a token received; returns this lane's row of recv_x, or -1.
+    __device__ int take_lanes(int source, int index, int64_t recv_token) const {
+        GpuLane what{-1, 0.0f};
+        if (p.has_lanes && lane < config.num_topk) what = own.lanes(source, index)[lane];
+        const int64_t entry = recv_token * config.num_topk + lane;
+        if (!p.is_expert_layout) {
+            if (recv_token >= p.num_rows) return -1;
+            if (lane < config.num_topk) write_lane(entry, what);
+            return lane == 0 ? static_cast<int>(recv_token) : -1;
+        }
+        int target = -1;
+        if (lane < config.num_topk) {
+            target = p.cached ? p.recv_row_idx[entry] : what.target;
+            if (target >= p.num_rows) target = -1;
+            if (!p.cached) p.recv_row_idx[entry] = target;
+        }
+        if (target >= 0 && p.recv_topk_weights != nullptr) p.recv_topk_weights[target] = what.weight;
+        return target;
+    }
+
+    __device__ void write_lane(int64_t entry, GpuLane what) const {
+        if (p.recv_topk_idx != nullptr && p.recv_topk_idx_is_int64) static_cast<int64_t*>(p.recv_topk_idx)[entry] = what.target;
+        if (p.recv_topk_idx != nullptr && !p.recv_topk_idx_is_int64) static_cast<int32_t*>(p.recv_topk_idx)[entry] = what.target;
+        if (p.recv_topk_weights != nullptr) p.recv_topk_weights[entry] = what.target >= 0 ? what.weight : 0.0f;
+    }
+
+    __device__ void place(const RingRow& row) const {
+        for (unsigned rest = __ballot_sync(kFullWarp, row.note >= 0); rest != 0; rest &= rest - 1) {
+            const int64_t to = __shfl_sync(kFullWarp, row.note, __ffs(rest) - 1);
+            ring.store(p.recv_x + to * p.row_bytes, row);
+            if (p.scale_bytes > 0) ring.store_tail(p.recv_x_scales + to * p.scale_bytes, row);
+        }
+    }
+
+    // Rows that nobody sends: padding of the experts' groups, and the rest up to a bound. `me`: this warp among `num_warps`.
+    __device__ void zero_rest(int me, int num_warps) {
+        int end = 0, padding = 0;  // rows, and padding rows, of the groups before
+        for (int first = 0; p.is_expert_layout && first < config.num_experts / config.num_ranks; first += 32) {
+            const bool inside = first + lane < config.num_experts / config.num_ranks;
+            const int count = inside ? p.num_recv_tokens_per_expert[first + lane] : 0;
+            const int padded = static_cast<int>(divide_up(count, p.expert_alignment)) * p.expert_alignment;
+            const int last = end + warp_sum_up_to(padded), last_padding = padding + warp_sum_up_to(padded - count);
+            const int begin_padding = last_padding - (padded - count), all_padding = __shfl_sync(kFullWarp, last_padding, 31);
+            for (int n = padding + (me + num_warps - padding % num_warps) % num_warps; n < all_padding; n += num_warps) {
+                const int owner = __ffs(__ballot_sync(kFullWarp, begin_padding <= n && n < last_padding)) - 1;
+                zero_row(__shfl_sync(kFullWarp, last - last_padding, owner) + n);
+            }
+            end = __shfl_sync(kFullWarp, last, 31), padding = all_padding;
+        }
+        for (int source = 0; !p.is_expert_layout && source < config.num_ranks; ++source) end += p.recv_counts[source];
+        for (int64_t row = end + me; row < p.num_rows; row += num_warps) zero_row(row);
+        ring.end_zeros();
+    }
+
+    __device__ int warp_sum_up_to(int value) const {
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(kFullWarp, value, step);
+            if (lane >= step) value += other;
+        }
+        return value;
+    }
+
+    __device__ void zero_row(int64_t row) {
+        if (row >= p.num_rows) return;
+        ring.store_zeros(p.recv_x + row * p.row_bytes);
+        const int num_weights = p.recv_topk_weights == nullptr ? 0 : p.is_expert_layout ? 1 : config.num_topk;
+        for (int64_t i = lane; i < p.scale_bytes / 4; i += 32) reinterpret_cast<float*>(p.recv_x_scales + row * p.scale_bytes)[i] = 0.0f;
+        if (lane < num_weights) p.recv_topk_weights[row * num_weights + lane] = 0.0f;
+    }
+};
+
+// Each block serves one peer, then helps with the others.
+template <class Ring>
+__device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
+    const GpuWorkspaceConfig& config = p.context.config;
+    Pusher<Ring> pusher(p.context, p.ring, slot);
+    for (int turn = 0; turn < config.num_ranks - 1; ++turn) {
+        const int peer = (p.context.rank + 1 + (blockIdx.x + turn) % (config.num_ranks - 1)) % config.num_ranks;
+        const auto find = [&](int index) { return p.routing.send_token[peer * config.num_max_tokens + index]; };
+        const auto rows = [&](int, int64_t token, const std::byte*& row, const std::byte*& tail) {
+            row = p.x + token * p.row_bytes;
+            tail = p.x_scales + token * p.scale_bytes;
+        };
+        const auto ready = [](int) { return true; };
+        pusher.push(peer, p.routing.send_counts[peer], &p.context.state->next_send[peer], p.to_outbox, ready, find, rows);
+    }
+}
+
+// Tells every peer, ahead of the rows, where its tokens go and what they weigh.
+struct LaneSender {
+    const GpuDispatchParams& p;
+    const GpuContext& c;
+    const GpuWorkspaceConfig& config;
+    const GpuRouting& r;
+
+    __device__ explicit LaneSender(const GpuDispatchParams& p) : p(p), c(p.context), config(c.config), r(p.routing) {}
 
     __device__ void send(int block) const {
-        const int peer = (p.context.rank + 1 + block % (config.num_ranks - 1)) % config.num_ranks;
-        const int first = block / (config.num_ranks - 1);
-        const int step = (p.num_send_blocks - 1 - block % (config.num_ranks - 1)) / (config.num_ranks - 1) + 1;
-        const Workspace theirs(p.context, peer);
-        const int count = p.routing.send_counts[peer];
-        for (int chunk = first; chunk * kChunkSlots < count; chunk += step) {
-            const int end = min((chunk + 1) * kChunkSlots, count);
-            for (int i = chunk * kChunkSlots + warp; i < end; i += kWarps) fill_slot(theirs.slot(p.context.rank, i, slot), peer, i);
-            __syncthreads();
-            if (threadIdx.x == 0) store_release(theirs.arrived(p.context.rank, chunk), p.context.sequence);
+        const int64_t num_entries = r.num_tokens * config.num_topk, step = static_cast<int64_t>(p.num_lane_blocks) * blockDim.x;
+        for (int64_t entry = static_cast<int64_t>(block) * blockDim.x + threadIdx.x; entry < num_entries; entry += step) send_lane(entry);
+        fence_system();
+        if (!is_last_block(&c.state->num_told, p.num_lane_blocks)) return;
+        if (static_cast<int>(threadIdx.x) < config.num_ranks) store_release(Workspace(c, threadIdx.x).lanes_ready(c.rank), c.state->sequence);
+    }
+
+    __device__ void send_lane(int64_t entry) const {
+        const int64_t token = entry / config.num_topk;
+        const int k = static_cast<int>(entry - token * config.num_topk), num_local = config.num_experts / config.num_ranks;
+        const int expert = r.is_int64 ? static_cast<int>(static_cast<const int64_t*>(r.topk_idx)[entry]) : static_cast<const int32_t*>(r.topk_idx)[entry];
+        GpuLane lane{-1, 0.0f};
+        if (expert >= 0) {
+            lane.target = expert % num_local;
+            if (p.is_expert_layout && !p.cached) lane.target = r.expert_row_base[expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
+            if (p.topk_weights != nullptr) lane.weight = p.topk_weights[entry];
         }
-    }
-
-    __device__ void fill_slot(std::byte* to, int peer, int index) const {
-        const int64_t token = p.routing.send_token[peer * config.num_max_tokens + index];
-        copy_row(to, p.x + token * p.row_bytes, p.row_bytes);
-        for (int k = lane; k < config.num_topk; k += 32) {
-            reinterpret_cast<int32_t*>(to + slot.lanes_offset)[k] = lane_target(token, k, peer);
-            if (p.topk_weights != nullptr) reinterpret_cast<float*>(to + slot.weights_offset)[k] = p.topk_weights[token * config.num_topk + k];
-        }
-        if (p.x_scales != nullptr) copy_scales(to + slot.scales_offset, p.x_scales + token * p.scale_bytes);
-    }
-
-    // Where lane k of a token goes on rank `peer`: a row of recv_x (expert layout), a local expert (rank layout), or -1.
-    __device__ int lane_target(int64_t token, int k, int peer) const {
-        const int64_t entry = token * config.num_topk + k;
-        const int expert = p.routing.is_int64 ? static_cast<int>(static_cast<const int64_t*>(p.routing.topk_idx)[entry])
-                                              : static_cast<const int32_t*>(p.routing.topk_idx)[entry];
-        const int num_local = config.num_experts / config.num_ranks;
-        return expert >= 0 && expert / num_local == peer ? p.routing.send_row_idx[entry] : -1;
-    }
-
-    __device__ void copy_scales(std::byte* to, const std::byte* from) const {
-        for (int64_t i = lane; i < p.scale_bytes / 4; i += 32) reinterpret_cast<float*>(to)[i] = reinterpret_cast<const float*>(from)[i];
-    }
-
-    // ---- receiving: blocks take chunks of all sources in turn ----
-
-    __device__ void receive(int block, int num_blocks) const {
-        const Workspace own(p.context, p.context.rank);
-        __shared__ int ok;
-        const int num_chunks = static_cast<int>(own.layout.num_chunks);
-        for (int task = block; task < num_chunks * config.num_ranks; task += num_blocks) {
-            const int chunk = task / config.num_ranks, source = task % config.num_ranks;
-            const int count = p.recv_counts[source];
-            if (chunk * kChunkSlots >= count) continue;
-            if (threadIdx.x == 0)
-                ok = source == p.context.rank ||
-                     wait_flag(p.context, own.arrived(source, chunk), p.context.sequence, source, GpuPhase::kDispatchRows);
-            __syncthreads();
-            if (!ok) return;
-            int64_t first = 0;
-            for (int before = 0; before < source; ++before) first += p.recv_counts[before];
-            const int end = min((chunk + 1) * kChunkSlots, count);
-            for (int i = chunk * kChunkSlots + warp; i < end; i += kWarps) deliver(own, source, i, first + i);
-            __syncthreads();
-        }
-        zero_rest(block, num_blocks);
-    }
-
-    __device__ void deliver(const Workspace& own, int source, int index, int64_t recv_token) const {
-        const std::byte *row = own.slot(source, index, slot), *scales = row + slot.scales_offset;
-        int target = -1;
-        float weight = 0;
-        if (source == p.context.rank) {
-            const int64_t token = p.routing.send_token[source * config.num_max_tokens + index];
-            row = p.x + token * p.row_bytes;
-            scales = p.x_scales + token * p.scale_bytes;
-            if (lane < config.num_topk) target = lane_target(token, lane, source);
-            if (lane < config.num_topk && p.topk_weights != nullptr) weight = p.topk_weights[token * config.num_topk + lane];
-        } else if (lane < config.num_topk) {
-            target = reinterpret_cast<const int32_t*>(row + slot.lanes_offset)[lane];
-            if (p.recv_topk_weights != nullptr) weight = reinterpret_cast<const float*>(row + slot.weights_offset)[lane];
-        }
-        if (p.is_expert_layout)
-            expand(row, scales, recv_token, target, weight);
-        else
-            place(row, scales, recv_token, target, weight);
-    }
-
-    __device__ void place(const std::byte* row, const std::byte* scales, int64_t to, int expert, float weight) const {
-        if (to >= p.num_rows) return;
-        copy_row(p.recv_x + to * p.row_bytes, row, p.row_bytes);
-        if (p.recv_x_scales != nullptr) copy_scales(p.recv_x_scales + to * p.scale_bytes, scales);
-        if (lane >= config.num_topk) return;
-        const int64_t entry = to * config.num_topk + lane;
-        if (p.recv_topk_idx != nullptr && p.recv_topk_idx_is_int64) static_cast<int64_t*>(p.recv_topk_idx)[entry] = expert;
-        if (p.recv_topk_idx != nullptr && !p.recv_topk_idx_is_int64) static_cast<int32_t*>(p.recv_topk_idx)[entry] = expert;
-        if (p.recv_topk_weights != nullptr) p.recv_topk_weights[entry] = expert >= 0 ? weight : 0.0f;
-    }
-
-    __device__ void expand(const std::byte* row, const std::byte* scales, int64_t recv_token, int target, float weight) const {
-        int32_t* row_idx = p.recv_row_idx + recv_token * config.num_topk;
-        if (lane < config.num_topk) {
-            if (p.cached) target = row_idx[lane];
-            if (target >= p.num_rows) target = -1;
-            if (!p.cached) row_idx[lane] = target;
-            if (target >= 0 && p.recv_topk_weights != nullptr) p.recv_topk_weights[target] = weight;
-        }
-        const unsigned targets = __ballot_sync(kFullWarp, target >= 0);
-        const auto each_target = [&](auto&& use) {
-            for (unsigned rest = targets; rest != 0; rest &= rest - 1) use(static_cast<int64_t>(__shfl_sync(kFullWarp, target, __ffs(rest) - 1)));
-        };
-        each_target([&](int64_t to) { copy_row(p.recv_x + to * p.row_bytes, row, p.row_bytes); });
-        if (p.recv_x_scales != nullptr) each_target([&](int64_t to) { copy_scales(p.recv_x_scales + to * p.scale_bytes, scales); });
-    }
-
-    // Rows that nobody sends: padding of the experts' groups, and the rest up to a bound.
-    __device__ void zero_rest(int block, int num_blocks) const {
-        int64_t end = 0;
-        if (p.is_expert_layout) {
-            for (int expert = 0; expert < config.num_experts / config.num_ranks; ++expert) {
-                const int64_t begin = end + p.num_recv_tokens_per_expert[expert];
-                end += divide_up(begin - end, p.expert_alignment) * p.expert_alignment;
-                if (expert % num_blocks == block) zero_rows(begin, min(end, p.num_rows), warp, kWarps);
-            }
-        } else {
-            for (int source = 0; source < config.num_ranks; ++source) end += p.recv_counts[source];
-        }
-        zero_rows(end, p.num_rows, block * kWarps + warp, num_blocks * kWarps);
-    }
-
-    __device__ void zero_rows(int64_t begin, int64_t end, int first, int step) const {
-        for (int64_t row = begin + first; row < end; row += step) {
-            zero_row(p.recv_x + row * p.row_bytes, p.row_bytes);
-            for (int64_t i = lane; i < p.scale_bytes / 4 && p.recv_x_scales != nullptr; i += 32)
-                reinterpret_cast<float*>(p.recv_x_scales + row * p.scale_bytes)[i] = 0.0f;
-            const int num_weights = p.recv_topk_weights == nullptr ? 0 : p.is_expert_layout ? 1 : config.num_topk;
-            if (lane < num_weights) p.recv_topk_weights[row * num_weights + lane] = 0.0f;
+        for (int rank = 0; rank < config.num_ranks; ++rank) {
+            const int slot = r.send_slot[token * config.num_ranks + rank];
+            if (slot >= 0) Workspace(c, rank).lanes(c.rank, slot)[k] = expert >= 0 && expert / num_local == rank ? lane : GpuLane{-1, 0.0f};
         }
     }
 };
 
-__global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
-    const Kernel kernel(p);
-    if (*static_cast<volatile int*>(p.context.gave_up) != 0) return;
-    if (static_cast<int>(blockIdx.x) < p.num_send_blocks)
-        kernel.send(blockIdx.x);
-    else
-        kernel.receive(blockIdx.x - p.num_send_blocks, gridDim.x - p.num_send_blocks);
+template <class Ring>
+__global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
+    if (gave_up(p.context)) return;
+    const GpuSlotLayout slot(p.row_bytes, p.scale_bytes);
+    int block = static_cast<int>(blockIdx.x);
+    if (block < p.num_send_blocks) return send<Ring>(p, slot);
+    block -= p.num_send_blocks;
+    if (block < p.num_lane_blocks) return LaneSender(p).send(block);
+    block -= p.num_lane_blocks;
+    Receiver<Ring> receiver(p, slot);
+    const int num_warps = blockDim.x / 32;
+    receiver.zero_rest(block * num_warps + receiver.warp, p.num_receive_blocks * num_warps);
+    receiver.receive();
 }
 
 }  // namespace
 
+GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t shared_bytes) {
+    const GpuSlotLayout slot(row_bytes, tail_bytes);
+    GpuRing ring = wished;
+    if (ring.stages == 0) return {kMaxThreads / 32, 0, false};
+    while (RingMemory::bytes(ring, slot) > shared_bytes) {
+        if (ring.stages > 3)
+            --ring.stages;
+        else if (ring.warps > 1)
+            --ring.warps;
+        else
+            return {kMaxThreads / 32, 0, false};
+    }
+    return ring;
+}
+
 void launch_dispatch(const GpuDispatchParams& p, void* stream) {
-    constexpr int kReceiveBlocks = 64;
-    dispatch<<<p.num_send_blocks + kReceiveBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
-    if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess)
-        throw std::runtime_error(std::string("launch of dispatch failed: ") + cudaGetErrorString(status));
+    const int blocks = p.num_send_blocks + p.num_lane_blocks + p.num_receive_blocks;
+    if (blocks == 0) return;
+    if (p.ring.stages == 0) return launch(dispatch<PlainRing>, "dispatch", blocks, 32 * p.ring.warps, 0, p, stream);
+    const int64_t shared_bytes = RingMemory::bytes(p.ring, GpuSlotLayout(p.row_bytes, p.scale_bytes));
+    launch(dispatch<BulkRing>, "dispatch", blocks, 32 * p.ring.warps, shared_bytes, p, stream);
 }
 
 }  // namespace deepep_moe

@@ -6,7 +6,20 @@
 namespace deepep_moe {
 
 void launch_plan(const GpuPlanParams& params, void* stream);
+int64_t plan_shared_bytes(const GpuWorkspaceConfig& config);
 void launch_dispatch(const GpuDispatchParams& params, void* stream);
 void launch_combine(const GpuCombineParams& params, void* stream);
+void launch_quantize(const GpuQuantizeParams& params, void* stream);
+
+// Sets the flags of the `num_slots` slots that a copy engine has filled in the inbox of `peer`.
+struct GpuAnnounceParams {
+    GpuContext context;
+    int peer, num_slots;
+};
+void launch_announce(const GpuAnnounceParams& params, void* stream);
+
+// The ring for rows of this size within `shared_bytes` of shared memory a block: as wished where that fits, else smaller; no stages
+// where not even one ring of three rows does.
+GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t shared_bytes);
 
 }  // namespace deepep_moe

@@ -1,205 +1,268 @@
-// Where this rank's tokens go: counts, exchanged with all ranks, and from them the slot and the row of every token. Positions come
-// from ballots and prefix sums, so they are the same in every run.
-#include <stdexcept>
-#include <string>
-
+// Where this rank's tokens go, in one launch: each block counts a segment of the tokens, the last one done exchanges the sums with all
+// ranks, and all blocks then give every token its slots. Positions come from ballots and prefix sums, so they are the same in every run.
+#include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
 namespace {
 
-constexpr int kExchangeThreads = 1024;
+constexpr int kWarps = kPlanThreads / 32;
+constexpr int kLoads = 8;  // that a thread has in flight
 
-__device__ int64_t num_segments(const GpuRouting& r) { return divide_up(r.num_tokens, kTokensPerSegment); }
+struct Plan {
+    const GpuPlanParams& p;
+    const GpuContext& c;
+    const GpuWorkspaceConfig& config;
+    const GpuRouting& r;
+    const int columns, num_local, warp, lane;
+    const unsigned long long sequence;
+    const int64_t warp_begin, warp_end;  // this warp's tokens
+    int32_t* const warp_counts;          // shared memory [kWarps, columns]: tokens of each warp
+    int32_t* const experts;              // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
+    const Workspace own;
 
-__device__ int expert_at(const GpuRouting& r, int64_t entry) {
-    return r.is_int64 ? static_cast<int>(static_cast<const int64_t*>(r.topk_idx)[entry]) : static_cast<const int32_t*>(r.topk_idx)[entry];
-}
+    __device__ Plan(const GpuPlanParams& p, int32_t* shared)
+        : p(p), c(p.context), config(c.config), r(p.routing), columns(config.num_experts + config.num_ranks),
+          num_local(config.num_experts / config.num_ranks), warp(threadIdx.x / 32), lane(threadIdx.x % 32), sequence(c.state->sequence + 1),
+          warp_begin((blockIdx.x * kWarps + warp) * tokens_per_warp(r.num_tokens)), warp_end(min(warp_begin + tokens_per_warp(r.num_tokens), r.num_tokens)),
+          warp_counts(shared), experts(shared + kWarps * columns + warp * 32 * config.num_topk), own(c, c.rank) {}
 
-// Refuses indices out of range and duplicates; returns the ranks of the token, a bit each.
-__device__ unsigned check_token(const GpuPlanParams& p, int64_t token) {
-    const int num_topk = p.context.config.num_topk, num_experts = p.context.config.num_experts;
-    unsigned ranks = 0;
-    for (int k = 0; k < num_topk; ++k) {
-        const int64_t entry = token * num_topk + k;
-        const long long wide = p.routing.is_int64 ? static_cast<const int64_t*>(p.routing.topk_idx)[entry] : expert_at(p.routing, entry);
-        if (wide < -1 || wide >= num_experts) report(p.context, kIndexOutOfRange, k, GpuPhase::kNone, token, wide);
-        if (wide < 0 || wide >= num_experts) continue;
-        for (int other = 0; other < k; ++other)
-            if (expert_at(p.routing, token * num_topk + other) == wide) report(p.context, kDuplicateExpert, k, GpuPhase::kNone, token, wide);
-        ranks |= 1u << (wide / (num_experts / p.context.config.num_ranks));
+    // ---- entry: a peer that sees it has this rank's workspace for itself ----
+
+    __device__ void enter() const {
+        if (static_cast<int>(threadIdx.x) >= config.num_ranks) return;
+        const bool refuses = p.stamp.what == 0 || gave_up(c);
+        const Workspace theirs(c, threadIdx.x);
+        GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
+        if (p.stamp.what == 0) stamp = p.stamp;
+        stamp.what = p.stamp.what;
+        if (refuses) refuse(theirs);
+        if (!refuses) store_relaxed(theirs.entered(sequence, c.rank), sequence << kDigestBits | digest(p.stamp.what));
     }
-    return ranks;
-}
 
-// One warp counts one segment. Shared memory: int32 [columns].
-__global__ void count_segments(const __grid_constant__ GpuPlanParams p) {
-    extern __shared__ int32_t running[];
-    const GpuWorkspaceConfig& config = p.context.config;
-    const GpuRouting& r = p.routing;
-    const int lane = threadIdx.x, columns = config.num_experts + config.num_ranks;
-    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTokensPerSegment, end = min(begin + kTokensPerSegment, r.num_tokens);
-    for (int i = lane; i < columns; i += 32) running[i] = 0;
-    __syncwarp();
+    __device__ void refuse(const Workspace& theirs) const {
+        GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
+        if (p.stamp.what != 0) stamp.reason[0] = '\0', stamp.why = *c.failure;
+        stamp.what = 0;
+        store_release(theirs.entered(sequence, c.rank), sequence << kDigestBits);
+    }
 
-    for (int64_t first = begin; first < end; first += 32) {  // ranks, a token a lane
-        const int64_t token = first + lane;
-        const unsigned ranks = token < end ? check_token(p, token) : 0;
+    // ---- counting ----
+
+    __device__ void count() const {
+        for (int i = threadIdx.x; i < kWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
+        __syncthreads();
+        int32_t* counts = warp_counts + warp * columns;
+        for (int64_t first = warp_begin; first < warp_end; first += 32) {
+            const int num_tokens = static_cast<int>(min(warp_end - first, int64_t{32}));
+            load_experts(first, num_tokens);
+            count_ranks(first, num_tokens, counts + config.num_experts);
+            for (int entry = lane; !p.cached && entry - lane < num_tokens * config.num_topk; entry += 32) count_expert(first, entry, num_tokens, counts);
+            __syncwarp();
+        }
+        __syncthreads();
+        for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
+            int total = 0;
+            for (int w = 0; w < kWarps; ++w) {
+                r.warp_counts[(static_cast<int64_t>(blockIdx.x) * kWarps + w) * columns + column] = total;
+                total += warp_counts[w * columns + column];
+            }
+            r.segment_counts[static_cast<int64_t>(blockIdx.x) * columns + column] = total;
+        }
+    }
+
+    // Refuses indices out of range.
+    __device__ void load_experts(int64_t first, int num_tokens) const {
+        const int num_entries = num_tokens * config.num_topk;
+        for (int begin = lane; begin < num_entries; begin += 32 * kLoads) {
+            long long wide[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const int64_t entry = first * config.num_topk + begin + 32 * i;
+                if (begin + 32 * i < num_entries)
+                    wide[i] = r.is_int64 ? static_cast<const int64_t*>(r.topk_idx)[entry] : static_cast<const int32_t*>(r.topk_idx)[entry];
+            }
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const int entry = begin + 32 * i;
+                if (entry >= num_entries) continue;
+                const bool inside = wide[i] >= -1 && wide[i] < config.num_experts;
+                if (!inside) report(c, kIndexOutOfRange, entry % config.num_topk, GpuPhase::kNone, first + entry / config.num_topk, wide[i]);
+                experts[entry] = inside ? static_cast<int>(wide[i]) : -1;
+                if (r.narrow_topk_idx != nullptr) r.narrow_topk_idx[first * config.num_topk + entry] = experts[entry];
+            }
+        }
+        __syncwarp();
+    }
+
+    // Refuses duplicates. A token a lane.
+    __device__ void count_ranks(int64_t first, int num_tokens, int32_t* counts) const {
+        unsigned ranks = 0;
+        for (int k = 0; k < config.num_topk && lane < num_tokens; ++k) {
+            const int expert = experts[lane * config.num_topk + k];
+            if (expert >= 0) ranks |= 1u << (expert / num_local);
+            for (int other = 0; other < k && expert >= 0 && !p.cached; ++other)
+                if (experts[lane * config.num_topk + other] == expert) report(c, kDuplicateExpert, k, GpuPhase::kNone, first + lane, expert);
+        }
         for (int rank = 0; rank < config.num_ranks; ++rank) {
             const unsigned goes = __ballot_sync(kFullWarp, ranks >> rank & 1);
-            const int before = running[config.num_experts + rank] + __popc(goes & ((1u << lane) - 1));
-            if (token < end) r.send_slot[token * config.num_ranks + rank] = (ranks >> rank & 1) ? before : -1;
+            const int before = counts[rank] + __popc(goes & ((1u << lane) - 1));
+            if (lane < num_tokens) r.send_slot[(first + lane) * config.num_ranks + rank] = (ranks >> rank & 1) ? before : -1;
             __syncwarp();
-            if (lane == 0) running[config.num_experts + rank] += __popc(goes);
+            if (lane == 0) counts[rank] += __popc(goes);
             __syncwarp();
         }
     }
-    for (int64_t first = begin * config.num_topk; first < end * config.num_topk; first += 32) {  // experts, a top-k lane a lane
-        const int64_t entry = first + lane;
-        const bool inside = entry < end * config.num_topk;
-        int expert = inside ? expert_at(r, entry) : -1;
-        if (expert >= config.num_experts) expert = -1;
-        if (inside && r.narrow_topk_idx != nullptr) r.narrow_topk_idx[entry] = expert;
+
+    // A lane of top-k a lane, of those that choose the same expert the earlier ones first.
+    __device__ void count_expert(int64_t first, int entry, int num_tokens, int32_t* counts) const {
+        const int expert = entry < num_tokens * config.num_topk ? experts[entry] : -1;
         const unsigned same = __match_any_sync(kFullWarp, expert);
-        const int rank_in_warp = __popc(same & ((1u << lane) - 1));
-        if (inside && expert >= 0) r.index_in_segment[entry] = running[expert] + rank_in_warp;
+        const int before = __popc(same & ((1u << lane) - 1));
+        if (expert >= 0) r.index_in_warp[first * config.num_topk + entry] = counts[expert] + before;
         __syncwarp();
-        if (expert >= 0 && rank_in_warp == 0) running[expert] += __popc(same);
+        if (expert >= 0 && before == 0) counts[expert] += __popc(same);
         __syncwarp();
     }
-    for (int i = lane; i < columns; i += 32) r.segment_counts[blockIdx.x * static_cast<int64_t>(columns) + i] = running[i];
-}
 
-// Turns segment_counts into the sums of the segments before, and sends the totals to every rank.
-__device__ void sum_and_send(const GpuPlanParams& p) {
-    const GpuWorkspaceConfig& config = p.context.config;
-    const int columns = config.num_experts + config.num_ranks;
-    const int64_t segments = num_segments(p.routing);
-    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+    // ---- the last block done: sums over the segments, and those of all ranks ----
+
+    __device__ void exchange() const {
+        __shared__ int num_rows;
+        for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column);
+        __syncthreads();
+        if (static_cast<int>(threadIdx.x) < config.num_ranks) meet(threadIdx.x);
+        __syncthreads();
+        const bool is_counted = !p.cached && !gave_up(c);
+        if (is_counted && warp < config.num_ranks) {
+            const int rows = lay_out(warp);
+            if (warp == c.rank && lane == 0) num_rows = rows;
+        }
+        __syncthreads();
+        if (threadIdx.x != 0) return;
+        GpuState& state = *c.state;
+        state.sequence = sequence;
+        state.num_counted = state.num_told = state.next_reduce = state.next_receive = 0;
+        for (int rank = 0; rank < config.num_ranks; ++rank) state.next_send[rank] = 0;
+        store_release_local(&state.planned, sequence);
+        if (is_counted) tell_host(num_rows);
+    }
+
+    // Replaces the counts of each segment by the sums of those before it.
+    __device__ void sum_segments(int column) const {
         int total = 0;
-#pragma unroll 8
-        for (int64_t segment = 0; segment < segments; ++segment) {
-            int32_t& cell = p.routing.segment_counts[segment * columns + column];
-            const int count = cell;
-            cell = total;
-            total += count;
-        }
-        if (column >= config.num_experts) p.routing.send_counts[column - config.num_experts] = total;
-        for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank)
-            Workspace(p.context, rank).counts(p.context.sequence, p.context.rank)[column] = total;
-    }
-}
-
-// Rows of every expert's group, on the expert's rank, in `base` [num_experts]: the first row of this rank's tokens. A warp a rank.
-__device__ int lay_out_rank(const GpuPlanParams& p, int rank, int32_t* base) {
-    const GpuWorkspaceConfig& config = p.context.config;
-    const Workspace own(p.context, p.context.rank);
-    const int num_local = config.num_experts / config.num_ranks, lane = threadIdx.x % 32;
-    int rows = 0;
-    for (int first = 0; first < num_local; first += 32) {
-        const int expert = rank * num_local + first + lane;
-        int before_me = 0, total = 0;
-        for (int source = 0; source < config.num_ranks && first + lane < num_local; ++source) {
-            const int count = own.counts(p.context.sequence, source)[expert];
-            if (source < p.context.rank) before_me += count;
-            total += count;
-        }
-        if (rank == p.context.rank && first + lane < num_local) p.num_recv_tokens_per_expert[first + lane] = total;
-        const int padded = static_cast<int>(divide_up(total, p.expert_alignment)) * p.expert_alignment;
-        int inclusive = padded;
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(kFullWarp, inclusive, step);
-            if (lane >= step) inclusive += other;
-        }
-        if (first + lane < num_local) base[expert] = rows + inclusive - padded + before_me;
-        rows += __shfl_sync(kFullWarp, inclusive, 31);
-    }
-    return rows;
-}
-
-__global__ void exchange(const __grid_constant__ GpuPlanParams p) {
-    const GpuWorkspaceConfig& config = p.context.config;
-    const Workspace own(p.context, p.context.rank);
-    __shared__ int ok;
-    if (threadIdx.x == 0) ok = 1;
-    sum_and_send(p);
-    __syncthreads();
-    if (threadIdx.x < config.num_ranks) {
-        const int peer = threadIdx.x;
-        const Workspace theirs(p.context, peer);
-        if (p.refuse || *static_cast<volatile int*>(p.context.gave_up) != 0) store_release(theirs.refused(p.context.rank), p.context.sequence);
-        if (!p.cached) store_release(theirs.counts_ready(p.context.rank), p.context.sequence);
-        store_release(theirs.entered(p.context.rank), p.context.sequence);
-        const bool entered = wait_flag(p.context, own.entered(peer), p.context.sequence, peer, GpuPhase::kEntry);
-        if (!entered || (!p.cached && !wait_flag(p.context, own.counts_ready(peer), p.context.sequence, peer, GpuPhase::kCounts))) ok = 0;
-        if (load_acquire(own.refused(peer)) == p.context.sequence && peer != p.context.rank) report(p.context, kPeerRefused, peer, GpuPhase::kNone, 0, 0);
-        if (*static_cast<volatile int*>(p.context.gave_up) != 0) ok = 0;
-    }
-    __syncthreads();
-    if (!ok || p.cached) return;
-    const int warp = threadIdx.x / 32;
-    if (warp < config.num_ranks) {
-        const int rows = lay_out_rank(p, warp, p.routing.expert_row_base);
-        if (warp == p.context.rank && threadIdx.x % 32 == 0) {
-            long long num_tokens = 0;
-            for (int source = 0; source < config.num_ranks; ++source) {
-                const int count = own.counts(p.context.sequence, source)[config.num_experts + p.context.rank];
-                p.recv_counts[source] = count;
-                num_tokens += count;
+        for (int first = 0; first < static_cast<int>(gridDim.x); first += kLoads) {
+            int count[kLoads];
+            int32_t* cells = r.segment_counts + static_cast<int64_t>(first) * columns + column;
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) count[i] = first + i < static_cast<int>(gridDim.x) ? __ldcg(cells + i * columns) : 0;
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                if (first + i < static_cast<int>(gridDim.x)) cells[i * columns] = total;
+                total += count[i];
             }
-            const long long num_rows = p.is_expert_layout ? rows : num_tokens;
-            if (p.num_recv_rows_bound >= 0 && num_rows > p.num_recv_rows_bound)
-                report(p.context, kBoundExceeded, p.context.rank, GpuPhase::kNone, p.num_recv_rows_bound, num_rows);
-            volatile GpuCounts* counts = p.context.counts;
-            counts->num_recv_tokens = num_tokens;
-            counts->num_rows = num_rows;
-            store_release(&p.context.counts->sequence, p.context.sequence);
+        }
+        if (column >= config.num_experts) r.send_counts[column - config.num_experts] = total;
+        for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank) Workspace(c, rank).counts(sequence, c.rank)[column] = total;
+    }
+
+    // Tells one peer the counts, and waits for its own. A peer in another call, or in none, says so as it enters or with its counts.
+    __device__ void meet(int peer) const {
+        const Workspace theirs(c, peer);
+        if (gave_up(c)) refuse(theirs);
+        if (!p.cached) store_release(theirs.counts_ready(c.rank), sequence);
+        if (!wait_flag(c, own.entered(sequence, peer), sequence << kDigestBits, peer, GpuPhase::kEntry)) return;
+        const auto is_here = [&] { return load_acquire(own.entered(sequence, peer)) == (sequence << kDigestBits | digest(p.stamp.what)); };
+        if (!p.cached && is_here() && !wait_flag(c, own.counts_ready(peer), sequence, peer, GpuPhase::kCounts)) return;
+        if (peer == c.rank || is_here()) return;
+        const bool refuses = load_acquire(own.entered(sequence, peer)) == sequence << kDigestBits;
+        report(c, refuses ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+    }
+
+    // Rows of every expert's group on `rank`: the first row of this rank's tokens. A warp's work.
+    __device__ int lay_out(int rank) const {
+        int rows = 0;
+        for (int first = 0; first < num_local; first += 32) {
+            const int local = first + lane, expert = rank * num_local + local;
+            int before_me = 0, total = 0;
+            for (int source = 0; source < config.num_ranks && local < num_local; ++source) {
+                const int count = own.counts(sequence, source)[expert];
+                if (source < c.rank) before_me += count;
+                total += count;
+            }
+            if (rank == c.rank && local < num_local) p.num_recv_tokens_per_expert[local] = total;
+            const int padded = static_cast<int>(divide_up(total, p.expert_alignment)) * p.expert_alignment;
+            int inclusive = padded;
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(kFullWarp, inclusive, step);
+                if (lane >= step) inclusive += other;
+            }
+            if (local < num_local) r.expert_row_base[expert] = rows + inclusive - padded + before_me;
+            rows += __shfl_sync(kFullWarp, inclusive, 31);
+        }
+        return rows;
+    }
+
+    __device__ void tell_host(int num_rows) const {
+        volatile GpuCounts* counts = c.counts;
+        long long num_tokens = 0;
+        for (int peer = 0; peer < config.num_ranks; ++peer) {
+            const int count = own.counts(sequence, peer)[config.num_experts + c.rank];
+            p.recv_counts[peer] = count;
+            num_tokens += count;
+            if (!p.reports_counts) continue;
+            counts->recv_counts[peer] = count;
+            counts->send_counts[peer] = r.send_counts[peer];
+        }
+        const long long rows = p.is_expert_layout ? num_rows : num_tokens;
+        if (p.num_recv_rows_bound >= 0 && rows > p.num_recv_rows_bound)
+            report(c, kBoundExceeded, c.rank, GpuPhase::kNone, p.num_recv_rows_bound, rows);
+        if (!p.reports_counts) return;
+        counts->num_recv_tokens = num_tokens;
+        counts->num_rows = rows;
+        __threadfence_system();
+        counts->ready = 1;
+    }
+
+    // ---- all blocks again ----
+
+    __device__ bool wait_until_planned() const {
+        __shared__ int ok;
+        if (threadIdx.x == 0) ok = wait_flag(c, &c.state->planned, sequence, c.rank, GpuPhase::kPlan) && !gave_up(c);
+        __syncthreads();
+        return ok != 0;
+    }
+
+    __device__ void place() const {
+        for (int64_t token = warp_begin + lane; token < warp_end; token += 32) {
+            for (int rank = 0; rank < config.num_ranks; ++rank) {
+                int32_t& slot = r.send_slot[token * config.num_ranks + rank];
+                if (slot < 0) continue;
+                slot += tokens_before(p.context, r, token, config.num_experts + rank);
+                r.send_token[rank * config.num_max_tokens + slot] = static_cast<int32_t>(token);
+            }
         }
     }
-}
+};
 
-// Slots and rows of every token, a thread a token.
-__global__ void place_tokens(const __grid_constant__ GpuPlanParams p) {
-    const GpuWorkspaceConfig& config = p.context.config;
-    const GpuRouting& r = p.routing;
-    const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (token >= r.num_tokens) return;
-    const int num_local = config.num_experts / config.num_ranks;
-    const int32_t* before = r.segment_counts + token / kTokensPerSegment * (config.num_experts + config.num_ranks);
-    for (int rank = 0; rank < config.num_ranks; ++rank) {
-        int32_t& slot = r.send_slot[token * config.num_ranks + rank];
-        if (slot < 0) continue;
-        slot += before[config.num_experts + rank];
-        r.send_token[rank * config.num_max_tokens + slot] = static_cast<int32_t>(token);
-    }
-    for (int k = 0; k < config.num_topk; ++k) {
-        const int64_t entry = token * config.num_topk + k;
-        const int expert = expert_at(r, entry);
-        if (expert < 0 || expert >= config.num_experts)
-            r.send_row_idx[entry] = -1;
-        else if (!p.is_expert_layout)
-            r.send_row_idx[entry] = expert % num_local;
-        else if (!p.cached)
-            r.send_row_idx[entry] = r.expert_row_base[expert] + before[expert] + r.index_in_segment[entry];
-    }
-}
-
-void check(const char* what) {
-    if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess)
-        throw std::runtime_error(std::string("launch of ") + what + " failed: " + cudaGetErrorString(status));
+__global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ GpuPlanParams p) {
+    extern __shared__ int32_t shared[];
+    const Plan plan(p, shared);
+    if (blockIdx.x == 0) plan.enter();
+    plan.count();
+    if (is_last_block(&p.context.state->num_counted, gridDim.x)) plan.exchange();
+    if (plan.wait_until_planned()) plan.place();
 }
 
 }  // namespace
 
+int64_t plan_shared_bytes(const GpuWorkspaceConfig& config) {
+    return static_cast<int64_t>(sizeof(int32_t)) * kWarps * (config.num_experts + config.num_ranks + 32 * config.num_topk);
+}
+
 void launch_plan(const GpuPlanParams& p, void* stream) {
-    auto* on = static_cast<cudaStream_t>(stream);
-    const GpuWorkspaceConfig& config = p.context.config;
-    const int segments = static_cast<int>(divide_up(p.routing.num_tokens, kTokensPerSegment));
-    if (segments > 0 && !p.refuse) count_segments<<<segments, 32, sizeof(int32_t) * (config.num_experts + config.num_ranks), on>>>(p);
-    exchange<<<1, kExchangeThreads, 0, on>>>(p);
-    if (segments > 0 && !p.refuse) place_tokens<<<static_cast<int>(divide_up(p.routing.num_tokens, 128)), 128, 0, on>>>(p);
-    check("plan");
+    launch(plan, "plan", num_segments(p.routing.num_tokens), kPlanThreads, plan_shared_bytes(p.context.config), p, stream);
 }
 
 }  // namespace deepep_moe

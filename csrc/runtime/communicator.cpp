@@ -22,13 +22,6 @@ std::string seconds(double value) {
     return text;
 }
 
-void copy_text(char* target, size_t capacity, const std::string& text) {
-    size_t length = std::min(text.size(), capacity - 1);
-    while (length > 0 && length < text.size() && (text[length] & 0xc0) == 0x80) --length;  // not inside a UTF-8 character
-    std::memcpy(target, text.data(), length);
-    target[length] = '\0';
-}
-
 }  // namespace
 
 // One call at a time: two threads in one buffer would mix their sequence numbers.
@@ -42,17 +35,6 @@ public:
 private:
     Communicator& owner_;
 };
-
-std::string describe(const Signature& s) {
-    const char* operations[] = {"dispatch", "cached dispatch", "combine"};
-    std::string text = std::string(operations[static_cast<int>(s.operation)]) + " of " + name_of(s.dtype) + " rows, layout " + name_of(s.layout);
-    if (s.operation == Operation::kDispatch) text += ", expert_alignment " + std::to_string(s.expert_alignment);
-    if (s.handle_call != 0) text += ", with the handle of call " + std::to_string(s.handle_call);
-    if (s.has_weights) text += ", with topk_weights";
-    if (s.has_scales) text += ", with x_scales";
-    if (s.has_lane_values) text += ", with gradients of topk_weights";
-    return text;
-}
 
 Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeout_s)
     : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), owner_pid_(getpid()), own_(Segment::create(layout_.total_bytes())),

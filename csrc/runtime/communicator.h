@@ -104,6 +104,5 @@ private:
     std::vector<int32_t> row_begin_;   // of the last plan: [num_ranks, num_channels, num_local_experts]
 };
 
-std::string describe(const Signature& signature);
 
 }  // namespace deepep_moe

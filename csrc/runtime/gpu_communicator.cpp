@@ -1,8 +1,8 @@
 #include "runtime/gpu_communicator.h"
 
-#include <cuda_runtime_api.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -14,18 +14,16 @@
 namespace deepep_moe {
 namespace {
 
+constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has besides its ring
+
 void check_cuda(cudaError_t status, const char* what) {
     if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-const char* name_of(GpuPhase phase) {
-    switch (phase) {
-        case GpuPhase::kEntry: return "entry into the call";
-        case GpuPhase::kCounts: return "counts";
-        case GpuPhase::kDispatchRows: return "dispatch rows";
-        case GpuPhase::kCombineRows: return "combine rows";
-        default: return "";
-    }
+int attribute(cudaDeviceAttr which, int device) {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+    return value;
 }
 
 // The calling thread's device, put back at the end of a scope.
@@ -33,51 +31,85 @@ class DeviceGuard {
 public:
     explicit DeviceGuard(int device) {
         check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-        check_cuda(cudaSetDevice(device), "cudaSetDevice");
+        if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+        changed_ = before_ != device;
     }
-    ~DeviceGuard() { cudaSetDevice(before_); }
+    ~DeviceGuard() {
+        if (changed_) cudaSetDevice(before_);
+    }
 
 private:
     int before_ = 0;
+    bool changed_ = false;
 };
 
+cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
+int lane_blocks(int64_t num_lanes) { return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, 512), 1, 64)); }
+
+bool is_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+}
+
 }  // namespace
+
+// ---- memory ----
 
 GpuCommunicator::GpuCommunicator(const GpuWorkspaceConfig& config, int rank, int device, double timeout_s)
     : config_(config), layout_(config), rank_(rank), device_(device), owner_pid_(getpid()), timeout_s_(timeout_s) {
     const DeviceGuard guard(device);
+    num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device);
+    shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+    const int64_t plan_bytes = plan_shared_bytes(config);
+    if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
+        throw std::runtime_error(std::to_string(config.num_experts) + " experts need " + std::to_string(plan_bytes) +
+                                 " bytes of shared memory for their counts, this GPU has " + std::to_string(shared_bytes_) + " a block");
     void* workspace = nullptr;
     check_cuda(cudaMalloc(&workspace, layout_.total_bytes), "cannot allocate the workspace");
     workspaces_[rank] = static_cast<std::byte*>(workspace);
-    check_cuda(cudaMemset(workspace, 0, layout_.staging), "cudaMemset");
+    check_cuda(cudaMemset(workspace, 0, layout_.inbox), "cudaMemset");
     void* host = nullptr;
     check_cuda(cudaHostAlloc(&host, sizeof(HostSlots), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
     host_ = new (host) HostSlots{};
     allocate_scratch();
+    int least = 0, greatest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    for (cudaStream_t* stream : {&sending_, &announcing_})
+        check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
+    for (cudaEvent_t* event : {&forked_, &sent_, &copied_, &followed_})
+        check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 void GpuCommunicator::allocate_scratch() {
-    const int64_t n = config_.num_max_tokens, segments = divide_up(n, kTokensPerSegment);
+    const int64_t n = config_.num_max_tokens;
     GpuRouting& r = scratch_routing_;
-    const std::pair<int32_t**, int64_t> arrays[] = {{&r.segment_counts, segments * layout_.columns},
-                                                    {&r.index_in_segment, n * config_.num_topk},
-                                                    {&r.expert_row_base, config_.num_experts},
-                                                    {&r.send_slot, n * config_.num_ranks},
-                                                    {&r.send_token, n * config_.num_ranks},
-                                                    {&r.send_row_idx, n * config_.num_topk},
-                                                    {&r.send_counts, config_.num_ranks},
-                                                    {&gave_up_, 1}};
+    const auto words = [](auto** pointer, int64_t count) {
+        return std::pair(reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(**pointer) / 4));
+    };
+    const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
+                                                 words(&r.reduced, config_.num_ranks * layout_.num_chunks),
+                                                 words(&r.segment_counts, kMaxSegments * layout_.columns),
+                                                 words(&r.warp_counts, kMaxSegments * kPlanThreads / 32 * layout_.columns),
+                                                 words(&r.index_in_warp, n * config_.num_topk),
+                                                 words(&r.expert_row_base, config_.num_experts),
+                                                 words(&r.send_slot, n * config_.num_ranks),
+                                                 words(&r.send_token, n * config_.num_ranks),
+                                                 words(&r.send_counts, config_.num_ranks)};
     int64_t total = 0;
-    for (const auto& [pointer, count] : arrays) total += divide_up(count, 32) * 32;
+    for (const auto& [pointer, count] : arrays) total += divide_up(count, 32) * 128;
     void* scratch = nullptr;
-    check_cuda(cudaMalloc(&scratch, total * sizeof(int32_t) + 128), "cannot allocate the scratch");
-    check_cuda(cudaMemset(scratch, 0, total * sizeof(int32_t)), "cudaMemset");
+    check_cuda(cudaMalloc(&scratch, total), "cannot allocate the scratch");
+    check_cuda(cudaMemset(scratch, 0, total), "cudaMemset");
     scratch_ = static_cast<std::byte*>(scratch);
-    auto* next = static_cast<int32_t*>(scratch);
+    std::byte* next = scratch_;
     for (const auto& [pointer, count] : arrays) {
         *pointer = next;
-        next += divide_up(count, 32) * 32;
+        next += divide_up(count, 32) * 128;
     }
 }
 
@@ -87,6 +119,8 @@ GpuCommunicator::~GpuCommunicator() {
     cudaDeviceSynchronize();
     for (int rank = 0; rank < config_.num_ranks; ++rank)
         if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
+    for (cudaEvent_t event : {forked_, sent_, copied_, followed_}) cudaEventDestroy(event);
+    for (cudaStream_t stream : {sending_, announcing_}) cudaStreamDestroy(stream);
     cudaFree(workspaces_[rank_]);
     cudaFree(scratch_);
     cudaFreeHost(host_);
@@ -112,8 +146,10 @@ void GpuCommunicator::connect(const std::vector<std::string>& handles) {
     }
 }
 
+// ---- calls ----
+
 GpuContext GpuCommunicator::context() const {
-    GpuContext c{rank_, config_, sequence_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, gave_up_};
+    GpuContext c{rank_, config_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, state_};
     for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = workspaces_[rank];
     return c;
 }
@@ -127,83 +163,250 @@ void GpuCommunicator::complete(GpuRouting& routing) const {
     routing = complete;
 }
 
-void GpuCommunicator::plan(GpuPlanParams params, uintptr_t stream) {
-    const DeviceGuard guard(device_);
-    ++sequence_;
+GpuDispatchParams GpuCommunicator::completed(GpuDispatchParams params) const {
     complete(params.routing);
     params.context = context();
-    launch_plan(params, reinterpret_cast<void*>(stream));
+    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
+    params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, shared_bytes_ - kStaticSharedBytes);
+    return params;
 }
 
-void GpuCommunicator::refuse(uintptr_t stream) {
-    GpuPlanParams params{};
-    params.cached = params.refuse = true;
-    plan(params, stream);
+GpuCombineParams GpuCommunicator::completed(GpuCombineParams params) const {
+    complete(params.routing);
+    params.context = context();
+    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
+    const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
+    params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), shared_bytes_ - kStaticSharedBytes);
+    return params;
+}
+
+void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    check_cuda(cudaStreamSynchronize(reinterpret_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
-    host_->failure = {};  // this rank's caller gets the error it was refused with
-    check_cuda(cudaMemset(gave_up_, 0, sizeof(int)), "cudaMemset");
+    follow(as_stream(stream));
+    complete(params.routing);
+    params.context = context();
+    if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
+    if (params.reports_counts) static_cast<volatile GpuCounts&>(host_->counts).ready = 0;
+    launch_plan(params, as_stream(stream));
 }
 
 GpuCounts GpuCommunicator::wait_counts() {
     using Clock = std::chrono::steady_clock;
-    const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s_ + 10);  // the kernel's own deadline comes first
-    volatile GpuCounts* counts = &host_->counts;
-    for (int64_t round = 0; counts->sequence != sequence_; ++round) {
+    const auto deadline = Clock::now() + std::chrono::duration<double>(2 * timeout_s_ + 10);  // the kernel's own deadline comes first
+    volatile GpuCounts& counts = host_->counts;
+    for (int64_t round = 0; counts.ready == 0; ++round) {
         relax_cpu();
         if (round % 1024 != 1023) continue;
         check();
         if (Clock::now() > deadline) {
             check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-            throw TimeoutError("rank " + std::to_string(rank_) + ": no counts from this rank's own GPU within the deadline", rank_, "counts",
-                               static_cast<int64_t>(sequence_), static_cast<int64_t>(counts->sequence));
+            throw TimeoutError("rank " + std::to_string(rank_) + ": no counts from this rank's own GPU within the deadline", rank_, "counts", 1, 0);
         }
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     check();
-    return {counts->sequence, counts->num_recv_tokens, counts->num_rows};
+    return host_->counts;
 }
 
-void GpuCommunicator::dispatch(GpuDispatchParams params, uintptr_t stream) {
+void GpuCommunicator::dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream) { dispatch(params, num_sms, true, true, stream); }
+
+void GpuCommunicator::dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    complete(params.routing);
-    params.context = context();
-    launch_dispatch(params, reinterpret_cast<void*>(stream));
+    params = completed(params);
+    params.num_send_blocks = config_.num_ranks > 1 ? num_sms : 0;
+    params.num_receive_blocks = receives ? tuning.num_receive_blocks : 0;
+    params.num_lane_blocks = params.has_lanes && sends ? lane_blocks(params.routing.num_tokens * config_.num_topk) : 0;
+    launch_dispatch(params, as_stream(stream));
 }
 
-void GpuCommunicator::combine(GpuCombineParams params, uintptr_t stream) {
+void GpuCommunicator::combine(GpuCombineParams params, int num_sms, bool finishes, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    complete(params.routing);
-    params.context = context();
-    launch_combine(params, reinterpret_cast<void*>(stream));
+    params = completed(params);
+    params.num_send_blocks = config_.num_ranks > 1 ? num_sms : 0;
+    params.finishes = finishes;
+    params.reduces = !params.direct;
+    const int rest = std::max(8, num_multiprocessors_ - params.num_send_blocks);
+    params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
+    if (!params.reduces && !finishes) params.num_work_blocks = 0;
+    if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, as_stream(stream));
 }
+
+void GpuCommunicator::start_dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream) {
+    if (num_sms == 0) {
+        params.to_outbox = true;
+        return dispatch(params, num_multiprocessors_, true, false, stream);
+    }
+    const DeviceGuard guard(device_);
+    fork(as_stream(stream));
+    dispatch(params, num_sms, true, false, reinterpret_cast<uintptr_t>(sending_));
+    check_cuda(cudaEventRecord(sent_, sending_), "cudaEventRecord");
+}
+
+void GpuCommunicator::start_combine(GpuCombineParams params, int num_sms, uintptr_t stream) {
+    if (num_sms == 0) return combine(params, 0, false, stream);
+    const DeviceGuard guard(device_);
+    fork(as_stream(stream));
+    combine(params, num_sms, false, reinterpret_cast<uintptr_t>(sending_));
+    check_cuda(cudaEventRecord(sent_, sending_), "cudaEventRecord");
+}
+
+// In the order in which every rank copies to another peer at a time.
+void GpuCommunicator::copy(const std::vector<int>& counts, int64_t slot_bytes, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    fork(as_stream(stream));
+    for (int offset = 1; offset < config_.num_ranks; ++offset) {
+        const int peer = (rank_ + offset) % config_.num_ranks;
+        if (counts.at(peer) == 0) continue;
+        check_cuda(cudaMemcpyAsync(inbox_of(peer), outbox_for(peer), counts[peer] * slot_bytes, cudaMemcpyDeviceToDevice, sending_), "cudaMemcpyAsync");
+        check_cuda(cudaEventRecord(copied_, sending_), "cudaEventRecord");
+        check_cuda(cudaStreamWaitEvent(announcing_, copied_, 0), "cudaStreamWaitEvent");
+        launch_announce({context(), peer, counts[peer]}, announcing_);
+    }
+    check_cuda(cudaEventRecord(sent_, announcing_), "cudaEventRecord");
+}
+
+void GpuCommunicator::copy_block(int peer, int64_t bytes, uintptr_t stream) {
+    if (peer == rank_ || bytes > layout_.box_bytes)
+        throw std::invalid_argument("a block to rank " + std::to_string(peer) + " of " + std::to_string(bytes) + " bytes; the workspace has room for " +
+                                    std::to_string(layout_.box_bytes) + " to another rank");
+    const DeviceGuard guard(device_);
+    check_cuda(cudaMemcpyAsync(inbox_of(peer), outbox_for(peer), bytes, cudaMemcpyDeviceToDevice, as_stream(stream)), "cudaMemcpyAsync");
+}
+
+// This rank's slots in the memory of `peer`, and those for `peer` in its own.
+std::byte* GpuCommunicator::inbox_of(int peer) const { return workspaces_[peer] + layout_.inbox + (rank_ - (rank_ > peer)) * layout_.box_bytes; }
+std::byte* GpuCommunicator::outbox_for(int peer) const { return workspaces_[rank_] + layout_.outbox + peer * layout_.box_bytes; }
+
+void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
+    dispatch(params, 0, false, true, stream);
+    const DeviceGuard guard(device_);
+    join(as_stream(stream));
+}
+
+void GpuCommunicator::end_combine(GpuCombineParams params, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    params = completed(params);
+    params.finishes = true;
+    params.num_work_blocks = num_multiprocessors_;
+    launch_combine(params, as_stream(stream));
+    join(as_stream(stream));
+}
+
+void GpuCommunicator::refuse(const std::string& reason, uintptr_t stream) {
+    GpuPlanParams params{};
+    params.cached = true;
+    copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
+    plan(params, {}, stream);
+    const DeviceGuard guard(device_);
+    check_cuda(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
+    host_->failure = {};  // this rank's caller gets the error it was refused with
+    check_cuda(cudaMemset(&state_->gave_up, 0, sizeof(GpuState) - offsetof(GpuState, gave_up)), "cudaMemset");
+}
+
+// ---- streams ----
+
+void GpuCommunicator::follow(cudaStream_t stream) {
+    if (is_sending_) join(stream);  // the first half of a call that never had its second
+    if (has_last_ && last_ != stream && !is_capturing(stream) && !is_capturing(last_)) {
+        check_cuda(cudaEventRecord(followed_, last_), "cudaEventRecord");
+        check_cuda(cudaStreamWaitEvent(stream, followed_, 0), "cudaStreamWaitEvent");
+    }
+    has_last_ = true;
+    last_ = stream;
+}
+
+void GpuCommunicator::fork(cudaStream_t stream) {
+    check_cuda(cudaEventRecord(forked_, stream), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(sending_, forked_, 0), "cudaStreamWaitEvent");
+    is_sending_ = true;
+}
+
+void GpuCommunicator::join(cudaStream_t stream) {
+    if (is_sending_) check_cuda(cudaStreamWaitEvent(stream, sent_, 0), "cudaStreamWaitEvent");
+    is_sending_ = false;
+    last_ = stream;
+}
+
+// ---- failures ----
+
+namespace {
+
+const char* name_of(GpuPhase phase) {
+    switch (phase) {
+        case GpuPhase::kEntry: return "entry into the call";
+        case GpuPhase::kCounts: return "counts";
+        case GpuPhase::kPlan: return "own plan";
+        case GpuPhase::kLanes: return "targets and weights";
+        case GpuPhase::kDispatchRows: return "dispatch rows";
+        case GpuPhase::kReducedRows: return "own sums";
+        case GpuPhase::kCombineRows: return "combine rows";
+        default: return "";
+    }
+}
+
+}  // namespace
 
 void GpuCommunicator::check() {
     if (static_cast<volatile GpuFailure&>(host_->failure).kind == kNoFailure) return;
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-    const GpuFailure f = host_->failure;
+    const GpuFailure failure = host_->failure;
     host_->failure = {};
-    check_cuda(cudaMemset(gave_up_, 0, sizeof(int)), "cudaMemset");
-    const std::string token = "topk_idx[" + std::to_string(f.expected);
+    check_cuda(cudaMemset(&state_->gave_up, 0, sizeof(GpuState) - offsetof(GpuState, gave_up)), "cudaMemset");
+    raise(failure);
+}
+
+std::string GpuCommunicator::describe(const GpuFailure& f, int rank) const {
+    const std::string token = "topk_idx[" + std::to_string(f.expected), me = "rank " + std::to_string(rank), peer = "rank " + std::to_string(f.peer);
+    const bool is_entry = f.kind == kTimeout && static_cast<GpuPhase>(f.phase) == GpuPhase::kEntry;
+    const std::string expected = std::to_string(is_entry ? f.expected >> kDigestBits : f.expected);
+    const std::string seen = std::to_string(is_entry ? last_call_of(f.peer) : f.seen);
+    const auto call = [](uint64_t packed) { return deepep_moe::describe(unpack(packed)); };
     switch (f.kind) {
         case kIndexOutOfRange:
-            throw std::invalid_argument(token + ", " + std::to_string(f.peer) + "] is " + std::to_string(f.seen) +
-                                        "; it must be -1 (no expert) or 0 to " + std::to_string(config_.num_experts - 1));
-        case kDuplicateExpert:
-            throw std::invalid_argument(token + "] names expert " + std::to_string(f.seen) + " twice; a token may choose an expert once");
+            return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " + std::to_string(config_.num_experts - 1);
+        case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
         case kBoundExceeded:
-            throw CapacityError("rank " + std::to_string(rank_) + " would receive " + std::to_string(f.seen) +
-                                    " rows, more than its num_recv_rows of " + std::to_string(f.expected) + "; give a larger bound or none", rank_);
-        case kPeerRefused:
-            throw PeerError("rank " + std::to_string(f.peer) + " refused its arguments; see its output for the error", f.peer);
-        default: {
-            const char* phase = name_of(static_cast<GpuPhase>(f.phase));
-            throw TimeoutError("rank " + std::to_string(rank_) + ": rank " + std::to_string(f.peer) + " did not deliver within the deadline of " +
-                                   std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms; phase '" + phase + "', expected " +
-                                   std::to_string(f.expected) + ", seen " + std::to_string(f.seen), f.peer, phase, f.expected, f.seen);
-        }
+            return me + " would receive " + seen + " rows, more than its num_recv_rows of " + expected + "; give a larger bound or none";
+        case kMismatch:
+            return "ranks make different calls: " + me + ": " + call(stamp_of(rank_, f.expected).what) + "; " + peer + ": " + call(stamp_of(f.peer, f.expected).what);
+        case kPeerRefused: return peer + " refused its arguments";
+        default:
+            return me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +
+                   " ms; phase '" + name_of(static_cast<GpuPhase>(f.phase)) + "', expected " + expected + ", seen " + seen;
     }
+}
+
+void GpuCommunicator::raise(const GpuFailure& f) const {
+    const std::string message = describe(f, rank_);
+    switch (f.kind) {
+        case kIndexOutOfRange:
+        case kDuplicateExpert: throw std::invalid_argument(message);
+        case kBoundExceeded: throw CapacityError(message, rank_);
+        case kMismatch: throw MismatchError(message);
+        case kPeerRefused: throw PeerError(message + ": " + reason_of(f.peer, static_cast<int>(f.expected)), f.peer);
+        default: throw TimeoutError(message, f.peer, name_of(static_cast<GpuPhase>(f.phase)), f.expected, f.seen);
+    }
+}
+
+// What `peer` has said of its refusal.
+std::string GpuCommunicator::reason_of(int peer, int parity) const {
+    const GpuStamp stamp = stamp_of(peer, parity);
+    return stamp.reason[0] != '\0' ? stamp.reason : describe(stamp.why, peer);
+}
+
+// The last call that `peer` has entered, as far as this rank knows.
+long long GpuCommunicator::last_call_of(int peer) const {
+    std::vector<unsigned long long> entered(2 * config_.num_ranks);
+    check_cuda(cudaMemcpy(entered.data(), workspaces_[rank_] + layout_.entered, 8 * entered.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return static_cast<long long>(std::max(entered[peer], entered[config_.num_ranks + peer]) >> kDigestBits);
+}
+
+GpuStamp GpuCommunicator::stamp_of(int peer, int parity) const {
+    GpuStamp stamp{};
+    const int64_t offset = layout_.stamps + (parity * config_.num_ranks + peer) * static_cast<int64_t>(sizeof(GpuStamp));
+    check_cuda(cudaMemcpy(&stamp, workspaces_[rank_] + offset, sizeof(stamp), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return stamp;
 }
 
 }  // namespace deepep_moe

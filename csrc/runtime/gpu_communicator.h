@@ -1,13 +1,24 @@
 // The GPUs of one host and their calls: who owns workspace and scratch, whose memory is mapped here, what failed.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <string>
 #include <vector>
 
 #include "common/errors.h"
 #include "common/gpu_params.h"
+#include "common/signature.h"
 
 namespace deepep_moe {
+
+// How kernels divide a GPU. Defaults are set for the device; a benchmark may vary them between calls.
+struct GpuTuning {
+    GpuRing ring{4, 3, false};         // of one block, as far as its shared memory goes
+    bool uses_bulk_copies = true;      // false: 16-byte loads and stores, the only way before sm_90
+    int num_receive_blocks = 64;       // of a dispatch
+    int num_work_blocks = 0;           // of a combine; 0: all multiprocessors that do not send
+};
 
 class GpuCommunicator {
 public:
@@ -16,37 +27,71 @@ public:
     GpuCommunicator(const GpuCommunicator&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
-    std::string handle() const;                           // the CUDA IPC handle of the workspace, for the peers
+    int num_multiprocessors() const { return num_multiprocessors_; }
+    std::string handle() const;  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles);
+    GpuTuning tuning;
 
-    // Each enqueues one call's work on `stream` and returns. `wait_counts` waits for the counts of the last `plan`.
-    void plan(GpuPlanParams params, uintptr_t stream);
-    GpuCounts wait_counts();
-    void dispatch(GpuDispatchParams params, uintptr_t stream);
-    void combine(GpuCombineParams params, uintptr_t stream);
-    void refuse(uintptr_t stream);
+    // Each call begins with `plan` and goes on with the others; all enqueue work and return. Work on another stream than the last
+    // call's waits for that call.
+    void plan(GpuPlanParams params, const Signature& signature, uintptr_t stream);
+    GpuCounts wait_counts();  // of a plan that reports them
+
+    // `num_sms` senders and all that receive, in one launch.
+    void dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream);
+    void combine(GpuCombineParams params, int num_sms, bool finishes, uintptr_t stream);
+
+    // The same in two halves, so that other work may run between them: `start_*` sends beside `stream`, on `num_sms` multiprocessors
+    // or, where that is 0, by copy engines; `end_*` receives on `stream`. counts: [num_ranks] rows to each rank.
+    void start_dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream);
+    void start_combine(GpuCombineParams params, int num_sms, uintptr_t stream);
+    void copy(const std::vector<int>& counts, int64_t slot_bytes, uintptr_t stream);
+    void copy_block(int peer, int64_t bytes, uintptr_t stream);  // of whatever lies there, between calls: what the link gives
+    void end_dispatch(GpuDispatchParams params, uintptr_t stream);
+    void end_combine(GpuCombineParams params, uintptr_t stream);
+
+    // Enters a call only to tell the peers that this rank's arguments are wrong.
+    void refuse(const std::string& reason, uintptr_t stream);
     // Throws what a kernel of this rank has reported so far, once.
     void check();
 
 private:
     GpuContext context() const;
     void complete(GpuRouting& routing) const;
+    GpuDispatchParams completed(GpuDispatchParams params) const;
+    GpuCombineParams completed(GpuCombineParams params) const;
     void allocate_scratch();
+    void dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream);
+    std::byte* inbox_of(int peer) const;
+    std::byte* outbox_for(int peer) const;
+    void follow(cudaStream_t stream);
+    void fork(cudaStream_t stream);
+    void join(cudaStream_t stream);
+    [[noreturn]] void raise(const GpuFailure& failure) const;
+    std::string describe(const GpuFailure& failure, int rank) const;
+    std::string reason_of(int peer, int parity) const;
+    GpuStamp stamp_of(int peer, int parity) const;
+    long long last_call_of(int peer) const;
 
     const GpuWorkspaceConfig config_;
     const GpuWorkspaceLayout layout_;
     const int rank_, device_, owner_pid_;
     const double timeout_s_;
-    unsigned long long sequence_ = 0;
+    int num_multiprocessors_ = 0, shared_bytes_ = 0;
     std::byte* workspaces_[kMaxGpuRanks] = {};
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
-    int* gave_up_ = nullptr;
+    GpuState* state_ = nullptr;
     struct HostSlots {
         GpuFailure failure;
         GpuCounts counts;
     };
     HostSlots* host_ = nullptr;  // pinned
+
+    cudaStream_t sending_ = nullptr, announcing_ = nullptr;  // own streams, beside the caller's
+    cudaStream_t last_ = nullptr;                            // of the last call
+    bool has_last_ = false, is_sending_ = false;
+    cudaEvent_t forked_ = nullptr, sent_ = nullptr, copied_ = nullptr, followed_ = nullptr;
 };
 
 }  // namespace deepep_moe

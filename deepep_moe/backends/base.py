@@ -36,8 +36,18 @@ class Settings:
         return self.num_experts // self.num_ranks
 
 
+@dataclass(frozen=True)
+class Mode:
+    """How a call runs; its results do not depend on it."""
+
+    is_async: bool = False  # beside the caller's stream or thread
+    is_split: bool = False  # in two halves: the second is for the caller to start
+    num_sms: int | None = None  # multiprocessors that send, 0 = copy engines; backends without them do not look
+
+
 @dataclass
 class DispatchArgs:
+    mode: Mode
     x: Tensor
     x_scales: Tensor | None
     topk_idx: Tensor
@@ -49,6 +59,7 @@ class DispatchArgs:
 
 @dataclass
 class CachedDispatchArgs:
+    mode: Mode
     x: Tensor
     x_scales: Tensor | None
     topk_weights: Tensor | None
@@ -57,6 +68,7 @@ class CachedDispatchArgs:
 
 @dataclass
 class CombineArgs:
+    mode: Mode
     x: Tensor
     weights: Tensor | None  # [num_rows]
     bias: Tensor | None
@@ -74,7 +86,7 @@ class Rows:
 
 
 Move = Callable[[], None]
-"""The second half of an operation: moves the rows. May run on another thread."""
+"""The second half of an operation: moves the rows. May run on another thread; where `Mode.is_split`, on another stream."""
 
 
 class Backend(Protocol):
@@ -88,6 +100,8 @@ class Backend(Protocol):
     device: torch.device | None
     """The one device of its tensors, where there is one."""
     num_channels: int
+    num_handle_numbers: int
+    """Numbers in `DispatchHandle.call`."""
     workspace_bytes: int
 
     @property
@@ -103,6 +117,10 @@ class Backend(Protocol):
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
         """combined_x [num_tokens, hidden]; combined lane values [num_tokens, num_topk], empty when not asked for."""
+        ...
+
+    def recorded(self, *used: Tensor | None) -> "torch.cuda.Event | None":
+        """When the asynchronous call just made is over, where it runs on a stream; `used` are its tensors."""
         ...
 
     def abort(self, message: str) -> None:

@@ -27,6 +27,14 @@ def _check_tensor(
         raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")
 
 
+def _check_address(name: str, tensor: Tensor | None) -> None:
+    """GPUs move rows in pieces of 16 bytes."""
+    if tensor is None or not tensor.is_cuda or tensor.shape[1] * tensor.element_size() % _C.ROW_ALIGNMENT:
+        return
+    if tensor.data_ptr() % _C.ROW_ALIGNMENT:
+        raise ValueError(f"{name} begins at an address that is not a multiple of {_C.ROW_ALIGNMENT} bytes; pass {name}.clone()")
+
+
 def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, dtypes: tuple[torch.dtype, ...]) -> None:
     if isinstance(x, Tensor) and x.dim() != 2:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [num_tokens, {settings.hidden}]")
@@ -38,6 +46,7 @@ def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, 
             f"a row of {name}, {settings.hidden} columns of {DTYPE_NAMES[x.dtype]}, has {row_bytes} bytes; "
             f"it must be a multiple of {_C.ROW_ALIGNMENT}"
         )
+    _check_address(name, x)
 
 
 def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
@@ -47,6 +56,7 @@ def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
     if x_scales is not None:
         num_scales = -(-x.shape[1] // _C.SCALE_BLOCK)
         _check_tensor("x_scales", x_scales, (x.shape[0], num_scales), (torch.float32,), x.device)
+        _check_address("x_scales", x_scales)
 
 
 def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
@@ -115,5 +125,6 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     _check_weights("topk_weights", args.weights, (handle.num_rows,), args.x)
     if args.bias is not None:
         _check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (args.x.dtype,), args.x.device)
+        _check_address("bias", args.bias)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
     _check_weights("lane_values", args.lane_values, shape, args.x)

@@ -6,6 +6,7 @@ error), then one all-to-all whose rows carry their lane indices, weights and sca
 
 import contextlib
 import datetime
+import time
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,7 @@ class CollectiveBackend:
     device: torch.device | None = None
     moves_on_thread = False  # the process group is the caller's, and may be in use
     num_channels = 1
+    num_handle_numbers = 1
     workspace_bytes = 0
 
     def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", processes: list[tuple[str, int]]):
@@ -127,6 +129,13 @@ class CollectiveBackend:
             self._combine(args, combined_x, lane_values)
 
         return combined_x, lane_values, move
+
+    def recorded(self, *used: Tensor | None) -> "torch.cuda.Event | None":
+        if not any(tensor is not None and tensor.is_cuda for tensor in used):
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def abort(self, message: str) -> None:
         entry = Entry(0, 1, 0, 0, 0, 1, 0, -1, 0)
@@ -295,12 +304,16 @@ class CollectiveBackend:
             raise self._timeout(culprit, error.phase, self.num_calls, self.num_calls - 1, str(error.__cause__)) from error
 
     def _dead_rank(self) -> int:
-        """A rank of this host whose process is gone, or -1."""
+        """A rank of this host whose process is gone, or -1. Its connections break before the system says so: it gets a second."""
         host = self._processes[self.settings.rank][0]
-        for rank, (other, pid) in enumerate(self._processes):
-            if other == host and _C.process_start_time(pid) != self._start_times[rank]:
-                return rank
-        return -1
+        began = time.monotonic()
+        while True:
+            for rank, (other, pid) in enumerate(self._processes):
+                if other == host and _C.process_start_time(pid) != self._start_times[rank]:
+                    return rank
+            if time.monotonic() - began > 1:
+                return -1
+            time.sleep(0.01)
 
     def _timeout(self, culprit: int, phase: str, expected: int, seen: int, why: str) -> EPTimeoutError:
         named = f"rank {culprit}" if culprit >= 0 else "a peer (torch.distributed does not say which)"

@@ -1,15 +1,17 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
 from deepep_moe.handle import DispatchHandle
 
-_NUM_SEND_BLOCKS = 24
+DEFAULT_NUM_SMS = 16
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -17,9 +19,10 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class NvlinkBackend:
-    """Implements `deepep_moe.backends.base.Backend`. Work is enqueued on the caller's current stream.
+    """Implements `deepep_moe.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
 
-    A failure in a kernel is raised by the call that waits for its counts (an uncached dispatch), else by the buffer's next call.
+    A dispatch starts to send before this rank knows what it will receive; the host waits for that number meanwhile. A failure in a
+    kernel is raised by the call that waits for its counts (an uncached dispatch), else by the buffer's next call.
     """
 
     name = "nvlink"
@@ -41,7 +44,18 @@ class NvlinkBackend:
             timeout_s=settings.timeout_s,
         )
         self.num_calls = 0
+        self.num_handle_numbers = 1 + 2 * settings.num_ranks
         self.workspace_bytes: int = self._communicator.workspace_bytes
+        self._own_stream: torch.cuda.Stream | None = None
+
+    @property
+    def tuning(self) -> Any:
+        """How kernels divide the GPU (`_C.GpuTuning`); for benchmarks and tests."""
+        return self._communicator.tuning
+
+    def copy_to(self, peer: int, num_bytes: int) -> None:
+        """A copy engine's copy of workspace memory to `peer`, on the current stream, between calls: what the link gives; for benchmarks."""
+        self._communicator.copy_block(peer, num_bytes, torch.cuda.current_stream(self.device).cuda_stream)
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace."""
@@ -54,124 +68,241 @@ class NvlinkBackend:
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
 
+    # ---- dispatch ----
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         self._communicator.check()
-        s, num_tokens = self.settings, args.topk_idx.shape[0]
-        topk_idx = self._empty((num_tokens, s.num_topk), torch.int32)
-        recv_counts = self._empty((s.num_ranks, 1), torch.int32)
-        num_recv_tokens_per_expert = self._empty((s.num_local_experts,), torch.int32)
-        is_expert = args.layout == "expert"
-        plan = self._plan_params(args.topk_idx, cached=False)
-        plan.is_expert_layout, plan.expert_alignment = is_expert, args.expert_alignment
-        plan.num_recv_rows_bound = args.num_recv_rows
-        plan.narrow_topk_idx = _address(topk_idx)
-        plan.recv_counts, plan.num_recv_tokens_per_expert = _address(recv_counts), _address(num_recv_tokens_per_expert)
-        self.num_calls += 1
-        self._communicator.plan(plan, self._stream())
-        counts = self._communicator.wait_counts()
-
-        num_rows = counts.num_rows if args.num_recv_rows < 0 else args.num_recv_rows
-        recv_row_idx = self._empty((counts.num_recv_tokens if is_expert else 0, s.num_topk), torch.int32)
-        recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype, device=self.device)
-        handle = DispatchHandle(
-            -1,
-            args.layout,
-            args.expert_alignment,
-            num_rows,
-            topk_idx,
-            recv_row_idx,
-            recv_counts,
-            num_recv_tokens_per_expert,
-            torch.tensor([self.num_calls]),
-            recv_topk_idx,
+        num_sms, is_bounded = self._num_sms(args.mode), args.num_recv_rows >= 0
+        if is_bounded and num_sms == 0:
+            raise ValueError("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them")
+        handle = self._new_handle(args)
+        signature = _C.Signature(
+            _C.Operation.dispatch,
+            getattr(_C.DType, DTYPE_NAMES[args.x.dtype]),
+            getattr(_C.Layout, args.layout),
+            expert_alignment=args.expert_alignment,
+            has_weights=args.topk_weights is not None,
+            has_scales=args.x_scales is not None,
         )
-        rows = self._allocate(args, handle)
-        params = self._dispatch_params(args, handle, rows)
-        if recv_topk_idx is not None:
-            params.recv_topk_idx = _address(recv_topk_idx)
-            params.recv_topk_idx_is_int64 = recv_topk_idx.dtype == torch.int64
-        return rows, handle, lambda: self._communicator.dispatch(params, self._stream())
+        plan = self._plan_params(args.topk_idx, args.layout, cached=False)
+        plan.expert_alignment, plan.num_recv_rows_bound, plan.reports_counts = args.expert_alignment, args.num_recv_rows, not is_bounded
+        plan.narrow_topk_idx, plan.recv_counts = _address(handle.topk_idx), _address(handle.recv_counts)
+        plan.num_recv_tokens_per_expert = _address(handle.num_recv_tokens_per_expert)
+        params = self._dispatch_params(args, handle, args.topk_idx)
+        if args.layout == "expert":
+            params.recv_row_idx = _address(handle.recv_row_idx)
+        stream = self._begin(args.mode)
+        self._communicator.plan(plan, signature, stream)
+        if is_bounded:
+            rows, recv_topk_idx = self._receive_buffers(args, params, args.num_recv_rows)
+            move = self._dispatch_move(args, params, num_sms, stream, [])
+            return rows, self._completed(handle, args.num_recv_rows, None, recv_topk_idx), move
+        self._communicator.start_dispatch(params, num_sms, stream)
+        counts = self._communicator.wait_counts()  # while rows fly; what follows delays those that have arrived
+        if num_sms == 0:
+            self._communicator.copy(counts.send_counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
+        rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows)
+        if not args.mode.is_split:
+            self._communicator.end_dispatch(params, stream)
+        handle = self._completed(handle, counts.num_rows, counts, recv_topk_idx)
+        return rows, handle, partial(self._end, args, params) if args.mode.is_split else lambda: None
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
-        rows = self._allocate(args, args.handle)
-        params = self._dispatch_params(args, args.handle, rows)
-        params.cached = True
-        plan = self._plan_params(args.handle.topk_idx, cached=True)
-        plan.is_expert_layout = args.handle.layout == "expert"
+        handle, num_sms = args.handle, self._num_sms(args.mode)
+        counts = self._counts(handle, num_sms, is_dispatch=True)
+        rows = self._allocate(args, handle.layout, handle.num_rows)
+        params = self._dispatch_params(args, handle, handle.topk_idx)
+        params.cached, params.has_lanes = True, args.topk_weights is not None
+        params.recv_row_idx = _address(handle.recv_row_idx)
+        self._fill_outputs(params, handle.num_rows, rows)
+        signature = self._signature(_C.Operation.cached_dispatch, args.x, handle, weights=args.topk_weights, scales=args.x_scales)
+        plan = self._plan_params(handle.topk_idx, handle.layout, cached=True)
+        self._communicator.check()
+        stream = self._begin(args.mode)
+        self._communicator.plan(plan, signature, stream)
+        return rows, self._dispatch_move(args, params, num_sms, stream, counts)
 
-        def move() -> None:
-            self._communicator.check()
-            self.num_calls += 1
-            self._communicator.plan(plan, self._stream())
-            self._communicator.dispatch(params, self._stream())
+    def _dispatch_move(self, args: DispatchArgs | CachedDispatchArgs, params: Any, num_sms: int, stream: int, counts: list[int]) -> Move:
+        """The rest of a dispatch whose outputs are allocated: all of it, or what follows the start."""
+        if num_sms > 0 and not args.mode.is_split:
+            return lambda: self._communicator.dispatch(params, num_sms, stream)
+        self._communicator.start_dispatch(params, num_sms, stream)
+        if num_sms == 0:
+            self._communicator.copy(counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
+        return partial(self._end, args, params)
 
-        return rows, move
+    # ---- combine ----
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
-        s, handle = self.settings, args.handle
+        s, handle, num_sms = self.settings, args.handle, self._num_sms(args.mode)
+        counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
         lane_values = self._empty((handle.num_tokens if args.lane_values is not None else 0, s.num_topk), torch.float32)
-        plan = self._plan_params(handle.topk_idx, cached=True)
-        params = _C.GpuCombineParams()
-        params.topk_idx, params.num_tokens = _address(handle.topk_idx), handle.num_tokens
-        params.is_expert_layout = handle.layout == "expert"
-        params.dtype = getattr(_C.DType, DTYPE_NAMES[args.x.dtype])
-        params.num_send_blocks = _NUM_SEND_BLOCKS
-        params.recv_counts, params.recv_row_idx = _address(handle.recv_counts), _address(handle.recv_row_idx)
-        params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
-        params.lane_values = _address(args.lane_values)
-        params.combined_x, params.combined_lane_values = _address(combined_x), _address(lane_values)
-
-        def move() -> None:
-            self._communicator.check()
-            self.num_calls += 1
-            self._communicator.plan(plan, self._stream())
-            self._communicator.combine(params, self._stream())
-
-        return combined_x, lane_values, move
+        params = self._combine_params(args, combined_x, lane_values)
+        params.direct = handle.layout == "rank" and args.weights is None and num_sms > 0
+        signature = self._signature(_C.Operation.combine, args.x, handle, lane_values=args.lane_values)
+        self._communicator.check()
+        stream = self._begin(args.mode)
+        self._communicator.plan(self._plan_params(handle.topk_idx, handle.layout, cached=True), signature, stream)
+        if num_sms > 0 and not args.mode.is_split:
+            return combined_x, lane_values, lambda: self._communicator.combine(params, num_sms, True, stream)
+        self._communicator.start_combine(params, num_sms, stream)
+        if num_sms == 0:
+            tail_bytes = 0 if args.lane_values is None else 4 * s.num_topk
+            self._communicator.copy(counts, _C.gpu_slot_bytes(s.hidden * args.x.element_size(), tail_bytes), stream)
+        return combined_x, lane_values, partial(self._end, args, params)
 
     def abort(self, message: str) -> None:
         self.num_calls += 1
-        self._communicator.refuse(self._stream())
+        self._communicator.refuse(message, torch.cuda.current_stream(self.device).cuda_stream)
 
     def destroy(self) -> None:
         del self._communicator
 
-    def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+    # ---- streams ----
+
+    def recorded(self, *used: Tensor | None) -> torch.cuda.Event:
+        """Of the asynchronous call just made; its memory is not used again before."""
+        assert self._own_stream is not None
+        for tensor in used:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(self._own_stream)
+        event = torch.cuda.Event()
+        event.record(self._own_stream)
+        return event
+
+    def _begin(self, mode: Mode) -> int:
+        """Count a call; returns the stream it goes to."""
+        self.num_calls += 1
+        if not mode.is_async or mode.is_split:
+            return torch.cuda.current_stream(self.device).cuda_stream
+        if self._own_stream is None:
+            self._own_stream = torch.cuda.Stream(self.device)
+        self._follow_current(mode)
+        return self._own_stream.cuda_stream
+
+    def _follow_current(self, mode: Mode) -> None:
+        """An asynchronous call goes on after what the caller's stream has been given so far: its arguments, fresh outputs."""
+        if mode.is_async and not mode.is_split and self._own_stream is not None:
+            self._own_stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _end(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, params: Any) -> None:
+        """The second half of a call; in split mode on the stream that is current by now. Holds the call's arguments until then."""
+        own = self._own_stream if args.mode.is_async and not args.mode.is_split else None
+        stream = (own or torch.cuda.current_stream(self.device)).cuda_stream
+        if isinstance(args, CombineArgs):
+            self._communicator.end_combine(params, stream)
+        else:
+            self._communicator.end_dispatch(params, stream)
+
+    def _num_sms(self, mode: Mode) -> int:
+        most = self._communicator.num_multiprocessors
+        num_sms = DEFAULT_NUM_SMS if mode.num_sms is None else mode.num_sms
+        if not 0 <= num_sms <= most:
+            raise ValueError(f"num_sms is {num_sms}; this GPU has {most}: give 1 to {most}, or 0 for copy engines")
+        return num_sms
+
+    def _counts(self, handle: DispatchHandle, num_sms: int, *, is_dispatch: bool) -> list[int]:
+        """[num_ranks] rows that a call along `handle` sends to each rank, where copy engines need to know."""
+        numbers, n = handle.call, self.settings.num_ranks
+        if num_sms > 0:
+            return []
+        counts = numbers[1 : 1 + n].tolist() if is_dispatch else numbers[1 + n :].tolist()
+        if min(counts) < 0:
+            raise ValueError("num_sms=0 needs counts on the host, and this handle's dispatch had num_recv_rows; give num_sms of 1 or more")
+        return counts
+
+    # ---- tensors and params ----
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _plan_params(self, topk_idx: Tensor, *, cached: bool) -> Any:
+    def _signature(
+        self, operation: Any, x: Tensor, handle: DispatchHandle, *, weights: Tensor | None = None, scales: Tensor | None = None,
+        lane_values: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        return _C.Signature(
+            operation,
+            getattr(_C.DType, DTYPE_NAMES[x.dtype]),
+            getattr(_C.Layout, handle.layout),
+            handle_call=int(handle.call[0]),
+            has_weights=weights is not None,
+            has_scales=scales is not None,
+            has_lane_values=lane_values is not None,
+        )
+
+    def _new_handle(self, args: DispatchArgs) -> DispatchHandle:
+        """A handle for the plan to fill, with room for all that may come."""
+        s = self.settings
+        num_slots = s.num_ranks * s.num_max_tokens_per_rank if args.layout == "expert" else 0
+        return DispatchHandle(
+            -1, args.layout, args.expert_alignment, -1, self._empty((args.topk_idx.shape[0], s.num_topk), torch.int32),
+            self._empty((num_slots, s.num_topk), torch.int32), self._empty((s.num_ranks, 1), torch.int32),
+            self._empty((s.num_local_experts,), torch.int32), torch.empty(0), None,
+        )  # fmt: skip
+
+    def _completed(self, handle: DispatchHandle, num_rows: int, counts: Any, recv_topk_idx: Tensor | None) -> DispatchHandle:
+        """`handle` with what is known once the counts are; `counts`: None where the host does not wait for them."""
+        n, recv_row_idx = self.settings.num_ranks, handle.recv_row_idx
+        numbers = [self.num_calls, *[-1] * (2 * n)]
+        if counts is not None:
+            numbers[1:] = counts.send_counts[:n] + counts.recv_counts[:n]
+            recv_row_idx = recv_row_idx[: counts.num_recv_tokens]
+        return replace(handle, num_rows=num_rows, recv_row_idx=recv_row_idx, call=torch.tensor(numbers), recv_topk_idx=recv_topk_idx)
+
+    def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int) -> tuple[Rows, Tensor | None]:
+        rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None
+        if args.layout == "rank":
+            recv_topk_idx = self._empty((num_rows, self.settings.num_topk), args.topk_idx.dtype)
+            if args.num_recv_rows >= 0:
+                recv_topk_idx.fill_(-1)  # rows behind the last
+            params.recv_topk_idx, params.recv_topk_idx_is_int64 = _address(recv_topk_idx), recv_topk_idx.dtype == torch.int64
+        self._fill_outputs(params, num_rows, rows)
+        self._follow_current(args.mode)
+        return rows, recv_topk_idx
+
+    def _plan_params(self, topk_idx: Tensor, layout: str, *, cached: bool) -> Any:
         plan = _C.GpuPlanParams()
         plan.topk_idx, plan.topk_idx_is_int64, plan.num_tokens = _address(topk_idx), topk_idx.dtype == torch.int64, topk_idx.shape[0]
-        plan.cached = cached
+        plan.cached, plan.is_expert_layout = cached, layout == "expert"
         plan.expert_alignment = 1
         plan.num_recv_rows_bound = -1
         return plan
 
-    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
-        num_rows, num_topk = handle.num_rows, self.settings.num_topk
+    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, layout: str, num_rows: int) -> Rows:
         num_scales = 0 if args.x_scales is None else args.x_scales.shape[1]
         num_weights = 0 if args.topk_weights is None else num_rows
         return Rows(
             self._empty((num_rows, self.settings.hidden), args.x.dtype),
             self._empty((num_rows if num_scales else 0, num_scales), torch.float32),
-            self._empty((num_weights,) if handle.layout == "expert" else (num_weights, num_topk), torch.float32),
+            self._empty((num_weights,) if layout == "expert" else (num_weights, self.settings.num_topk), torch.float32),
         )
 
-    def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows) -> Any:
+    def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, topk_idx: Tensor) -> Any:
         params = _C.GpuDispatchParams()
-        params.topk_idx, params.num_tokens = _address(handle.topk_idx), handle.num_tokens
+        params.topk_idx, params.num_tokens, params.topk_idx_is_int64 = _address(topk_idx), topk_idx.shape[0], topk_idx.dtype == torch.int64
         params.is_expert_layout, params.expert_alignment = handle.layout == "expert", handle.expert_alignment
-        params.num_send_blocks = _NUM_SEND_BLOCKS if self.settings.num_ranks > 1 else 0
+        params.has_lanes = True
         params.row_bytes = self.settings.hidden * args.x.element_size()
         params.scale_bytes = 0 if args.x_scales is None else args.x_scales.shape[1] * args.x_scales.element_size()
-        params.num_rows = handle.num_rows
         params.x, params.x_scales, params.topk_weights = _address(args.x), _address(args.x_scales), _address(args.topk_weights)
         params.recv_counts = _address(handle.recv_counts)
         params.num_recv_tokens_per_expert = _address(handle.num_recv_tokens_per_expert)
+        return params
+
+    def _fill_outputs(self, params: Any, num_rows: int, rows: Rows) -> None:
+        params.num_rows = num_rows
         params.recv_x, params.recv_x_scales = _address(rows.recv_x), _address(rows.recv_x_scales)
-        params.recv_topk_weights, params.recv_row_idx = _address(rows.recv_topk_weights), _address(handle.recv_row_idx)
+        params.recv_topk_weights = _address(rows.recv_topk_weights)
+
+    def _combine_params(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor) -> Any:
+        handle = args.handle
+        params = _C.GpuCombineParams()
+        params.topk_idx, params.num_tokens = _address(handle.topk_idx), handle.num_tokens
+        params.is_expert_layout, params.has_lane_values = handle.layout == "expert", args.lane_values is not None
+        params.dtype = getattr(_C.DType, DTYPE_NAMES[args.x.dtype])
+        params.recv_counts, params.recv_row_idx = _address(handle.recv_counts), _address(handle.recv_row_idx)
+        params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
+        params.lane_values = _address(args.lane_values)
+        params.combined_x, params.combined_lane_values = _address(combined_x), _address(lane_values)
         return params

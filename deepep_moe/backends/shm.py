@@ -25,6 +25,7 @@ class ShmBackend:
     device_types: tuple[str, ...] = ("cpu",)
     device: torch.device | None = None
     moves_on_thread = True
+    num_handle_numbers = 1
 
     def __init__(self, settings: Settings, num_channels: int):
         self.settings = settings
@@ -134,6 +135,9 @@ class ShmBackend:
             _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_lane_values=with_values
         )
         return combined_x, lane_values, lambda: self._communicator.combine(signature, params)
+
+    def recorded(self, *used: Tensor | None) -> None:
+        """Its asynchronous calls run on a thread."""
 
     def abort(self, message: str) -> None:
         self._communicator.abort(message)

@@ -2,5 +2,6 @@
 
 from deepep_moe.ops.balance import sequence_aux_loss, update_expert_bias
 from deepep_moe.ops.gate import GateOutput, gate, to_dense
+from deepep_moe.ops.quant import quantize_fp8
 
-__all__ = ["GateOutput", "gate", "sequence_aux_loss", "to_dense", "update_expert_bias"]
+__all__ = ["GateOutput", "gate", "quantize_fp8", "sequence_aux_loss", "to_dense", "update_expert_bias"]

@@ -42,41 +42,40 @@ __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
     for (int64_t i = threadIdx.x % 32; i < bytes / 16; i += 32) pieces(dst)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, weighted by weights(i); the sum of a piece goes to
-// use(piece, sum). Loads of kBatch pieces of two rows are in flight at once. All lanes must call it.
-template <class Values, bool kWeighted, class Rows, class Weights, class Use>
-__device__ __forceinline__ void sum_rows(int64_t num_pieces, int num_rows, Rows rows, Weights weights, Use use) {
-    constexpr int kBatch = 4;
-    const int lane = threadIdx.x % 32;
-    for (int64_t first = 0; first < num_pieces; first += 32 * kBatch) {
-        float sum[kBatch][Values::kCount] = {};
-        for (int row = 0; row < num_rows; row += 2) {
-            uint4 raw[2][kBatch];
-            float weight[2];
+// Brings memory, 16-byte aligned, into the second-level cache.
+__device__ __forceinline__ void prefetch(const void* from, int64_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(bytes)) : "memory");
+#endif
+}
+
+// Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, weighted by weights(i). Loads of kBatch pieces, a warp
+// apart from `first` on, of two rows are in flight at once. All lanes must call it.
+template <class Values, bool kWeighted, int kBatch, class Rows, class Weights>
+__device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int64_t first, int64_t end, int num_rows, Rows rows, Weights weights) {
+    for (int row = 0; row < num_rows; row += 2) {
+        uint4 raw[2][kBatch];
+        float weight[2];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int index = min(row + i, num_rows - 1);
-                const uint4* from = rows(index);
-                weight[i] = weights(index);
+        for (int i = 0; i < 2; ++i) {
+            const int index = min(row + i, num_rows - 1);
+            const uint4* from = rows(index);
+            weight[i] = kWeighted ? weights(index) : 1.0f;
 #pragma unroll
-                for (int j = 0; j < kBatch; ++j)
-                    if (row + i < num_rows && first + 32 * j + lane < num_pieces) raw[i][j] = from[first + 32 * j + lane];
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (row + i >= num_rows) continue;
-#pragma unroll
-                for (int j = 0; j < kBatch; ++j) {
-                    float x[Values::kCount];
-                    Values::load(raw[i][j], x);
-#pragma unroll
-                    for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], kWeighted ? __fmul_rn(weight[i], x[v]) : x[v]);
-                }
-            }
+            for (int j = 0; j < kBatch; ++j)
+                if (row + i < num_rows && first + 32 * j < end) raw[i][j] = from[first + 32 * j];
         }
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j)
-            if (first + 32 * j + lane < num_pieces) use(first + 32 * j + lane, sum[j]);
+        for (int i = 0; i < 2; ++i) {
+            if (row + i >= num_rows) continue;
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+                float x[Values::kCount];
+                Values::load(raw[i][j], x);
+#pragma unroll
+                for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], kWeighted ? __fmul_rn(weight[i], x[v]) : x[v]);
+            }
+        }
     }
 }
 

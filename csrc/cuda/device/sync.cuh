@@ -13,8 +13,28 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
     return value;
 }
 
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 __device__ __forceinline__ void store_release(unsigned long long* flag, unsigned long long value) {
-    asm volatile("fence.acq_rel.sys;\n\tst.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+    fence_system();
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// The same for flags that only this GPU reads.
+__device__ __forceinline__ void store_release_local(unsigned long long* flag, unsigned long long value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// For a flag that announces nothing written by this kernel.
+__device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// Between plain accesses to global memory and bulk copies of the same bytes.
+__device__ __forceinline__ void fence_bulk_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ unsigned long long now_ns() {
@@ -23,9 +43,11 @@ __device__ __forceinline__ unsigned long long now_ns() {
     return time;
 }
 
+__device__ __forceinline__ bool gave_up(const GpuContext& c) { return *static_cast<volatile int*>(&c.state->gave_up) != 0; }
+
 // Tells the host. Every failure but an exceeded bound ends the rank's part in the call; the first one is kept.
 __device__ inline void report(const GpuContext& c, GpuFailureKind kind, int peer, GpuPhase phase, long long expected, long long seen) {
-    if (kind != kBoundExceeded && atomicCAS(c.gave_up, 0, 1) != 0) return;
+    if (kind != kBoundExceeded && atomicCAS(&c.state->gave_up, 0, 1) != 0) return;
     volatile GpuFailure* failure = c.failure;
     failure->peer = peer;
     failure->phase = static_cast<int>(phase);
@@ -36,13 +58,14 @@ __device__ inline void report(const GpuContext& c, GpuFailureKind kind, int peer
 }
 
 // Until *flag reaches `expected`. False, with the failure reported, past the deadline or once another wait of this rank has failed.
+// Waits for this rank's own blocks have twice the time: they end when the block that waits for a peer has named it.
 __device__ inline bool wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
     unsigned long long seen = load_acquire(flag);
     if (seen >= expected) return true;
-    const unsigned long long deadline = now_ns() + c.timeout_ns;
+    const unsigned long long deadline = now_ns() + c.timeout_ns * (peer == c.rank ? 2 : 1);
     for (int round = 0; (seen = load_acquire(flag)) < expected; ++round) {
         if (round % 256 != 255) continue;
-        if (*static_cast<volatile int*>(c.gave_up) != 0) return false;
+        if (gave_up(c)) return false;
         if (now_ns() < deadline) continue;
         report(c, kTimeout, peer, phase, static_cast<long long>(expected), static_cast<long long>(seen));
         return false;
@@ -50,22 +73,68 @@ __device__ inline bool wait_flag(const GpuContext& c, const unsigned long long* 
     return true;
 }
 
+// The same for a warp: lane 0 waits, and what it has seen arrive all lanes and their bulk copies may read.
+__device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
+    int ok = 1;
+    if (threadIdx.x % 32 == 0) {
+        ok = wait_flag(c, flag, expected, peer, phase);
+        fence_bulk_copies();
+    }
+    return __shfl_sync(kFullWarp, ok, 0) != 0;
+}
+
+// Takes the next piece of work from a counter, for the whole warp.
+__device__ __forceinline__ int warp_take(int* next) {
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(next, 1);
+    return __shfl_sync(kFullWarp, taken, 0);
+}
+
+// Is this the last of `num_blocks` blocks to come here? What the others wrote before is then visible. All threads must call it.
+__device__ inline bool is_last_block(int* counter, int num_blocks) {
+    __shared__ int last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1) == num_blocks - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return last != 0;
+}
+
+// This rank's tokens before `token`'s warp of the plan that count in `column`.
+__device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int64_t token, int column) {
+    const int64_t warp = token / tokens_per_warp(r.num_tokens), columns = c.config.num_experts + c.config.num_ranks;
+    return __ldcg(&r.segment_counts[warp / (kPlanThreads / 32) * columns + column]) + __ldcg(&r.warp_counts[warp * columns + column]);
+}
+
 struct Workspace {
-    __device__ Workspace(const GpuContext& c, int owner) : layout(c.config), base(c.workspaces[owner]), config(c.config) {}
-    __device__ unsigned long long* entered(int source) const { return flag(layout.entered, source); }
-    __device__ unsigned long long* refused(int source) const { return flag(layout.refused, source); }
+    __device__ Workspace(const GpuContext& c, int owner) : layout(c.config), base(c.workspaces[owner]), config(c.config), owner(owner) {}
+    __device__ unsigned long long* entered(unsigned long long sequence, int source) const {
+        return flag(layout.entered, (sequence & 1) * config.num_ranks + source);
+    }
     __device__ unsigned long long* counts_ready(int source) const { return flag(layout.counts_ready, source); }
+    __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
     __device__ unsigned long long* arrived(int source, int64_t chunk) const { return flag(layout.arrived, source * layout.num_chunks + chunk); }
+    __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
+        return reinterpret_cast<GpuStamp*>(base + layout.stamps) + (sequence & 1) * config.num_ranks + source;
+    }
     __device__ int32_t* counts(unsigned long long sequence, int source) const {
         return reinterpret_cast<int32_t*>(base + layout.counts) + ((sequence & 1) * config.num_ranks + source) * layout.columns;
     }
-    __device__ std::byte* slot(int source, int64_t index, const GpuSlotLayout& slot) const {
-        return base + layout.staging + source * layout.staging_bytes + index * slot.bytes;
+    // [num_topk] of the token in a slot.
+    __device__ GpuLane* lanes(int source, int64_t slot) const {
+        return reinterpret_cast<GpuLane*>(base + layout.lanes) + (source * config.num_max_tokens + slot) * config.num_topk;
     }
+    // Slots from a peer of the owner, and for any rank.
+    __device__ std::byte* inbox(int peer) const { return base + layout.inbox + (peer - (peer > owner)) * layout.box_bytes; }
+    __device__ std::byte* outbox(int rank) const { return base + layout.outbox + rank * layout.box_bytes; }
 
     const GpuWorkspaceLayout layout;
     std::byte* const base;
     const GpuWorkspaceConfig& config;
+    const int owner;
 
 private:
     __device__ unsigned long long* flag(int64_t offset, int64_t index) const { return reinterpret_cast<unsigned long long*>(base + offset) + index; }

@@ -1,0 +1,34 @@
+// What all ranks must agree on in one call, and how it is told.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/types.h"
+
+namespace deepep_moe {
+
+enum class Operation : int { kDispatch = 0, kCachedDispatch = 1, kCombine = 2 };
+
+struct Signature {
+    Operation operation;
+    DType dtype;
+    Layout layout;
+    int expert_alignment;
+    int64_t handle_call;  // the dispatch whose handle is used, 0 without one
+    int has_weights;      // dispatch: topk_weights travel
+    int has_scales;       // dispatch: fp8 scales travel
+    int has_lane_values;  // combine: gradients of topk_weights travel
+    bool operator==(const Signature&) const = default;
+};
+
+std::string describe(const Signature& signature);
+
+// In one word, never 0. `handle_call` keeps its low 32 bits.
+uint64_t pack(const Signature& signature);
+Signature unpack(uint64_t packed);
+
+// `text` into `target`, with a zero at its end, cut where it is too long, but not inside a UTF-8 character.
+void copy_text(char* target, size_t capacity, const std::string& text);
+
+}  // namespace deepep_moe

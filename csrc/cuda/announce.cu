@@ -1,0 +1,20 @@
+// After a copy engine has filled slots of a peer's inbox: their flags.
+#include "cuda/device/launch.cuh"
+#include "cuda/device/sync.cuh"
+#include "cuda/launch.h"
+
+namespace deepep_moe {
+namespace {
+
+__global__ void announce(const __grid_constant__ GpuAnnounceParams p) {
+    if (gave_up(p.context)) return;
+    const Workspace theirs(p.context, p.peer);
+    for (int64_t chunk = threadIdx.x; chunk * kChunkSlots < p.num_slots; chunk += blockDim.x)
+        store_release(theirs.arrived(p.context.rank, chunk), p.context.state->sequence);
+}
+
+}  // namespace
+
+void launch_announce(const GpuAnnounceParams& p, void* stream) { launch(announce, "announce", 1, 256, 0, p, stream); }
+
+}  // namespace deepep_moe

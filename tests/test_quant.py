@@ -1,0 +1,75 @@
+"""Rows to fp8: the definition by hand, the kernel against the operators, and a dispatch that quantizes on its way."""
+
+import pytest
+import torch
+from exchange_cases import assert_same, device_of
+
+from deepep_moe import Buffer
+from deepep_moe.errors import EPPeerError
+from deepep_moe.ops import quantize_fp8
+from deepep_moe.testing import run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def test_by_hand():
+    x = torch.zeros(1, 256)
+    x[0, 0], x[0, 1], x[0, 2], x[0, 130] = 896.0, -448.0, 2.0, 7.0
+    y, scales = quantize_fp8(x)
+    assert scales.tolist() == [[2.0, 7.0 / 448.0]]
+    assert y.float()[0, [0, 1, 2, 3, 130]].tolist() == [448.0, -224.0, 1.0, 0.0, 448.0]
+
+
+def test_zeros_stay_zeros():
+    y, scales = quantize_fp8(torch.zeros(3, 128, dtype=torch.bfloat16))
+    assert not y.float().any() and torch.isfinite(scales).all()
+    assert quantize_fp8(torch.empty(0, 128))[0].shape == (0, 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_is_that_of_the_format(dtype):
+    x = (torch.randn(50, 328, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
+    y, scales = quantize_fp8(x)
+    back = y.float() * scales.repeat_interleave(128, 1)[:, :328]
+    largest = torch.nn.functional.pad(x.float().abs(), (0, 56)).unflatten(1, (3, 128)).amax(2).repeat_interleave(128, 1)[:, :328]
+    assert ((back - x.float()).abs() <= x.float().abs() / 16 + largest / 448 / 512 * 1.01).all()  # half a step: 3 bits of mantissa
+
+
+def test_bad_rows():
+    with pytest.raises(TypeError, match="x has dtype float64; float32, bfloat16 or float16 can be made fp8"):
+        quantize_fp8(torch.zeros(2, 128, dtype=torch.float64))
+    with pytest.raises(
+        ValueError, match=r"x has shape \[2, 12\]; it must be contiguous \[num_tokens, hidden\] with hidden a multiple of 8"
+    ):
+        quantize_fp8(torch.zeros(2, 12))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernel_equals_operators(dtype):
+    for scale in (1.0, 1e-6, 1e4):
+        x = (torch.randn(333, 7168 + 8, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
+        for ours, theirs in zip(quantize_fp8(x.cuda()), quantize_fp8(x), strict=True):
+            assert_same(f"scale {scale}", ours, theirs)
+
+
+def quantized_dispatch(rank, num_ranks, backend):
+    device = device_of(backend, rank)
+    buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=20)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(33, 256, generator=generator).bfloat16().to(device)
+    idx = torch.rand(33, 8, generator=generator).argsort(1)[:, :2].contiguous().to(device)
+    y, scales = quantize_fp8(x)
+    for layout in ("expert", "rank"):
+        ours, theirs = buffer.dispatch(x, idx, layout=layout, fp8=True), buffer.dispatch(y, idx, x_scales=scales, layout=layout)
+        assert_same("recv_x", ours.recv_x, theirs.recv_x)
+        assert_same("recv_x_scales", ours.recv_x_scales, theirs.recv_x_scales)
+    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8 and x_scales were both given"):
+        buffer.dispatch(y, idx, x_scales=scales, fp8=rank == 0)
+    with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8=True has no gradient and x requires one"):
+        buffer.dispatch(x.float().requires_grad_() if rank == 0 else x.float(), idx, fp8=True)
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_dispatch_quantizes(backend):
+    run_ranks(quantized_dispatch, 2, backend)

@@ -1,0 +1,60 @@
+"""Many random routings one after another: sizes from none to the bound, skewed, with lanes that choose nobody.
+
+`DEEPEP_MOE_STRESS_ROUNDS=10000 pytest -m gpu tests/test_stress.py` is the long run; the tests of every day make fewer rounds.
+"""
+
+import os
+
+import pytest
+import torch
+from exchange_cases import device_of
+
+from deepep_moe import Buffer
+from deepep_moe.testing import run_ranks
+
+ROUNDS = int(os.environ.get("DEEPEP_MOE_STRESS_ROUNDS", "100"))
+MAX_TOKENS, HIDDEN, NUM_TOPK = 96, 64, 4
+
+
+def draw(seed, rank, num_experts, device):
+    """Rows of small whole numbers, whose sums are exact, and a routing: every rank can draw every rank's."""
+    generator = torch.Generator(device=device).manual_seed(seed * 1009 + rank)
+    kind = torch.randint(0, 5, (2,), generator=torch.Generator().manual_seed(seed * 31 + rank)).tolist()
+    num_tokens = (0, MAX_TOKENS, 1, MAX_TOKENS // 3, MAX_TOKENS // 2 + 1)[kind[0]]
+    x = torch.randint(-8, 9, (num_tokens, HIDDEN), generator=generator, device=device).float()
+    scores = torch.rand(num_tokens, num_experts, generator=generator, device=device)
+    if kind[1] == 1:
+        scores *= torch.linspace(1, 0.05, num_experts, device=device)
+    elif kind[1] == 2:
+        scores[:, num_experts // 2] = 2
+    idx = scores.argsort(1, descending=True)[:, :NUM_TOPK]
+    if kind[1] >= 2:
+        idx = idx.masked_fill(torch.rand(idx.shape, generator=generator, device=device) < 0.3, -1)
+    return x, idx.contiguous()
+
+
+def expected_rows(drawn, first, last):
+    """The rows of experts first to last - 1, by expert, then (source, token)."""
+    x = torch.cat([x for x, _ in drawn])
+    idx = torch.cat([idx for _, idx in drawn])
+    token, lane = ((idx >= first) & (idx < last)).nonzero(as_tuple=True)
+    order = idx[token, lane].argsort(stable=True)
+    return x[token[order]]
+
+
+def stress(rank, num_ranks, backend, rounds):
+    device = device_of(backend, rank)
+    num_local = 3
+    buffer = Buffer(None, MAX_TOKENS, HIDDEN, num_ranks * num_local, NUM_TOPK, backend=backend, timeout_s=60)
+    for seed in range(rounds):
+        drawn = [draw(seed, r, num_ranks * num_local, device) for r in range(num_ranks)]
+        x, idx = drawn[rank]
+        out = buffer.dispatch(x, idx, num_sms=(None, 1, 5, 0)[seed % 4])
+        assert torch.equal(out.recv_x, expected_rows(drawn, rank * num_local, (rank + 1) * num_local)), f"round {seed}: rows differ"
+        y = buffer.combine(out.recv_x, out.handle, num_sms=(None, 0, 3)[seed % 3])
+        assert torch.equal(y, x * (idx >= 0).sum(1, keepdim=True)), f"round {seed}: sums differ"
+
+
+@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_random_routings(backend):
+    run_ranks(stress, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=60 + ROUNDS / 20)
