@@ -1,24 +1,35 @@
-"""`python -m deepep_moe.bench [exchange | gate] ...`; exchange, dispatch and combine, where nothing is named."""
+"""`python -m deepep_moe.bench [exchange | link | gate | megatron] ...`: dispatch and combine on the CPU, on GPUs; the gate; a layer.
+
+Where none is named: link with `--backend nvlink`, else exchange.
+"""
 
 import argparse
 import sys
 
-from deepep_moe.bench import exchange, gate
+from deepep_moe.bench import exchange, gate, link, megatron
 
-COMMANDS = {"exchange": exchange, "gate": gate}
+COMMANDS = {"exchange": exchange, "link": link, "gate": gate, "megatron": megatron}
+
+
+def _with_command(arguments: list[str]) -> list[str]:
+    if arguments and (arguments[0] in COMMANDS or arguments[0] in ("-h", "--help")):
+        return arguments
+    backend = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    backend.add_argument("--backend")
+    return ["link" if backend.parse_known_args(arguments)[0].backend == "nvlink" else "exchange", *arguments]
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or (arguments[0] not in COMMANDS and arguments[0] not in ("-h", "--help")):
-        arguments = ["exchange", *arguments]
-    parser = argparse.ArgumentParser(prog="python -m deepep_moe.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m deepep_moe.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(command)
         exchange.add_json(command)
         command.set_defaults(main=module.main)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_with_command(arguments))
     options.main(options)
 
 

@@ -150,4 +150,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, help="file to write the records to")
+    parser.add_argument("--json", "--output", type=Path, help="file to write the records to")

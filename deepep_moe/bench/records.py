@@ -42,7 +42,7 @@ def record(
     """One measurement in the form all benchmarks of the project share.
 
     Times are microseconds; `gbps` is bytes_moved (bytes of one rank) over the median; `ratio` is rival_us / us_median: how many times
-    faster than the rival. Settings that do not apply are None.
+    faster than the rival. Settings that do not apply are None. `extra` may say another `hardware` than the CPU.
     """
     ordered, median, rival_us = sorted(times), statistics.median(times), statistics.median(rival_times)
     return {
@@ -56,8 +56,8 @@ def record(
         "rival": rival,
         "rival_us": rival_us,
         "ratio": rival_us / median,
-        **extra,
         "hardware": cpu_name(),
+        **extra,
         "versions": {"deepep_moe": deepep_moe.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "command": shlex.join(["python", "-m", "deepep_moe.bench", *sys.argv[1:]]),
     }
