@@ -1,41 +1,63 @@
 # make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed)
+# make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
 # make test   installs, builds, runs every test that needs no GPU
 # PIP_ARGS    options for pip, such as the index of PyTorch's CPU builds, which are much smaller than the default ones
+# VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
 # make lint   ruff and mypy          make bench   the CPU benchmark          make clean   removes what was built
 
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
-NUM_RANKS ?= 2
-STAMP := $(VENV)/.installed
+DEVICE ?= cpu
+VENV := $(if $(filter cuda,$(DEVICE)),build/venv-cuda,.venv)
+NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
+
+# On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
+INSTALL := -c constraints.txt -e ".[megatron,dev]"
+ifeq ($(DEVICE),cuda)
+ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
+SHARED := $(shell $(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")))')
+INSTALL := -e ".[megatron]"
+endif
+endif
 
 .PHONY: demo test lint bench clean install
 
-install: $(STAMP)
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON) -m
+SCRIPT := $(PYTHON)
+STAMP :=
+else
+BIN := $(VENV)/bin
+RUN := $(BIN)/python -m
+SCRIPT := $(BIN)/python
+STAMP := $(VENV)/.installed
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deepep_moe needs Python 3.11 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "cannot create $(VENV): install Python's venv (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	for folder in $(SHARED); do echo $$folder >>$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth; done
 
 $(STAMP): $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt -e ".[megatron,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(INSTALL)
 	touch $(STAMP)
+endif
+
+install: $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python examples/megatron/train.py --num-ranks $(NUM_RANKS) --dispatcher deepep_moe --compare alltoall --out runs/demo
+	$(SCRIPT) examples/megatron/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --dispatcher deepep_moe --compare alltoall --out runs/demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(RUN) pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m deepep_moe.bench
-	$(BIN)/python -m deepep_moe.bench gate
+	$(RUN) deepep_moe.bench
+	$(RUN) deepep_moe.bench gate
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info deepep_moe/_C*.so

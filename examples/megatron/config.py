@@ -1,4 +1,4 @@
-"""Two configurations of one architecture, DeepSeek-V3: `tiny` for two CPU ranks, `full` with the published numbers (671B).
+"""Two configurations of one architecture, DeepSeek-V3: `tiny` for a few CPU ranks or GPUs, `full` with the published numbers (671B).
 
 `python config.py` prints the `pretrain_gpt.py` command line of the full one.
 """
@@ -92,15 +92,14 @@ NUMBERS = {"tiny": TINY, "full": FULL}
 DISPATCHERS = ("deepep_moe", "alltoall", "allgather")
 
 
-def model_config(name: str, dispatcher: str, *, ep: int, tp: int, etp: int) -> Any:
+def model_config(name: str, dispatcher: str, *, device: str, ep: int, tp: int, etp: int) -> Any:
     """Megatron-Core's config of the model `name` ("tiny" or "full"), fp32, with one of DISPATCHERS and the sizes of the parallel groups."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    switches: dict[str, Any] = {"moe_token_dispatcher_type": "flex" if dispatcher == "deepep_moe" else dispatcher}
-    # 0.13 to 0.15 have no backend flag: after enable(), flex without DeepEP is deepep_moe.
-    if dispatcher == "deepep_moe" and "moe_flex_dispatcher_backend" in MLATransformerConfig.__dataclass_fields__:
-        switches["moe_flex_dispatcher_backend"] = "deepep_moe"
-    # Fused kernels need a GPU or TransformerEngine.
+    from deepep_moe.integrations.megatron.plugin import selection
+
+    switches = selection(dispatcher)
+    # Fused kernels need apex or TransformerEngine, and a GPU.
     for fusion in ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope"):
         switches[f"{fusion}_fusion"] = False
     return MLATransformerConfig(
@@ -109,6 +108,8 @@ def model_config(name: str, dispatcher: str, *, ep: int, tp: int, etp: int) -> A
         **switches,
         params_dtype=torch.float32,
         persist_layer_norm=False,
+        # On a GPU: an embedding whose gradient does not depend on the order of atomics.
+        deterministic_mode=device == "cuda",
         expert_model_parallel_size=ep,
         tensor_model_parallel_size=tp,
         expert_tensor_parallel_size=etp,

@@ -1,7 +1,8 @@
-"""Train a small DeepSeek-V3 with Megatron-Core on CPU ranks, its tokens moved by deepep_moe.
+"""Train a small DeepSeek-V3 with Megatron-Core on CPU ranks or GPUs, its tokens moved by deepep_moe.
 
 python examples/megatron/train.py                      # two ranks, a minute or two, writes runs/demo
 python examples/megatron/train.py --compare alltoall   # then the same with Megatron-Core's own dispatcher; the curves must agree
+python examples/megatron/train.py --device cuda        # on all GPUs of this machine
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 import config
 import data
 import report
+import torch
 import worker
 
 from deepep_moe.testing.launch import run_ranks
@@ -26,8 +28,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dispatcher", choices=config.DISPATCHERS, default=defaults.dispatcher)
     parser.add_argument("--compare", choices=config.DISPATCHERS, help="train again with this dispatcher and compare the loss curves")
-    parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, collective, ...")
-    parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
+    parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
+    parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")
     parser.add_argument("--etp", type=int, default=1, help="tensor-parallel size inside experts")
@@ -36,6 +39,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=defaults.lr)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics.jsonl and the plots")
     arguments = parser.parse_args(argv)
+    num_gpus = torch.cuda.device_count()
+    if arguments.num_ranks is None:
+        arguments.num_ranks = num_gpus if arguments.device == "cuda" else 2
+    if arguments.device == "cuda" and not 0 < arguments.num_ranks <= num_gpus:
+        parser.error(f"--device cuda needs a GPU for each of --num-ranks {arguments.num_ranks}, this machine has {num_gpus}")
     for name in ("num_ranks", "ep", "tp", "etp", "steps"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -55,8 +63,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(settings: worker.Settings, num_ranks: int) -> worker.Result:
-    # The example trains on CPU ranks; Megatron-Core would reach for a GPU it sees.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if settings.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
+    else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to compute the same bits in every run
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * settings.steps
     return run_ranks(worker.train, num_ranks, settings, timeout_s=timeout_s, start_method="spawn")[0]

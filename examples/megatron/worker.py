@@ -19,6 +19,7 @@ class Settings:
     """One run. Sizes of groups: `ep` expert-parallel, `tp` tensor-parallel, `etp` tensor-parallel inside experts."""
 
     dispatcher: str = "deepep_moe"
+    device: str = "cpu"
     backend: str = "auto"
     steps: int = 400
     seed: int = 1234
@@ -46,12 +47,13 @@ class Result:
 class Trainer:
     """Megatron-Core's GPTModel and DDP, and PyTorch's AdamW on this rank's parameters."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, device: torch.device):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        model_config = config.model_config("tiny", settings.dispatcher, ep=settings.ep, tp=settings.tp, etp=settings.etp)
+        sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
+        model_config = config.model_config("tiny", settings.dispatcher, device=device.type, **sizes)
         model = GPTModel(
             model_config,
             get_gpt_decoder_block_spec(model_config, use_transformer_engine=False, normalization="RMSNorm"),
@@ -59,13 +61,13 @@ class Trainer:
             max_sequence_length=settings.seq_length,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
-        )
+        ).to(device)
         self.routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         self.dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
         self.model = DistributedDataParallel(model_config, ddp_config, model)
         self.optimizer = torch.optim.AdamW(self._parameter_groups(), lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
-        self.settings = settings
+        self.settings, self.device = settings, device
 
     def _parameter_groups(self) -> list[dict]:
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
@@ -85,7 +87,8 @@ class Trainer:
         from megatron.core.distributed import finalize_model_grads
 
         num_sequences, seq_length = tokens.shape[0], tokens.shape[1] - 1
-        positions = torch.arange(seq_length).expand(num_sequences, -1)
+        tokens = tokens.to(self.device)
+        positions = torch.arange(seq_length, device=self.device).expand(num_sequences, -1)
         self.model.zero_grad_buffer()
         mean_loss = self.model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
         mean_loss.backward()
@@ -100,7 +103,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self.optimizer.step()
-        return loss.item() / dist.get_world_size(), load.numpy().astype(np.int64)
+        return loss.item() / dist.get_world_size(), load.cpu().numpy().astype(np.int64)
 
 
 def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Result:
@@ -127,30 +130,25 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
     return result
 
 
+def _repeat_exactly() -> None:
+    """Make a GPU compute the same bits in every run, as a CPU does: two runs are compared, and their routing amplifies a last bit."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+
+
 def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
-    from deepep_moe.integrations.megatron import disable, enable
-    from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+    from deepep_moe.integrations.megatron.ranks import model_parallel
 
     # Megatron-Core's remarks on missing GPU packages and on its own deprecations are not about this run.
-    for module in ("megatron", "torch.distributed"):
+    for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
-    enable_cpu()
-    if settings.dispatcher == "deepep_moe":
-        enable(backend=settings.backend)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=settings.tp,
-        expert_model_parallel_size=settings.ep,
-        expert_tensor_parallel_size=settings.etp,
-    )
-    try:
-        model_parallel_cuda_manual_seed(settings.seed)
-        result = _loop(Trainer(settings), data.load_corpus(), rank, num_ranks)
-        return result if rank == 0 else None
-    finally:
-        disable()
-        parallel_state.destroy_model_parallel()
-        disable_cpu()
+    if settings.device == "cuda":
+        _repeat_exactly()
+    options = {"backend": settings.backend} if settings.dispatcher == "deepep_moe" else None
+    sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
+    with model_parallel(settings.device, **sizes, seed=settings.seed, options=options) as device:
+        result = _loop(Trainer(settings, device), data.load_corpus(), rank, num_ranks)
+    return result if rank == 0 else None

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-_MISSING = object()
+from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.integrations.megatron.without_te import patch_modules
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,27 +58,6 @@ class CpuStream:
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         """An event that is already complete."""
         return event or CpuEvent()
-
-
-class Patches:
-    """Symbols replaced so far, in order, with what they were."""
-
-    def __init__(self) -> None:
-        self._saved: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace `owner.name` by `value` (or create it), remembering what to restore."""
-        self._saved.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, value)
-
-    def restore(self) -> None:
-        """Undo all replacements, newest first."""
-        while self._saved:
-            owner, name, value = self._saved.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def _tracker_add(tracker: Any, name: str, seed: int) -> None:
@@ -128,15 +109,9 @@ def _patch_torch(patches: Patches) -> None:
 
 
 def _patch_megatron(patches: Patches) -> None:
-    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.tensor_parallel import random
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    # Imported here, as this module must load before Megatron-Core is asked for.
-    from deepep_moe.integrations.megatron.cpu_modules import TorchAttention, torch_norm
+    from megatron.core.transformer.moe import token_dispatcher
 
     # Weights and dropout draw from named random states, which Megatron keeps for the GPU's generator only.
     patches.set(CudaRNGStatesTracker, "add", _tracker_add)
@@ -146,16 +121,8 @@ def _patch_megatron(patches: Patches) -> None:
     patches.set(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
     # The alltoall dispatcher turns its splits into arrays, as all_to_all_single needs them, only on their way from a GPU.
     patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
-    # The local attention has one head size for keys and values; multi-head latent attention has two.
-    patches.set(LocalSpecProvider, "core_attention", lambda provider: TorchAttention)
-    # PyTorch's norms refuse sequence parallelism, which training MoE under tensor parallelism demands.
-    patches.set(WrappedTorchNorm, "__new__", torch_norm)
-    # Without TransformerEngine its layers are mocks, not classes, yet this module sets HAVE_TE and calls isinstance with one.
-    if getattr(multi_latent_attention, "HAVE_TE", False) and not isinstance(multi_latent_attention.TELinear, type):
-        patches.set(multi_latent_attention, "HAVE_TE", False)
-    # 0.13 to 0.16 without TransformerEngine never define this name and raise NameError in every router (fixed in 0.17).
-    if not hasattr(moe_utils, "te_general_gemm"):
-        patches.set(moe_utils, "te_general_gemm", None)
+    # TransformerEngine needs a GPU.
+    patch_modules(patches)
 
 
 _active: Patches | None = None

@@ -12,7 +12,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
-from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_map, weights_at
+from deepep_moe.integrations.megatron.counts import HostCounts
+from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
 
 
 class NativeTokenDispatcher(MoEFlexTokenDispatcher):
@@ -33,6 +34,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
         self._handle: Any = None
+        self._counts = HostCounts()
         self._tokens_per_expert: torch.Tensor | None = None
         # What a CUDA graph of the preprocessing must hand over; dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
@@ -56,8 +58,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
-        topk_idx = topk_from_map(routing_map.reshape(-1, num_experts), num_topk)
-        topk_weights = weights_at(probs.reshape(-1, num_experts), topk_idx)
+        topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
         self.topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
         return (x.clone() if self._inputs_are_freed else x), topk_weights
 
@@ -74,12 +75,20 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
             if num_tokens > buffer.num_max_tokens_per_rank:
                 raise ValueError(self.registry.explain_bound(num_tokens, buffer.num_max_tokens_per_rank)) from error
+            if bool((self.topk_idx >= num_experts).any()):
+                raise ValueError(self._explain_excess()) from error
             raise
         self.buffer, self._handle = buffer, out.handle
-        # What the experts split by: padding included, int64 on the host.
-        self._tokens_per_expert = out.handle.num_rows_per_expert.long().cpu()
+        # What the experts split by.
+        self._tokens_per_expert = self._counts.rows_per_expert(out.handle, early=buffer.backend == "nvlink")
         assert out.recv_topk_weights is not None  # they were sent
         return out.recv_x, out.recv_topk_weights
+
+    def _explain_excess(self) -> str:
+        return (
+            f"a token is routed to more than moe_router_topk={self.config.moe_router_topk} of {self.config.num_moe_experts} experts; "
+            "set moe_router_topk to the largest count"
+        )
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor

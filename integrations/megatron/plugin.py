@@ -33,6 +33,16 @@ class _Enabled:
 _enabled: _Enabled | None = None
 
 
+def selection(dispatcher: str = BACKEND_NAME) -> dict[str, Any]:
+    """Fields of a TransformerConfig that select `dispatcher` in the installed version: ours, or one of Megatron-Core's by its type."""
+    if dispatcher != BACKEND_NAME:
+        return {"moe_token_dispatcher_type": dispatcher}
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    has_backend = _BACKEND_FIELD in TransformerConfig.__dataclass_fields__
+    return {"moe_token_dispatcher_type": "flex"} | ({_BACKEND_FIELD: BACKEND_NAME} if has_backend else {})
+
+
 def is_selected(config: Any) -> bool:
     """Whether a flex configuration asks for this library.
 

@@ -1,33 +1,59 @@
 """From Megatron-Core's dense routing to `topk_idx` and `topk_weights`."""
 
+import functools
+import logging
+from typing import Any
+
 import torch
+
+_log = logging.getLogger(__name__)
+
+
+def topk_from_dense(routing_map: torch.Tensor, probs: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token and their probs, differentiable in `probs`: one kernel on a GPU with Triton. The host does not wait.
+
+    routing_map [num_tokens, num_experts] bool, probs the same -> topk_idx [num_tokens, num_topk] int64, as `topk_from_map`;
+    topk_weights fp32, as `weights_at`.
+    """
+    kernels = _kernels() if probs.is_cuda else None
+    if kernels is not None:
+        return kernels.TopkFromDense.apply(routing_map, probs, num_topk)
+    topk_idx = topk_from_map(routing_map, num_topk)
+    return topk_idx, weights_at(probs, topk_idx)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The module of Triton kernels, or None where Triton is not installed, which is said once."""
+    try:
+        from deepep_moe.integrations.megatron import routing_kernels
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        _log.info("no Triton here: dense routing becomes top-k lists through PyTorch's operators, a dozen launches instead of one")
+        return None
+    return routing_kernels
 
 
 def topk_from_map(routing_map: torch.Tensor, num_topk: int) -> torch.Tensor:
     """Experts each token goes to, ascending, -1 behind them where a token has fewer than `num_topk`.
 
     routing_map [num_tokens, num_experts] bool -> topk_idx [num_tokens, num_topk] int64. Read from the map and not from the largest
-    probs, because a chosen expert's prob can be exactly 0. The host does not wait for a GPU.
-
-    Raises ValueError for a token with more than `num_topk` experts (on a GPU: a device-side assertion).
+    probs, because a chosen expert's prob can be exactly 0. A token with more than `num_topk` experts gets `num_experts`, which is none,
+    in lane 0: the dispatch refuses that and tells the peers, who would wait for a rank that raised here.
     """
     num_experts = routing_map.shape[1]
-    excess = routing_map.sum(dim=1) > num_topk
-    message = f"a token is routed to more than num_topk={num_topk} of {num_experts} experts; set moe_router_topk to the largest count"
-    if excess.is_cuda:
-        torch._assert_async(~excess.any(), message)
-    elif bool(excess.any()):
-        raise ValueError(message)
     # Distinct positive keys for the chosen experts, larger for lower ones, 0 for the rest: top-k has one answer, in ascending order.
     keys = routing_map * torch.arange(num_experts, 0, -1, device=routing_map.device)
     largest = keys.topk(min(num_topk, num_experts), dim=1).values
     topk_idx = torch.where(largest > 0, num_experts - largest, -1)
+    topk_idx[:, :1].masked_fill_(routing_map.sum(dim=1, keepdim=True) > num_topk, num_experts)
     return torch.nn.functional.pad(topk_idx, (0, num_topk - topk_idx.shape[1]), value=-1)
 
 
 def weights_at(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
     """Probs of the chosen experts: probs [num_tokens, num_experts], topk_idx -> [num_tokens, num_topk] fp32, 0 at -1; differentiable."""
-    return probs.gather(1, topk_idx.clamp(min=0)).float().masked_fill(topk_idx < 0, 0.0)
+    return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
 
 
 def repeat_for_tp(

@@ -10,14 +10,6 @@ HIDDEN = 32
 NUM_EXPERTS = 8
 
 
-def flex_switches() -> dict[str, Any]:
-    """How a config selects deepep_moe in the installed version."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    has_backend = "moe_flex_dispatcher_backend" in TransformerConfig.__dataclass_fields__
-    return {"moe_token_dispatcher_type": "flex"} | ({"moe_flex_dispatcher_backend": "deepep_moe"} if has_backend else {})
-
-
 def layer_config(**switches: Any) -> Any:
     """A config with DeepSeek-V3's routing (top-4 of 8 experts in 2 of 4 groups) that `switches` change."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,38 +40,20 @@ def layer_config(**switches: Any) -> Any:
 
 
 @contextlib.contextmanager
-def model_parallel(*, ep: int = 1, tp: int = 1, etp: int = 1, **options: Any) -> Iterator[dict[str, int]]:
-    """Megatron-Core on CPU with these groups and deepep_moe enabled; yields the sizes as config fields. Undoes everything."""
-    from deepep_moe.integrations.megatron import disable, enable
-    from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
-
-    enable_cpu()
-    enable(**options)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+def model_parallel(device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: int = 1, **options: Any) -> Iterator[dict[str, int]]:
+    """Megatron-Core with these groups and deepep_moe enabled; yields the sizes as config fields. Undoes everything."""
+    from deepep_moe.integrations.megatron import ranks
 
     sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-    parallel_state.initialize_model_parallel(**sizes)
-    try:
-        model_parallel_cuda_manual_seed(7)
+    with ranks.model_parallel(device_type, ep=ep, tp=tp, etp=etp, seed=7, options=options):
         yield sizes | {"sequence_parallel": tp > 1}
-    finally:
-        disable()
-        parallel_state.destroy_model_parallel()
-        disable_cpu()
 
 
 def build_layer(config: Any) -> torch.nn.Module:
     """A MoELayer of plain PyTorch modules, weights drawn from the same random states every time."""
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from deepep_moe.integrations.megatron.layers import build_moe_layer
 
-    model_parallel_cuda_manual_seed(7)
-    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    layer = build_module(spec, config=config) if isinstance(spec, ModuleSpec) else spec(config=config)
-    layer.set_layer_number(1)
-    return layer
+    return build_moe_layer(config, seed=7)
 
 
 def gradients(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

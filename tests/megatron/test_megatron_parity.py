@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import HIDDEN, assert_same, build_layer, flex_switches, forward_backward, layer_config, model_parallel
+from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
 
+from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -45,7 +46,7 @@ def _pair(sizes: dict, changes: dict) -> tuple[torch.nn.Module, torch.nn.Module]
 
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
-    ours = build_layer(layer_config(**sizes, **changes, **flex_switches()))
+    ours = build_layer(layer_config(**sizes, **changes, **selection()))
     theirs = build_layer(layer_config(**sizes, **changes, moe_token_dispatcher_type="alltoall"))
     assert isinstance(ours.token_dispatcher, NativeTokenDispatcher)
     assert isinstance(theirs.token_dispatcher, MoEAlltoAllTokenDispatcher)
@@ -65,7 +66,7 @@ def _compare(name: str, groups: dict, changes: dict, rank: int, num_rows: int, t
 def _compare_with_formula(rank: int) -> float:
     """Rank 0 has no tokens, most go to expert 0, some to none (which Megatron-Core's router cannot produce): against the dense formula."""
     with model_parallel(ep=4) as sizes:
-        dispatcher = build_layer(layer_config(**sizes, **flex_switches())).token_dispatcher
+        dispatcher = build_layer(layer_config(**sizes, **selection())).token_dispatcher
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(5 * rank, 1, HIDDEN, generator=generator, requires_grad=True)
         routing_map = torch.zeros(5 * rank, 8, dtype=torch.bool)
@@ -135,7 +136,7 @@ def test_ten_optimizer_steps_equal_alltoall():
 def _lifetime_worker(rank: int, num_ranks: int) -> str:
     """The 1F1B overlap schedule: four graph nodes, each freeing its inputs (storage resized to 0) once it has run."""
     with model_parallel(ep=num_ranks, backend="collective") as sizes:
-        config = layer_config(**sizes, **flex_switches(), moe_shared_expert_intermediate_size=None)
+        config = layer_config(**sizes, **selection(), moe_shared_expert_intermediate_size=None)
         want = forward_backward(build_layer(config), *_inputs(rank, 6))
         config.overlap_moe_expert_parallel_comm = True  # set late: the constructor would demand a GPU environment
         layer = build_layer(config)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_cases import HIDDEN, build_layer, flex_switches, layer_config, model_parallel
+from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
 
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.integrations.megatron import disable, enable
+from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -67,7 +68,7 @@ def test_enable_refuses_numbers_below_one(option):
 
 def _refused(match: str, error: type[Exception] = ValueError, **changes) -> None:
     """A layer of ours with these settings (set late, past Megatron's own checks) is refused with this message."""
-    config = layer_config(**flex_switches())
+    config = layer_config(**selection())
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(error, match=match):
@@ -90,7 +91,7 @@ def _one_rank_worker(rank: int, num_ranks: int) -> None:
             layer = build_layer(layer_config(moe_token_dispatcher_type=kind))
             assert type(layer.token_dispatcher) is getattr(token_dispatcher, name)
         _other_flex_is_untouched(token_dispatcher.MoEFlexTokenDispatcher)
-        layer = build_layer(layer_config(**flex_switches()))
+        layer = build_layer(layer_config(**selection()))
         assert isinstance(layer.token_dispatcher, token_dispatcher.MoEFlexTokenDispatcher)
         assert layer.token_dispatcher.get_expert_zero_copy_buffers() == (None, None)
         layer(torch.randn(4, 2, HIDDEN))
@@ -132,7 +133,7 @@ def test_refusals_and_other_configurations():
 
 def _bound_worker(rank: int, num_ranks: int) -> str:
     with model_parallel(ep=num_ranks) as sizes:
-        layers = [build_layer(layer_config(**sizes, **flex_switches())) for _ in range(2)]
+        layers = [build_layer(layer_config(**sizes, **selection())) for _ in range(2)]
         for layer in layers:
             layer(torch.randn(70 if rank else 10, 2, HIDDEN))  # agreed: 140 tokens, rounded up to 256
         assert layers[0].token_dispatcher.buffer is layers[1].token_dispatcher.buffer
@@ -147,6 +148,25 @@ def test_more_tokens_than_the_bound_name_the_option():
     assert peer.startswith("EPPeerError") and "300 tokens" in peer
     assert culprit.startswith("ValueError: 300 tokens on this rank exceed num_max_tokens_per_rank=256, agreed on at the first forward")
     assert "enable(num_max_tokens_per_rank=...)" in culprit and "at least 300" in culprit
+
+
+def _excess_worker(rank: int, num_ranks: int) -> str:
+    with model_parallel(ep=num_ranks) as sizes:
+        dispatcher = build_layer(layer_config(**sizes, **selection())).token_dispatcher
+        routing_map = torch.zeros(3, 8, dtype=torch.bool)
+        routing_map[1, : 4 + rank] = True  # top-4
+        sent = dispatcher.dispatch_preprocess(torch.randn(3, 1, HIDDEN), routing_map, torch.rand(3, 8))
+        with pytest.raises(Exception) as caught:
+            dispatcher.token_dispatch(*sent)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_more_experts_than_top_k_are_refused_on_all_ranks():
+    peer, culprit = run_ranks(_excess_worker, 2)
+    assert peer.startswith("EPPeerError")
+    assert culprit == (
+        "ValueError: a token is routed to more than moe_router_topk=4 of 8 experts; set moe_router_topk to the largest count"
+    )
 
 
 SCRIPT = """

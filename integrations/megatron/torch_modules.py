@@ -1,7 +1,7 @@
 """The two modules of a DeepSeek-V3 layer that Megatron-Core has for TransformerEngine only, in plain PyTorch.
 
-`enable_cpu()` puts them into the local layer specs: attention whose keys and values differ in size (multi-head latent attention),
-and norms under sequence parallelism, which MoE training with tensor parallelism demands.
+`enable_without_te()` and `enable_cpu()` put them into the local layer specs: attention whose keys and values differ in size
+(multi-head latent attention), and norms under sequence parallelism, which MoE training with tensor parallelism demands.
 """
 
 from typing import Any

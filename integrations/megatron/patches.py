@@ -1,0 +1,26 @@
+"""Replacing symbols of other libraries, and putting them back."""
+
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """Symbols replaced so far, in order, with what they were."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name` by `value` (or create it), remembering what to restore."""
+        self._saved.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Undo all replacements, newest first."""
+        while self._saved:
+            owner, name, value = self._saved.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

@@ -1,0 +1,95 @@
+"""Set a rank up for Megatron-Core on the CPU or on a GPU, without TransformerEngine, and take it down again.
+
+What the example, the benchmark and the tests share; a training script has set up everything but `enable()` itself.
+"""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+from deepep_moe.integrations.megatron.plugin import disable, enable
+from deepep_moe.integrations.megatron.without_te import disable_without_te, enable_without_te
+
+DEVICES = ("cpu", "cuda")
+
+
+@contextlib.contextmanager
+def model_parallel(
+    device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: int = 1, seed: int = 1234, options: dict[str, Any] | None = None
+) -> Iterator[torch.device]:
+    """Megatron-Core's groups and random states in this process, which is a rank of torch.distributed; yields the rank's device.
+
+    "cpu" keeps the default process group. "cuda" puts one over NCCL in its place, rank r on GPU r. `options`: the arguments of
+    `enable()`; None leaves the dispatcher off. Undone at the end, but for what an error on a GPU leaves behind: there the process has to
+    end, as kernels and collectives that wait for peers would hold up whoever tidies.
+
+    Raises ValueError for another device type or too few GPUs.
+    """
+    if device_type not in DEVICES:
+        raise ValueError(f"device_type is {device_type!r}; it must be one of {list(DEVICES)}")
+    with contextlib.ExitStack() as undo:
+        try:
+            device = _set_up_gpu(undo) if device_type == "cuda" else _set_up_cpu(undo)
+            _initialize(undo, ep=ep, tp=tp, etp=etp, seed=seed)
+            undo.callback(disable)
+            if options is not None:
+                enable(**options)
+            yield device
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                dist.barrier(device_ids=[device.index])  # nobody's memory goes while a peer's kernel may write to it
+        except BaseException:
+            if device_type == "cuda":
+                undo.pop_all()
+            raise
+
+
+def _set_up_cpu(undo: contextlib.ExitStack) -> torch.device:
+    enable_cpu()
+    undo.callback(disable_cpu)
+    return torch.device("cpu")
+
+
+def _set_up_gpu(undo: contextlib.ExitStack) -> torch.device:
+    rank, num_ranks, num_gpus = dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()
+    if num_ranks > num_gpus:
+        raise ValueError(f"{num_ranks} ranks need a GPU each, this process sees {num_gpus}; start fewer, or make more visible")
+    torch.cuda.set_device(rank)
+    if dist.get_backend() != "nccl":
+        undo.enter_context(_default_group("nccl"))
+    enable_without_te()
+    undo.callback(disable_without_te)
+    # Megatron compiles small functions with torch.compile, which takes seconds in each process and again for new shapes.
+    torch.compiler.set_stance("force_eager")
+    undo.callback(torch.compiler.set_stance, "default")
+    return torch.device("cuda", rank)
+
+
+@contextlib.contextmanager
+def _default_group(backend: str) -> Iterator[None]:
+    """A default process group over another backend in place of the present one; none afterwards."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    folder = [tempfile.mkdtemp(prefix="deepep_moe_") if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{folder[0]}/store", rank=rank, world_size=num_ranks)
+    yield
+    dist.destroy_process_group()
+    if rank == 0:
+        shutil.rmtree(str(folder[0]), ignore_errors=True)
+
+
+def _initialize(undo: contextlib.ExitStack, *, ep: int, tp: int, etp: int, seed: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    undo.callback(parallel_state.destroy_model_parallel)
+    torch.manual_seed(seed)  # routers draw their weights on the CPU
+    model_parallel_cuda_manual_seed(seed)
