@@ -188,7 +188,6 @@ class GpuCombineParams:
 class GpuTuning:
     ring_warps: int
     ring_stages: int
-    ring_paced: bool
     uses_bulk_copies: bool
     num_receive_blocks: int
     num_work_blocks: int

@@ -510,7 +510,7 @@ class Buffer:
     def _run(self, move: Move, *keep_alive: Any) -> None:
         """Move the rows, now or later; until then the tensors that native code knows by address are held."""
         mode, on_thread = self._mode, self._alive().moves_on_thread
-        if not on_thread and mode.is_split and self._is_on_gpu:
+        if mode.is_split and self._alive().can_split:
             self._pending = Event(second_half=partial(_second_half, move, keep_alive))
         elif not on_thread or not (mode.is_async or mode.is_split):
             move()
@@ -524,10 +524,6 @@ class Buffer:
         if not (self._mode.is_async or self._mode.is_split):
             return None
         return self._pending or Event(recorded=self._alive().recorded(*used))
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        return self._alive().device_types == ("cuda",)
 
     def _wait_for_pending(self) -> None:
         """Let the asynchronous call in flight finish. Raises EPError where it failed and nobody has looked: its results are not there."""

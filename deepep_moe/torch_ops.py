@@ -101,13 +101,27 @@ def _fake_dispatch(
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
-    _, _, _, _, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts, call = output
+    recv_x, _, _, recv_topk_weights, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts, call = output
+    _expect_gradients(ctx, recv_x, recv_topk_weights)
     ctx.with_weights = topk_weights is not None
     ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call)
 
 
-def _combine_gradients(ctx: Any, grad_recv_x: Tensor, grad_recv_topk_weights: Tensor) -> tuple[Tensor, Tensor | None]:
+def _expect_gradients(ctx: Any, *outputs: Tensor) -> None:
+    """Of these outputs only: PyTorch would fill zeros for each of the others, a kernel apiece."""
+    ctx.set_materialize_grads(False)
+    ctx.expected = [(tuple(output.shape), output.dtype, output.device) for output in outputs]
+
+
+def _given(ctx: Any, *grads: Tensor | None) -> list[Tensor]:
+    """`grads` of the expected outputs; zeros for those that nothing has used, so that all ranks make the same calls."""
+    pairs = zip(grads, ctx.expected, strict=True)
+    return [torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else grad for grad, like in pairs]
+
+
+def _combine_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of a dispatch's x and topk_weights."""
+    grad_recv_x, grad_recv_topk_weights = _given(ctx, grad_recv_x, grad_recv_topk_weights)
     values = grad_recv_topk_weights.contiguous() if ctx.with_weights else None
     grad_x, grad_topk_weights = torch.ops.deepep_moe.combine(
         grad_recv_x.contiguous(), None, None, values, *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment,
@@ -117,7 +131,7 @@ def _combine_gradients(ctx: Any, grad_recv_x: Tensor, grad_recv_topk_weights: Te
 
 
 def _dispatch_backward(
-    ctx: Any, grad_recv_x: Tensor, _scales: Any, _idx: Any, grad_recv_topk_weights: Tensor, *_: Any
+    ctx: Any, grad_recv_x: Tensor | None, _scales: Any, _idx: Any, grad_recv_topk_weights: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, None, None, None, None
@@ -148,12 +162,15 @@ def _fake_dispatch_cached(
 
 
 def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _expect_gradients(ctx, output[0], output[2])
     _, _, topk_weights, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
     ctx.with_weights = topk_weights is not None
     ctx.save_for_backward(*handle)
 
 
-def _dispatch_cached_backward(ctx: Any, grad_recv_x: Tensor, _: Any, grad_recv_topk_weights: Tensor) -> tuple[Tensor | None, ...]:
+def _dispatch_cached_backward(
+    ctx: Any, grad_recv_x: Tensor | None, _: Any, grad_recv_topk_weights: Tensor | None
+) -> tuple[Tensor | None, ...]:
     grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, grad_topk_weights, *[None] * 9
 
@@ -183,12 +200,14 @@ def _fake_combine(
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _expect_gradients(ctx, *output)
     x, weights, bias, lane_values, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, ctx.num_rows = inputs
     ctx.with_weights, ctx.with_bias, ctx.with_values = weights is not None, bias is not None, lane_values is not None
     ctx.save_for_backward(*handle, *((x, weights) if ctx.with_weights else ()))
 
 
-def _combine_backward(ctx: Any, grad_combined_x: Tensor, grad_values: Tensor) -> tuple[Tensor | None, ...]:
+def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_combined_x, grad_values = _given(ctx, grad_combined_x, grad_values)
     handle, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     grad_x, _, grad_lane_values = torch.ops.deepep_moe.dispatch_cached(
         grad_combined_x.contiguous(), None, grad_values.contiguous() if ctx.with_values else None, *handle, ctx.buffer, ctx.layout,

@@ -1,11 +1,12 @@
 """Shared fixtures. GPU tests run where the devices are and are skipped, saying so, where they are not."""
 
+import emulated_gpu
 import pytest
 import torch
 
 
 def pytest_collection_modifyitems(items):
-    num_gpus = torch.cuda.device_count()
+    num_gpus = 1 if emulated_gpu.is_chosen() else torch.cuda.device_count()
     for item in items:
         marker = item.get_closest_marker("multi_gpu")
         needed = marker.args[0] if marker else 1 if item.get_closest_marker("gpu") else 0

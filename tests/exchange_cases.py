@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import emulated_gpu
 import torch
 
 from deepep_moe import Buffer, reference
@@ -134,6 +135,9 @@ def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Ten
 def device_of(backend: str, rank: int) -> torch.device:
     """Where the tensors of `backend` lie; ranks share the GPUs there are."""
     if backend != "nvlink":
+        return torch.device("cpu")
+    if emulated_gpu.is_chosen():
+        emulated_gpu.install()
         return torch.device("cpu")
     torch.cuda.set_device(rank % torch.cuda.device_count())
     return torch.device("cuda", rank % torch.cuda.device_count())

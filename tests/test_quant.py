@@ -4,7 +4,8 @@ import pytest
 import torch
 from exchange_cases import assert_same, device_of
 
-from deepep_moe import Buffer
+from deepep_moe import _C, Buffer
+from deepep_moe.backends.base import DTYPE_NAMES
 from deepep_moe.errors import EPPeerError
 from deepep_moe.ops import quantize_fp8
 from deepep_moe.testing import run_ranks
@@ -47,9 +48,18 @@ def test_bad_rows():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernel_equals_operators(dtype):
+    device = device_of("nvlink", 0)
     for scale in (1.0, 1e-6, 1e4):
-        x = (torch.randn(333, 7168 + 8, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
-        for ours, theirs in zip(quantize_fp8(x.cuda()), quantize_fp8(x), strict=True):
+        x = (torch.randn(33, 1024 + 8, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
+        on_device, y, scales = (
+            x.to(device),
+            torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(33, 9, device=device),
+        )
+        addresses = {"x": on_device.data_ptr(), "y": y.data_ptr(), "scales": scales.data_ptr()}
+        stream = torch.cuda.current_stream().cuda_stream
+        _C.gpu_quantize(**addresses, num_rows=33, hidden=1032, dtype=getattr(_C.DType, DTYPE_NAMES[dtype]), stream=stream)
+        for ours, theirs in zip((y, scales), quantize_fp8(x), strict=True):
             assert_same(f"scale {scale}", ours, theirs)
 
 

@@ -84,7 +84,6 @@ void bind_tuning(py::module_& m) {
     py::class_<GpuTuning>(m, "GpuTuning")
         .def_property("ring_warps", [](const GpuTuning& self) { return self.ring.warps; }, [](GpuTuning& self, int value) { self.ring.warps = value; })
         .def_property("ring_stages", [](const GpuTuning& self) { return self.ring.stages; }, [](GpuTuning& self, int value) { self.ring.stages = value; })
-        .def_property("ring_paced", [](const GpuTuning& self) { return self.ring.paced; }, [](GpuTuning& self, bool value) { self.ring.paced = value; })
         .def_readwrite("uses_bulk_copies", &GpuTuning::uses_bulk_copies)
         .def_readwrite("num_receive_blocks", &GpuTuning::num_receive_blocks)
         .def_readwrite("num_work_blocks", &GpuTuning::num_work_blocks);

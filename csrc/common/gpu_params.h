@@ -70,10 +70,8 @@ struct GpuPlanParams {
 };
 
 // How the rows of a kernel travel through shared memory: `warps` rings of `stages` rows each; no stages: loads and stores instead.
-// Paced: a ring's place is free when its row has landed, not already when it has left. Too much on its way makes a link slower.
 struct GpuRing {
     int warps, stages;
-    bool paced;
 };
 
 struct GpuDispatchParams {

@@ -120,7 +120,7 @@ struct Kernel {
 
     __device__ void prefetch_part(const std::byte* row, int part) const {
         const int64_t per_part = pieces_per_part(kWarpsPerRow) * 16, begin = part * per_part;
-        if (begin < row_bytes) prefetch(row + begin, min(per_part, row_bytes - begin));
+        if (begin < row_bytes) bulk_prefetch(row + begin, static_cast<uint32_t>(min(per_part, row_bytes - begin)));
     }
 
     __device__ int64_t pieces_per_part(int parts) const { return divide_up(num_pieces, 32 * parts) * 32; }

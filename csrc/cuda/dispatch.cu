@@ -208,14 +208,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant
 GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t shared_bytes) {
     const GpuSlotLayout slot(row_bytes, tail_bytes);
     GpuRing ring = wished;
-    if (ring.stages == 0) return {kMaxThreads / 32, 0, false};
+    if (ring.stages == 0) return {kMaxThreads / 32, 0};
     while (RingMemory::bytes(ring, slot) > shared_bytes) {
         if (ring.stages > 3)
             --ring.stages;
         else if (ring.warps > 1)
             --ring.warps;
         else
-            return {kMaxThreads / 32, 0, false};
+            return {kMaxThreads / 32, 0};
     }
     return ring;
 }

@@ -247,8 +247,7 @@ struct Plan {
 };
 
 __global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ GpuPlanParams p) {
-    extern __shared__ int32_t shared[];
-    const Plan plan(p, shared);
+    const Plan plan(p, shared_memory<int32_t>());
     if (blockIdx.x == 0) plan.enter();
     plan.count();
     if (is_last_block(&p.context.state->num_counted, gridDim.x)) plan.exchange();

@@ -14,7 +14,7 @@ namespace deepep_moe {
 
 // How kernels divide a GPU. Defaults are set for the device; a benchmark may vary them between calls.
 struct GpuTuning {
-    GpuRing ring{4, 3, false};         // of one block, as far as its shared memory goes
+    GpuRing ring{4, 3};                // of one block, as far as its shared memory goes
     bool uses_bulk_copies = true;      // false: 16-byte loads and stores, the only way before sm_90
     int num_receive_blocks = 64;       // of a dispatch
     int num_work_blocks = 0;           // of a combine; 0: all multiprocessors that do not send

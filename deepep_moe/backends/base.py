@@ -97,6 +97,8 @@ class Backend(Protocol):
     """Of the tensors it moves."""
     moves_on_thread: bool
     """Do asynchronous calls move their rows on the buffer's thread? Otherwise they are asynchronous by themselves or not at all."""
+    can_split: bool
+    """Does a call whose `Mode.is_split` leave its second half to the caller?"""
     device: torch.device | None
     """The one device of its tensors, where there is one."""
     num_channels: int

@@ -99,7 +99,8 @@ def _check_handle(handle: DispatchHandle, s: Settings) -> None:
     _check_tensor("handle.topk_idx", handle.topk_idx, (handle.num_tokens, s.num_topk), (torch.int32,))
     _check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))
     if handle.layout == "expert" and not handle.recv_counts.is_cuda:
-        shape = (int(handle.recv_counts.sum()), s.num_topk)
+        least = int(handle.recv_counts.sum())
+        shape = (max(least, len(handle.recv_row_idx)), s.num_topk)  # there may be more room
         _check_tensor("handle.recv_row_idx", handle.recv_row_idx, shape, (torch.int32,))
 
 

@@ -69,6 +69,7 @@ class CollectiveBackend:
     device: torch.device | None = None
     moves_on_thread = False  # the process group is the caller's, and may be in use
     num_channels = 1
+    can_split = False
     num_handle_numbers = 1
     workspace_bytes = 0
 

@@ -29,6 +29,7 @@ class NvlinkBackend:
     device_types: tuple[str, ...] = ("cuda",)
     num_channels = 1
     moves_on_thread = False  # kernels are asynchronous by themselves
+    can_split = True
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -197,7 +198,7 @@ class NvlinkBackend:
 
     def _num_sms(self, mode: Mode) -> int:
         most = self._communicator.num_multiprocessors
-        num_sms = DEFAULT_NUM_SMS if mode.num_sms is None else mode.num_sms
+        num_sms = min(DEFAULT_NUM_SMS, most) if mode.num_sms is None else mode.num_sms
         if not 0 <= num_sms <= most:
             raise ValueError(f"num_sms is {num_sms}; this GPU has {most}: give 1 to {most}, or 0 for copy engines")
         return num_sms

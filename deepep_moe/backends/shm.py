@@ -25,6 +25,7 @@ class ShmBackend:
     device_types: tuple[str, ...] = ("cpu",)
     device: torch.device | None = None
     moves_on_thread = True
+    can_split = False
     num_handle_numbers = 1
 
     def __init__(self, settings: Settings, num_channels: int):

@@ -52,7 +52,7 @@ struct RingMemory {
     __host__ __device__ static int64_t bytes(const GpuRing& r, const GpuSlotLayout& slot) { return header_bytes(r) + r.warps * r.stages * slot.bytes; }
 };
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#if !DEEPEP_MOE_BULK_COPIES
 
 class BulkRing : public PlainRing {  // never launched here
 public:
@@ -65,16 +65,15 @@ class BulkRing {
 public:
     static constexpr int kBehind = 1;  // stores that may still read the ring when a row is added
 
-    __device__ BulkRing(const GpuRing& ring, const GpuSlotLayout& slot) : slot_(slot), stages_(ring.stages), ahead_(ring.stages - 1 - kBehind), paced_(ring.paced) {
-        extern __shared__ __align__(128) std::byte memory[];
+    __device__ BulkRing(const GpuRing& ring, const GpuSlotLayout& slot) : slot_(slot), stages_(ring.stages), ahead_(ring.stages - 1 - kBehind) {
+        auto* memory = shared_memory<std::byte>();
         const int first = threadIdx.x / 32 * ring.stages;
         notes_ = reinterpret_cast<int*>(memory) + first * 32;
         full_ = reinterpret_cast<uint64_t*>(memory + 128 * ring.warps * ring.stages) + first;
         rows_ = memory + RingMemory::header_bytes(ring) + first * slot.bytes;
         if (lane() == 0) {
-            for (int i = 0; i < stages_; ++i) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(full_ + i)) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            asm volatile("fence.proxy.async;" ::: "memory");
+            for (int i = 0; i < stages_; ++i) barrier_init(full_ + i);
+            barrier_publish();
         }
         __syncwarp();
     }
@@ -86,18 +85,17 @@ public:
         notes_[add_stage_ * 32 + lane()] = note;
         std::byte* to = rows_ + add_stage_ * slot_.bytes;
         const bool bulk_tail = slot_.tail_bytes % 16 == 0 && slot_.tail_bytes > 0;
-        if (lane() == 0 && !paced_) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBehind) : "memory");
-        if (lane() == 0 && paced_) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kBehind) : "memory");
+        if (lane() == 0) bulk_wait_read<kBehind>();
         __syncwarp();
         if (slot_.tail_bytes > 0 && !bulk_tail) {
             copy_words(to + slot_.row_bytes, tail, slot_.tail_bytes);
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            fence_bulk_copies_shared();
         }
         if (lane() == 0) {
             const uint32_t bytes = static_cast<uint32_t>(slot_.row_bytes + (bulk_tail ? slot_.tail_bytes : 0));
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(full_ + add_stage_)), "r"(bytes) : "memory");
-            load(to, row, slot_.row_bytes);
-            if (bulk_tail) load(to + slot_.row_bytes, tail, slot_.tail_bytes);
+            barrier_expect(full_ + add_stage_, bytes);
+            bulk_load(to, row, static_cast<uint32_t>(slot_.row_bytes), full_ + add_stage_);
+            if (bulk_tail) bulk_load(to + slot_.row_bytes, tail, static_cast<uint32_t>(slot_.tail_bytes), full_ + add_stage_);
         }
         __syncwarp();
         ++added_;
@@ -112,7 +110,7 @@ public:
     // Until all but the newest `kPending` rows are where they go, for whoever sees this thread's next release.
     template <int kPending>
     __device__ void settle() const {
-        if (lane() == 0) asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+        if (lane() == 0) bulk_wait_written<kPending>();
         __syncwarp();
     }
 
@@ -128,52 +126,41 @@ public:
     __device__ void store_zeros(std::byte* to) {
         if (!has_zeros_) {
             zero_row(rows_, slot_.row_bytes);
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            fence_bulk_copies_shared();
             __syncwarp();
         }
         has_zeros_ = true;
         store(to, rows_, slot_.row_bytes);
     }
     __device__ void end_zeros() {
-        if (has_zeros_ && lane() == 0) asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
+        if (has_zeros_ && lane() == 0) {
+            bulk_commit();
+            bulk_wait_read<0>();
+        }
         __syncwarp();
     }
 
 private:
     static __device__ int lane() { return threadIdx.x % 32; }
-    static __device__ uint32_t shared(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
     template <class Drain>
     __device__ void drain_oldest(const Drain& drain) {
-        asm volatile(
-            "{\n\t.reg .pred done;\n\tagain_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n\t}" ::"r"(
-                shared(full_ + drain_stage_)),
-            "r"(parity_)
-            : "memory");
+        barrier_wait(full_ + drain_stage_, parity_);
         __syncwarp();
         const std::byte* row = rows_ + drain_stage_ * slot_.bytes;
         drain(RingRow{row, row + slot_.row_bytes, notes_[drain_stage_ * 32 + lane()]});
-        if (lane() == 0) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        if (lane() == 0) bulk_commit();
         __syncwarp();
         ++drained_;
         if (++drain_stage_ == stages_) drain_stage_ = 0, parity_ ^= 1;
     }
 
-    __device__ void load(std::byte* to, const std::byte* from, int64_t bytes) const {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)), "l"(from),
-                     "r"(static_cast<uint32_t>(bytes)), "r"(shared(full_ + add_stage_))
-                     : "memory");
-    }
-
     static __device__ void store(std::byte* to, const std::byte* from, int64_t bytes) {
-        if (lane() == 0)
-            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared(from)), "r"(static_cast<uint32_t>(bytes))
-                         : "memory");
+        if (lane() == 0) bulk_store(to, from, static_cast<uint32_t>(bytes));
     }
 
     const GpuSlotLayout& slot_;
     const int stages_, ahead_;
-    const bool paced_;
     int* notes_;
     uint64_t* full_;
     std::byte* rows_;

@@ -42,13 +42,6 @@ __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
     for (int64_t i = threadIdx.x % 32; i < bytes / 16; i += 32) pieces(dst)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Brings memory, 16-byte aligned, into the second-level cache.
-__device__ __forceinline__ void prefetch(const void* from, int64_t bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(bytes)) : "memory");
-#endif
-}
-
 // Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, weighted by weights(i). Loads of kBatch pieces, a warp
 // apart from `first` on, of two rows are in flight at once. All lanes must call it.
 template <class Values, bool kWeighted, int kBatch, class Rows, class Weights>

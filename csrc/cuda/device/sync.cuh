@@ -2,46 +2,11 @@
 #pragma once
 
 #include "common/gpu_params.h"
+#include "cuda/device/ptx.cuh"
 
 namespace deepep_moe {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
-
-__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* flag) {
-    unsigned long long value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-__device__ __forceinline__ void store_release(unsigned long long* flag, unsigned long long value) {
-    fence_system();
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-}
-
-// The same for flags that only this GPU reads.
-__device__ __forceinline__ void store_release_local(unsigned long long* flag, unsigned long long value) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-}
-
-// For a flag that announces nothing written by this kernel.
-__device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-}
-
-// Between plain accesses to global memory and bulk copies of the same bytes.
-__device__ __forceinline__ void fence_bulk_copies() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ unsigned long long now_ns() {
-    unsigned long long time;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-    return time;
-}
 
 __device__ __forceinline__ bool gave_up(const GpuContext& c) { return *static_cast<volatile int*>(&c.state->gave_up) != 0; }
 

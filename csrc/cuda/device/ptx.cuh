@@ -1,0 +1,118 @@
+// The instructions that CUDA C++ has no name for. All of them are here, and nothing else is: tests/emulation has the same functions
+// for a processor without a GPU.
+#pragma once
+
+#include <cstdint>
+
+namespace deepep_moe {
+
+// ---- flags ----
+
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* flag) {
+    unsigned long long value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(unsigned long long* flag, unsigned long long value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// For flags that only this GPU reads.
+__device__ __forceinline__ void store_release_local(unsigned long long* flag, unsigned long long value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// For a flag that announces nothing written by this kernel.
+__device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ unsigned long long now_ns() {
+    unsigned long long time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+    return time;
+}
+
+// ---- bulk copies (sm_90): from and to shared memory, 16-byte aligned, in multiples of 16 bytes ----
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define DEEPEP_MOE_BULK_COPIES 1
+#else
+#define DEEPEP_MOE_BULK_COPIES 0
+#endif
+
+#if DEEPEP_MOE_BULK_COPIES
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+// A barrier that one arrival, and the bytes it announces, complete.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Makes initialized barriers known to bulk copies.
+__device__ __forceinline__ void barrier_publish() { asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\tagain_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t@!done bra again_%=;\n\t}" ::"r"(
+            shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(void* to_shared, const void* from, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to_shared)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* to, const void* from_shared, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from_shared)), "r"(bytes) : "memory");
+}
+
+// Stores since the last commit are a group.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all but the newest `kPending` groups have read shared memory,
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// or have written what they write, for whoever sees this thread's next release.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_written() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Between plain accesses and bulk copies of the same bytes: of any memory, of shared memory.
+__device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_bulk_copies_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#else
+
+__device__ __forceinline__ void bulk_prefetch(const void*, uint32_t) {}
+__device__ __forceinline__ void fence_bulk_copies() {}
+
+#endif
+
+// The dynamic shared memory of a block.
+template <class T>
+__device__ __forceinline__ T* shared_memory() {
+    extern __shared__ __align__(128) unsigned char deepep_moe_shared_memory[];
+    return reinterpret_cast<T*>(deepep_moe_shared_memory);
+}
+
+}  // namespace deepep_moe

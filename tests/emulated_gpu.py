@@ -1,0 +1,94 @@
+"""The nvlink backend on a processor: csrc/cuda compiled against tests/emulation, and a `torch.cuda` that knows one more device.
+
+`python tests/emulated_gpu.py` builds it and runs the GPU tests that need nothing but kernels.
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "build" / "emulation" / "site"
+VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
+ROOMS = ("common", "cpu", "cuda", "runtime", "bindings")
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-DDEEPEP_MOE_CUDA=1"]
+TESTS = ("tests/test_nvlink.py", "tests/test_exchange.py", "tests/test_autograd.py", "tests/test_quant.py", "tests/test_stress.py")
+NEEDS_A_GPU = "cuda_graph or dead_peer"
+
+
+def is_chosen() -> bool:
+    return bool(os.environ.get(VARIABLE))
+
+
+def compile_object(source: Path) -> Path:
+    import pybind11
+
+    target = SITE.parent / "objects" / f"{source.parent.name}-{source.name}.o"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    inputs = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *(ROOT / "tests" / "emulation").rglob("*.*"), source]
+    if target.exists() and target.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+        return target
+    include = [ROOT / "tests" / "emulation", ROOT / "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
+    macros = ['-DDEEPEP_MOE_VERSION="emulated"', "-DDEEPEP_MOE_FOUND_NVSHMEM=false", "-Wno-unknown-pragmas"]
+    command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-x", "c++", "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True)
+    return target
+
+
+def build() -> Path:
+    """A folder for PYTHONPATH that holds the package with the emulated module."""
+    sources = [path for room in ROOMS for path in (ROOT / "csrc" / room).iterdir() if path.suffix in (".cpp", ".cu")]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_object, [*sources, ROOT / "tests" / "emulation" / "emulation.cpp"]))
+    package = SITE / "deepep_moe"
+    package.mkdir(parents=True, exist_ok=True)
+    for path in (ROOT / "deepep_moe").iterdir():
+        link = package / path.name
+        if not path.name.startswith(("_C.cp", "__pycache__")) and not link.is_symlink():
+            link.symlink_to(path)
+    if not (package / "integrations").is_symlink():
+        (package / "integrations").symlink_to(ROOT / "integrations")
+    module = package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+        subprocess.run(["g++", "-shared", "-pthread", *map(str, objects), "-o", str(module)], check=True)
+    return SITE
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """pytest, in a process of its own, on the emulated device."""
+    site = build()
+    environment = os.environ | {VARIABLE: "1", "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def install() -> None:
+    """Make this process believe in the device: its tensors lie in CPU memory."""
+    import torch
+
+    from deepep_moe.backends import nvlink
+
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None, wait_event=lambda _: None)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.current_stream = lambda device=None: stream
+    torch.cuda.synchronize = lambda device=None: None
+    nvlink.torch = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
+    nvlink.torch.device = lambda *_: torch.device("cpu")
+    nvlink.torch.cuda = SimpleNamespace(
+        current_device=torch.cuda.current_device,
+        current_stream=torch.cuda.current_stream,
+        Stream=lambda device: stream,
+        Event=lambda: SimpleNamespace(record=lambda _: None, query=lambda: True),
+    )
+    nvlink.NvlinkBackend.device_types = ("cpu",)
+
+
+if __name__ == "__main__":
+    result = run(*(sys.argv[1:] or [*TESTS, "-k", f"not ({NEEDS_A_GPU})"]))
+    print(result.stdout)
+    sys.exit(result.returncode)

@@ -1,0 +1,16 @@
+// Stands for csrc/cuda/device/launch.cuh.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda_runtime_api.h"
+
+namespace deepep_moe {
+
+template <class Params>
+void launch(void (*kernel)(Params), const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*) {
+    emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kernel(params); });
+}
+
+}  // namespace deepep_moe

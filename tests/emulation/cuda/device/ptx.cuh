@@ -1,0 +1,62 @@
+// Stands for csrc/cuda/device/ptx.cuh. Bulk copies happen as late as they may: loads when their barrier is waited for, stores when they
+// must have been read or written. So what forgets to wait sees that nothing has happened yet.
+#pragma once
+
+#include <chrono>
+
+#include "cuda_runtime_api.h"
+
+#define DEEPEP_MOE_BULK_COPIES 1
+
+namespace emulation {
+
+void barrier_init(uint64_t* barrier);
+void barrier_expect(uint64_t* barrier, uint32_t bytes);
+void barrier_wait(uint64_t* barrier, uint32_t parity);
+void bulk_load(void* to_shared, const void* from, uint32_t bytes, uint64_t* barrier);
+void bulk_store(void* to, const void* from_shared, uint32_t bytes);
+void bulk_commit();
+void bulk_wait(int pending, bool written);
+
+}  // namespace emulation
+
+namespace deepep_moe {
+
+inline unsigned long long load_acquire(const unsigned long long* flag) {
+    emulation::yield();
+    return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
+inline void store_release(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+inline void store_release_local(unsigned long long* flag, unsigned long long value) { store_release(flag, value); }
+inline void store_relaxed(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
+inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline unsigned long long now_ns() {
+    return static_cast<unsigned long long>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
+}
+
+using emulation::barrier_expect;
+using emulation::barrier_init;
+using emulation::barrier_wait;
+using emulation::bulk_commit;
+using emulation::bulk_load;
+using emulation::bulk_store;
+inline void barrier_publish() {}
+template <int kPending>
+void bulk_wait_read() {
+    emulation::bulk_wait(kPending, false);
+}
+template <int kPending>
+void bulk_wait_written() {
+    emulation::bulk_wait(kPending, true);
+}
+inline void bulk_prefetch(const void*, uint32_t) {}
+inline void fence_bulk_copies() {}
+inline void fence_bulk_copies_shared() {}
+
+template <class T>
+T* shared_memory() {
+    size_t bytes = 0;
+    return static_cast<T*>(emulation::shared_memory(bytes));
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "common/elements.h"
+#include "cuda_runtime_api.h"
+
+struct __half {
+    uint16_t bits;
+};
+struct __half2 {
+    __half x, y;
+};
+inline __half __float2half_rn(float x) { return {deepep_moe::Float16::store(x)}; }
+inline float __half2float(__half x) { return deepep_moe::Float16::load(x.bits); }

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+using __nv_fp8_storage_t = uint8_t;
+enum __nv_saturation_t { __NV_SATFINITE };
+enum __nv_fp8_interpretation_t { __NV_E4M3 };
+
+// To nearest even; 4 bits of exponent from -6 to 8, 3 of mantissa, 448 the largest.
+inline __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, __nv_saturation_t, __nv_fp8_interpretation_t) {
+    if (x != x) return 0x7f;
+    const uint8_t sign = std::signbit(x) ? 0x80 : 0;
+    const float magnitude = std::min(std::fabs(x), 448.0f);
+    int exponent = 0;
+    std::frexp(magnitude, &exponent);
+    exponent = std::max(exponent - 1, -6);
+    int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));  // of 1/8 of the power of two
+    if (steps == 16) steps = 8, ++exponent;
+    return static_cast<uint8_t>(sign | (steps < 8 ? steps : (exponent + 7) << 3 | (steps - 8)));
+}

@@ -1,0 +1,160 @@
+// A GPU in the memory of the process: enough of CUDA's runtime and language for csrc/cuda and csrc/runtime to run, and be tested, where
+// there is no GPU. A block is a thread of the operating system, its CUDA threads are fibers of it; kernels run while they are launched.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+// ---- language ----
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+
+using std::max;
+using std::min;
+
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace emulation {
+
+struct Index {
+    unsigned x;
+};
+struct Place {
+    Index thread, block, block_dim, grid_dim;
+};
+const Place& place();
+
+void yield();                                      // lets the block's other fibers, and other blocks, go on
+void sync_threads();
+const uint64_t* exchange(uint64_t value);          // [32] of all lanes of the warp, until the warp's next exchange but one
+void* shared_memory(size_t& bytes);                // of the block
+void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
+
+template <class T>
+T shuffle(T value, int lane) {
+    static_assert(sizeof(T) <= 8);
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(T));
+    std::memcpy(&value, &exchange(bits)[lane & 31], sizeof(T));
+    return value;
+}
+
+}  // namespace emulation
+
+#define threadIdx (emulation::place().thread)
+#define blockIdx (emulation::place().block)
+#define blockDim (emulation::place().block_dim)
+#define gridDim (emulation::place().grid_dim)
+
+inline void __syncthreads() { emulation::sync_threads(); }
+inline void __syncwarp() { emulation::exchange(0); }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return emulation::shuffle(value, lane);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int step) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    return emulation::shuffle(value, lane >= step ? lane - step : lane);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulation::shuffle(value, static_cast<int>(threadIdx.x % 32) ^ mask);
+}
+inline unsigned __ballot_sync(unsigned, int predicate) {
+    const uint64_t* all = emulation::exchange(predicate != 0);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]) << i;
+    return bits;
+}
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
+inline unsigned __match_any_sync(unsigned, int value) {
+    const uint64_t* all = emulation::exchange(static_cast<uint32_t>(value));
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i] == static_cast<uint32_t>(value)) << i;
+    return bits;
+}
+
+inline int atomicAdd(int* to, int value) { return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST); }
+inline int atomicCAS(int* at, int expected, int value) {
+    __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return expected;
+}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
+template <class T>
+T __ldcg(const T* from) {
+    return *from;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+// ---- runtime ----
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
+enum cudaMemcpyKind { cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrComputeCapabilityMajor };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+using cudaStream_t = struct EmulatedStream*;
+using cudaEvent_t = struct EmulatedEvent*;
+struct cudaIpcMemHandle_t {
+    char reserved[64];
+};
+constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2, cudaIpcMemLazyEnablePeerAccess = 1, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 1;
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes);
+cudaError_t cudaFree(void* pointer);
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned);
+cudaError_t cudaFreeHost(void* pointer);
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer);
+cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsigned);
+cudaError_t cudaIpcCloseMemHandle(void* pointer);
+
+inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaMemset(void* at, int value, size_t bytes) { return std::memset(at, value, bytes), cudaSuccess; }
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return std::memcpy(to, from, bytes), cudaSuccess; }
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) { return std::memcpy(to, from, bytes), cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+    return *value = which == cudaDevAttrMultiProcessorCount ? 8 : which == cudaDevAttrComputeCapabilityMajor ? 9 : 227 * 1024, cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, cudaSuccess; }
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return *stream = nullptr, cudaSuccess; }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { return *status = cudaStreamCaptureStatusNone, cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = nullptr, cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }

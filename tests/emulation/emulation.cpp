@@ -1,0 +1,315 @@
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "cuda/device/ptx.cuh"
+
+namespace emulation {
+namespace {
+
+constexpr size_t kStackBytes = 128 * 1024;
+constexpr int kUninitialized = 0xcd;
+
+[[noreturn]] void die(const char* what) {
+    std::fprintf(stderr, "emulated GPU: %s\n", what);
+    std::abort();
+}
+
+struct Store {
+    char* to;
+    const char* from;
+    size_t bytes;
+    std::vector<char> read;  // what it has read of shared memory
+};
+
+struct Group {
+    std::vector<Store> stores;
+    bool is_read = false;
+};
+
+struct Fiber {
+    ucontext_t context;
+    bool done = false;
+    std::vector<Store> uncommitted;
+    std::deque<Group> groups;
+};
+
+struct Warp {
+    uint64_t values[2][32];
+    int arrived = 0;
+    unsigned generation = 0;
+};
+
+struct Load {
+    void* to;
+    const void* from;
+    uint32_t bytes;
+    uint64_t* barrier;
+};
+
+struct Block {
+    Place place{};
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    std::vector<Load> loads;
+    std::vector<char> shared;
+    char* shared_begin = nullptr;
+    char* stacks = nullptr;
+    int current = 0, live = 0, at_barrier = 0;
+    unsigned barrier_generation = 0;
+    ucontext_t scheduler;
+    const std::function<void()>* body = nullptr;
+
+    void run();
+    void go_on(bool finished);
+    void release_barrier_if_full() {
+        if (live > 0 && at_barrier == live) at_barrier = 0, ++barrier_generation;
+    }
+    bool holds(const void* pointer, size_t bytes) const {
+        const char* begin = static_cast<const char*>(pointer);
+        return begin >= shared_begin && begin + bytes <= shared.data() + shared.size();
+    }
+};
+
+thread_local Block* block = nullptr;
+
+void write(Group& group) {
+    for (Store& store : group.stores) std::memcpy(store.to, store.read.data(), store.bytes);
+}
+
+void read(Group& group) {
+    for (Store& store : group.stores) store.read.assign(store.from, store.from + store.bytes);
+    group.is_read = true;
+}
+
+void begin_fiber() {
+    (*block->body)();
+    Fiber& self = block->fibers[block->current];
+    if (!self.uncommitted.empty()) die("a thread ends with uncommitted bulk stores");
+    for (Group& group : self.groups) {
+        if (!group.is_read) die("a thread ends while its bulk stores may still read shared memory");
+        write(group);
+    }
+    self.done = true;
+    --block->live;
+    block->release_barrier_if_full();
+    block->go_on(true);
+}
+
+// To the next fiber that has work, in turn; back to the scheduler when there is none.
+void Block::go_on(bool finished) {
+    Fiber& self = fibers[current];
+    if (live == 0) setcontext(&scheduler);
+    const int count = static_cast<int>(fibers.size());
+    int next = current;
+    do {
+        next = (next + 1) % count;
+        if (next == 0) sched_yield();
+    } while (fibers[next].done);
+    if (next == current && !finished) return;
+    current = next;
+    place.thread.x = static_cast<unsigned>(next);
+    if (finished)
+        setcontext(&fibers[next].context);
+    else
+        swapcontext(&self.context, &fibers[next].context);
+}
+
+void Block::run() {
+    block = this;
+    const size_t count = fibers.size();
+    stacks = static_cast<char*>(mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (stacks == MAP_FAILED) die("no memory for stacks");
+    for (size_t i = 0; i < count; ++i) {
+        getcontext(&fibers[i].context);
+        fibers[i].context.uc_stack = {stacks + i * kStackBytes, 0, kStackBytes};
+        fibers[i].context.uc_link = nullptr;
+        makecontext(&fibers[i].context, begin_fiber, 0);
+    }
+    live = static_cast<int>(count);
+    swapcontext(&scheduler, &fibers[0].context);
+    munmap(stacks, count * kStackBytes);
+    if (!loads.empty()) die("a block ends with bulk loads that nobody waited for");
+}
+
+}  // namespace
+
+const Place& place() { return block->place; }
+
+void yield() { block->go_on(false); }
+
+void sync_threads() {
+    const unsigned generation = block->barrier_generation;
+    ++block->at_barrier;
+    block->release_barrier_if_full();
+    while (block->barrier_generation == generation) yield();
+}
+
+const uint64_t* exchange(uint64_t value) {
+    Warp& warp = block->warps[block->current / 32];
+    const unsigned generation = warp.generation;
+    warp.values[generation & 1][block->current % 32] = value;
+    if (++warp.arrived == 32) {
+        warp.arrived = 0;
+        ++warp.generation;
+    }
+    while (warp.generation == generation) yield();
+    return warp.values[generation & 1];
+}
+
+void* shared_memory(size_t& bytes) { return bytes = block->shared.size(), block->shared_begin; }
+
+void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body) {
+    if (threads % 32 != 0 || threads > 1024 || blocks < 1 || shared_bytes > 227 * 1024) die("a launch that no GPU would take");
+    std::vector<std::thread> workers;
+    for (int index = 0; index < blocks; ++index)
+        workers.emplace_back([&, index] {
+            Block mine;
+            mine.place = {{0}, {static_cast<unsigned>(index)}, {static_cast<unsigned>(threads)}, {static_cast<unsigned>(blocks)}};
+            mine.fibers = std::vector<Fiber>(threads);
+            mine.warps = std::vector<Warp>(threads / 32);
+            mine.shared.assign(shared_bytes + 128, static_cast<char>(kUninitialized));
+            mine.shared_begin = mine.shared.data() + (128 - reinterpret_cast<uintptr_t>(mine.shared.data()) % 128) % 128;
+            mine.body = &body;
+            mine.run();
+        });
+    for (std::thread& worker : workers) worker.join();
+}
+
+// ---- bulk copies. A barrier: bytes it waits for, and in its highest bit the parity of its phase ----
+
+namespace {
+constexpr uint64_t kPhase = uint64_t{1} << 63;
+
+void check_copy(const void* shared, const void* global, uint32_t bytes) {
+    if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global) | bytes) % 16 != 0) die("a bulk copy that is not aligned to 16 bytes");
+    if (bytes == 0 || !block->holds(shared, bytes)) die("a bulk copy outside of shared memory");
+}
+}  // namespace
+
+void barrier_init(uint64_t* barrier) { *barrier = 0; }
+
+void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+    if ((*barrier & ~kPhase) != 0) die("a barrier is armed twice");
+    *barrier += bytes;
+}
+
+void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    while ((*barrier >> 63) == parity) {
+        for (size_t i = 0; i < block->loads.size();) {
+            const Load load = block->loads[i];
+            if (load.barrier != barrier) {
+                ++i;
+                continue;
+            }
+            std::memcpy(load.to, load.from, load.bytes);
+            *barrier -= load.bytes;
+            block->loads.erase(block->loads.begin() + static_cast<long>(i));
+            if ((*barrier & ~kPhase) == 0) *barrier ^= kPhase;
+        }
+        if ((*barrier >> 63) == parity) yield();
+    }
+}
+
+void bulk_load(void* to_shared, const void* from, uint32_t bytes, uint64_t* barrier) {
+    check_copy(to_shared, from, bytes);
+    block->loads.push_back({to_shared, from, bytes, barrier});
+}
+
+void bulk_store(void* to, const void* from_shared, uint32_t bytes) {
+    check_copy(from_shared, to, bytes);
+    block->fibers[block->current].uncommitted.push_back({static_cast<char*>(to), static_cast<const char*>(from_shared), bytes, {}});
+}
+
+void bulk_commit() {
+    Fiber& self = block->fibers[block->current];
+    self.groups.push_back({std::move(self.uncommitted)});
+    self.uncommitted.clear();
+}
+
+void bulk_wait(int pending, bool written) {
+    std::deque<Group>& groups = block->fibers[block->current].groups;
+    for (size_t i = 0; i + pending < groups.size(); ++i)
+        if (!groups[i].is_read) read(groups[i]);
+    while (written && static_cast<int>(groups.size()) > pending) {
+        write(groups.front());
+        groups.pop_front();
+    }
+}
+
+}  // namespace emulation
+
+// ---- runtime: memory that other processes can map, as GPU memory can be ----
+
+namespace {
+
+struct Allocation {
+    int file;
+    size_t bytes;
+};
+struct Handle {
+    int process, file;
+    size_t bytes;
+};
+std::mutex mutex;
+std::map<void*, Allocation> allocations;
+
+cudaError_t map(void** pointer, int file, size_t bytes) {
+    *pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (*pointer == MAP_FAILED) return cudaErrorInvalidValue;
+    const std::lock_guard lock(mutex);
+    allocations[*pointer] = {file, bytes};
+    return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+    const int file = memfd_create("emulated-gpu", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0 || map(pointer, file, bytes) != cudaSuccess) return cudaErrorInvalidValue;
+    std::memset(*pointer, 0xcd, std::min(bytes, size_t{1} << 24));
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* pointer) {
+    const std::lock_guard lock(mutex);
+    const auto found = allocations.find(pointer);
+    if (found == allocations.end()) return cudaErrorInvalidValue;
+    munmap(pointer, found->second.bytes);
+    close(found->second.file);
+    allocations.erase(found);
+    return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return (*pointer = std::calloc(1, bytes)) != nullptr ? cudaSuccess : cudaErrorInvalidValue; }
+cudaError_t cudaFreeHost(void* pointer) { return std::free(pointer), cudaSuccess; }
+
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
+    const std::lock_guard lock(mutex);
+    const Allocation& allocation = allocations.at(pointer);
+    const Handle value{getpid(), allocation.file, allocation.bytes};
+    std::memcpy(handle->reserved, &value, sizeof(value));
+    return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsigned) {
+    Handle value;
+    std::memcpy(&value, handle.reserved, sizeof(value));
+    char path[64];
+    std::snprintf(path, sizeof(path), "/proc/%d/fd/%d", value.process, value.file);
+    const int file = open(path, O_RDWR | O_CLOEXEC);
+    return file < 0 ? cudaErrorInvalidValue : map(pointer, file, value.bytes);
+}
+
+cudaError_t cudaIpcCloseMemHandle(void* pointer) { return cudaFree(pointer); }
