@@ -3,97 +3,41 @@
 import contextlib
 import itertools
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe import _C, config, torch_ops
+from deepep_moe import config, torch_ops
 from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
-from deepep_moe.backends.checks import check_cached_dispatch, check_combine, check_device, check_dispatch
+from deepep_moe.backends.checks import (
+    check_cached_dispatch,
+    check_combine,
+    check_device,
+    check_dispatch,
+    check_num_sms,
+    check_settings,
+)
 from deepep_moe.backends.quantize import quantize_fp8
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.backends.select import BACKENDS, introduce, make_backend
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
-from deepep_moe.handle import DispatchHandle
+from deepep_moe.handle import DispatchHandle, DispatchOutput, Layout
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
 _Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
 
 
-class DispatchOutput(NamedTuple):
-    """What a rank received. `num_rows` counts (token, expert) pairs and padding in the expert layout, tokens in the rank layout."""
-
-    recv_x: Tensor
-    """[num_rows, hidden], dtype of `x`."""
-    recv_x_scales: Tensor | None
-    """[num_rows, ceil(hidden / 128)] fp32, when `x_scales` was given."""
-    recv_topk_idx: Tensor | None
-    """[num_rows, num_topk] local experts, -1 = another rank's; rank layout only."""
-    recv_topk_weights: Tensor | None
-    """fp32, when `topk_weights` was given: [num_rows] in the expert layout (0 in padding), [num_rows, num_topk] in the rank layout
-    (0 where recv_topk_idx is -1)."""
-    num_recv_tokens_per_expert: Tensor
-    """[num_local_experts] int32: rows of each local expert, without padding."""
-    handle: DispatchHandle
-    event: Event | None
-    """With `async_op=True`: wait for it before reading any of the tensors above but the counts."""
-    hook: Callable[[], None] | None
-    """With `return_hook=True`: call it before reading any of the tensors above but the counts."""
-
-
-class Layout(NamedTuple):
-    """Counts of this rank's tokens, before sending."""
-
-    num_tokens_per_rank: Tensor
-    """[num_ranks] int32."""
-    num_tokens_per_expert: Tensor
-    """[num_experts] int32."""
-    is_token_in_rank: Tensor
-    """[num_tokens, num_ranks] bool."""
-
-
-def _checked_settings(s: Settings, backend: str, timeout_s: float | None) -> Settings:
-    """`s` with plain numbers and the deadline in force. Raises TypeError or ValueError."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {list(BACKENDS)}")
-    numbers = {}
-    for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
-        value = getattr(s, name)
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number")
-        numbers[name] = operator.index(value)
-        if numbers[name] < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
-    deadline = config.timeout_s() if timeout_s is None else timeout_s
-    if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
-        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
-    s = replace(s, timeout_s=float(deadline), **numbers)
-    if s.num_experts % s.num_ranks:
-        raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
-    if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
-        raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
-    return s
-
-
 def _second_half(move: Move, _keep_alive: Any) -> None:
     move()
-
-
-def _check_num_sms(num_sms: Any) -> None:
-    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
-        raise TypeError(f"num_sms is {num_sms!r}; it must be None or a whole number")
-    if num_sms is not None and num_sms < 0:
-        raise ValueError(f"num_sms is {num_sms}; it must be at least 0")
 
 
 class Buffer:
@@ -149,8 +93,8 @@ class Buffer:
         num_threads: int = 1
         error: Exception | None = None
         try:
-            self._settings = _checked_settings(self._settings, backend, timeout_s)
-            _check_num_sms(num_sms)
+            self._settings = check_settings(self._settings, backend, BACKENDS, timeout_s)
+            check_num_sms(num_sms)
             num_threads = config.num_threads(num_ranks)
         except (TypeError, ValueError) as refused:
             error = refused
@@ -308,6 +252,14 @@ class Buffer:
         if event is None:
             return combined_x
         return combined_x, event.wait if return_hook else event
+
+    def check(self) -> None:
+        """Raise what a GPU has reported of earlier calls: those of a CUDA graph, and those whose host waits for nothing, as with
+        `num_recv_rows`, fail without a word until then or until the buffer's next call. Not collective; does not wait for the GPU.
+
+        Raises EPCapacityError, EPTimeoutError, EPPeerError, EPMismatchError, or ValueError for a bad routing.
+        """
+        self._alive().check()
 
     def destroy(self) -> None:
         """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so."""
@@ -498,7 +450,7 @@ class Buffer:
     def _in_mode(self, mode: Mode) -> Iterator[None]:
         """The calls inside run in `mode`; gradients run as the buffer was made."""
         try:
-            _check_num_sms(mode.num_sms)
+            check_num_sms(mode.num_sms)
         except (TypeError, ValueError) as error:
             raise self._refuse(error) from None
         self._mode = mode if mode.num_sms is not None else replace(mode, num_sms=self._own_mode.num_sms)

@@ -1,8 +1,12 @@
-"""The reusable result of a dispatch."""
+"""What a dispatch returns, and the reusable part of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+from deepep_moe.event import Event
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +50,35 @@ class DispatchHandle:
 def padded(counts: Tensor, alignment: int) -> Tensor:
     """`counts` rounded up to multiples of `alignment`."""
     return (counts + (alignment - 1)) // alignment * alignment
+
+
+class DispatchOutput(NamedTuple):
+    """What a rank received. `num_rows` counts (token, expert) pairs and padding in the expert layout, tokens in the rank layout."""
+
+    recv_x: Tensor
+    """[num_rows, hidden], dtype of `x`."""
+    recv_x_scales: Tensor | None
+    """[num_rows, ceil(hidden / 128)] fp32, when `x_scales` was given."""
+    recv_topk_idx: Tensor | None
+    """[num_rows, num_topk] local experts, -1 = another rank's; rank layout only."""
+    recv_topk_weights: Tensor | None
+    """fp32, when `topk_weights` was given: [num_rows] in the expert layout (0 in padding), [num_rows, num_topk] in the rank layout
+    (0 where recv_topk_idx is -1)."""
+    num_recv_tokens_per_expert: Tensor
+    """[num_local_experts] int32: rows of each local expert, without padding."""
+    handle: DispatchHandle
+    event: Event | None
+    """With `async_op=True`: wait for it before reading any of the tensors above but the counts."""
+    hook: Callable[[], None] | None
+    """With `return_hook=True`: call it before reading any of the tensors above but the counts."""
+
+
+class Layout(NamedTuple):
+    """Counts of this rank's tokens, before sending."""
+
+    num_tokens_per_rank: Tensor
+    """[num_ranks] int32."""
+    num_tokens_per_expert: Tensor
+    """[num_experts] int32."""
+    is_token_in_rank: Tensor
+    """[num_tokens, num_ranks] bool."""

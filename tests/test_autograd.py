@@ -57,6 +57,36 @@ def test_gradients_equal_reference(backend, layout, dtype):
     run_ranks(gradients, 3, backend, layout, dtype)
 
 
+def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):
+    device = device_of(backend, rank)
+    case = Case([9, 4])
+    inputs = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=20)
+
+    def step(**how):
+        x, idx, weight = (tensor.clone() for tensor in inputs)
+        x.requires_grad_()
+        weight.requires_grad_()
+        out = buffer.dispatch(x, idx, weight, **how)
+        if how:
+            (out.hook or out.event.wait)()
+        y = buffer.combine(out.recv_x * 1.5, out.handle, out.recv_topk_weights, **how)
+        if how:
+            y, done = y
+            done() if mode == "return_hook" else done.wait()
+        return y.detach(), *torch.autograd.grad((y * torch.arange(case.hidden, device=device)).sum(), (x, weight))
+
+    for ours, plain in zip(step(**{mode: True, "num_sms": num_sms}), step(), strict=True):
+        assert_same("with " + mode, ours, plain)
+
+
+@pytest.mark.parametrize("num_sms", (None, 0))
+@pytest.mark.parametrize("mode", ("async_op", "return_hook"))
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_asynchronous_calls_have_gradients(backend, mode, num_sms):
+    run_ranks(asynchronous_gradients, 2, backend, mode, num_sms)
+
+
 def second_order(rank, num_ranks, layout):
     """The backward operators are differentiable themselves."""
     case = Case([5, 4], layout=layout)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from exchange_cases import Case, check_case, device_of
 
-from deepep_moe import Buffer
+from deepep_moe import _C, Buffer
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
@@ -80,6 +80,14 @@ def changing_num_sms(rank, num_ranks):
 
 def test_num_sms_may_change():
     run_ranks(changing_num_sms, 2)
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("hidden", (1024, 7168))
+def test_workspace_is_bounded(hidden, num_ranks):
+    """At most twice what a rank may receive, in the largest rows there are."""
+    sizes = {"num_experts": 32 * num_ranks, "num_topk": 8, "hidden": hidden, "num_max_tokens": 4096}
+    assert _C.gpu_workspace_bytes(num_ranks=num_ranks, **sizes) <= 2 * num_ranks * 4096 * 4 * hidden
 
 
 # ---- CUDA graphs ----
@@ -218,7 +226,8 @@ def exceeded_bound(rank, num_ranks):
     with pytest.raises(EPCapacityError, match="rank 0 would receive 7 rows, more than its num_recv_rows of 3"):
         buffer.dispatch(x, idx, num_recv_rows=3)  # the host waits for nothing, so it learns it later
         torch.cuda.synchronize()
-        buffer.dispatch(x, idx)
+        buffer.check()
+    buffer.check()
     buffer.dispatch(x, idx)
 
 

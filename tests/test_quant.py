@@ -4,7 +4,7 @@ import pytest
 import torch
 from exchange_cases import assert_same, device_of
 
-from deepep_moe import _C, Buffer
+from deepep_moe import _C, Buffer, reference
 from deepep_moe.backends.base import DTYPE_NAMES
 from deepep_moe.errors import EPPeerError
 from deepep_moe.ops import quantize_fp8
@@ -19,6 +19,15 @@ def test_by_hand():
     y, scales = quantize_fp8(x)
     assert scales.tolist() == [[2.0, 7.0 / 448.0]]
     assert y.float()[0, [0, 1, 2, 3, 130]].tolist() == [448.0, -224.0, 1.0, 0.0, 448.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ((1, 8), (5, 128), (3, 200), (7, 392)), ids=str)
+def test_equals_reference(shape, dtype):
+    for scale in (1.0, 1e-6, 1e4):
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * scale).to(dtype)
+        for name, ours, theirs in zip(("y", "scales"), quantize_fp8(x), reference.quantize_fp8(x), strict=True):
+            assert_same(name, ours, theirs)
 
 
 def test_zeros_stay_zeros():
@@ -59,7 +68,7 @@ def test_kernel_equals_operators(dtype):
         addresses = {"x": on_device.data_ptr(), "y": y.data_ptr(), "scales": scales.data_ptr()}
         stream = torch.cuda.current_stream().cuda_stream
         _C.gpu_quantize(**addresses, num_rows=33, hidden=1032, dtype=getattr(_C.DType, DTYPE_NAMES[dtype]), stream=stream)
-        for ours, theirs in zip((y, scales), quantize_fp8(x), strict=True):
+        for ours, theirs in zip((y, scales), reference.quantize_fp8(x), strict=True):
             assert_same(f"scale {scale}", ours, theirs)
 
 

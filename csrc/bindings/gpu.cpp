@@ -129,6 +129,12 @@ void bind_gpu(py::module_& m) {
                             reinterpret_cast<void*>(stream));
         },
         py::kw_only(), py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("num_rows"), py::arg("hidden"), py::arg("dtype"), py::arg("stream"));
+    m.def(
+        "gpu_workspace_bytes",
+        [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {
+            return GpuWorkspaceLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}).total_bytes;
+        },
+        py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
     m.def("gpu_slot_bytes", [](int64_t row_bytes, int64_t tail_bytes) { return GpuSlotLayout(row_bytes, tail_bytes).bytes; }, py::arg("row_bytes"),
           py::arg("tail_bytes"));
 }

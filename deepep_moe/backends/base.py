@@ -125,6 +125,10 @@ class Backend(Protocol):
         """When the asynchronous call just made is over, where it runs on a stream; `used` are its tensors."""
         ...
 
+    def check(self) -> None:
+        """Raise what earlier calls have reported since."""
+        ...
+
     def abort(self, message: str) -> None:
         """Tell the peers, who are or will be in the same call, that this rank refused its arguments."""
         ...

@@ -1,9 +1,13 @@
 """Checks of the arguments of one call, before anything moves. Wrong types raise TypeError, wrong values ValueError."""
 
+import operator
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
+from deepep_moe import _C, config
 from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
 from deepep_moe.handle import DispatchHandle
 
@@ -129,3 +133,36 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
         _check_address("bias", args.bias)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
     _check_weights("lane_values", args.lane_values, shape, args.x)
+
+
+# ---- settings of a buffer ----
+
+
+def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None) -> Settings:
+    """`s` with plain numbers and the deadline in force. Raises TypeError or ValueError."""
+    if backend not in backends:
+        raise ValueError(f"backend is {backend!r}; it must be one of {list(backends)}")
+    numbers = {}
+    for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
+        value = getattr(s, name)
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number")
+        numbers[name] = operator.index(value)
+        if numbers[name] < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    deadline = config.timeout_s() if timeout_s is None else timeout_s
+    if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
+    s = replace(s, timeout_s=float(deadline), **numbers)
+    if s.num_experts % s.num_ranks:
+        raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
+    if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
+        raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
+    return s
+
+
+def check_num_sms(num_sms: Any) -> None:
+    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
+        raise TypeError(f"num_sms is {num_sms!r}; it must be None or a whole number")
+    if num_sms is not None and num_sms < 0:
+        raise ValueError(f"num_sms is {num_sms}; it must be at least 0")

@@ -153,6 +153,9 @@ class NvlinkBackend:
             self._communicator.copy(counts, _C.gpu_slot_bytes(s.hidden * args.x.element_size(), tail_bytes), stream)
         return combined_x, lane_values, partial(self._end, args, params)
 
+    def check(self) -> None:
+        self._communicator.check()
+
     def abort(self, message: str) -> None:
         self.num_calls += 1
         self._communicator.refuse(message, torch.cuda.current_stream(self.device).cuda_stream)

@@ -140,6 +140,9 @@ class ShmBackend:
     def recorded(self, *used: Tensor | None) -> None:
         """Its asynchronous calls run on a thread."""
 
+    def check(self) -> None:
+        """Its calls raise what they have to say."""
+
     def abort(self, message: str) -> None:
         self._communicator.abort(message)
 

@@ -2,5 +2,6 @@
 
 from deepep_moe.reference.exchange import Received, combine, combine_lane_values, dispatch, layout, rank_of
 from deepep_moe.reference.gate import gate
+from deepep_moe.reference.quant import quantize_fp8
 
-__all__ = ["Received", "combine", "combine_lane_values", "dispatch", "gate", "layout", "rank_of"]
+__all__ = ["Received", "combine", "combine_lane_values", "dispatch", "gate", "layout", "quantize_fp8", "rank_of"]
