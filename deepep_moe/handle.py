@@ -32,7 +32,8 @@ class DispatchHandle:
     """[num_local_experts] int32, without padding."""
     call: Tensor
     """int64 on the CPU: [0] the number of the dispatch among the buffer's calls, by which ranks notice that they use different handles;
-    with backend `nvlink`, then [num_ranks] tokens sent to and [num_ranks] received from each rank, -1 where the host does not know."""
+    with backend `nvlink`, then [num_ranks] tokens sent to and [num_ranks] received from each rank and [num_local_experts] tokens of each
+    local expert, -1 where the host does not know."""
     recv_topk_idx: Tensor | None
     """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
 
@@ -45,6 +46,17 @@ class DispatchHandle:
     def num_rows_per_expert(self) -> Tensor:
         """[num_local_experts] int32: rows of each expert's group, padding included."""
         return padded(self.num_recv_tokens_per_expert, self.expert_alignment)
+
+    @property
+    def num_rows_per_expert_list(self) -> list[int]:
+        """The same on the host, [num_local_experts]. On a GPU it is there when `dispatch` returns, before the rows are, unless
+        `num_recv_rows` was given: then it waits for the stream."""
+        num_local_experts = len(self.num_recv_tokens_per_expert)
+        known = self.call[1 + 2 * self.recv_counts.shape[0] :]
+        if len(known) != num_local_experts or (num_local_experts and known[0] < 0):
+            known = self.num_recv_tokens_per_expert
+        rows: list[int] = padded(known, self.expert_alignment).tolist()
+        return rows
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:

@@ -110,6 +110,7 @@ def check_case(rank: int, _: int, case: Case) -> None:
         mine = received[rank]
         assert_same("recv_x", out.recv_x, mine.recv_x)
         assert out.num_recv_tokens_per_expert.tolist() == mine.num_recv_tokens_per_expert
+        assert out.handle.num_rows_per_expert_list == out.handle.num_rows_per_expert.tolist()
         assert_same("recv_topk_weights", out.recv_topk_weights, mine.recv_topk_weights)
         assert_same("recv_topk_idx", out.recv_topk_idx, mine.recv_topk_idx)
         given_weights = row_weights[rank].to(device) if case.with_weights else None

@@ -111,6 +111,7 @@ void bind_gpu(py::module_& m) {
         .def("connect", &GpuCommunicator::connect, py::arg("handles"))
         .def("plan", &GpuCommunicator::plan, py::arg("params"), py::arg("signature"), py::arg("stream"), Released())
         .def("wait_counts", &GpuCommunicator::wait_counts, Released())
+        .def("expert_counts", &GpuCommunicator::expert_counts)
         .def("dispatch", py::overload_cast<GpuDispatchParams, int, uintptr_t>(&GpuCommunicator::dispatch), py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
         .def("combine", &GpuCommunicator::combine, py::arg("params"), py::arg("num_sms"), py::arg("finishes"), py::arg("stream"), Released())
         .def("start_dispatch", &GpuCommunicator::start_dispatch, py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())

@@ -31,6 +31,7 @@ struct GpuContext {
     std::byte* workspaces[kMaxGpuRanks];  // of all ranks, mapped here
     GpuFailure* failure;                  // host memory
     GpuCounts* counts;                    // host memory
+    int* expert_counts;                   // [num_local_experts] tokens received, host memory
     GpuState* state;
 };
 

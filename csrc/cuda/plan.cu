@@ -191,7 +191,10 @@ struct Plan {
                 if (source < c.rank) before_me += count;
                 total += count;
             }
-            if (rank == c.rank && local < num_local) p.num_recv_tokens_per_expert[local] = total;
+            if (rank == c.rank && local < num_local) {
+                p.num_recv_tokens_per_expert[local] = total;
+                if (p.reports_counts) c.expert_counts[local] = total;
+            }
             const int padded = static_cast<int>(divide_up(total, p.expert_alignment)) * p.expert_alignment;
             int inclusive = padded;
             for (int step = 1; step < 32; step *= 2) {

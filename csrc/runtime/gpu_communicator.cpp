@@ -73,8 +73,10 @@ GpuCommunicator::GpuCommunicator(const GpuWorkspaceConfig& config, int rank, int
     workspaces_[rank] = static_cast<std::byte*>(workspace);
     check_cuda(cudaMemset(workspace, 0, layout_.inbox), "cudaMemset");
     void* host = nullptr;
-    check_cuda(cudaHostAlloc(&host, sizeof(HostSlots), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config.num_experts / config.num_ranks);
+    check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
     host_ = new (host) HostSlots{};
+    expert_counts_ = reinterpret_cast<int*>(host_ + 1);
     allocate_scratch();
     int least = 0, greatest = 0;
     check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
@@ -149,7 +151,7 @@ void GpuCommunicator::connect(const std::vector<std::string>& handles) {
 // ---- calls ----
 
 GpuContext GpuCommunicator::context() const {
-    GpuContext c{rank_, config_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, state_};
+    GpuContext c{rank_, config_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, expert_counts_, state_};
     for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = workspaces_[rank];
     return c;
 }

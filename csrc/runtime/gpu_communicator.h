@@ -36,6 +36,7 @@ public:
     // call's waits for that call.
     void plan(GpuPlanParams params, const Signature& signature, uintptr_t stream);
     GpuCounts wait_counts();  // of a plan that reports them
+    std::vector<int> expert_counts() const { return {expert_counts_, expert_counts_ + config_.num_experts / config_.num_ranks}; }  // likewise, then
 
     // `num_sms` senders and all that receive, in one launch.
     void dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream);
@@ -86,7 +87,8 @@ private:
         GpuFailure failure;
         GpuCounts counts;
     };
-    HostSlots* host_ = nullptr;  // pinned
+    HostSlots* host_ = nullptr;     // pinned, and behind it
+    int* expert_counts_ = nullptr;  // [num_local_experts]
 
     cudaStream_t sending_ = nullptr, announcing_ = nullptr;  // own streams, beside the caller's
     cudaStream_t last_ = nullptr;                            // of the last call

@@ -45,7 +45,7 @@ class NvlinkBackend:
             timeout_s=settings.timeout_s,
         )
         self.num_calls = 0
-        self.num_handle_numbers = 1 + 2 * settings.num_ranks
+        self.num_handle_numbers = 1 + 2 * settings.num_ranks + settings.num_local_experts
         self.workspace_bytes: int = self._communicator.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
 
@@ -211,7 +211,7 @@ class NvlinkBackend:
         numbers, n = handle.call, self.settings.num_ranks
         if num_sms > 0:
             return []
-        counts = numbers[1 : 1 + n].tolist() if is_dispatch else numbers[1 + n :].tolist()
+        counts = numbers[1 : 1 + n].tolist() if is_dispatch else numbers[1 + n : 1 + 2 * n].tolist()
         if min(counts) < 0:
             raise ValueError("num_sms=0 needs counts on the host, and this handle's dispatch had num_recv_rows; give num_sms of 1 or more")
         return counts
@@ -248,9 +248,9 @@ class NvlinkBackend:
     def _completed(self, handle: DispatchHandle, num_rows: int, counts: Any, recv_topk_idx: Tensor | None) -> DispatchHandle:
         """`handle` with what is known once the counts are; `counts`: None where the host does not wait for them."""
         n, recv_row_idx = self.settings.num_ranks, handle.recv_row_idx
-        numbers = [self.num_calls, *[-1] * (2 * n)]
+        numbers = [self.num_calls, *[-1] * (self.num_handle_numbers - 1)]
         if counts is not None:
-            numbers[1:] = counts.send_counts[:n] + counts.recv_counts[:n]
+            numbers[1:] = counts.send_counts[:n] + counts.recv_counts[:n] + self._communicator.expert_counts()
             recv_row_idx = recv_row_idx[: counts.num_recv_tokens]
         return replace(handle, num_rows=num_rows, recv_row_idx=recv_row_idx, call=torch.tensor(numbers), recv_topk_idx=recv_topk_idx)
 

@@ -12,7 +12,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
-from deepep_moe.integrations.megatron.counts import HostCounts
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
 
 
@@ -34,7 +33,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
         self._handle: Any = None
-        self._counts = HostCounts()
         self._tokens_per_expert: torch.Tensor | None = None
         # What a CUDA graph of the preprocessing must hand over; dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
@@ -79,8 +77,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 raise ValueError(self._explain_excess()) from error
             raise
         self.buffer, self._handle = buffer, out.handle
-        # What the experts split by.
-        self._tokens_per_expert = self._counts.rows_per_expert(out.handle, early=buffer.backend == "nvlink")
+        self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64)  # what the experts split by
         assert out.recv_topk_weights is not None  # they were sent
         return out.recv_x, out.recv_topk_weights
 
