@@ -1,4 +1,4 @@
-"""The benchmark of the link: its records, its byte counts, its checks and its refusals, on the CPU."""
+"""The benchmarks of the link and of overlap: their records, byte counts, figures, checks and refusals, on the CPU."""
 
 import argparse
 import importlib.util
@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_package import RECORD_FIELDS
 
 from deepep_moe import Buffer
-from deepep_moe.bench import link, measure, operations, report, verify
+from deepep_moe.bench import link, measure, operations, overlap, overlap_measure, overlap_report, report, timing, verify
 from deepep_moe.bench.__main__ import _with_command
+from deepep_moe.bench.overlap_measure import BesideGemms, Overlap, Schedule
+from deepep_moe.bench.overlap_report import Bar
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 
@@ -27,16 +30,16 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def options_of(*arguments: str) -> argparse.Namespace:
+def options_of(*arguments: str, command=link) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    link.add_arguments(parser)
+    command.add_arguments(parser)
     options = parser.parse_args(arguments)
     link.resolve(options)
     return options
 
 
-def bench(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", *launcher, "deepep_moe.bench", "link", "--backend", "shm", *arguments]
+def bench(*arguments: str, launcher: tuple[str, ...] = (), command="link", backend="shm") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *launcher, "deepep_moe.bench", command, "--backend", backend, *arguments]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
@@ -104,6 +107,175 @@ def test_operations(num_sms, count):
     assert {(o.dtype, o.row_bytes) for o in made} <= {("bfloat16", 288), ("float8_e4m3fn", 144 + 8)}
 
 
+# ---- exchanges beside GEMMs ----
+
+
+def test_overlap_records(tmp_path):
+    output, image = tmp_path / "records.json", tmp_path / "overlap.png"
+    result = bench(*TINY, "--gemm", "16", "8", "32", "--output", str(output), "--plot", str(image), command="overlap")
+    assert result.returncode == 0, result.stderr
+    assert "dispatch+gemm bf16 expert, EP2, 8 tokens, backend shm\nexchange alone start" in result.stdout and image.stat().st_size > 0
+    records = json.loads(output.read_text())
+    assert [(r["op"], r["num_tokens"]) for r in records] == [(f"{op}+gemm", n) for n in (3, 8) for op in ("dispatch", "combine")]
+    for r in records:
+        assert set(r) >= RECORD_FIELDS | {"gemm_speed", "exchange_hidden", "transfer_gbps", "percent_of_link", "transfer_us"}
+        assert (r["backend"], r["num_ranks"], r["num_sms"], r["iterations"], r["gemm"]) == ("shm", 2, None, 2, [16, 8, 32])
+        assert r["hidden"] == 144 and r["num_gemms"] >= 1 and r["bytes_moved"] % 288 == 0
+        assert r["gemm_speed"] == pytest.approx(r["alone_gemms_us"] / r["gemms_us"])
+        assert r["exchange_hidden"] == pytest.approx((r["exchange_us"] + r["alone_gemms_us"] - r["us_median"]) / r["exchange_us"])
+        assert (r["transfer_us"] is None) == (r["exchange_hook_us"] <= r["hook_us"])
+
+
+def made_up(**changes) -> Overlap:
+    """Alone, the start takes 50 and the hook 550; behind the GEMMs, which take 840 instead of 800, the hook takes 70."""
+    exchange = Schedule(("start", "hook"), [[50.0, 600.0], [49.0, 590.0], [51.0, 610.0]], [[50.0, 550.0], [49.0, 541.0], [51.0, 559.0]])
+    gemms = Schedule(("GEMMs",), [[800.0], [790.0], [805.0]], [[800.0], [790.0], [805.0]])
+    both = Schedule(("start", "GEMMs", "hook"), [[50.0, 890.0, 960.0]] * 3, [[50.0, 840.0, 70.0]] * 3)
+    facts = dict(num_sms=0, backend="nvlink", exchange=exchange, gemms=gemms, both=both, flight_us=None)
+    sizes = dict(num_tokens=4096, gemm=(64, 32, 16), num_gemms=12, link_bytes=144_000_000, workspace_bytes=7)
+    return Overlap("combine", **(facts | sizes | changes))
+
+
+def test_overlap_figures():
+    assert made_up().gemm_speed == pytest.approx(800 / 840)
+    assert made_up().hidden == pytest.approx((600 + 800 - 960) / 600)
+    assert made_up().transfer_us == 550 - 70 and made_up().transfer_gbps == pytest.approx(300.0)
+    assert made_up(flight_us=[400.0, 450.0, 460.0]).transfer_us == 450 and made_up(flight_us=[450.0]).transfer_gbps == pytest.approx(320.0)
+    assert made_up(num_sms=None).transfer_us is None and made_up(num_sms=None).transfer_gbps is None
+    assert made_up(num_sms=None, backend="shm").transfer_us == 480, "a CPU has no multiprocessors that could send"
+    slow = Schedule(("start", "GEMMs", "hook"), [[50.0, 890.0, 1600.0]], [[50.0, 840.0, 710.0]])
+    assert made_up(both=slow).transfer_us is None and made_up(both=slow).hidden == pytest.approx(-1 / 3)
+
+
+def test_overlap_record_of_made_up_times(capsys):
+    made = measure.Report(4, "4 x imagined", "NCCL", 400.0, overlaps=[made_up(), made_up(num_sms=None)])
+    copied, sent = overlap_report.records_of([made], options_of("--backend", "shm", command=overlap))
+    assert (copied["op"], copied["num_ranks"], copied["num_sms"], sent["num_sms"]) == ("combine+gemm", 4, 0, None)
+    assert (copied["us_median"], copied["rival_us"], copied["ratio"]) == (960, 1400, pytest.approx(1400 / 960))
+    assert (copied["percent_of_link"], copied["transfer_gbps"]) == (pytest.approx(75.0), pytest.approx(300.0))
+    assert (copied["start_us"], copied["gemms_us"], copied["hook_us"]) == (50, 840, 70)
+    assert (copied["exchange_hook_us"], copied["exchange_hook_us_p10"], copied["exchange_hook_us_p90"]) == (550, 541, 559)
+    assert sent["percent_of_link"] is None and sent["transfer_gbps"] is None
+    overlap_report.show([made], [copied, sent])
+    printed = capsys.readouterr().out.splitlines()
+    name = ["combine+gemm", "bf16", "expert", "4", "4096"]
+    figures = ["12", "960.0", "[960-960]", "600.0", "800.0", "0.95", "73%"]
+    assert printed[-2].split() == [*name, "copy", *figures, "480.0", "300.0", "75"] and printed[-1].split() == [
+        *name,
+        "-",
+        *figures,
+        *"---",
+    ]
+    assert "combine+gemm bf16 expert, EP4, 4096 tokens, copy engines send" in printed
+    assert "link, every rank copying to its neighbour: EP4 400 GB/s" in printed
+
+
+def test_timeline():
+    bars = [
+        Bar("exchange alone", "start", 0.0, 50.0, (49.0, 51.4)),
+        Bar("exchange alone", "rows fly", 50.0, 390.0, None),
+        Bar("exchange alone", "hook", 50.0, 400.0, (349.0, 352.0)),
+        Bar("both", "hook", 799.0, 800.0, (1.0, 1.0)),
+    ]
+    assert overlap_report.timeline(bars, width=16) == [
+        "exchange alone start         0.0 -    50.0  [49-51]      |#               |",
+        "               rows fly     50.0 -   390.0               | #######        |",
+        "               hook         50.0 -   400.0  [349-352]    | #######        |",
+        "both           hook        799.0 -   800.0  [1-1]        |               #|",
+    ]
+
+
+def test_bars():
+    """One phase begins where the one before ends; the rows begin to fly where the start ends."""
+    assert [(b.schedule, b.phase, b.begin, b.end, b.spread) for b in overlap_report.bars_of(made_up())] == [
+        ("exchange alone", "start", 0, 50, (49, 51)),
+        ("exchange alone", "rows fly", 50, 530, None),
+        ("exchange alone", "hook", 50, 600, (541, 559)),
+        ("GEMMs alone", "GEMMs", 0, 800, (790, 805)),
+        ("both", "start", 0, 50, (50, 50)),
+        ("both", "GEMMs", 50, 890, (840, 840)),
+        ("both", "hook", 890, 960, (70, 70)),
+    ]
+
+
+def slowest_schedule(rank, num_ranks):
+    ends = [[[10.0, 30.0], [11.0, 25.0]], [[14.0, 29.0], [9.0, 26.0]]][rank]
+    beside = SimpleNamespace(timer=SimpleNamespace(marks=lambda call, iterations: ends), iterations=2)
+    return BesideGemms._schedule(beside, ("start", "hook"), None)
+
+
+def test_schedule_of_the_slowest_rank():
+    for found in run_ranks(slowest_schedule, 2):
+        assert found.ends == [[14.0, 30.0], [11.0, 26.0]] and found.total == [30.0, 26.0]
+        assert found.lengths == [[14.0, 20.0], [11.0, 17.0]] and found.length("hook") == [20.0, 17.0]
+
+
+class WrongCounts:
+    """A buffer whose split dispatch says, in one number, something else than the plain call."""
+
+    def __init__(self, buffer):
+        self.buffer = buffer
+        self.combine = buffer.combine
+
+    def dispatch(self, *args, return_hook=False, **kwargs):
+        out = self.buffer.dispatch(*args, return_hook=return_hook, **kwargs)
+        return out._replace(num_recv_tokens_per_expert=out.num_recv_tokens_per_expert + return_hook)
+
+
+def verifies_hooks(rank, num_ranks):
+    device, options = torch.device("cpu"), argparse.Namespace(iterations=2, gemm=(8, 8, 8))
+    everyone = [operations.make_inputs(SHAPE, 5, source, device) for source in range(num_ranks)]
+    buffer = Buffer(None, 8, SHAPE.hidden, SHAPE.num_experts, SHAPE.num_topk, backend="shm")
+    right, wrong = (BesideGemms(timing.Timer(device), b, SHAPE, everyone, rank, options) for b in (buffer, WrongCounts(buffer)))
+    assert all(right.verify(op, None) for op in overlap_measure.OPS) and wrong.verify("combine", None)
+    with pytest.raises(EPError, match="num_recv_tokens_per_expert through the hook differs from the plain call's in 2 of 2 rows"):
+        wrong.verify("dispatch", None)
+    assert right._flight() is None, "nothing to see on a CPU"
+
+
+def test_hooks_are_verified():
+    run_ranks(verifies_hooks, 2)
+
+
+def test_marks_on_a_stream(monkeypatch):
+    """Each mark is an event; times count from the event before the call, the first calls do not count."""
+    clock, synchronized = iter(range(1000)), []
+
+    class Event:
+        def record(self):
+            self.at = next(clock)
+
+        def synchronize(self):
+            synchronized.append(self.at)
+
+        def elapsed_time(self, other):
+            return float(other.at - self.at)
+
+    timer = timing.Timer.__new__(timing.Timer)
+    timer.is_gpu, timer._start, timer._marked, timer._line_up = True, Event(), [Event() for _ in range(4)], lambda: None
+    assert timer.marks(lambda mark: (mark(), mark(), mark()), 2) == [[1e3, 2e3, 3e3]] * 2
+    assert synchronized == [3, 7, 11, 15, 19], "the last event of every call"
+
+
+def test_receiving_nothing():
+    tuning = SimpleNamespace(num_receive_blocks=64)
+    with pytest.raises(EPError), overlap_measure._receiving_nothing(tuning):
+        assert tuning.num_receive_blocks == 0
+        raise EPError("late")
+    assert tuning.num_receive_blocks == 64
+
+
+@pytest.mark.multi_gpu(2)
+def test_overlap_on_gpus(tmp_path):
+    output = tmp_path / "records.json"
+    sizes = ("--ranks", "2", "--tokens", "512", "--iterations", "3", "--gemm", "256", "256", "256")
+    result = bench(*sizes, "--output", str(output), command="overlap", backend="nvlink")
+    assert result.returncode == 0, result.stderr
+    records = json.loads(output.read_text())
+    assert [(r["op"], r["num_sms"]) for r in records] == [(f"{op}+gemm", n) for op in ("dispatch", "combine") for n in (0, None)]
+    assert records[0]["transfer_us"] > 0 and records[1]["transfer_us"] is None
+
+
 # ---- it measures nothing that is wrong ----
 
 
@@ -148,6 +320,7 @@ def test_wrong_operations_are_not_timed():
 def test_commands():
     assert _with_command([]) == ["exchange"] and _with_command(["gate"]) == ["gate"]
     assert _with_command(["--backend", "shm"])[0] == "exchange" and _with_command(["--backend=nvlink", "--sweep"])[0] == "link"
+    assert _with_command(["overlap", "--backend", "nvlink"])[0] == "overlap"
 
 
 def test_plan(monkeypatch):
@@ -155,6 +328,10 @@ def test_plan(monkeypatch):
     options = options_of("--sweep")
     assert options.ranks == [2, 4] and options.tokens == [128, 512, 2048, 4096, 8192, 32768]
     assert options.num_sms_of[4096] == [None, 4, 8, 12, 16, 24, 32, 0] and options.num_sms_of[128] == [None]
+    assert options.overlap_tokens == [4096] and options_of("--quick").overlap_tokens == [4096]
+    assert options_of("--backend", "shm").overlap_tokens == []
+    options = options_of(command=overlap)
+    assert options.ranks == [2, 4] and options.overlap_tokens == [4096] and options.tokens == [] and options.gemm == link.GEMM
     options = options_of("--num-sms", "8", "16", "--tokens", "64", "--ranks", "4")
     assert options.num_sms_of == {64: [8, 16]} and options.ranks == [4]
     with pytest.raises(ValueError, match="--experts 10 must be a multiple of --ranks 4"):
@@ -179,6 +356,11 @@ def test_missing_peer():
     assert result.stderr.startswith(
         "--peer deep_ep: the package deep_ep is not importable here (No module named 'deep_ep'); install DeepEP"
     )
+
+
+def test_one_name_for_two_figures(tmp_path):
+    result = bench(*TINY, "--plot", str(tmp_path / "overlap.png"))
+    assert result.returncode == 1 and "overlap.png is the name of the other figure; give another" in result.stderr
 
 
 def test_missing_matplotlib(monkeypatch):

@@ -1,7 +1,8 @@
 """Benchmark of dispatch and combine on the GPUs of one host: `python -m deepep_moe.bench --backend nvlink`.
 
 Starts its own ranks, one per GPU, or uses those that torchrun started. Results are checked, then timed. In the same run: an all-to-all of
-every (token, expert) row over NCCL, with and without the permutes it needs, and the rate at which the copy engines push over the link.
+every (token, expert) row over NCCL, with and without the permutes it needs, the rate at which the copy engines push over the link, and
+how much of an exchange hides behind GEMMs (`python -m deepep_moe.bench overlap --help`).
 "stream us" is what a call adds to a busy stream, "call us" counts the host's way to the first launch; both of the slowest rank.
 """
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import config
+from deepep_moe.bench import overlap_report
 from deepep_moe.bench.measure import Report, measure
 from deepep_moe.bench.peers import PEERS, load_peer
 from deepep_moe.bench.records import write_json
@@ -23,29 +25,57 @@ from deepep_moe.testing import run_ranks
 RANKS = (2, 4)
 TOKENS = {"cuda": (128, 512, 2048, 4096, 8192, 32768), "cpu": (128, 512)}
 QUICK_TOKENS = (128, 4096)
+OVERLAP_TOKENS = {"cuda": (4096,), "cpu": (512,)}
 SWEEP = (4, 8, 12, 16, 24, 32)
 SWEPT_TOKENS = 4096
+GEMM = (4096, 2048, 2048)
+_GEMM_HELP = f"sizes of the GEMMs beside an exchange; default {' '.join(map(str, GEMM))}"
 _NUM_SMS_HELP = f"SMs of every call, 0 for the copy engine; default the buffer's own choice, and the copy engine at {SWEPT_TOKENS} tokens"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=("nvlink", "collective", "shm"), default="nvlink")
+def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str) -> None:
+    """What every benchmark on GPUs may be given."""
+    parser.add_argument("--backend", choices=backends, default="nvlink")
     parser.add_argument("--ranks", type=int, nargs="+", help="EP sizes, one run each; default 2 and 4, as far as there are GPUs")
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"per rank; default {' '.join(map(str, TOKENS['cuda']))}")
+    parser.add_argument("--tokens", type=int, nargs="+", help=f"per rank; default {default_tokens}")
     for name, default in (("hidden", 7168), ("experts", 256), ("topk", 8), ("alignment", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gemm", type=int, nargs=3, default=GEMM, help=_GEMM_HELP, metavar=("ROWS", "COLUMNS", "DEPTH"))
+    parser.add_argument("--iterations", type=int, help="default 30")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_shape_arguments(parser, ("nvlink", "collective", "shm"), " ".join(map(str, TOKENS["cuda"])))
     parser.add_argument("--num-sms", type=int, nargs="+", help=_NUM_SMS_HELP)
     parser.add_argument("--sweep", action="store_true", help=f"also {' '.join(map(str, SWEEP))} SMs at {SWEPT_TOKENS} tokens")
-    parser.add_argument("--iterations", type=int, help="default 30")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, 10 iterations")
     parser.add_argument("--peer", choices=PEERS, action="append", default=[], help="another library, if it is installed")
-    parser.add_argument("--plot", type=Path, help="file for a plot of GB/s over tokens")
+    parser.add_argument("--plot", type=Path, help="file for a plot of GB/s over tokens; that of the overlap goes to overlap.png beside it")
+    parser.set_defaults(is_overlap=False)
 
 
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for what makes no sense."""
+    options.on_gpu = options.backend == "nvlink" or (options.backend == "collective" and torch.cuda.device_count() > 0)
+    _resolve_ranks(options)
+    options.tokens = sorted(set(options.tokens or _default_tokens(options)))
+    options.iterations = options.iterations or (10 if options.quick else 30)
+    for n in options.ranks:
+        if n < 1 or options.experts % n:
+            raise ValueError(f"--experts {options.experts} must be a multiple of --ranks {n}")
+    if not 1 <= options.topk <= options.experts or min(options.tokens) < 1 or options.iterations < 1:
+        raise ValueError(f"--topk {options.topk} must be 1 to --experts {options.experts}, --tokens and --iterations at least 1")
+    if min(options.gemm) < 1:
+        raise ValueError(f"--gemm {' '.join(map(str, options.gemm))} must be three sizes of at least 1")
+    if options.peer and not options.on_gpu:
+        raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
+    options.overlap_tokens = options.tokens if options.is_overlap else [_one_size(options)] if options.backend == "nvlink" else []
+    options.tokens = [] if options.is_overlap else options.tokens
+    options.num_sms_of = {num_tokens: _num_sms(options, num_tokens) for num_tokens in options.tokens}
+
+
+def _resolve_ranks(options: argparse.Namespace) -> None:
     num_gpus = torch.cuda.device_count()
-    options.on_gpu = options.backend == "nvlink" or (options.backend == "collective" and num_gpus > 0)
     options.launched = config.launched_rank() is not None
     if options.launched:
         world = config.world_size()
@@ -59,23 +89,23 @@ def resolve(options: argparse.Namespace) -> None:
             f"backend {options.backend!r} needs a GPU for each of {max(options.ranks)} ranks, this machine has {num_gpus}; "
             "give --ranks, or --backend shm, which needs none"
         )
-    device = "cuda" if options.on_gpu else "cpu"
-    options.tokens = sorted(set(options.tokens or (QUICK_TOKENS if options.quick else TOKENS[device])))
-    options.iterations = options.iterations or (10 if options.quick else 30)
-    for n in options.ranks:
-        if n < 1 or options.experts % n:
-            raise ValueError(f"--experts {options.experts} must be a multiple of --ranks {n}")
-    if not 1 <= options.topk <= options.experts or min(options.tokens) < 1 or options.iterations < 1:
-        raise ValueError(f"--topk {options.topk} must be 1 to --experts {options.experts}, --tokens and --iterations at least 1")
-    options.num_sms_of = {num_tokens: _num_sms(options, num_tokens) for num_tokens in options.tokens}
-    if options.peer and not options.on_gpu:
-        raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
+
+
+def _default_tokens(options: argparse.Namespace) -> tuple[int, ...]:
+    if options.quick:
+        return QUICK_TOKENS
+    return (OVERLAP_TOKENS if options.is_overlap else TOKENS)["cuda" if options.on_gpu else "cpu"]
+
+
+def _one_size(options: argparse.Namespace) -> int:
+    """Of what is measured at one size only."""
+    return SWEPT_TOKENS if SWEPT_TOKENS in options.tokens else max(options.tokens)
 
 
 def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
     """Numbers of SMs to measure with; the sweep and the copy engine at one size only."""
     chosen: list[int | None] = list(options.num_sms or [None])
-    if num_tokens == (SWEPT_TOKENS if SWEPT_TOKENS in options.tokens else max(options.tokens)):
+    if num_tokens == _one_size(options):
         chosen += SWEEP if options.sweep else ()
         chosen += [0] if options.backend == "nvlink" and options.num_sms is None else []
     return list(dict.fromkeys(chosen))
@@ -96,6 +126,8 @@ def run(options: argparse.Namespace) -> list[Report]:
         load_peer(name)
     if options.plot is not None:
         load_pyplot()
+        if options.plot.name == "overlap.png" and not options.is_overlap:
+            raise ValueError(f"--plot {options.plot}: overlap.png is the name of the other figure; give another")
     resolve(options)
     if options.launched:
         return _run_launched(options)
@@ -109,12 +141,16 @@ def main(options: argparse.Namespace) -> None:
         sys.exit(str(error))
     if config.launched_rank():
         return  # rank 0 reports
-    records = records_of(reports, options)
+    records, overlaps = records_of(reports, options), overlap_report.records_of(reports, options)
+    write_json(options.json, records + overlaps)
     if records:
         show(records)
-    write_json(options.json, records)
-    if options.plot is not None and records:
-        plot(options.plot, records)
+        if options.plot is not None:
+            plot(options.plot, records)
+    if overlaps:
+        overlap_report.show(reports, overlaps)
+        if options.plot is not None:
+            overlap_report.plot(options.plot if options.is_overlap else options.plot.with_name("overlap.png"), reports)
     failures = [failure for report in reports for failure in report.failures]
     if failures:
         sys.exit("not timed, because it failed or its results are wrong:\n" + "\n".join(failures))

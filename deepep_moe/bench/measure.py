@@ -1,4 +1,4 @@
-"""What every rank of `deepep_moe.bench.link` does: check, then time, every operation and its rivals."""
+"""What every rank of `deepep_moe.bench.link` does: check, then time, every operation and its rivals, and exchanges beside GEMMs."""
 
 import argparse
 import gc
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepep_moe import Buffer
 from deepep_moe.bench.link_rate import link_gbps
 from deepep_moe.bench.operations import Inputs, Operation, Shape, gather_counts, link_rows, make_inputs, operations, tokens_per_rank
+from deepep_moe.bench.overlap_measure import NUM_SMS, OPS, BesideGemms, Overlap
 from deepep_moe.bench.peers import DeepEP
 from deepep_moe.bench.records import cpu_name
 from deepep_moe.bench.rivals import PlannedAllToAll, words
@@ -60,6 +61,7 @@ class Report:
     """Of the rivals."""
     link_gbps: float | None
     measurements: list[Measurement] = field(default_factory=list)
+    overlaps: list[Overlap] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """Operations whose results were wrong, or that raised; they are not timed."""
 
@@ -91,6 +93,8 @@ class Rank:
         report = Report(self.shape.num_ranks, self._hardware(), "NCCL" if self.options.on_gpu else "gloo", rate, failures=self.failures)
         for num_tokens in self.options.tokens:
             report.measurements += self._measure(num_tokens)
+        for num_tokens in self.options.overlap_tokens:
+            report.overlaps += self._overlap(num_tokens)
         self.timer.synchronize()
         return report
 
@@ -126,9 +130,13 @@ class Rank:
         self.say(f"not timed: {first}")
         return None
 
+    def _inputs(self, num_tokens: int) -> list[Inputs]:
+        """Of all ranks."""
+        return [make_inputs(self.shape, num_tokens, rank, self.device) for rank in range(self.shape.num_ranks)]
+
     def _measure(self, num_tokens: int) -> list[Measurement]:
         """Every operation that is right, at one size."""
-        everyone = [make_inputs(self.shape, num_tokens, rank, self.device) for rank in range(self.shape.num_ranks)]
+        everyone = self._inputs(num_tokens)
         inputs = everyone[self.rank]
         rivals = self._time_rivals(everyone)
         if self.timer.is_gpu:
@@ -148,6 +156,23 @@ class Rank:
         self.timer.synchronize()
         buffer.destroy()
         return measurements
+
+    def _overlap(self, num_tokens: int) -> list[Overlap]:
+        """Every exchange that is right, with GEMMs between its halves."""
+        if self.timer.is_gpu:
+            torch.cuda.empty_cache()
+        everyone, buffer, found = self._inputs(num_tokens), self._buffer(num_tokens), []
+        make = partial(BesideGemms, self.timer, buffer, self.shape, everyone, self.rank, self.options)
+        beside = self._agreed(f"an exchange beside GEMMs, {num_tokens} tokens", make)
+        for op in OPS if beside is not None else ():
+            for num_sms in NUM_SMS.get(self.options.backend, (None,)):
+                what = f"{op} beside GEMMs, {num_tokens} tokens, num_sms {num_sms}"
+                if self._agreed(what, partial(beside.verify, op, num_sms)):
+                    self.say(what)
+                    found.append(self._agreed(what, partial(beside.measure, op, num_sms)))
+        self.timer.synchronize()
+        buffer.destroy()
+        return [overlap for overlap in found if overlap is not None]
 
     def _time(
         self, o: Operation, num_tokens: int, rows: dict[str, int], rivals: dict[tuple[str, str], Rival], workspace_bytes: int | None

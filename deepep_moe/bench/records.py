@@ -36,6 +36,12 @@ def cpu_name() -> str:
     return f"{name}, {platform.machine()}, {deepep_moe.config.available_cpus()} cores"
 
 
+def spread(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile."""
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[len(ordered) // 10], ordered[len(ordered) * 9 // 10]
+
+
 def record(
     op: str, settings: dict[str, Any], times: Sequence[float], bytes_moved: int, *, rival: str, rival_times: Sequence[float], **extra: Any
 ) -> dict[str, Any]:
@@ -44,13 +50,13 @@ def record(
     Times are microseconds; `gbps` is bytes_moved (bytes of one rank) over the median; `ratio` is rival_us / us_median: how many times
     faster than the rival. Settings that do not apply are None. `extra` may say another `hardware` than the CPU.
     """
-    ordered, median, rival_us = sorted(times), statistics.median(times), statistics.median(rival_times)
+    (median, p10, p90), rival_us = spread(times), statistics.median(rival_times)
     return {
         "op": op,
         **{name: settings.get(name) for name in SETTINGS},
         "us_median": median,
-        "us_p10": ordered[len(ordered) // 10],
-        "us_p90": ordered[len(ordered) * 9 // 10],
+        "us_p10": p10,
+        "us_p90": p90,
         "bytes_moved": bytes_moved,
         "gbps": bytes_moved / median / 1e3,
         "rival": rival,

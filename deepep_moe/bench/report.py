@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe.bench.measure import Measurement, Report
-from deepep_moe.bench.records import record
+from deepep_moe.bench.records import record, spread
 from deepep_moe.errors import EPError
 
 
@@ -28,14 +28,14 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
         "dtype": m.dtype,
         "layout": m.layout,
     }
-    calls, median_s = sorted(m.call_us), statistics.median(m.stream_us) / 1e6
+    (call_us, call_p10, call_p90), median_s = spread(m.call_us), statistics.median(m.stream_us) / 1e6
     extra = {
         "name": m.name,
         "num_sms": m.num_sms,
         "expert_alignment": options.alignment if is_expert else 1,
-        "call_us": statistics.median(calls),
-        "call_us_p10": calls[len(calls) // 10],
-        "call_us_p90": calls[len(calls) * 9 // 10],
+        "call_us": call_us,
+        "call_us_p10": call_p10,
+        "call_us_p90": call_p90,
         "link_gbps": report.link_gbps,
         "percent_of_link": None if report.link_gbps is None else 100 * m.link_bytes / median_s / 1e9 / report.link_gbps,
         "rival_alone_us": statistics.median(m.rival.alone_us),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,10 @@ import torch.distributed as dist
 WARMUP = 3
 _SLEEP_US = 400.0  # of the device, while the host reaches the first launch of the call
 _LEAD_S = 1e-3  # from the agreement on a moment to that moment
+_MAX_MARKS = 4  # in one call
+
+Mark = Callable[[], None]
+_Times = TypeVar("_Times", list[float], list[list[float]])
 
 
 class Timer:
@@ -26,6 +30,7 @@ class Timer:
         self.is_gpu = device.type == "cuda"
         if self.is_gpu:
             self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._marked = [torch.cuda.Event(enable_timing=True) for _ in range(_MAX_MARKS)]
             self._token = torch.zeros(1, device=device)
             dist.all_reduce(self._token, group=group)
             self._sleep_cycles = self._cycles(_SLEEP_US)
@@ -43,21 +48,50 @@ class Timer:
         once = self._stream_once if self.is_gpu else self._call_once
         return [once(call) for _ in range(WARMUP + iterations)][WARMUP:]
 
+    def marks(self, call: Callable[[Mark], Any], iterations: int) -> list[list[float]]:
+        """As `own_stream`, of `call(mark)`: from its begin to each of its calls of `mark`, equally many every time, by iteration."""
+        once = self._marks_on_stream if self.is_gpu else self._marks_by_clock
+        return [once(call) for _ in range(WARMUP + iterations)][WARMUP:]
+
     def synchronize(self) -> None:
         """All ranks and their devices are through with everything."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
         dist.barrier()
 
-    def _stream_once(self, call: Callable[[], Any]) -> float:
+    def _line_up(self) -> None:
         torch.cuda._sleep(self._sleep_cycles)
         dist.all_reduce(self._token, group=self.group)  # behind the sleep: GPUs leave it together, however late their hosts were
+
+    def _stream_once(self, call: Callable[[], Any]) -> float:
+        self._line_up()
         self._start.record()
         result = call()
         self._end.record()
         self._end.synchronize()
         del result  # memory goes back after the measurement
         return self._start.elapsed_time(self._end) * 1e3
+
+    def _marks_on_stream(self, call: Callable[[Mark], Any]) -> list[float]:
+        unused, used = iter(self._marked), []
+
+        def mark() -> None:
+            used.append(next(unused))
+            used[-1].record()
+
+        self._line_up()
+        self._start.record()
+        result = call(mark)
+        used[-1].synchronize()
+        del result  # memory goes back after the measurement
+        return [self._start.elapsed_time(event) * 1e3 for event in used]
+
+    def _marks_by_clock(self, call: Callable[[Mark], Any]) -> list[float]:
+        _meet()
+        moments = [time.perf_counter()]
+        result = call(lambda: moments.append(time.perf_counter()))
+        del result
+        return [(moment - moments[0]) * 1e6 for moment in moments[1:]]
 
     def _call_once(self, call: Callable[[], Any]) -> float:
         if self.is_gpu:
@@ -97,7 +131,7 @@ def _meet() -> None:
         pass
 
 
-def slowest(times: list[float]) -> list[float]:
+def slowest(times: _Times) -> _Times:
     """An exchange is over when its last rank is done: the maximum over ranks of every time."""
     table = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)

@@ -67,7 +67,8 @@ def expected_combine(inputs: Inputs, shape: Shape, layout: str) -> Tensor:
     return total.to(inputs.x.dtype)
 
 
-def _compare(what: str, found: Tensor, expected: Tensor) -> None:
+def compare(what: str, found: Tensor, expected: Tensor, source: str = "the definition") -> None:
+    """Raises EPError unless the two are the same, bit for bit. `source`: of what is expected."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise EPError(f"{what} is {found.dtype} {list(found.shape)}, it must be {expected.dtype} {list(expected.shape)}")
     num_rows = len(expected)
@@ -76,18 +77,18 @@ def _compare(what: str, found: Tensor, expected: Tensor) -> None:
     same = found.contiguous().view(torch.uint8).view(num_rows, -1) == expected.contiguous().view(torch.uint8).view(num_rows, -1)
     num_wrong = int((~same.all(1)).sum())
     if num_wrong:
-        raise EPError(f"{what} differs from the definition in {num_wrong} of {num_rows} rows")
+        raise EPError(f"{what} differs from {source} in {num_wrong} of {num_rows} rows")
 
 
 def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: int) -> bool:
     """Make the call and compare its results bit for bit: True, or EPError. `inputs`: of all ranks. Collective."""
     result = operation.call()
     if operation.op == "combine":
-        _compare("combined_x", result, expected_combine(inputs[rank], shape, operation.layout))
+        compare("combined_x", result, expected_combine(inputs[rank], shape, operation.layout))
         return True
     expected = expected_dispatch(inputs, shape, rank, operation.layout, operation.dtype != "bfloat16")
     for name, tensor in expected.items():
-        _compare(name, getattr(result, name), tensor)
+        compare(name, getattr(result, name), tensor)
     return True
 
 
@@ -95,7 +96,7 @@ def verify_rival(rival: PlannedAllToAll, inputs: Sequence[Inputs], shape: Shape,
     """Does the rival do the same work with bf16 rows? Returns what its dispatch returns. Collective; raises EPError."""
     rows = rival.dispatch()
     tokens, _, _ = lanes_of_rank(torch.cat([i.topk_idx for i in inputs]), shape, rank)
-    _compare("the all-to-all's dispatch", rows, words(torch.cat([i.x for i in inputs]))[tokens])
+    compare("the all-to-all's dispatch", rows, words(torch.cat([i.x for i in inputs]))[tokens])
     close_to("the all-to-all's combine", rival.combine(rows), expected_combine(inputs[rank], shape, "expert"))
     return rows
 
