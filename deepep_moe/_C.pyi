@@ -175,6 +175,7 @@ class GpuCombineParams:
     is_expert_layout: bool
     dtype: DType
     has_lane_values: bool
+    num_rows: int
     direct: bool
     recv_counts: int
     recv_row_idx: int

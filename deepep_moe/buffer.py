@@ -212,7 +212,7 @@ class Buffer:
         call = (x, x_scales, topk_idx, topk_weights, layout, expert_alignment, handle, num_recv_rows)
         with self._in_mode(Mode(async_op, return_hook, num_sms)):
             output = self._dispatch_now(*call)
-            event = self._event(output.recv_x, output.recv_x_scales, output.recv_topk_weights, x, x_scales, topk_idx, topk_weights)
+            event = self._event(*output[:4], output.handle, x, x_scales, topk_idx, topk_weights)
         return output._replace(event=event, hook=event.wait if return_hook and event is not None else None)
 
     def combine(
@@ -248,7 +248,7 @@ class Buffer:
         """
         with self._in_mode(Mode(async_op, return_hook, num_sms)):
             combined_x = self._combine_now(x, handle, topk_weights, bias)
-            event = self._event(combined_x, x, topk_weights, bias)
+            event = self._event(combined_x, x, topk_weights, bias, handle)
         if event is None:
             return combined_x
         return combined_x, event.wait if return_hook else event
@@ -262,7 +262,8 @@ class Buffer:
         self._alive().check()
 
     def destroy(self) -> None:
-        """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so."""
+        """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so; on GPUs, where they
+        only reach their deadline, memory goes once all peers have destroyed their buffers too, or a second later."""
         if self._backend is None:
             return
         if self._executor is not None and os.getpid() == self._process_id:
@@ -471,8 +472,8 @@ class Buffer:
                 self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
             self._pending = Event(self._executor.submit(lambda _: move(), keep_alive))
 
-    def _event(self, *used: Tensor | None) -> Event | None:
-        """Of the call just made, where it is asynchronous; `used` are its tensors."""
+    def _event(self, *used: Any) -> Event | None:
+        """Of the call just made, where it is asynchronous; `used` are its tensors, and what holds some."""
         if not (self._mode.is_async or self._mode.is_split):
             return None
         return self._pending or Event(recorded=self._alive().recorded(*used))

@@ -38,6 +38,11 @@ class DispatchHandle:
     """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that lie with the rows."""
+        return self.topk_idx, self.recv_row_idx, self.recv_counts, self.num_recv_tokens_per_expert, self.recv_topk_idx
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.topk_idx.shape[0]

@@ -68,6 +68,7 @@ void bind_moves(py::module_& m) {
         .def_readwrite("is_expert_layout", &GpuCombineParams::is_expert_layout)
         .def_readwrite("dtype", &GpuCombineParams::dtype)
         .def_readwrite("has_lane_values", &GpuCombineParams::has_lane_values)
+        .def_readwrite("num_rows", &GpuCombineParams::num_rows)
         .def_readwrite("direct", &GpuCombineParams::direct);
     routing_fields(combine);
     pointer_field(combine, "recv_counts", &GpuCombineParams::recv_counts);

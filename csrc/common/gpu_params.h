@@ -81,7 +81,7 @@ struct GpuDispatchParams {
     GpuRing ring;
     bool cached, has_lanes, is_expert_layout, recv_topk_idx_is_int64;
     bool to_outbox;  // senders leave rows in the outbox, for a copy engine
-    int num_send_blocks, num_lane_blocks, num_receive_blocks, expert_alignment;
+    int num_lane_blocks, num_send_blocks, num_receive_blocks, expert_alignment;
     int64_t row_bytes, scale_bytes, num_rows;
     const std::byte* x;         // [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, scale_bytes], or nullptr
@@ -104,6 +104,7 @@ struct GpuCombineParams {
     bool reduces, finishes;  // what the blocks that do not send do
     DType dtype;
     int num_send_blocks, num_work_blocks;
+    int64_t num_rows;             // of x
     const int32_t* recv_counts;   // [num_ranks]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]
     const std::byte* x;           // [num_rows, hidden]

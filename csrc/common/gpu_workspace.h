@@ -1,8 +1,8 @@
 // Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
-//   entered u64[2][num_ranks] | counts_ready u64[num_ranks] | lanes_ready u64[num_ranks] | stamps GpuStamp[2][num_ranks] |
-//   arrived u64[num_ranks][num_chunks] | counts int32[2][num_ranks][columns] | lanes GpuLane[num_ranks][num_max_tokens][num_topk] |
-//   inbox [num_ranks - 1][num_max_tokens] slots | outbox [num_ranks][num_max_tokens] slots
+//   entered u64[2][num_ranks] | counts_ready u64[num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
+//   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_chunks] | counts int32[2][num_ranks][columns] |
+//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots | outbox [num_ranks][num_max_tokens] slots
 //
 // Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
 // number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
@@ -25,7 +25,7 @@ namespace deepep_moe {
 constexpr int kMaxGpuRanks = 8;
 constexpr int kChunkSlots = 8;           // rows released by one flag
 constexpr int kPlanThreads = 256;        // of one block of the plan, which counts one segment of the tokens
-constexpr int kMaxSegments = 256;        // blocks of the plan; all are on the GPU at once
+constexpr int kMaxSegments = 128;        // blocks of the plan; all must be on the GPU at once
 constexpr int kMaxReasonBytes = 240;
 
 struct GpuWorkspaceConfig {
@@ -52,7 +52,7 @@ struct GpuStamp {
 };
 
 // One lane of a token on its way: where it goes (a row of recv_x, a local expert, or -1) and its weight.
-struct GpuLane {
+struct alignas(8) GpuLane {
     int32_t target;
     float weight;
 };
@@ -74,14 +74,15 @@ struct GpuSlotLayout {
 };
 
 struct GpuWorkspaceLayout {
-    int64_t entered, counts_ready, lanes_ready, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
+    int64_t entered, counts_ready, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
     int64_t columns, num_chunks, box_bytes;  // columns: experts, then ranks; box_bytes: of one peer's slots
 
     DEEPEP_MOE_HD explicit GpuWorkspaceLayout(const GpuWorkspaceConfig& c)
         : entered(0),
           counts_ready(entered + 2 * 8 * c.num_ranks),
           lanes_ready(counts_ready + 8 * c.num_ranks),
-          stamps(lanes_ready + 8 * c.num_ranks),
+          left(lanes_ready + 8 * c.num_ranks),
+          stamps(left + 8 * c.num_ranks),
           arrived(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks),
           columns(c.num_experts + c.num_ranks),
           num_chunks(divide_up(c.num_max_tokens, kChunkSlots)) {

@@ -37,6 +37,9 @@ struct Kernel {
         return first;
     }
 
+    // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.
+    __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
+
     // ---- sending blocks: as in dispatch, each serves one peer, then helps with the others ----
 
     template <class Ring>
@@ -49,8 +52,9 @@ struct Kernel {
             const auto ready = [&](int chunk) { return p.direct || warp_wait_flag(c, reduced + chunk, sequence, c.rank, GpuPhase::kReducedRows); };
             const auto find = [](int) { return 0; };
             const auto rows = [&](int index, int, const std::byte*& row, const std::byte*& tail) {
-                row = p.direct ? p.x + (first + index) * row_bytes : own.outbox(peer) + index * slot.bytes;
-                tail = p.direct ? reinterpret_cast<const std::byte*>(p.lane_values + (first + index) * config.num_topk) : row + row_bytes;
+                const int64_t at = within_bound(first + index);
+                row = p.direct ? p.x + at * row_bytes : own.outbox(peer) + index * slot.bytes;
+                tail = p.direct ? reinterpret_cast<const std::byte*>(p.lane_values + at * config.num_topk) : row + row_bytes;
             };
             if (!pusher.push(peer, p.recv_counts[peer], &c.state->next_send[peer], false, ready, find, rows)) return;
         }
@@ -141,7 +145,7 @@ struct Kernel {
     // Of a token received, the row that holds it for this lane of top-k, or -1. None for a negative token.
     __device__ int row_at(int64_t recv_token) const {
         if (recv_token < 0) return -1;
-        if (!p.is_expert_layout) return lane == 0 ? static_cast<int>(recv_token) : -1;
+        if (!p.is_expert_layout) return lane == 0 && recv_token < p.num_rows ? static_cast<int>(recv_token) : -1;
         return lane < config.num_topk ? p.recv_row_idx[recv_token * config.num_topk + lane] : -1;
     }
 
@@ -154,7 +158,7 @@ struct Kernel {
         __device__ Rows(const Kernel& k, int64_t recv_token, int row_of_lane) : kernel(k), row(row_of_lane) {
             const GpuCombineParams& p = k.p;
             if (p.has_lane_values && recv_token >= 0 && k.lane < k.config.num_topk) {
-                if (!p.is_expert_layout) lane_value = p.lane_values[recv_token * k.config.num_topk + k.lane];
+                if (!p.is_expert_layout && recv_token < p.num_rows) lane_value = p.lane_values[recv_token * k.config.num_topk + k.lane];
                 if (p.is_expert_layout && row >= 0) lane_value = p.lane_values[row];
             }
             const unsigned there = __ballot_sync(kFullWarp, row >= 0);
@@ -214,7 +218,7 @@ struct Kernel {
     // The sum of a rank's rows of one token, where it lies here.
     __device__ const std::byte* sum_of(int rank, int index, int64_t own_first) const {
         if (rank != c.rank) return own.inbox(rank) + index * slot.bytes;
-        return p.direct ? p.x + (own_first + index) * row_bytes : own.outbox(rank) + index * slot.bytes;
+        return p.direct ? p.x + within_bound(own_first + index) * row_bytes : own.outbox(rank) + index * slot.bytes;
     }
 
     __device__ void take_lane_values(int64_t token, int index, int64_t own_first) const {
@@ -228,7 +232,7 @@ struct Kernel {
         if (lane >= config.num_topk) return;
         float value = 0.0f;
         if (expert >= 0 && rank == c.rank && p.direct)
-            value = p.lane_values[(own_first + there) * config.num_topk + lane];
+            value = p.lane_values[within_bound(own_first + there) * config.num_topk + lane];
         else if (expert >= 0)
             value = reinterpret_cast<const float*>(sum_of(rank, there, own_first) + row_bytes)[lane];
         p.combined_lane_values[entry] = value;
@@ -237,7 +241,10 @@ struct Kernel {
 
 template <DType kType, class Ring>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
-    if (gave_up(p.context)) return;
+    __shared__ bool is_over;
+    if (threadIdx.x == 0) is_over = gave_up(p.context);
+    __syncthreads();
+    if (is_over) return;
     const Kernel<kType> kernel(p);
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {
         if (kernel.warp < p.ring.warps) kernel.template send<Ring>();

@@ -19,6 +19,7 @@ struct Receiver {
     const unsigned long long sequence;
     const int warp, lane;
     Ring ring;
+    unsigned lanes_here = 0;  // sources whose lanes this warp has seen arrive, a bit each
 
     __device__ Receiver(const GpuDispatchParams& p, const GpuSlotLayout& slot)
         : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
@@ -48,15 +49,20 @@ struct Receiver {
 
     template <class Drain>
     __device__ bool take_chunk(int source, int chunk, const Drain& drain) {
-        if (p.has_lanes && !warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
+        if (p.has_lanes && !(lanes_here >> source & 1)) {
+            if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
+            lanes_here |= 1u << source;
+        }
         if (source != c.rank && !warp_wait_flag(c, own.arrived(source, chunk), sequence, source, GpuPhase::kDispatchRows)) return false;
         int first = 0;
         for (int before = 0; before < source; ++before) first += p.recv_counts[before];
-        const int end = min((chunk + 1) * kChunkSlots, p.recv_counts[source]);
-        for (int index = chunk * kChunkSlots; index < end; ++index) {
+        const int begin = chunk * kChunkSlots, end = min(begin + kChunkSlots, p.recv_counts[source]);
+        const bool is_local = source == c.rank;
+        const int found = is_local && begin + lane < end ? p.routing.send_token[source * config.num_max_tokens + begin + lane] : 0;
+        for (int index = begin; index < end; ++index) {
             const int target = take_lanes(source, index, first + index);
-            if (source == c.rank) {
-                const int64_t token = p.routing.send_token[source * config.num_max_tokens + index];
+            if (is_local) {
+                const int64_t token = __shfl_sync(kFullWarp, found, index - begin);
                 ring.add(p.x + token * p.row_bytes, p.x_scales + token * p.scale_bytes, target, drain);
             } else {
                 const std::byte* row = own.inbox(source) + index * slot.bytes;
@@ -139,11 +145,11 @@ struct Receiver {
 
 // Each block serves one peer, then helps with the others.
 template <class Ring>
-__device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
+__device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot, int block) {
     const GpuWorkspaceConfig& config = p.context.config;
     Pusher<Ring> pusher(p.context, p.ring, slot);
     for (int turn = 0; turn < config.num_ranks - 1; ++turn) {
-        const int peer = (p.context.rank + 1 + (blockIdx.x + turn) % (config.num_ranks - 1)) % config.num_ranks;
+        const int peer = (p.context.rank + 1 + (block + turn) % (config.num_ranks - 1)) % config.num_ranks;
         const auto find = [&](int index) { return p.routing.send_token[peer * config.num_max_tokens + index]; };
         const auto rows = [&](int, int64_t token, const std::byte*& row, const std::byte*& tail) {
             row = p.x + token * p.row_bytes;
@@ -193,10 +199,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant
     if (gave_up(p.context)) return;
     const GpuSlotLayout slot(p.row_bytes, p.scale_bytes);
     int block = static_cast<int>(blockIdx.x);
-    if (block < p.num_send_blocks) return send<Ring>(p, slot);
-    block -= p.num_send_blocks;
     if (block < p.num_lane_blocks) return LaneSender(p).send(block);
     block -= p.num_lane_blocks;
+    if (block < p.num_send_blocks) return send<Ring>(p, slot, block);
+    block -= p.num_send_blocks;
     Receiver<Ring> receiver(p, slot);
     const int num_warps = blockDim.x / 32;
     receiver.zero_rest(block * num_warps + receiver.warp, p.num_receive_blocks * num_warps);
@@ -221,7 +227,7 @@ GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t 
 }
 
 void launch_dispatch(const GpuDispatchParams& p, void* stream) {
-    const int blocks = p.num_send_blocks + p.num_lane_blocks + p.num_receive_blocks;
+    const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
     if (blocks == 0) return;
     if (p.ring.stages == 0) return launch(dispatch<PlainRing>, "dispatch", blocks, 32 * p.ring.warps, 0, p, stream);
     const int64_t shared_bytes = RingMemory::bytes(p.ring, GpuSlotLayout(p.row_bytes, p.scale_bytes));

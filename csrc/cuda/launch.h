@@ -7,6 +7,7 @@ namespace deepep_moe {
 
 void launch_plan(const GpuPlanParams& params, void* stream);
 int64_t plan_shared_bytes(const GpuWorkspaceConfig& config);
+int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config);
 void launch_dispatch(const GpuDispatchParams& params, void* stream);
 void launch_combine(const GpuCombineParams& params, void* stream);
 void launch_quantize(const GpuQuantizeParams& params, void* stream);

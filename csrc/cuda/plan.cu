@@ -238,11 +238,16 @@ struct Plan {
     }
 
     __device__ void place() const {
-        for (int64_t token = warp_begin + lane; token < warp_end; token += 32) {
+        if (warp_begin >= warp_end) return;
+        const int before = lane < config.num_ranks ? tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;  // rank `lane`
+        for (int64_t first = warp_begin; first < warp_end; first += 32) {
+            const int64_t token = first + lane;
             for (int rank = 0; rank < config.num_ranks; ++rank) {
+                const int base = __shfl_sync(kFullWarp, before, rank);
+                if (token >= warp_end) continue;
                 int32_t& slot = r.send_slot[token * config.num_ranks + rank];
                 if (slot < 0) continue;
-                slot += tokens_before(p.context, r, token, config.num_experts + rank);
+                slot += base;
                 r.send_token[rank * config.num_max_tokens + slot] = static_cast<int32_t>(token);
             }
         }
@@ -261,6 +266,10 @@ __global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ 
 
 int64_t plan_shared_bytes(const GpuWorkspaceConfig& config) {
     return static_cast<int64_t>(sizeof(int32_t)) * kWarps * (config.num_experts + config.num_ranks + 32 * config.num_topk);
+}
+
+int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config) {
+    return blocks_per_multiprocessor(plan, kPlanThreads, plan_shared_bytes(config));
 }
 
 void launch_plan(const GpuPlanParams& p, void* stream) {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 
 #include "common/wait.h"
 #include "cuda/launch.h"
@@ -14,6 +15,7 @@
 namespace deepep_moe {
 namespace {
 
+constexpr int kFewestWorkers = 8;          // blocks of a combine that do not send
 constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has besides its ring
 
 void check_cuda(cudaError_t status, const char* what) {
@@ -60,20 +62,32 @@ bool is_capturing(cudaStream_t stream) {
 
 GpuCommunicator::GpuCommunicator(const GpuWorkspaceConfig& config, int rank, int device, double timeout_s)
     : config_(config), layout_(config), rank_(rank), device_(device), owner_pid_(getpid()), timeout_s_(timeout_s) {
-    const DeviceGuard guard(device);
-    num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device);
-    shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
-    const int64_t plan_bytes = plan_shared_bytes(config);
+    try {
+        allocate();
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+void GpuCommunicator::allocate() {
+    const DeviceGuard guard(device_);
+    num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
+    shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
+    tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
+    const int64_t plan_bytes = plan_shared_bytes(config_);
     if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
-        throw std::runtime_error(std::to_string(config.num_experts) + " experts need " + std::to_string(plan_bytes) +
+        throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +
                                  " bytes of shared memory for their counts, this GPU has " + std::to_string(shared_bytes_) + " a block");
+    if (const int blocks = plan_blocks_per_multiprocessor(config_) * num_multiprocessors_; blocks < kMaxSegments)
+        throw std::runtime_error("this GPU holds " + std::to_string(blocks) + " blocks of a plan with " + std::to_string(config_.num_experts) +
+                                 " experts at once, and " + std::to_string(kMaxSegments) + " must be");
     void* workspace = nullptr;
     check_cuda(cudaMalloc(&workspace, layout_.total_bytes), "cannot allocate the workspace");
-    workspaces_[rank] = static_cast<std::byte*>(workspace);
+    workspaces_[rank_] = static_cast<std::byte*>(workspace);
     check_cuda(cudaMemset(workspace, 0, layout_.inbox), "cudaMemset");
     void* host = nullptr;
-    const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config.num_experts / config.num_ranks);
+    const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config_.num_experts / config_.num_ranks);
     check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
     host_ = new (host) HostSlots{};
     expert_counts_ = reinterpret_cast<int*>(host_ + 1);
@@ -118,11 +132,34 @@ void GpuCommunicator::allocate_scratch() {
 GpuCommunicator::~GpuCommunicator() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_);
-    cudaDeviceSynchronize();
+    leave();
+    release();
+}
+
+// A peer's kernel may still set a flag here that this rank did not have to wait for: memory goes once all peers are through, or late.
+void GpuCommunicator::leave() {
+    constexpr auto kPatience = std::chrono::seconds(1);
+    if (cudaDeviceSynchronize() != cudaSuccess) return;
+    const unsigned long long yes = 1;
+    for (int rank = 0; rank < config_.num_ranks; ++rank)
+        if (workspaces_[rank] != nullptr) cudaMemcpy(workspaces_[rank] + layout_.left + 8 * rank_, &yes, sizeof(yes), cudaMemcpyHostToDevice);
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    for (bool all = false; !all && std::chrono::steady_clock::now() < deadline;) {
+        unsigned long long left[kMaxGpuRanks] = {};
+        if (cudaMemcpy(left, workspaces_[rank_] + layout_.left, 8 * config_.num_ranks, cudaMemcpyDeviceToHost) != cudaSuccess) return;
+        all = true;
+        for (int rank = 0; rank < config_.num_ranks; ++rank) all = all && (left[rank] == yes || workspaces_[rank] == nullptr);
+        if (!all) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+void GpuCommunicator::release() {
     for (int rank = 0; rank < config_.num_ranks; ++rank)
         if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
-    for (cudaEvent_t event : {forked_, sent_, copied_, followed_}) cudaEventDestroy(event);
-    for (cudaStream_t stream : {sending_, announcing_}) cudaStreamDestroy(stream);
+    for (cudaEvent_t event : {forked_, sent_, copied_, followed_})
+        if (event != nullptr) cudaEventDestroy(event);
+    for (cudaStream_t stream : {sending_, announcing_})
+        if (stream != nullptr) cudaStreamDestroy(stream);
     cudaFree(workspaces_[rank_]);
     cudaFree(scratch_);
     cudaFreeHost(host_);
@@ -188,6 +225,8 @@ void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uin
     complete(params.routing);
     params.context = context();
     if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
+    if (params.reports_counts && is_capturing(as_stream(stream)))
+        throw std::invalid_argument("a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
     if (params.reports_counts) static_cast<volatile GpuCounts&>(host_->counts).ready = 0;
     launch_plan(params, as_stream(stream));
 }
@@ -224,10 +263,11 @@ void GpuCommunicator::dispatch(GpuDispatchParams params, int num_sms, bool sends
 void GpuCommunicator::combine(GpuCombineParams params, int num_sms, bool finishes, uintptr_t stream) {
     const DeviceGuard guard(device_);
     params = completed(params);
-    params.num_send_blocks = config_.num_ranks > 1 ? num_sms : 0;
+    // Senders wait for workers, so some multiprocessors are always left to those.
+    params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, num_multiprocessors_ - kFewestWorkers)) : 0;
     params.finishes = finishes;
     params.reduces = !params.direct;
-    const int rest = std::max(8, num_multiprocessors_ - params.num_send_blocks);
+    const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks);
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
     if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, as_stream(stream));
@@ -264,6 +304,8 @@ void GpuCommunicator::copy(const std::vector<int>& counts, int64_t slot_bytes, u
         check_cuda(cudaStreamWaitEvent(announcing_, copied_, 0), "cudaStreamWaitEvent");
         launch_announce({context(), peer, counts[peer]}, announcing_);
     }
+    check_cuda(cudaEventRecord(copied_, sending_), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(announcing_, copied_, 0), "cudaStreamWaitEvent");
     check_cuda(cudaEventRecord(sent_, announcing_), "cudaEventRecord");
 }
 
@@ -280,8 +322,9 @@ std::byte* GpuCommunicator::inbox_of(int peer) const { return workspaces_[peer] 
 std::byte* GpuCommunicator::outbox_for(int peer) const { return workspaces_[rank_] + layout_.outbox + peer * layout_.box_bytes; }
 
 void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
-    dispatch(params, 0, false, true, stream);
     const DeviceGuard guard(device_);
+    if (is_sending_) check_cuda(cudaStreamWaitEvent(as_stream(stream), forked_, 0), "cudaStreamWaitEvent");  // the plan may be on another
+    dispatch(params, 0, false, true, stream);
     join(as_stream(stream));
 }
 
@@ -290,19 +333,27 @@ void GpuCommunicator::end_combine(GpuCombineParams params, uintptr_t stream) {
     params = completed(params);
     params.finishes = true;
     params.num_work_blocks = num_multiprocessors_;
+    join(as_stream(stream));  // first: these blocks fill the GPU and wait for peers, which wait for what this rank sends
     launch_combine(params, as_stream(stream));
-    join(as_stream(stream));
 }
 
 void GpuCommunicator::refuse(const std::string& reason, uintptr_t stream) {
     GpuPlanParams params{};
     params.cached = true;
     copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
-    plan(params, {}, stream);
     const DeviceGuard guard(device_);
-    check_cuda(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
-    host_->failure = {};  // this rank's caller gets the error it was refused with
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+    const GpuFailure earlier = host_->failure;
+    plan(params, {}, stream);
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+    host_->failure = earlier;  // this rank's caller gets the error it was refused with, and later what an earlier call had
+    start_afresh();
+}
+
+// After a failure, with nothing running.
+void GpuCommunicator::start_afresh() {
     check_cuda(cudaMemset(&state_->gave_up, 0, sizeof(GpuState) - offsetof(GpuState, gave_up)), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 // ---- streams ----
@@ -354,7 +405,7 @@ void GpuCommunicator::check() {
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     const GpuFailure failure = host_->failure;
     host_->failure = {};
-    check_cuda(cudaMemset(&state_->gave_up, 0, sizeof(GpuState) - offsetof(GpuState, gave_up)), "cudaMemset");
+    start_afresh();
     raise(failure);
 }
 

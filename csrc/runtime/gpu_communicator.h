@@ -61,7 +61,11 @@ private:
     void complete(GpuRouting& routing) const;
     GpuDispatchParams completed(GpuDispatchParams params) const;
     GpuCombineParams completed(GpuCombineParams params) const;
+    void allocate();
     void allocate_scratch();
+    void leave();
+    void release();
+    void start_afresh();
     void dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream);
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;

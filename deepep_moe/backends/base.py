@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -121,8 +121,8 @@ class Backend(Protocol):
         """combined_x [num_tokens, hidden]; combined lane values [num_tokens, num_topk], empty when not asked for."""
         ...
 
-    def recorded(self, *used: Tensor | None) -> "torch.cuda.Event | None":
-        """When the asynchronous call just made is over, where it runs on a stream; `used` are its tensors."""
+    def recorded(self, *used: Any) -> "torch.cuda.Event | None":
+        """When the asynchronous call just made is over, where it runs on a stream; `used` are its tensors, and what holds some."""
         ...
 
     def check(self) -> None:

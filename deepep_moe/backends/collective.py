@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,8 +132,8 @@ class CollectiveBackend:
 
         return combined_x, lane_values, move
 
-    def recorded(self, *used: Tensor | None) -> "torch.cuda.Event | None":
-        if not any(tensor is not None and tensor.is_cuda for tensor in used):
+    def recorded(self, *used: Any) -> "torch.cuda.Event | None":
+        if not any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in used):
             return None
         event = torch.cuda.Event()
         event.record()

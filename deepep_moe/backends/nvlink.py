@@ -92,12 +92,13 @@ class NvlinkBackend:
         params = self._dispatch_params(args, handle, args.topk_idx)
         if args.layout == "expert":
             params.recv_row_idx = _address(handle.recv_row_idx)
+        if is_bounded:  # whatever can fail does so before the call is entered
+            rows, recv_topk_idx = self._receive_buffers(args, params, args.num_recv_rows)
         stream = self._begin(args.mode)
         self._communicator.plan(plan, signature, stream)
         if is_bounded:
-            rows, recv_topk_idx = self._receive_buffers(args, params, args.num_recv_rows)
-            move = self._dispatch_move(args, params, num_sms, stream, [])
-            return rows, self._completed(handle, args.num_recv_rows, None, recv_topk_idx), move
+            handle = self._completed(handle, args.num_recv_rows, None, recv_topk_idx)
+            return rows, handle, self._dispatch_move(args, params, num_sms, stream, rows, handle)
         self._communicator.start_dispatch(params, num_sms, stream)
         counts = self._communicator.wait_counts()  # while rows fly; what follows delays those that have arrived
         if num_sms == 0:
@@ -106,7 +107,7 @@ class NvlinkBackend:
         if not args.mode.is_split:
             self._communicator.end_dispatch(params, stream)
         handle = self._completed(handle, counts.num_rows, counts, recv_topk_idx)
-        return rows, handle, partial(self._end, args, params) if args.mode.is_split else lambda: None
+        return rows, handle, partial(self._end, args, params, rows, handle) if args.mode.is_split else lambda: None
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         handle, num_sms = args.handle, self._num_sms(args.mode)
@@ -121,16 +122,19 @@ class NvlinkBackend:
         self._communicator.check()
         stream = self._begin(args.mode)
         self._communicator.plan(plan, signature, stream)
-        return rows, self._dispatch_move(args, params, num_sms, stream, counts)
+        return rows, self._dispatch_move(args, params, num_sms, stream, rows, handle, counts)
 
-    def _dispatch_move(self, args: DispatchArgs | CachedDispatchArgs, params: Any, num_sms: int, stream: int, counts: list[int]) -> Move:
+    def _dispatch_move(
+        self, args: DispatchArgs | CachedDispatchArgs, params: Any, num_sms: int, stream: int, rows: Rows, handle: DispatchHandle,
+        counts: list[int] | None = None,
+    ) -> Move:  # fmt: skip
         """The rest of a dispatch whose outputs are allocated: all of it, or what follows the start."""
         if num_sms > 0 and not args.mode.is_split:
             return lambda: self._communicator.dispatch(params, num_sms, stream)
         self._communicator.start_dispatch(params, num_sms, stream)
         if num_sms == 0:
-            self._communicator.copy(counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
-        return partial(self._end, args, params)
+            self._communicator.copy(counts or [], _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
+        return partial(self._end, args, params, rows, handle)
 
     # ---- combine ----
 
@@ -140,7 +144,8 @@ class NvlinkBackend:
         combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
         lane_values = self._empty((handle.num_tokens if args.lane_values is not None else 0, s.num_topk), torch.float32)
         params = self._combine_params(args, combined_x, lane_values)
-        params.direct = handle.layout == "rank" and args.weights is None and num_sms > 0
+        is_aligned = _address(args.lane_values) % _C.ROW_ALIGNMENT == 0
+        params.direct = handle.layout == "rank" and args.weights is None and num_sms > 0 and handle.num_rows > 0 and is_aligned
         signature = self._signature(_C.Operation.combine, args.x, handle, lane_values=args.lane_values)
         self._communicator.check()
         stream = self._begin(args.mode)
@@ -151,7 +156,7 @@ class NvlinkBackend:
         if num_sms == 0:
             tail_bytes = 0 if args.lane_values is None else 4 * s.num_topk
             self._communicator.copy(counts, _C.gpu_slot_bytes(s.hidden * args.x.element_size(), tail_bytes), stream)
-        return combined_x, lane_values, partial(self._end, args, params)
+        return combined_x, lane_values, partial(self._end, args, params, combined_x, lane_values, handle)
 
     def check(self) -> None:
         self._communicator.check()
@@ -165,15 +170,24 @@ class NvlinkBackend:
 
     # ---- streams ----
 
-    def recorded(self, *used: Tensor | None) -> torch.cuda.Event:
+    def recorded(self, *used: Any) -> torch.cuda.Event:
         """Of the asynchronous call just made; its memory is not used again before."""
         assert self._own_stream is not None
-        for tensor in used:
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(self._own_stream)
+        self._record(self._own_stream, *used)
         event = torch.cuda.Event()
         event.record(self._own_stream)
         return event
+
+    def _record(self, stream: torch.cuda.Stream, *used: Any) -> None:
+        """`used`: tensors, or what holds some."""
+        for value in used:
+            if isinstance(value, Tensor):
+                if value.is_cuda:
+                    value.record_stream(stream)
+            elif isinstance(value, DispatchHandle):
+                self._record(stream, *value.tensors)
+            elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs)):
+                self._record(stream, *vars(value).values())
 
     def _begin(self, mode: Mode) -> int:
         """Count a call; returns the stream it goes to."""
@@ -190,9 +204,12 @@ class NvlinkBackend:
         if mode.is_async and not mode.is_split and self._own_stream is not None:
             self._own_stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _end(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, params: Any) -> None:
-        """The second half of a call; in split mode on the stream that is current by now. Holds the call's arguments until then."""
+    def _end(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, params: Any, *used: Any) -> None:
+        """The second half of a call; in split mode on the stream that is current by now. Holds the call's tensors until then, and has
+        their memory wait for that stream."""
         own = self._own_stream if args.mode.is_async and not args.mode.is_split else None
+        if own is None:
+            self._record(torch.cuda.current_stream(self.device), args, *used)
         stream = (own or torch.cuda.current_stream(self.device)).cuda_stream
         if isinstance(args, CombineArgs):
             self._communicator.end_combine(params, stream)
@@ -309,4 +326,5 @@ class NvlinkBackend:
         params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
         params.lane_values = _address(args.lane_values)
         params.combined_x, params.combined_lane_values = _address(combined_x), _address(lane_values)
+        params.num_rows = handle.num_rows
         return params

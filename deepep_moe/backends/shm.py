@@ -137,7 +137,7 @@ class ShmBackend:
         )
         return combined_x, lane_values, lambda: self._communicator.combine(signature, params)
 
-    def recorded(self, *used: Tensor | None) -> None:
+    def recorded(self, *used: Any) -> None:
         """Its asynchronous calls run on a thread."""
 
     def check(self) -> None:

@@ -121,7 +121,7 @@ inline unsigned __float_as_uint(float value) {
 // ---- runtime ----
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
-enum cudaMemcpyKind { cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrComputeCapabilityMajor };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 using cudaStream_t = struct EmulatedStream*;

@@ -32,7 +32,11 @@ public:
         };
         for (int chunk = warp_take(next), taken = 0; chunk * kChunkSlots < count; chunk = __shfl_sync(kFullWarp, taken, 0)) {
             if (lane_ == 0) taken = atomicAdd(next, 1);  // known when it is needed
-            if (!ready(chunk)) return false;
+            if (!ready(chunk)) {
+                ring_.flush(drain);  // nothing may be on its way into shared memory that the block gives up
+                release<0>(true);
+                return false;
+            }
             const int first = chunk * kChunkSlots, end = min(first + kChunkSlots, count);
             const int found = first + lane_ < end ? find(first + lane_) : 0;
             for (int index = first; index < end; ++index) {

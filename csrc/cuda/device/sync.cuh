@@ -45,6 +45,7 @@ __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long l
         ok = wait_flag(c, flag, expected, peer, phase);
         fence_bulk_copies();
     }
+    __syncwarp();
     return __shfl_sync(kFullWarp, ok, 0) != 0;
 }
 
