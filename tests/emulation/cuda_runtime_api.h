@@ -147,7 +147,7 @@ inline cudaError_t cudaMemset(void* at, int value, size_t bytes) { return std::m
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return std::memcpy(to, from, bytes), cudaSuccess; }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) { return std::memcpy(to, from, bytes), cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-    return *value = which == cudaDevAttrMultiProcessorCount ? 8 : which == cudaDevAttrComputeCapabilityMajor ? 9 : 227 * 1024, cudaSuccess;
+    return *value = which == cudaDevAttrMultiProcessorCount ? 12 : which == cudaDevAttrComputeCapabilityMajor ? 9 : 227 * 1024, cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, cudaSuccess; }
 inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return *stream = nullptr, cudaSuccess; }
