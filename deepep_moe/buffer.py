@@ -57,7 +57,7 @@ class Buffer:
             an NCCL group), `shm` (ranks of one host, CPU tensors) and `collective` (`all_to_all_single` of the group).
             `buffer.backend` says which; so does one log line on rank 0.
         num_sms: multiprocessors of a GPU that send rows, 1 to all; 0: copy engines send, and no multiprocessor while rows fly. A
-            call may say otherwise; results never depend on it. None: a default that saturates the link. CPU backends have none and
+            call may say otherwise; results never depend on it. None: 16, or all where there are fewer. CPU backends have none and
             do not look.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
@@ -365,12 +365,14 @@ class Buffer:
 
     def _quantized(self, x: Tensor, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
         try:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
             if x_scales is not None:
                 raise ValueError("fp8 and x_scales were both given; rows with scales are fp8 already")
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError("fp8=True has no gradient and x requires one; call it with x.detach()")
             return quantize_fp8(x)
-        except (AttributeError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise self._refuse(error) from None
 
     # ---- implementation of the operators ----

@@ -85,6 +85,8 @@ def quantized_dispatch(rank, num_ranks, backend):
         assert_same("recv_x_scales", ours.recv_x_scales, theirs.recv_x_scales)
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8 and x_scales were both given"):
         buffer.dispatch(y, idx, x_scales=scales, fp8=rank == 0)
+    with pytest.raises(TypeError if rank == 0 else EPPeerError, match="x must be a torch.Tensor, not list"):
+        buffer.dispatch(x.tolist() if rank == 0 else x, idx, fp8=True)
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8=True has no gradient and x requires one"):
         buffer.dispatch(x.float().requires_grad_() if rank == 0 else x.float(), idx, fp8=True)
 

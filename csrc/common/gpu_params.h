@@ -16,8 +16,7 @@ struct GpuCounts {
 
 // What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
 struct GpuState {
-    unsigned long long sequence;  // of the call in progress
-    unsigned long long planned;   // sequence of the last call whose positions are known
+    unsigned long long sequence;  // of the last call whose plan is complete
     int gave_up;                  // set with a failure: all waits of this rank end
     int num_counted, num_told;    // blocks of the plan that have counted, and that have told the peers their tokens' lanes
     int next_send[kMaxGpuRanks];  // chunks taken by a sender, of each peer

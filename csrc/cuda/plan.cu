@@ -142,10 +142,9 @@ struct Plan {
         __syncthreads();
         if (threadIdx.x != 0) return;
         GpuState& state = *c.state;
-        state.sequence = sequence;
         state.num_counted = state.num_told = state.next_reduce = state.next_receive = 0;
         for (int rank = 0; rank < config.num_ranks; ++rank) state.next_send[rank] = 0;
-        store_release_local(&state.planned, sequence);
+        store_release_local(&state.sequence, sequence);
         if (is_counted) tell_host(num_rows);
     }
 
@@ -232,7 +231,7 @@ struct Plan {
 
     __device__ bool wait_until_planned() const {
         __shared__ int ok;
-        if (threadIdx.x == 0) ok = wait_flag(c, &c.state->planned, sequence, c.rank, GpuPhase::kPlan) && !gave_up(c);
+        if (threadIdx.x == 0) ok = wait_flag(c, &c.state->sequence, sequence, c.rank, GpuPhase::kPlan) && !gave_up(c);
         __syncthreads();
         return ok != 0;
     }

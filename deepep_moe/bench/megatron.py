@@ -359,7 +359,10 @@ def resolve(options: argparse.Namespace) -> None:
     options.num_ranks = options.num_ranks or (torch.cuda.device_count() if on_gpu else 2)
     options.backend = options.backend or ("nvlink" if on_gpu else "auto")
     if on_gpu and not 0 < options.num_ranks <= torch.cuda.device_count():
-        raise ValueError(f"--device cuda needs a GPU for each of {options.num_ranks} ranks, this machine has {torch.cuda.device_count()}")
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {max(1, options.num_ranks)} ranks, this machine has {torch.cuda.device_count()}; "
+            "give --num-ranks, or --device cpu"
+        )
     if options.num_experts % options.num_ranks or not 0 < options.num_topk <= options.num_experts or options.repeats < 1:
         raise ValueError(
             f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, --num-topk {options.num_topk} "

@@ -43,7 +43,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.num_ranks is None:
         arguments.num_ranks = num_gpus if arguments.device == "cuda" else 2
     if arguments.device == "cuda" and not 0 < arguments.num_ranks <= num_gpus:
-        parser.error(f"--device cuda needs a GPU for each of --num-ranks {arguments.num_ranks}, this machine has {num_gpus}")
+        parser.error(
+            f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
+            "give --num-ranks, or --device cpu"
+        )
     for name in ("num_ranks", "ep", "tp", "etp", "steps"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
