@@ -46,7 +46,7 @@ struct GpuRouting {
     int32_t* send_slot;         // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
     int32_t* send_token;        // [num_ranks, num_max_tokens] the token in each slot
     int32_t* send_counts;       // [num_ranks] slots to each rank
-    unsigned long long* reduced;  // [num_ranks, num_chunks] sequence of the call whose sums are in the outbox
+    unsigned long long* reduced;  // [num_ranks, num_chunks] parts of rows whose sums are in the outbox, of a combine
     int32_t* narrow_topk_idx;   // [num_tokens, num_topk] int32 copy for the handle, or nullptr
 };
 

@@ -1,12 +1,13 @@
 // Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
-//   entered u64[2][num_ranks] | counts_ready u64[num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
-//   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_chunks] | counts int32[2][num_ranks][columns] |
-//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots | outbox [num_ranks][num_max_tokens] slots
+//   entered u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
+//   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_chunks] | counts u64[2][num_ranks][columns] |
+//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots | outbox [num_ranks - 1][num_max_tokens] slots
 //
 // Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
 // number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
-// next call before this rank has read what it wrote for the last one. `entered` also holds a digest of what the rank does in the call.
+// next call before this rank has read what it wrote for the last one. Words of `entered` also hold a digest of what the
+// rank does in the call, those of `counts` a count: so either is there with its flag.
 #pragma once
 
 #include <cstddef>
@@ -57,10 +58,13 @@ struct alignas(8) GpuLane {
     float weight;
 };
 
-// The word a rank enters a call with: ranks whose digests differ are in different calls, 0 refuses.
-constexpr int kDigestBits = 24;
+// Words of `entered` and `counts`: the sequence number of the call, and a value below it.
+constexpr int kValueBits = 24;
+constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // for a count, of a rank that refuses its indices
+
+// The value a rank enters a call with: ranks whose digests differ are in different calls, 0 refuses.
 DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {
-    const unsigned long long mixed = what * 0x9e3779b97f4a7c15ull >> (64 - kDigestBits);
+    const unsigned long long mixed = what * 0x9e3779b97f4a7c15ull >> (64 - kValueBits);
     return what == 0 ? 0 : mixed == 0 ? 1 : mixed;
 }
 
@@ -74,24 +78,23 @@ struct GpuSlotLayout {
 };
 
 struct GpuWorkspaceLayout {
-    int64_t entered, counts_ready, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
+    int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
     int64_t columns, num_chunks, box_bytes;  // columns: experts, then ranks; box_bytes: of one peer's slots
 
     DEEPEP_MOE_HD explicit GpuWorkspaceLayout(const GpuWorkspaceConfig& c)
         : entered(0),
-          counts_ready(entered + 2 * 8 * c.num_ranks),
-          lanes_ready(counts_ready + 8 * c.num_ranks),
+          lanes_ready(entered + 2 * 8 * c.num_ranks),
           left(lanes_ready + 8 * c.num_ranks),
           stamps(left + 8 * c.num_ranks),
           arrived(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks),
           columns(c.num_experts + c.num_ranks),
           num_chunks(divide_up(c.num_max_tokens, kChunkSlots)) {
         counts = arrived + 8 * c.num_ranks * num_chunks;
-        lanes = divide_up(counts + 2 * 4 * c.num_ranks * columns, 128) * 128;
+        lanes = divide_up(counts + 2 * 8 * c.num_ranks * columns, 128) * 128;
         inbox = divide_up(lanes + static_cast<int64_t>(sizeof(GpuLane)) * c.num_ranks * c.num_max_tokens * c.num_topk, 128) * 128;
         box_bytes = c.num_max_tokens * GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;
         outbox = inbox + (c.num_ranks - 1) * box_bytes;
-        total_bytes = outbox + c.num_ranks * box_bytes;
+        total_bytes = outbox + (c.num_ranks - 1) * box_bytes;
     }
 };
 

@@ -8,6 +8,8 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kMaxThreads = 512;
+constexpr int kTaskRows = 2;  // that a receiving warp takes at a time
+static_assert(kChunkSlots % kTaskRows == 0);
 
 template <class Ring>
 struct Receiver {
@@ -25,44 +27,47 @@ struct Receiver {
         : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
           ring(p.ring, slot) {}
 
-    // Chunks that stay here first: their rows are there already.
+    // Rows that stay here first: they are there already. Then the sources in the order in which they serve this rank.
     __device__ void receive() {
-        const int local_chunks = num_chunks(c.rank);
-        int most_chunks = 0;
-        for (int source = 0; source < config.num_ranks; ++source)
-            if (source != c.rank) most_chunks = max(most_chunks, num_chunks(source));
+        WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };
-        const int num_tasks = local_chunks + most_chunks * (config.num_ranks - 1);
-        for (int task = warp_take(&c.state->next_receive); task < num_tasks; task = warp_take(&c.state->next_receive)) {
-            int source = c.rank, chunk = task;
-            if (task >= local_chunks) {
-                source = (c.rank + 1 + (task - local_chunks) % (config.num_ranks - 1)) % config.num_ranks;
-                chunk = (task - local_chunks) / (config.num_ranks - 1);
-            }
-            if (chunk < num_chunks(source) && !take_chunk(source, chunk, drain)) break;
-        }
+        for (Task task(*this, tasks.take()); task.source >= 0 && take(task, drain); task = Task(*this, tasks.take())) {}
         ring.flush(drain);
         ring.template settle<0>();
     }
 
-    __device__ int num_chunks(int source) const { return static_cast<int>(divide_up(p.recv_counts[source], kChunkSlots)); }
+    // Some rows of one chunk; source: -1 past the last.
+    struct Task {
+        int source = -1, begin = 0, end = 0;
+        __device__ Task(const Receiver& r, int number) {
+            for (int turn = 0; turn < r.config.num_ranks; ++turn) {
+                const int from = (r.c.rank + r.config.num_ranks - turn) % r.config.num_ranks, count = r.p.recv_counts[from];
+                const int num_tasks = static_cast<int>(divide_up(count, kTaskRows));
+                if (number < num_tasks) {
+                    source = from, begin = number * kTaskRows, end = min(begin + kTaskRows, count);
+                    return;
+                }
+                number -= num_tasks;
+            }
+        }
+    };
 
     template <class Drain>
-    __device__ bool take_chunk(int source, int chunk, const Drain& drain) {
+    __device__ bool take(const Task& task, const Drain& drain) {
+        const int source = task.source;
+        const bool is_local = source == c.rank;
         if (p.has_lanes && !(lanes_here >> source & 1)) {
             if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
             lanes_here |= 1u << source;
         }
-        if (source != c.rank && !warp_wait_flag(c, own.arrived(source, chunk), sequence, source, GpuPhase::kDispatchRows)) return false;
+        if (!is_local && !warp_wait_flag(c, own.arrived(source, task.begin / kChunkSlots), sequence, source, GpuPhase::kDispatchRows)) return false;
         int first = 0;
         for (int before = 0; before < source; ++before) first += p.recv_counts[before];
-        const int begin = chunk * kChunkSlots, end = min(begin + kChunkSlots, p.recv_counts[source]);
-        const bool is_local = source == c.rank;
-        const int found = is_local && begin + lane < end ? p.routing.send_token[source * config.num_max_tokens + begin + lane] : 0;
-        for (int index = begin; index < end; ++index) {
+        const int found = is_local && task.begin + lane < task.end ? p.routing.send_token[source * config.num_max_tokens + task.begin + lane] : 0;
+        for (int index = task.begin; index < task.end; ++index) {
             const int target = take_lanes(source, index, first + index);
             if (is_local) {
-                const int64_t token = __shfl_sync(kFullWarp, found, index - begin);
+                const int64_t token = __shfl_sync(kFullWarp, found, index - task.begin);
                 ring.add(p.x + token * p.row_bytes, p.x_scales + token * p.scale_bytes, target, drain);
             } else {
                 const std::byte* row = own.inbox(source) + index * slot.bytes;
@@ -143,13 +148,13 @@ struct Receiver {
     }
 };
 
-// Each block serves one peer, then helps with the others.
+// All blocks serve one peer after the other, the next rank first, so that at any time a rank hears from about one.
 template <class Ring>
-__device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot, int block) {
+__device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
     const GpuWorkspaceConfig& config = p.context.config;
     Pusher<Ring> pusher(p.context, p.ring, slot);
-    for (int turn = 0; turn < config.num_ranks - 1; ++turn) {
-        const int peer = (p.context.rank + 1 + (block + turn) % (config.num_ranks - 1)) % config.num_ranks;
+    for (int turn = 1; turn < config.num_ranks; ++turn) {
+        const int peer = (p.context.rank + turn) % config.num_ranks;
         const auto find = [&](int index) { return p.routing.send_token[peer * config.num_max_tokens + index]; };
         const auto rows = [&](int, int64_t token, const std::byte*& row, const std::byte*& tail) {
             row = p.x + token * p.row_bytes;
@@ -201,7 +206,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant
     int block = static_cast<int>(blockIdx.x);
     if (block < p.num_lane_blocks) return LaneSender(p).send(block);
     block -= p.num_lane_blocks;
-    if (block < p.num_send_blocks) return send<Ring>(p, slot, block);
+    if (block < p.num_send_blocks) return send<Ring>(p, slot);
     block -= p.num_send_blocks;
     Receiver<Ring> receiver(p, slot);
     const int num_warps = blockDim.x / 32;

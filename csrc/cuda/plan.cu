@@ -8,7 +8,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kWarps = kPlanThreads / 32;
-constexpr int kLoads = 8;  // that a thread has in flight
+constexpr int kLoads = 16;  // that a thread has in flight
 
 struct Plan {
     const GpuPlanParams& p;
@@ -19,14 +19,17 @@ struct Plan {
     const unsigned long long sequence;
     const int64_t warp_begin, warp_end;  // this warp's tokens
     int32_t* const warp_counts;          // shared memory [kWarps, columns]: tokens of each warp
+    int32_t* const all_counts;           // [num_ranks, columns] of each rank, in its place later
     int32_t* const experts;              // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
     const Workspace own;
+    int* const num_rows;                 // shared memory: of this rank in the expert layout
 
-    __device__ Plan(const GpuPlanParams& p, int32_t* shared)
+    __device__ Plan(const GpuPlanParams& p, int32_t* shared, int* num_rows)
         : p(p), c(p.context), config(c.config), r(p.routing), columns(config.num_experts + config.num_ranks),
           num_local(config.num_experts / config.num_ranks), warp(threadIdx.x / 32), lane(threadIdx.x % 32), sequence(c.state->sequence + 1),
           warp_begin((blockIdx.x * kWarps + warp) * tokens_per_warp(r.num_tokens)), warp_end(min(warp_begin + tokens_per_warp(r.num_tokens), r.num_tokens)),
-          warp_counts(shared), experts(shared + kWarps * columns + warp * 32 * config.num_topk), own(c, c.rank) {}
+          warp_counts(shared), all_counts(shared), experts(shared + kWarps * columns + warp * 32 * config.num_topk), own(c, c.rank),
+          num_rows(num_rows) {}
 
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
 
@@ -38,20 +41,21 @@ struct Plan {
         if (p.stamp.what == 0) stamp = p.stamp;
         stamp.what = p.stamp.what;
         if (refuses) refuse(theirs);
-        if (!refuses) store_relaxed(theirs.entered(sequence, c.rank), sequence << kDigestBits | digest(p.stamp.what));
+        if (!refuses) store_relaxed(theirs.entered(sequence, c.rank), sequence << kValueBits | digest(p.stamp.what));
     }
 
     __device__ void refuse(const Workspace& theirs) const {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
         if (p.stamp.what != 0) stamp.reason[0] = '\0', stamp.why = *c.failure;
         stamp.what = 0;
-        store_release(theirs.entered(sequence, c.rank), sequence << kDigestBits);
+        store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
     }
 
     // ---- counting ----
 
     __device__ void count() const {
         for (int i = threadIdx.x; i < kWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
+        for (int64_t i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_chunks; i += gridDim.x * kPlanThreads) r.reduced[i] = 0;
         __syncthreads();
         int32_t* counts = warp_counts + warp * columns;
         for (int64_t first = warp_begin; first < warp_end; first += 32) {
@@ -129,27 +133,23 @@ struct Plan {
     // ---- the last block done: sums over the segments, and those of all ranks ----
 
     __device__ void exchange() const {
-        __shared__ int num_rows;
-        for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column);
+        __shared__ bool failed;
+        if (threadIdx.x == 0) failed = gave_up(c);
         __syncthreads();
-        if (static_cast<int>(threadIdx.x) < config.num_ranks) meet(threadIdx.x);
+        if (failed && static_cast<int>(threadIdx.x) < config.num_ranks) refuse(Workspace(c, threadIdx.x));
+        for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, failed);
+        if (warp == kWarps - 1 && lane < config.num_ranks && !meet(lane)) failed = true;
+        if (!p.cached && !gather()) failed = true;
         __syncthreads();
-        const bool is_counted = !p.cached && !gave_up(c);
-        if (is_counted && warp < config.num_ranks) {
-            const int rows = lay_out(warp);
-            if (warp == c.rank && lane == 0) num_rows = rows;
-        }
+        const bool is_counted = !p.cached && !failed;
+        if (is_counted && warp < config.num_ranks) lay_out(warp);
         __syncthreads();
-        if (threadIdx.x != 0) return;
-        GpuState& state = *c.state;
-        state.num_counted = state.num_told = state.next_reduce = state.next_receive = 0;
-        for (int rank = 0; rank < config.num_ranks; ++rank) state.next_send[rank] = 0;
-        store_release_local(&state.sequence, sequence);
-        if (is_counted) tell_host(num_rows);
+        if (threadIdx.x == 0) complete();
+        if (is_counted && warp == kWarps - 1) tell();
     }
 
-    // Replaces the counts of each segment by the sums of those before it.
-    __device__ void sum_segments(int column) const {
+    // Replaces the counts of each segment by the sums of those before it, and sends the total. A rank that refuses sends a word for that.
+    __device__ void sum_segments(int column, bool refuses) const {
         int total = 0;
         for (int first = 0; first < static_cast<int>(gridDim.x); first += kLoads) {
             int count[kLoads];
@@ -163,30 +163,57 @@ struct Plan {
             }
         }
         if (column >= config.num_experts) r.send_counts[column - config.num_experts] = total;
-        for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank) Workspace(c, rank).counts(sequence, c.rank)[column] = total;
+        const unsigned long long word = sequence << kValueBits | (refuses ? kRefused : static_cast<unsigned long long>(total));
+        for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank) store_relaxed(Workspace(c, rank).counts(sequence, c.rank) + column, word);
     }
 
-    // Tells one peer the counts, and waits for its own. A peer in another call, or in none, says so as it enters or with its counts.
-    __device__ void meet(int peer) const {
-        const Workspace theirs(c, peer);
-        if (gave_up(c)) refuse(theirs);
-        if (!p.cached) store_release(theirs.counts_ready(c.rank), sequence);
-        if (!wait_flag(c, own.entered(sequence, peer), sequence << kDigestBits, peer, GpuPhase::kEntry)) return;
-        const auto is_here = [&] { return load_acquire(own.entered(sequence, peer)) == (sequence << kDigestBits | digest(p.stamp.what)); };
-        if (!p.cached && is_here() && !wait_flag(c, own.counts_ready(peer), sequence, peer, GpuPhase::kCounts)) return;
-        if (peer == c.rank || is_here()) return;
-        const bool refuses = load_acquire(own.entered(sequence, peer)) == sequence << kDigestBits;
-        report(c, refuses ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+    // Waits for a peer to enter. One in another call, or in none, says so.
+    __device__ bool meet(int peer) const {
+        const unsigned long long seen = wait_word(c, own.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
+        if (seen == 0) return false;
+        if (peer == c.rank || seen == (sequence << kValueBits | digest(p.stamp.what))) return true;
+        report(c, seen == sequence << kValueBits ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+        return false;
     }
+
+    // Takes the counts of all ranks as they arrive to shared memory, where those of this block's warps were.
+    __device__ bool gather() const {
+        const int num_words = config.num_ranks * columns;
+        const unsigned long long expected = sequence << kValueBits;
+        const unsigned long long* words = own.counts(sequence, 0);
+        for (int first = threadIdx.x; first < num_words; first += kPlanThreads * kLoads) {
+            unsigned long long word[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const int at = first + i * kPlanThreads;
+                word[i] = at < num_words ? load_relaxed(words + at) : expected;
+            }
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const int at = first + i * kPlanThreads, source = at / columns;
+                if (at >= num_words) continue;
+                if (word[i] < expected) word[i] = wait_word(c, words + at, expected, source, GpuPhase::kCounts);
+                if (word[i] == 0) return false;
+                if (word[i] == (expected | kRefused)) {
+                    report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+                    return false;
+                }
+                all_counts[at] = static_cast<int>(word[i] - expected);
+            }
+        }
+        return true;
+    }
+
+    __device__ int count_of(int source, int column) const { return all_counts[source * columns + column]; }
 
     // Rows of every expert's group on `rank`: the first row of this rank's tokens. A warp's work.
-    __device__ int lay_out(int rank) const {
+    __device__ void lay_out(int rank) const {
         int rows = 0;
         for (int first = 0; first < num_local; first += 32) {
             const int local = first + lane, expert = rank * num_local + local;
             int before_me = 0, total = 0;
             for (int source = 0; source < config.num_ranks && local < num_local; ++source) {
-                const int count = own.counts(sequence, source)[expert];
+                const int count = count_of(source, expert);
                 if (source < c.rank) before_me += count;
                 total += count;
             }
@@ -203,26 +230,33 @@ struct Plan {
             if (local < num_local) r.expert_row_base[expert] = rows + inclusive - padded + before_me;
             rows += __shfl_sync(kFullWarp, inclusive, 31);
         }
-        return rows;
+        if (rank == c.rank && lane == 0) *num_rows = rows;
+        if (rank == c.rank && lane < config.num_ranks) p.recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
     }
 
-    __device__ void tell_host(int num_rows) const {
+    __device__ void complete() const {
+        GpuState& state = *c.state;
+        state.num_counted = state.num_told = state.next_reduce = state.next_receive = 0;
+        for (int rank = 0; rank < config.num_ranks; ++rank) state.next_send[rank] = 0;
+        store_release_local(&state.sequence, sequence);
+    }
+
+    // Tells the host. A warp's work.
+    __device__ void tell() const {
         volatile GpuCounts* counts = c.counts;
         long long num_tokens = 0;
-        for (int peer = 0; peer < config.num_ranks; ++peer) {
-            const int count = own.counts(sequence, peer)[config.num_experts + c.rank];
-            p.recv_counts[peer] = count;
-            num_tokens += count;
-            if (!p.reports_counts) continue;
-            counts->recv_counts[peer] = count;
-            counts->send_counts[peer] = r.send_counts[peer];
-        }
-        const long long rows = p.is_expert_layout ? num_rows : num_tokens;
-        if (p.num_recv_rows_bound >= 0 && rows > p.num_recv_rows_bound)
+        for (int peer = 0; peer < config.num_ranks; ++peer) num_tokens += count_of(peer, config.num_experts + c.rank);
+        const long long rows = p.is_expert_layout ? *num_rows : num_tokens;
+        if (lane == 0 && p.num_recv_rows_bound >= 0 && rows > p.num_recv_rows_bound)
             report(c, kBoundExceeded, c.rank, GpuPhase::kNone, p.num_recv_rows_bound, rows);
         if (!p.reports_counts) return;
-        counts->num_recv_tokens = num_tokens;
-        counts->num_rows = rows;
+        if (lane < config.num_ranks) {
+            counts->recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
+            counts->send_counts[lane] = count_of(c.rank, config.num_experts + lane);
+        }
+        if (lane == 0) counts->num_recv_tokens = num_tokens, counts->num_rows = rows;
+        __syncwarp();
+        if (lane != 0) return;
         __threadfence_system();
         counts->ready = 1;
     }
@@ -253,8 +287,11 @@ struct Plan {
     }
 };
 
+static_assert(kMaxGpuRanks <= kWarps, "a warp a rank lays out its experts");
+
 __global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ GpuPlanParams p) {
-    const Plan plan(p, shared_memory<int32_t>());
+    __shared__ int num_rows;
+    const Plan plan(p, shared_memory<int32_t>(), &num_rows);
     if (blockIdx.x == 0) plan.enter();
     plan.count();
     if (is_last_block(&p.context.state->num_counted, gridDim.x)) plan.exchange();

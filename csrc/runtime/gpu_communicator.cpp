@@ -75,6 +75,8 @@ void GpuCommunicator::allocate() {
     num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
     shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
     tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
+    if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
+        throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " + std::to_string(kRefused - 1));
     const int64_t plan_bytes = plan_shared_bytes(config_);
     if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
         throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +
@@ -266,7 +268,7 @@ void GpuCommunicator::combine(GpuCombineParams params, int num_sms, bool finishe
     // Senders wait for workers, so some multiprocessors are always left to those.
     params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, num_multiprocessors_ - kFewestWorkers)) : 0;
     params.finishes = finishes;
-    params.reduces = !params.direct;
+    params.reduces = !params.direct && config_.num_ranks > 1;
     const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks);
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
@@ -319,7 +321,7 @@ void GpuCommunicator::copy_block(int peer, int64_t bytes, uintptr_t stream) {
 
 // This rank's slots in the memory of `peer`, and those for `peer` in its own.
 std::byte* GpuCommunicator::inbox_of(int peer) const { return workspaces_[peer] + layout_.inbox + (rank_ - (rank_ > peer)) * layout_.box_bytes; }
-std::byte* GpuCommunicator::outbox_for(int peer) const { return workspaces_[rank_] + layout_.outbox + peer * layout_.box_bytes; }
+std::byte* GpuCommunicator::outbox_for(int peer) const { return workspaces_[rank_] + layout_.outbox + (peer - (peer > rank_)) * layout_.box_bytes; }
 
 void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
     const DeviceGuard guard(device_);
@@ -412,7 +414,7 @@ void GpuCommunicator::check() {
 std::string GpuCommunicator::describe(const GpuFailure& f, int rank) const {
     const std::string token = "topk_idx[" + std::to_string(f.expected), me = "rank " + std::to_string(rank), peer = "rank " + std::to_string(f.peer);
     const bool is_entry = f.kind == kTimeout && static_cast<GpuPhase>(f.phase) == GpuPhase::kEntry;
-    const std::string expected = std::to_string(is_entry ? f.expected >> kDigestBits : f.expected);
+    const std::string expected = std::to_string(is_entry ? f.expected >> kValueBits : f.expected);
     const std::string seen = std::to_string(is_entry ? last_call_of(f.peer) : f.seen);
     const auto call = [](uint64_t packed) { return deepep_moe::describe(unpack(packed)); };
     switch (f.kind) {
@@ -452,7 +454,7 @@ std::string GpuCommunicator::reason_of(int peer, int parity) const {
 long long GpuCommunicator::last_call_of(int peer) const {
     std::vector<unsigned long long> entered(2 * config_.num_ranks);
     check_cuda(cudaMemcpy(entered.data(), workspaces_[rank_] + layout_.entered, 8 * entered.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return static_cast<long long>(std::max(entered[peer], entered[config_.num_ranks + peer]) >> kDigestBits);
+    return static_cast<long long>(std::max(entered[peer], entered[config_.num_ranks + peer]) >> kValueBits);
 }
 
 GpuStamp GpuCommunicator::stamp_of(int peer, int parity) const {

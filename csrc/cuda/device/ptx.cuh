@@ -14,6 +14,13 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
     return value;
 }
 
+// Of a word that is its own flag.
+__device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* word) {
+    unsigned long long value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void store_release(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -21,6 +28,11 @@ __device__ __forceinline__ void store_release(unsigned long long* flag, unsigned
 // For flags that only this GPU reads.
 __device__ __forceinline__ void store_release_local(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// For counters that only this GPU reads.
+__device__ __forceinline__ void add_release_local(unsigned long long* counter, unsigned long long value) {
+    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
 
 // For a flag that announces nothing written by this kernel.
@@ -93,17 +105,12 @@ __device__ __forceinline__ void bulk_wait_written() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 // Between plain accesses and bulk copies of the same bytes: of any memory, of shared memory.
 __device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void fence_bulk_copies_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #else
 
-__device__ __forceinline__ void bulk_prefetch(const void*, uint32_t) {}
 __device__ __forceinline__ void fence_bulk_copies() {}
 
 #endif

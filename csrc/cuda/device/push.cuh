@@ -30,8 +30,8 @@ public:
             if (!to_outbox) flag_ = theirs.arrived(context_.rank, index / kChunkSlots);
             since_ = 0;
         };
-        for (int chunk = warp_take(next), taken = 0; chunk * kChunkSlots < count; chunk = __shfl_sync(kFullWarp, taken, 0)) {
-            if (lane_ == 0) taken = atomicAdd(next, 1);  // known when it is needed
+        WarpTasks chunks(next);
+        for (int chunk = chunks.take(); chunk * kChunkSlots < count; chunk = chunks.take()) {
             if (!ready(chunk)) {
                 ring_.flush(drain);  // nothing may be on its way into shared memory that the block gives up
                 release<0>(true);

@@ -48,25 +48,23 @@ template <class Values, bool kWeighted, int kBatch, class Rows, class Weights>
 __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int64_t first, int64_t end, int num_rows, Rows rows, Weights weights) {
     for (int row = 0; row < num_rows; row += 2) {
         uint4 raw[2][kBatch];
-        float weight[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int index = min(row + i, num_rows - 1);
-            const uint4* from = rows(index);
-            weight[i] = kWeighted ? weights(index) : 1.0f;
+            const uint4* from = rows(min(row + i, num_rows - 1));
 #pragma unroll
             for (int j = 0; j < kBatch; ++j)
                 if (row + i < num_rows && first + 32 * j < end) raw[i][j] = from[first + 32 * j];
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            const float weight = kWeighted ? weights(min(row + i, num_rows - 1)) : 1.0f;
             if (row + i >= num_rows) continue;
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
                 float x[Values::kCount];
                 Values::load(raw[i][j], x);
 #pragma unroll
-                for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], kWeighted ? __fmul_rn(weight[i], x[v]) : x[v]);
+                for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], kWeighted ? __fmul_rn(weight, x[v]) : x[v]);
             }
         }
     }

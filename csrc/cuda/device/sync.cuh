@@ -22,20 +22,24 @@ __device__ inline void report(const GpuContext& c, GpuFailureKind kind, int peer
     failure->kind = kind;
 }
 
-// Until *flag reaches `expected`. False, with the failure reported, past the deadline or once another wait of this rank has failed.
-// Waits for this rank's own blocks have twice the time: they end when the block that waits for a peer has named it.
-__device__ inline bool wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
-    unsigned long long seen = load_acquire(flag);
-    if (seen >= expected) return true;
+// *word once it has reached `expected`, which is not 0. 0, with the failure reported, past the deadline or once another wait of this
+// rank has failed. Waits for this rank's own blocks have twice the time: they end when the block that waits for a peer has named it.
+__device__ inline unsigned long long wait_word(const GpuContext& c, const unsigned long long* word, unsigned long long expected, int peer, GpuPhase phase) {
+    unsigned long long seen = load_acquire(word);
+    if (seen >= expected) return seen;
     const unsigned long long deadline = now_ns() + c.timeout_ns * (peer == c.rank ? 2 : 1);
-    for (int round = 0; (seen = load_acquire(flag)) < expected; ++round) {
+    for (int round = 0; (seen = load_acquire(word)) < expected; ++round) {
         if (round % 256 != 255) continue;
-        if (gave_up(c)) return false;
+        if (gave_up(c)) return 0;
         if (now_ns() < deadline) continue;
         report(c, kTimeout, peer, phase, static_cast<long long>(expected), static_cast<long long>(seen));
-        return false;
+        return 0;
     }
-    return true;
+    return seen;
+}
+
+__device__ inline bool wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
+    return wait_word(c, flag, expected, peer, phase) != 0;
 }
 
 // The same for a warp: lane 0 waits, and what it has seen arrive all lanes and their bulk copies may read.
@@ -49,12 +53,23 @@ __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long l
     return __shfl_sync(kFullWarp, ok, 0) != 0;
 }
 
-// Takes the next piece of work from a counter, for the whole warp.
-__device__ __forceinline__ int warp_take(int* next) {
-    int taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd(next, 1);
-    return __shfl_sync(kFullWarp, taken, 0);
-}
+// Pieces of work that a warp takes from a counter, each asked for while the one before is done.
+class WarpTasks {
+public:
+    __device__ explicit WarpTasks(int* next) : next_(next) { ask(); }
+    __device__ int take() {
+        const int task = __shfl_sync(kFullWarp, asked_, 0);
+        ask();
+        return task;
+    }
+
+private:
+    __device__ void ask() {
+        if (threadIdx.x % 32 == 0) asked_ = atomicAdd(next_, 1);
+    }
+    int* const next_;
+    int asked_ = 0;
+};
 
 // Is this the last of `num_blocks` blocks to come here? What the others wrote before is then visible. All threads must call it.
 __device__ inline bool is_last_block(int* counter, int num_blocks) {
@@ -80,22 +95,22 @@ struct Workspace {
     __device__ unsigned long long* entered(unsigned long long sequence, int source) const {
         return flag(layout.entered, (sequence & 1) * config.num_ranks + source);
     }
-    __device__ unsigned long long* counts_ready(int source) const { return flag(layout.counts_ready, source); }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
     __device__ unsigned long long* arrived(int source, int64_t chunk) const { return flag(layout.arrived, source * layout.num_chunks + chunk); }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
         return reinterpret_cast<GpuStamp*>(base + layout.stamps) + (sequence & 1) * config.num_ranks + source;
     }
-    __device__ int32_t* counts(unsigned long long sequence, int source) const {
-        return reinterpret_cast<int32_t*>(base + layout.counts) + ((sequence & 1) * config.num_ranks + source) * layout.columns;
+    // [columns] words of a rank.
+    __device__ unsigned long long* counts(unsigned long long sequence, int source) const {
+        return flag(layout.counts, ((sequence & 1) * config.num_ranks + source) * layout.columns);
     }
     // [num_topk] of the token in a slot.
     __device__ GpuLane* lanes(int source, int64_t slot) const {
         return reinterpret_cast<GpuLane*>(base + layout.lanes) + (source * config.num_max_tokens + slot) * config.num_topk;
     }
-    // Slots from a peer of the owner, and for any rank.
+    // Slots from a peer of the owner, and for one.
     __device__ std::byte* inbox(int peer) const { return base + layout.inbox + (peer - (peer > owner)) * layout.box_bytes; }
-    __device__ std::byte* outbox(int rank) const { return base + layout.outbox + rank * layout.box_bytes; }
+    __device__ std::byte* outbox(int peer) const { return base + layout.outbox + (peer - (peer > owner)) * layout.box_bytes; }
 
     const GpuWorkspaceLayout layout;
     std::byte* const base;

@@ -26,8 +26,10 @@ inline unsigned long long load_acquire(const unsigned long long* flag) {
     emulation::yield();
     return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }
+inline unsigned long long load_relaxed(const unsigned long long* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 inline void store_release(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
 inline void store_release_local(unsigned long long* flag, unsigned long long value) { store_release(flag, value); }
+inline void add_release_local(unsigned long long* counter, unsigned long long value) { __atomic_fetch_add(counter, value, __ATOMIC_RELEASE); }
 inline void store_relaxed(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned long long now_ns() {
@@ -49,7 +51,6 @@ template <int kPending>
 void bulk_wait_written() {
     emulation::bulk_wait(kPending, true);
 }
-inline void bulk_prefetch(const void*, uint32_t) {}
 inline void fence_bulk_copies() {}
 inline void fence_bulk_copies_shared() {}
 
