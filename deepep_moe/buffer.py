@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -456,7 +455,7 @@ class Buffer:
             check_num_sms(mode.num_sms)
         except (TypeError, ValueError) as error:
             raise self._refuse(error) from None
-        self._mode = mode if mode.num_sms is not None else replace(mode, num_sms=self._own_mode.num_sms)
+        self._mode = mode if mode.num_sms is not None else Mode(mode.is_async, mode.is_split, self._own_mode.num_sms)
         try:
             yield
         finally:

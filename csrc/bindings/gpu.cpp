@@ -16,7 +16,7 @@ void routing_fields(py::class_<Params>& cls) {
     cls.def_property(
         "topk_idx_is_int64", [](const Params& self) { return self.routing.is_int64; }, [](Params& self, bool value) { self.routing.is_int64 = value; });
     cls.def_property(
-        "num_tokens", [](const Params& self) { return self.routing.num_tokens; }, [](Params& self, int64_t value) { self.routing.num_tokens = value; });
+        "num_tokens", [](const Params& self) { return self.routing.num_tokens; }, [](Params& self, int64_t value) { self.routing.num_tokens = static_cast<int>(value); });
 }
 
 void bind_plan(py::module_& m) {
@@ -35,9 +35,7 @@ void bind_plan(py::module_& m) {
     pointer_field(plan, "num_recv_tokens_per_expert", &GpuPlanParams::num_recv_tokens_per_expert);
     py::class_<GpuCounts>(m, "GpuCounts")
         .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
-        .def_readonly("num_rows", &GpuCounts::num_rows)
-        .def_property_readonly("send_counts", [](const GpuCounts& self) { return std::vector<int>(self.send_counts, self.send_counts + kMaxGpuRanks); })
-        .def_property_readonly("recv_counts", [](const GpuCounts& self) { return std::vector<int>(self.recv_counts, self.recv_counts + kMaxGpuRanks); });
+        .def_readonly("num_rows", &GpuCounts::num_rows);
 }
 
 void bind_moves(py::module_& m) {
@@ -111,8 +109,8 @@ void bind_gpu(py::module_& m) {
         .def("handle", [](const GpuCommunicator& self) { return py::bytes(self.handle()); })
         .def("connect", &GpuCommunicator::connect, py::arg("handles"))
         .def("plan", &GpuCommunicator::plan, py::arg("params"), py::arg("signature"), py::arg("stream"), Released())
-        .def("wait_counts", &GpuCommunicator::wait_counts, Released())
-        .def("expert_counts", &GpuCommunicator::expert_counts)
+        .def("wait_counts", [](GpuCommunicator& self, uintptr_t numbers) { return self.wait_counts(reinterpret_cast<int64_t*>(numbers)); },
+             py::arg("numbers"), Released())
         .def("dispatch", py::overload_cast<GpuDispatchParams, int, uintptr_t>(&GpuCommunicator::dispatch), py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
         .def("combine", &GpuCommunicator::combine, py::arg("params"), py::arg("num_sms"), py::arg("finishes"), py::arg("stream"), Released())
         .def("start_dispatch", &GpuCommunicator::start_dispatch, py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())

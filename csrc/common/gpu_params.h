@@ -26,6 +26,7 @@ struct GpuState {
 struct GpuContext {
     int rank;
     GpuWorkspaceConfig config;
+    GpuWorkspaceLayout layout;
     unsigned long long timeout_ns;
     std::byte* workspaces[kMaxGpuRanks];  // of all ranks, mapped here
     GpuFailure* failure;                  // host memory
@@ -38,7 +39,8 @@ struct GpuContext {
 struct GpuRouting {
     const void* topk_idx;       // [num_tokens, num_topk] int64 or int32
     bool is_int64;
-    int64_t num_tokens;
+    int num_tokens;
+    int tokens_per_warp;        // of the plan
     int32_t* segment_counts;    // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
     int32_t* warp_counts;       // [num_segments, warps of the plan, columns] the same of the warps before, in a segment
     int32_t* index_in_warp;     // [num_tokens, num_topk] tokens before this one in its warp with the same expert
@@ -50,11 +52,9 @@ struct GpuRouting {
     int32_t* narrow_topk_idx;   // [num_tokens, num_topk] int32 copy for the handle, or nullptr
 };
 
-// Tokens a segment of a plan holds, and the number of segments.
-DEEPEP_MOE_HD constexpr int64_t tokens_per_warp(int64_t num_tokens) { return divide_up(divide_up(num_tokens, kMaxSegments), kPlanThreads) * 32; }
-DEEPEP_MOE_HD constexpr int num_segments(int64_t num_tokens) {
-    return num_tokens == 0 ? 1 : static_cast<int>(divide_up(num_tokens, tokens_per_warp(num_tokens) * (kPlanThreads / 32)));
-}
+// How a plan divides tokens among its warps, and the number of its blocks.
+constexpr int tokens_per_warp(int num_tokens) { return divide_up(divide_up(num_tokens, kMaxSegments), kPlanThreads) * 32; }
+constexpr int num_segments(int num_tokens) { return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens) * (kPlanThreads / 32)); }
 
 struct GpuPlanParams {
     GpuContext context;

@@ -68,7 +68,10 @@ DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {
     return what == 0 ? 0 : mixed == 0 ? 1 : mixed;
 }
 
-DEEPEP_MOE_HD constexpr int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+template <class Int, class Divisor>
+DEEPEP_MOE_HD constexpr auto divide_up(Int value, Divisor divisor) {
+    return (value + divisor - 1) / divisor;
+}
 
 // One row on its way: the row, then its tail (scales of a dispatch, lane values of a combine).
 struct GpuSlotLayout {
@@ -79,8 +82,10 @@ struct GpuSlotLayout {
 
 struct GpuWorkspaceLayout {
     int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
-    int64_t columns, num_chunks, box_bytes;  // columns: experts, then ranks; box_bytes: of one peer's slots
+    int64_t box_bytes;        // of one peer's slots
+    int columns, num_chunks;  // columns: experts, then ranks
 
+    GpuWorkspaceLayout() = default;
     DEEPEP_MOE_HD explicit GpuWorkspaceLayout(const GpuWorkspaceConfig& c)
         : entered(0),
           lanes_ready(entered + 2 * 8 * c.num_ranks),
@@ -88,7 +93,7 @@ struct GpuWorkspaceLayout {
           stamps(left + 8 * c.num_ranks),
           arrived(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks),
           columns(c.num_experts + c.num_ranks),
-          num_chunks(divide_up(c.num_max_tokens, kChunkSlots)) {
+          num_chunks(static_cast<int>(divide_up(c.num_max_tokens, kChunkSlots))) {
         counts = arrived + 8 * c.num_ranks * num_chunks;
         lanes = divide_up(counts + 2 * 8 * c.num_ranks * columns, 128) * 128;
         inbox = divide_up(lanes + static_cast<int64_t>(sizeof(GpuLane)) * c.num_ranks * c.num_max_tokens * c.num_topk, 128) * 128;

@@ -15,6 +15,6 @@ __global__ void announce(const __grid_constant__ GpuAnnounceParams p) {
 
 }  // namespace
 
-void launch_announce(const GpuAnnounceParams& p, void* stream) { launch(announce, "announce", 1, 256, 0, p, stream); }
+void launch_announce(const GpuAnnounceParams& p, void* stream) { launch<announce>("announce", 1, 256, 0, p, stream); }
 
 }  // namespace deepep_moe

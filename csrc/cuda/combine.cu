@@ -16,25 +16,26 @@ struct Kernel {
     using Values = Piece<kType>;
     static constexpr int kBatch = 4;  // pieces a lane sums at a time
     using Sum = float[kBatch][Values::kCount];
+    using Pieces = uint4[kBatch];
 
     const GpuCombineParams& p;
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
-    const int64_t row_bytes, num_pieces;
-    const int num_parts;  // of a row
-    const int64_t part_pieces;
+    const int64_t row_bytes;
+    const int num_pieces, num_parts, part_pieces;  // of a row
     const GpuSlotLayout slot;
     const Workspace own;
     const unsigned long long sequence;
     const int warp, lane;
 
     __device__ explicit Kernel(const GpuCombineParams& p)
-        : p(p), c(p.context), config(c.config), row_bytes(config.hidden * (16 / Values::kCount)), num_pieces(row_bytes / 16),
-          num_parts(static_cast<int>(divide_up(num_pieces, kPartPieces))), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()), own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+        : p(p), c(p.context), config(c.config), row_bytes(config.hidden * (16 / Values::kCount)), num_pieces(static_cast<int>(row_bytes / 16)),
+          num_parts(divide_up(num_pieces, kPartPieces)), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()), own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
     // The first of the tokens received from `source`.
-    __device__ int64_t first_from(int source) const {
-        int64_t first = 0;
+    __device__ int first_from(int source) const {
+        int first = 0;
+#pragma unroll 1
         for (int before = 0; before < source; ++before) first += p.recv_counts[before];
         return first;
     }
@@ -47,9 +48,10 @@ struct Kernel {
     template <class Ring>
     __device__ void send() const {
         Pusher<Ring> pusher(c, p.ring, slot);
+#pragma unroll 1
         for (int turn = 1; turn < config.num_ranks; ++turn) {
             const int peer = (c.rank + turn) % config.num_ranks;
-            const int64_t first = first_from(peer);
+            const int first = first_from(peer);
             const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_chunks;
             const auto ready = [&](int chunk) {
                 const int num_rows = min(kChunkSlots, p.recv_counts[peer] - chunk * kChunkSlots);
@@ -69,20 +71,25 @@ struct Kernel {
 
     // The rows of one token on this rank, in order of top-k: lane n knows the n-th.
     struct Rows {
-        int64_t recv_token = -1;
+        int recv_token = -1;
         int row_of_lane = -1;  // the row of this lane of top-k; a row of the rank layout is lane 0's
-        float weight_of_lane = 1.0f;
+        int row = -1, count = 0;  // the lane-th of `count` rows
+        float weight = 1.0f;
 
         __device__ Rows() {}
-        __device__ Rows(const Kernel& k, int64_t token) : recv_token(token) {
+        __device__ Rows(const Kernel& k, int token) : recv_token(token) {
             const GpuCombineParams& p = k.p;
             if (recv_token < 0) return;
             if (p.is_expert_layout && k.lane < k.config.num_topk) row_of_lane = p.recv_row_idx[recv_token * k.config.num_topk + k.lane];
-            if (!p.is_expert_layout && k.lane == 0 && recv_token < p.num_rows) row_of_lane = static_cast<int>(recv_token);
+            if (!p.is_expert_layout && k.lane == 0 && recv_token < p.num_rows) row_of_lane = recv_token;
         }
 
+        // Before `add`, and long after the constructor, whose loads it needs.
         __device__ void look_up(const Kernel& k) {
-            if (row_of_lane >= 0 && k.p.weights != nullptr) weight_of_lane = k.p.weights[row_of_lane];
+            const unsigned there = __ballot_sync(kFullWarp, row_of_lane >= 0);
+            count = __popc(there);
+            row = __shfl_sync(kFullWarp, row_of_lane, nth_set(there, k.lane));
+            if (k.lane < count && k.p.weights != nullptr) weight = k.p.weights[row];
         }
 
         // What goes with this lane of top-k.
@@ -93,14 +100,10 @@ struct Kernel {
         }
 
         // Adds pieces first, first + 32, ... of the rows to `sum`.
-        __device__ void add(const Kernel& k, Sum& sum, int64_t first, int64_t end) const {
-            const unsigned there = __ballot_sync(kFullWarp, row_of_lane >= 0);
-            const auto rows = [&](int n) { return pieces(k.p.x + static_cast<int64_t>(__shfl_sync(kFullWarp, row_of_lane, nth_set(there, n))) * k.row_bytes); };
-            const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight_of_lane, nth_set(there, n)); };
-            if (k.p.weights != nullptr)
-                sum_pieces<Values, true, kBatch>(sum, first, end, __popc(there), rows, weights);
-            else
-                k.add_rows(sum, first, end, __popc(there), rows);
+        __device__ void add(const Kernel& k, Sum& sum, int first, int end) const {
+            const auto rows = [&](int n) { return pieces(k.p.x + static_cast<int64_t>(__shfl_sync(kFullWarp, row, n)) * k.row_bytes); };
+            const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight, n); };
+            sum_pieces<Values, kBatch>(sum, first, end, count, rows, weights, Pieces{});
         }
     };
 
@@ -122,7 +125,8 @@ struct Kernel {
         int peer = -1, index = 0, part = 0;
         Rows rows;
         __device__ Remote(const Kernel& k, int task) {
-            for (int turn = 1; turn < k.config.num_ranks; ++turn) {
+#pragma unroll 1
+        for (int turn = 1; turn < k.config.num_ranks; ++turn) {
                 const int to = (k.c.rank + turn) % k.config.num_ranks, num_tasks = k.p.recv_counts[to] * k.num_parts;
                 if (task < num_tasks) {
                     peer = to, index = task / k.num_parts, part = task % k.num_parts;
@@ -137,7 +141,7 @@ struct Kernel {
     __device__ void reduce_row(const Remote& remote) const {
         std::byte* to = own.outbox(remote.peer) + remote.index * slot.bytes;
         if (remote.part == 0 && p.has_lane_values && lane < config.num_topk) reinterpret_cast<float*>(to + row_bytes)[lane] = remote.rows.lane_value(*this);
-        each_batch(remote.part, [&](int64_t first, int64_t end) {
+        each_batch(remote.part, [&](int first, int end) {
             Sum sum = {};
             remote.rows.add(*this, sum, first, end);
             write(to, first, end, sum);
@@ -150,11 +154,12 @@ struct Kernel {
     // A part of a row, in batches: use(first piece of this lane, end).
     template <class Use>
     __device__ void each_batch(int part, const Use& use) const {
-        const int64_t end = min((part + 1) * part_pieces, num_pieces);
-        for (int64_t first = part * part_pieces; first < end; first += 32 * kBatch) use(first + lane, end);
+        const int end = min((part + 1) * part_pieces, num_pieces);
+#pragma unroll 1
+        for (int first = part * part_pieces; first < end; first += 32 * kBatch) use(first + lane, end);
     }
 
-    __device__ void write(std::byte* to, int64_t first, int64_t end, const Sum& sum) const {
+    __device__ void write(std::byte* to, int first, int end, const Sum& sum) const {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j)
             if (first + 32 * j < end) pieces(to)[first + 32 * j] = Values::store(sum[j]);
@@ -164,7 +169,7 @@ struct Kernel {
 
     __device__ void finish() const {
         WarpTasks tasks(&c.state->next_receive);
-        const int64_t own_first = first_from(c.rank), num_tasks = p.routing.num_tokens * num_parts;
+        const int own_first = first_from(c.rank), num_tasks = p.routing.num_tokens * num_parts;
         const auto slot_of = [&](int task) { return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[task / num_parts * config.num_ranks + lane] : -1; };
         const auto rows_of = [&](int index) {
             const int own_index = __shfl_sync(kFullWarp, index, c.rank);
@@ -185,51 +190,31 @@ struct Kernel {
         }
     }
 
-    // `index`: the token's slot on rank `lane`, -1 = it did not go there; `rows`: those on this rank.
-    __device__ void finish_token(int64_t token, int part, int index, const Rows& rows) const {
+    // Adds up, in order of the ranks, what has arrived and the sum of the rows on this rank. `index`: the token's slot on rank `lane`, -1 =
+    // it did not go there.
+    __device__ void finish_token(int token, int part, int index, const Rows& rows) const {
         const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
-        const unsigned before = ranks & ((1u << c.rank) - 1), after = ranks & ~(before | 1u << c.rank);
-        each_batch(part, [&](int64_t first, int64_t end) {
+        const int num_ranks = __popc(ranks), num_rows = num_ranks + (p.bias != nullptr);
+        const int rank = nth_set(ranks, lane), there = __shfl_sync(kFullWarp, index, rank);  // lane n: the n-th rank and its slot
+        const std::byte* from = lane < num_ranks ? sum_from(rank, there) : p.bias + static_cast<int64_t>(token) * row_bytes;
+        if (lane < num_ranks && rank == c.rank) from = nullptr;
+        const auto sums = [&](int n) { return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n))); };
+        each_batch(part, [&](int first, int end) {
             Sum sum = {}, here = {};
-            if (rows.recv_token >= 0) rows.add(*this, here, first, end);
-            add_arrived(sum, first, end, before, index);
-            if (rows.recv_token >= 0) add_rounded(sum, here);
-            add_arrived(sum, first, end, after, index);
-            if (p.bias != nullptr) add_rows(sum, first, end, 1, [&](int) { return pieces(p.bias + token * row_bytes); });
-            write(p.combined_x + token * row_bytes, first, end, sum);
+            rows.add(*this, here, first, end);
+            Pieces held;  // rounded, as after a journey
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) held[j] = Values::store(here[j]);
+            sum_pieces<Values, kBatch>(sum, first, end, num_rows, sums, [](int) { return 1.0f; }, held);
+            write(p.combined_x + static_cast<int64_t>(token) * row_bytes, first, end, sum);
         });
         if (part == 0 && p.combined_lane_values != nullptr) take_lane_values(token, index, rows);
     }
 
-    // The sums that `ranks` have sent.
-    __device__ void add_arrived(Sum& sum, int64_t first, int64_t end, unsigned ranks, int index) const {
-        const auto sums = [&](int n) {
-            const int rank = nth_set(ranks, n);
-            return pieces(sum_from(rank, __shfl_sync(kFullWarp, index, rank)));
-        };
-        add_rows(sum, first, end, __popc(ranks), sums);
-    }
-
-    template <class GetRow>
-    __device__ void add_rows(Sum& sum, int64_t first, int64_t end, int num_rows, const GetRow& row) const {
-        sum_pieces<Values, false, kBatch>(sum, first, end, num_rows, row, [](int) { return 1.0f; });
-    }
-
     __device__ const std::byte* sum_from(int rank, int index) const { return own.inbox(rank) + index * slot.bytes; }
 
-    // Adds a sum as it would have been after a journey.
-    __device__ void add_rounded(Sum& sum, const Sum& other) const {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            float rounded[Values::kCount];
-            Values::load(Values::store(other[j]), rounded);
-#pragma unroll
-            for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], rounded[v]);
-        }
-    }
-
-    __device__ void take_lane_values(int64_t token, int index, const Rows& rows) const {
-        const int64_t entry = token * config.num_topk + lane;
+    __device__ void take_lane_values(int token, int index, const Rows& rows) const {
+        const int entry = token * config.num_topk + lane;
         int expert = -1;
         if (lane < config.num_topk)
             expert = p.routing.is_int64 ? static_cast<int>(static_cast<const int64_t*>(p.routing.topk_idx)[entry])
@@ -262,9 +247,9 @@ template <DType kType>
 void launch_for(const GpuCombineParams& p, void* stream) {
     const int blocks = p.num_send_blocks + p.num_work_blocks;
     const int64_t row_bytes = p.context.config.hidden * (16 / Piece<kType>::kCount);
-    if (p.ring.stages == 0) return launch(combine<kType, PlainRing>, "combine", blocks, kThreads, 0, p, stream);
+    if (p.ring.stages == 0) return launch<combine<kType, PlainRing>>("combine", blocks, kThreads, 0, p, stream);
     const int64_t shared_bytes = p.num_send_blocks > 0 ? RingMemory::bytes(p.ring, GpuSlotLayout(row_bytes, p.tail_bytes())) : 0;
-    launch(combine<kType, BulkRing>, "combine", blocks, kThreads, shared_bytes, p, stream);
+    launch<combine<kType, BulkRing>>("combine", blocks, kThreads, shared_bytes, p, stream);
 }
 
 }  // namespace

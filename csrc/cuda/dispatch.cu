@@ -40,9 +40,10 @@ struct Receiver {
     struct Task {
         int source = -1, begin = 0, end = 0;
         __device__ Task(const Receiver& r, int number) {
+#pragma unroll 1
             for (int turn = 0; turn < r.config.num_ranks; ++turn) {
                 const int from = (r.c.rank + r.config.num_ranks - turn) % r.config.num_ranks, count = r.p.recv_counts[from];
-                const int num_tasks = static_cast<int>(divide_up(count, kTaskRows));
+                const int num_tasks = divide_up(count, kTaskRows);
                 if (number < num_tasks) {
                     source = from, begin = number * kTaskRows, end = min(begin + kTaskRows, count);
                     return;
@@ -62,30 +63,29 @@ struct Receiver {
         }
         if (!is_local && !warp_wait_flag(c, own.arrived(source, task.begin / kChunkSlots), sequence, source, GpuPhase::kDispatchRows)) return false;
         int first = 0;
+#pragma unroll 1
         for (int before = 0; before < source; ++before) first += p.recv_counts[before];
         const int found = is_local && task.begin + lane < task.end ? p.routing.send_token[source * config.num_max_tokens + task.begin + lane] : 0;
+#pragma unroll 1
         for (int index = task.begin; index < task.end; ++index) {
             const int target = take_lanes(source, index, first + index);
-            if (is_local) {
-                const int64_t token = __shfl_sync(kFullWarp, found, index - task.begin);
-                ring.add(p.x + token * p.row_bytes, p.x_scales + token * p.scale_bytes, target, drain);
-            } else {
-                const std::byte* row = own.inbox(source) + index * slot.bytes;
-                ring.add(row, row + slot.row_bytes, target, drain);
-            }
+            const int token = __shfl_sync(kFullWarp, found, index - task.begin);
+            const std::byte* slot_row = own.inbox(source) + index * slot.bytes;
+            const std::byte* row = is_local ? p.x + token * p.row_bytes : slot_row;
+            ring.add(row, is_local ? p.x_scales + token * p.scale_bytes : slot_row + slot.row_bytes, target, drain);
         }
         return true;
     }
 
     // Writes what goes with a token received; returns this lane's row of recv_x, or -1.
-    __device__ int take_lanes(int source, int index, int64_t recv_token) const {
+    __device__ int take_lanes(int source, int index, int recv_token) const {
         GpuLane what{-1, 0.0f};
         if (p.has_lanes && lane < config.num_topk) what = own.lanes(source, index)[lane];
-        const int64_t entry = recv_token * config.num_topk + lane;
+        const int64_t entry = static_cast<int64_t>(recv_token) * config.num_topk + lane;
         if (!p.is_expert_layout) {
             if (recv_token >= p.num_rows) return -1;
             if (lane < config.num_topk) write_lane(entry, what);
-            return lane == 0 ? static_cast<int>(recv_token) : -1;
+            return lane == 0 ? recv_token : -1;
         }
         int target = -1;
         if (lane < config.num_topk) {
@@ -104,6 +104,7 @@ struct Receiver {
     }
 
     __device__ void place(const RingRow& row) const {
+#pragma unroll 1
         for (unsigned rest = __ballot_sync(kFullWarp, row.note >= 0); rest != 0; rest &= rest - 1) {
             const int64_t to = __shfl_sync(kFullWarp, row.note, __ffs(rest) - 1);
             ring.store(p.recv_x + to * p.row_bytes, row);
@@ -114,19 +115,23 @@ struct Receiver {
     // Rows that nobody sends: padding of the experts' groups, and the rest up to a bound. `me`: this warp among `num_warps`.
     __device__ void zero_rest(int me, int num_warps) {
         int end = 0, padding = 0;  // rows, and padding rows, of the groups before
+#pragma unroll 1
         for (int first = 0; p.is_expert_layout && first < config.num_experts / config.num_ranks; first += 32) {
             const bool inside = first + lane < config.num_experts / config.num_ranks;
             const int count = inside ? p.num_recv_tokens_per_expert[first + lane] : 0;
-            const int padded = static_cast<int>(divide_up(count, p.expert_alignment)) * p.expert_alignment;
+            const int padded = divide_up(count, p.expert_alignment) * p.expert_alignment;
             const int last = end + warp_sum_up_to(padded), last_padding = padding + warp_sum_up_to(padded - count);
             const int begin_padding = last_padding - (padded - count), all_padding = __shfl_sync(kFullWarp, last_padding, 31);
+#pragma unroll 1
             for (int n = padding + (me + num_warps - padding % num_warps) % num_warps; n < all_padding; n += num_warps) {
                 const int owner = __ffs(__ballot_sync(kFullWarp, begin_padding <= n && n < last_padding)) - 1;
                 zero_row(__shfl_sync(kFullWarp, last - last_padding, owner) + n);
             }
             end = __shfl_sync(kFullWarp, last, 31), padding = all_padding;
         }
+#pragma unroll 1
         for (int source = 0; !p.is_expert_layout && source < config.num_ranks; ++source) end += p.recv_counts[source];
+#pragma unroll 1
         for (int64_t row = end + me; row < p.num_rows; row += num_warps) zero_row(row);
         ring.end_zeros();
     }
@@ -143,6 +148,7 @@ struct Receiver {
         if (row >= p.num_rows) return;
         ring.store_zeros(p.recv_x + row * p.row_bytes);
         const int num_weights = p.recv_topk_weights == nullptr ? 0 : p.is_expert_layout ? 1 : config.num_topk;
+#pragma unroll 1
         for (int64_t i = lane; i < p.scale_bytes / 4; i += 32) reinterpret_cast<float*>(p.recv_x_scales + row * p.scale_bytes)[i] = 0.0f;
         if (lane < num_weights) p.recv_topk_weights[row * num_weights + lane] = 0.0f;
     }
@@ -153,6 +159,7 @@ template <class Ring>
 __device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
     const GpuWorkspaceConfig& config = p.context.config;
     Pusher<Ring> pusher(p.context, p.ring, slot);
+#pragma unroll 1
     for (int turn = 1; turn < config.num_ranks; ++turn) {
         const int peer = (p.context.rank + turn) % config.num_ranks;
         const auto find = [&](int index) { return p.routing.send_token[peer * config.num_max_tokens + index]; };
@@ -175,16 +182,16 @@ struct LaneSender {
     __device__ explicit LaneSender(const GpuDispatchParams& p) : p(p), c(p.context), config(c.config), r(p.routing) {}
 
     __device__ void send(int block) const {
-        const int64_t num_entries = r.num_tokens * config.num_topk, step = static_cast<int64_t>(p.num_lane_blocks) * blockDim.x;
-        for (int64_t entry = static_cast<int64_t>(block) * blockDim.x + threadIdx.x; entry < num_entries; entry += step) send_lane(entry);
+        const int num_entries = r.num_tokens * config.num_topk, step = p.num_lane_blocks * blockDim.x;
+#pragma unroll 1
+        for (int entry = block * blockDim.x + threadIdx.x; entry < num_entries; entry += step) send_lane(entry);
         fence_system();
         if (!is_last_block(&c.state->num_told, p.num_lane_blocks)) return;
         if (static_cast<int>(threadIdx.x) < config.num_ranks) store_release(Workspace(c, threadIdx.x).lanes_ready(c.rank), c.state->sequence);
     }
 
-    __device__ void send_lane(int64_t entry) const {
-        const int64_t token = entry / config.num_topk;
-        const int k = static_cast<int>(entry - token * config.num_topk), num_local = config.num_experts / config.num_ranks;
+    __device__ void send_lane(int entry) const {
+        const int token = entry / config.num_topk, k = entry - token * config.num_topk, num_local = config.num_experts / config.num_ranks;
         const int expert = r.is_int64 ? static_cast<int>(static_cast<const int64_t*>(r.topk_idx)[entry]) : static_cast<const int32_t*>(r.topk_idx)[entry];
         GpuLane lane{-1, 0.0f};
         if (expert >= 0) {
@@ -192,6 +199,7 @@ struct LaneSender {
             if (p.is_expert_layout && !p.cached) lane.target = r.expert_row_base[expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
             if (p.topk_weights != nullptr) lane.weight = p.topk_weights[entry];
         }
+#pragma unroll 1
         for (int rank = 0; rank < config.num_ranks; ++rank) {
             const int slot = r.send_slot[token * config.num_ranks + rank];
             if (slot >= 0) Workspace(c, rank).lanes(c.rank, slot)[k] = expert >= 0 && expert / num_local == rank ? lane : GpuLane{-1, 0.0f};
@@ -234,9 +242,9 @@ GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t 
 void launch_dispatch(const GpuDispatchParams& p, void* stream) {
     const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
     if (blocks == 0) return;
-    if (p.ring.stages == 0) return launch(dispatch<PlainRing>, "dispatch", blocks, 32 * p.ring.warps, 0, p, stream);
+    if (p.ring.stages == 0) return launch<dispatch<PlainRing>>("dispatch", blocks, 32 * p.ring.warps, 0, p, stream);
     const int64_t shared_bytes = RingMemory::bytes(p.ring, GpuSlotLayout(p.row_bytes, p.scale_bytes));
-    launch(dispatch<BulkRing>, "dispatch", blocks, 32 * p.ring.warps, shared_bytes, p, stream);
+    launch<dispatch<BulkRing>>("dispatch", blocks, 32 * p.ring.warps, shared_bytes, p, stream);
 }
 
 }  // namespace deepep_moe

@@ -8,7 +8,20 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kWarps = kPlanThreads / 32;
-constexpr int kLoads = 16;  // that a thread has in flight
+constexpr int kLoads = 8;  // that a thread has in flight
+
+// What happens seldom stays out of the way: a kernel that runs once for microseconds waits for every line of its code.
+__device__ __noinline__ void refuse_index(const GpuContext& c, int entry, long long expert) {
+    report(c, kIndexOutOfRange, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
+}
+
+__device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected, int32_t* counts) {
+    const int source = at / c.layout.columns;
+    const unsigned long long word = wait_word(c, words + at, expected, source, GpuPhase::kCounts);
+    counts[at] = static_cast<int>(word - expected);
+    if (word == (expected | kRefused)) report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(expected >> kValueBits & 1), 0);
+    return word != 0 && word != (expected | kRefused);
+}
 
 struct Plan {
     const GpuPlanParams& p;
@@ -17,7 +30,7 @@ struct Plan {
     const GpuRouting& r;
     const int columns, num_local, warp, lane;
     const unsigned long long sequence;
-    const int64_t warp_begin, warp_end;  // this warp's tokens
+    const int warp_begin, warp_end;      // this warp's tokens
     int32_t* const warp_counts;          // shared memory [kWarps, columns]: tokens of each warp
     int32_t* const all_counts;           // [num_ranks, columns] of each rank, in its place later
     int32_t* const experts;              // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
@@ -27,7 +40,7 @@ struct Plan {
     __device__ Plan(const GpuPlanParams& p, int32_t* shared, int* num_rows)
         : p(p), c(p.context), config(c.config), r(p.routing), columns(config.num_experts + config.num_ranks),
           num_local(config.num_experts / config.num_ranks), warp(threadIdx.x / 32), lane(threadIdx.x % 32), sequence(c.state->sequence + 1),
-          warp_begin((blockIdx.x * kWarps + warp) * tokens_per_warp(r.num_tokens)), warp_end(min(warp_begin + tokens_per_warp(r.num_tokens), r.num_tokens)),
+          warp_begin((blockIdx.x * kWarps + warp) * r.tokens_per_warp), warp_end(min(warp_begin + r.tokens_per_warp, r.num_tokens)),
           warp_counts(shared), all_counts(shared), experts(shared + kWarps * columns + warp * 32 * config.num_topk), own(c, c.rank),
           num_rows(num_rows) {}
 
@@ -54,61 +67,75 @@ struct Plan {
     // ---- counting ----
 
     __device__ void count() const {
+#pragma unroll 1
         for (int i = threadIdx.x; i < kWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
-        for (int64_t i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_chunks; i += gridDim.x * kPlanThreads) r.reduced[i] = 0;
+#pragma unroll 1
+        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_chunks; i += gridDim.x * kPlanThreads) r.reduced[i] = 0;
         __syncthreads();
         int32_t* counts = warp_counts + warp * columns;
-        for (int64_t first = warp_begin; first < warp_end; first += 32) {
-            const int num_tokens = static_cast<int>(min(warp_end - first, int64_t{32}));
+#pragma unroll 1
+        for (int first = warp_begin; first < warp_end; first += 32) {
+            const int num_tokens = min(warp_end - first, 32);
             load_experts(first, num_tokens);
             count_ranks(first, num_tokens, counts + config.num_experts);
+#pragma unroll 1
             for (int entry = lane; !p.cached && entry - lane < num_tokens * config.num_topk; entry += 32) count_expert(first, entry, num_tokens, counts);
             __syncwarp();
         }
         __syncthreads();
+#pragma unroll 1
         for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
             int total = 0;
+#pragma unroll
             for (int w = 0; w < kWarps; ++w) {
-                r.warp_counts[(static_cast<int64_t>(blockIdx.x) * kWarps + w) * columns + column] = total;
+                r.warp_counts[(static_cast<int>(blockIdx.x) * kWarps + w) * columns + column] = total;
                 total += warp_counts[w * columns + column];
             }
-            r.segment_counts[static_cast<int64_t>(blockIdx.x) * columns + column] = total;
+            r.segment_counts[static_cast<int>(blockIdx.x) * columns + column] = total;
         }
     }
 
     // Refuses indices out of range.
-    __device__ void load_experts(int64_t first, int num_tokens) const {
-        const int num_entries = num_tokens * config.num_topk;
+    __device__ void load_experts(int first, int num_tokens) const {
+        const int num_entries = num_tokens * config.num_topk, before = first * config.num_topk;
+#pragma unroll 1
         for (int begin = lane; begin < num_entries; begin += 32 * kLoads) {
             long long wide[kLoads];
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int64_t entry = first * config.num_topk + begin + 32 * i;
-                if (begin + 32 * i < num_entries)
-                    wide[i] = r.is_int64 ? static_cast<const int64_t*>(r.topk_idx)[entry] : static_cast<const int32_t*>(r.topk_idx)[entry];
-            }
+            if (r.is_int64)
+                load_indices(static_cast<const int64_t*>(r.topk_idx) + before, begin, num_entries, wide);
+            else
+                load_indices(static_cast<const int32_t*>(r.topk_idx) + before, begin, num_entries, wide);
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 const int entry = begin + 32 * i;
                 if (entry >= num_entries) continue;
                 const bool inside = wide[i] >= -1 && wide[i] < config.num_experts;
-                if (!inside) report(c, kIndexOutOfRange, entry % config.num_topk, GpuPhase::kNone, first + entry / config.num_topk, wide[i]);
+                if (!inside) refuse_index(c, before + entry, wide[i]);
                 experts[entry] = inside ? static_cast<int>(wide[i]) : -1;
-                if (r.narrow_topk_idx != nullptr) r.narrow_topk_idx[first * config.num_topk + entry] = experts[entry];
+                if (r.narrow_topk_idx != nullptr) r.narrow_topk_idx[before + entry] = experts[entry];
             }
         }
         __syncwarp();
     }
 
+    template <class Index>
+    __device__ void load_indices(const Index* indices, int begin, int num_entries, long long (&wide)[kLoads]) const {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) wide[i] = begin + 32 * i < num_entries ? indices[begin + 32 * i] : -1;
+    }
+
     // Refuses duplicates. A token a lane.
-    __device__ void count_ranks(int64_t first, int num_tokens, int32_t* counts) const {
+    __device__ void count_ranks(int first, int num_tokens, int32_t* counts) const {
         unsigned ranks = 0;
+#pragma unroll 1
         for (int k = 0; k < config.num_topk && lane < num_tokens; ++k) {
             const int expert = experts[lane * config.num_topk + k];
             if (expert >= 0) ranks |= 1u << (expert / num_local);
+#pragma unroll 4
             for (int other = 0; other < k && expert >= 0 && !p.cached; ++other)
                 if (experts[lane * config.num_topk + other] == expert) report(c, kDuplicateExpert, k, GpuPhase::kNone, first + lane, expert);
         }
+#pragma unroll 1
         for (int rank = 0; rank < config.num_ranks; ++rank) {
             const unsigned goes = __ballot_sync(kFullWarp, ranks >> rank & 1);
             const int before = counts[rank] + __popc(goes & ((1u << lane) - 1));
@@ -120,7 +147,7 @@ struct Plan {
     }
 
     // A lane of top-k a lane, of those that choose the same expert the earlier ones first.
-    __device__ void count_expert(int64_t first, int entry, int num_tokens, int32_t* counts) const {
+    __device__ void count_expert(int first, int entry, int num_tokens, int32_t* counts) const {
         const int expert = entry < num_tokens * config.num_topk ? experts[entry] : -1;
         const unsigned same = __match_any_sync(kFullWarp, expert);
         const int before = __popc(same & ((1u << lane) - 1));
@@ -137,6 +164,7 @@ struct Plan {
         if (threadIdx.x == 0) failed = gave_up(c);
         __syncthreads();
         if (failed && static_cast<int>(threadIdx.x) < config.num_ranks) refuse(Workspace(c, threadIdx.x));
+#pragma unroll 1
         for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, failed);
         if (warp == kWarps - 1 && lane < config.num_ranks && !meet(lane)) failed = true;
         if (!p.cached && !gather()) failed = true;
@@ -151,9 +179,10 @@ struct Plan {
     // Replaces the counts of each segment by the sums of those before it, and sends the total. A rank that refuses sends a word for that.
     __device__ void sum_segments(int column, bool refuses) const {
         int total = 0;
+#pragma unroll 1
         for (int first = 0; first < static_cast<int>(gridDim.x); first += kLoads) {
             int count[kLoads];
-            int32_t* cells = r.segment_counts + static_cast<int64_t>(first) * columns + column;
+            int32_t* cells = r.segment_counts + first * columns + column;
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) count[i] = first + i < static_cast<int>(gridDim.x) ? __ldcg(cells + i * columns) : 0;
 #pragma unroll
@@ -164,6 +193,7 @@ struct Plan {
         }
         if (column >= config.num_experts) r.send_counts[column - config.num_experts] = total;
         const unsigned long long word = sequence << kValueBits | (refuses ? kRefused : static_cast<unsigned long long>(total));
+#pragma unroll 1
         for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank) store_relaxed(Workspace(c, rank).counts(sequence, c.rank) + column, word);
     }
 
@@ -181,27 +211,22 @@ struct Plan {
         const int num_words = config.num_ranks * columns;
         const unsigned long long expected = sequence << kValueBits;
         const unsigned long long* words = own.counts(sequence, 0);
+        bool ok = true;
+#pragma unroll 1
         for (int first = threadIdx.x; first < num_words; first += kPlanThreads * kLoads) {
             unsigned long long word[kLoads];
+            unsigned not_here = 0;
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) word[i] = load_relaxed(words + min(first + i * kPlanThreads, num_words - 1));
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-                const int at = first + i * kPlanThreads;
-                word[i] = at < num_words ? load_relaxed(words + at) : expected;
+                const int at = min(first + i * kPlanThreads, num_words - 1), count = static_cast<int>(word[i] - expected);
+                if (word[i] < expected || word[i] == (expected | kRefused)) not_here |= 1u << i;
+                all_counts[at] = count;
             }
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int at = first + i * kPlanThreads, source = at / columns;
-                if (at >= num_words) continue;
-                if (word[i] < expected) word[i] = wait_word(c, words + at, expected, source, GpuPhase::kCounts);
-                if (word[i] == 0) return false;
-                if (word[i] == (expected | kRefused)) {
-                    report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
-                    return false;
-                }
-                all_counts[at] = static_cast<int>(word[i] - expected);
-            }
+            for (; not_here != 0; not_here &= not_here - 1) ok = wait_count(c, words, min(first + (__ffs(not_here) - 1) * kPlanThreads, num_words - 1), expected, all_counts) && ok;
         }
-        return true;
+        return ok;
     }
 
     __device__ int count_of(int source, int column) const { return all_counts[source * columns + column]; }
@@ -209,9 +234,11 @@ struct Plan {
     // Rows of every expert's group on `rank`: the first row of this rank's tokens. A warp's work.
     __device__ void lay_out(int rank) const {
         int rows = 0;
+#pragma unroll 1
         for (int first = 0; first < num_local; first += 32) {
             const int local = first + lane, expert = rank * num_local + local;
             int before_me = 0, total = 0;
+#pragma unroll 1
             for (int source = 0; source < config.num_ranks && local < num_local; ++source) {
                 const int count = count_of(source, expert);
                 if (source < c.rank) before_me += count;
@@ -221,7 +248,7 @@ struct Plan {
                 p.num_recv_tokens_per_expert[local] = total;
                 if (p.reports_counts) c.expert_counts[local] = total;
             }
-            const int padded = static_cast<int>(divide_up(total, p.expert_alignment)) * p.expert_alignment;
+            const int padded = divide_up(total, p.expert_alignment) * p.expert_alignment;
             int inclusive = padded;
             for (int step = 1; step < 32; step *= 2) {
                 const int other = __shfl_up_sync(kFullWarp, inclusive, step);
@@ -237,6 +264,7 @@ struct Plan {
     __device__ void complete() const {
         GpuState& state = *c.state;
         state.num_counted = state.num_told = state.next_reduce = state.next_receive = 0;
+#pragma unroll 1
         for (int rank = 0; rank < config.num_ranks; ++rank) state.next_send[rank] = 0;
         store_release_local(&state.sequence, sequence);
     }
@@ -245,6 +273,7 @@ struct Plan {
     __device__ void tell() const {
         volatile GpuCounts* counts = c.counts;
         long long num_tokens = 0;
+#pragma unroll 1
         for (int peer = 0; peer < config.num_ranks; ++peer) num_tokens += count_of(peer, config.num_experts + c.rank);
         const long long rows = p.is_expert_layout ? *num_rows : num_tokens;
         if (lane == 0 && p.num_recv_rows_bound >= 0 && rows > p.num_recv_rows_bound)
@@ -273,8 +302,10 @@ struct Plan {
     __device__ void place() const {
         if (warp_begin >= warp_end) return;
         const int before = lane < config.num_ranks ? tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;  // rank `lane`
-        for (int64_t first = warp_begin; first < warp_end; first += 32) {
-            const int64_t token = first + lane;
+#pragma unroll 1
+        for (int first = warp_begin; first < warp_end; first += 32) {
+            const int token = first + lane;
+#pragma unroll 1
             for (int rank = 0; rank < config.num_ranks; ++rank) {
                 const int base = __shfl_sync(kFullWarp, before, rank);
                 if (token >= warp_end) continue;
@@ -309,7 +340,7 @@ int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config) {
 }
 
 void launch_plan(const GpuPlanParams& p, void* stream) {
-    launch(plan, "plan", num_segments(p.routing.num_tokens), kPlanThreads, plan_shared_bytes(p.context.config), p, stream);
+    launch<plan>("plan", num_segments(p.routing.num_tokens), kPlanThreads, plan_shared_bytes(p.context.config), p, stream);
 }
 
 }  // namespace deepep_moe

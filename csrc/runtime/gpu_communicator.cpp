@@ -190,7 +190,7 @@ void GpuCommunicator::connect(const std::vector<std::string>& handles) {
 // ---- calls ----
 
 GpuContext GpuCommunicator::context() const {
-    GpuContext c{rank_, config_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, expert_counts_, state_};
+    GpuContext c{rank_, config_, layout_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, expert_counts_, state_};
     for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = workspaces_[rank];
     return c;
 }
@@ -200,6 +200,7 @@ void GpuCommunicator::complete(GpuRouting& routing) const {
     complete.topk_idx = routing.topk_idx;
     complete.is_int64 = routing.is_int64;
     complete.num_tokens = routing.num_tokens;
+    complete.tokens_per_warp = tokens_per_warp(routing.num_tokens);
     complete.narrow_topk_idx = routing.narrow_topk_idx;
     routing = complete;
 }
@@ -233,7 +234,7 @@ void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uin
     launch_plan(params, as_stream(stream));
 }
 
-GpuCounts GpuCommunicator::wait_counts() {
+GpuCounts GpuCommunicator::wait_counts(int64_t* numbers) {
     using Clock = std::chrono::steady_clock;
     const auto deadline = Clock::now() + std::chrono::duration<double>(2 * timeout_s_ + 10);  // the kernel's own deadline comes first
     volatile GpuCounts& counts = host_->counts;
@@ -248,6 +249,9 @@ GpuCounts GpuCommunicator::wait_counts() {
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     check();
+    numbers = std::copy_n(host_->counts.send_counts, config_.num_ranks, numbers);
+    numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
+    std::copy_n(expert_counts_, config_.num_experts / config_.num_ranks, numbers);
     return host_->counts;
 }
 

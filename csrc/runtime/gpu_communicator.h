@@ -35,8 +35,8 @@ public:
     // Each call begins with `plan` and goes on with the others; all enqueue work and return. Work on another stream than the last
     // call's waits for that call.
     void plan(GpuPlanParams params, const Signature& signature, uintptr_t stream);
-    GpuCounts wait_counts();  // of a plan that reports them
-    std::vector<int> expert_counts() const { return {expert_counts_, expert_counts_ + config_.num_experts / config_.num_ranks}; }  // likewise, then
+    // Of a plan that reports them. numbers: tokens to each rank, from each rank, for each local expert.
+    GpuCounts wait_counts(int64_t* numbers);
 
     // `num_sms` senders and all that receive, in one launch.
     void dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream);

@@ -1,6 +1,5 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,16 +96,18 @@ class NvlinkBackend:
         stream = self._begin(args.mode)
         self._communicator.plan(plan, signature, stream)
         if is_bounded:
-            handle = self._completed(handle, args.num_recv_rows, None, recv_topk_idx)
+            handle = self._completed(handle, args.num_recv_rows, self._unknown_numbers(), handle.recv_row_idx, recv_topk_idx)
             return rows, handle, self._dispatch_move(args, params, num_sms, stream, rows, handle)
         self._communicator.start_dispatch(params, num_sms, stream)
-        counts = self._communicator.wait_counts()  # while rows fly; what follows delays those that have arrived
+        numbers = self._unknown_numbers()
+        counts = self._communicator.wait_counts(numbers[1:].data_ptr())  # while rows fly; from here to the receivers, time counts
         if num_sms == 0:
-            self._communicator.copy(counts.send_counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
+            send_counts = numbers[1 : 1 + self.settings.num_ranks].tolist()
+            self._communicator.copy(send_counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
         rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows)
         if not args.mode.is_split:
             self._communicator.end_dispatch(params, stream)
-        handle = self._completed(handle, counts.num_rows, counts, recv_topk_idx)
+        handle = self._completed(handle, counts.num_rows, numbers, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
         return rows, handle, partial(self._end, args, params, rows, handle) if args.mode.is_split else lambda: None
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
@@ -262,14 +263,20 @@ class NvlinkBackend:
             self._empty((s.num_local_experts,), torch.int32), torch.empty(0), None,
         )  # fmt: skip
 
-    def _completed(self, handle: DispatchHandle, num_rows: int, counts: Any, recv_topk_idx: Tensor | None) -> DispatchHandle:
-        """`handle` with what is known once the counts are; `counts`: None where the host does not wait for them."""
-        n, recv_row_idx = self.settings.num_ranks, handle.recv_row_idx
-        numbers = [self.num_calls, *[-1] * (self.num_handle_numbers - 1)]
-        if counts is not None:
-            numbers[1:] = counts.send_counts[:n] + counts.recv_counts[:n] + self._communicator.expert_counts()
-            recv_row_idx = recv_row_idx[: counts.num_recv_tokens]
-        return replace(handle, num_rows=num_rows, recv_row_idx=recv_row_idx, call=torch.tensor(numbers), recv_topk_idx=recv_topk_idx)
+    def _unknown_numbers(self) -> Tensor:
+        """`DispatchHandle.call` of the call just begun, before its counts are known."""
+        numbers = torch.full((self.num_handle_numbers,), -1)
+        numbers[0] = self.num_calls
+        return numbers
+
+    def _completed(
+        self, handle: DispatchHandle, num_rows: int, numbers: Tensor, recv_row_idx: Tensor, recv_topk_idx: Tensor | None
+    ) -> DispatchHandle:
+        """`handle` with what is known once the counts are. (`dataclasses.replace` takes longer than the GPU has.)"""
+        return DispatchHandle(
+            -1, handle.layout, handle.expert_alignment, num_rows, handle.topk_idx, recv_row_idx, handle.recv_counts,
+            handle.num_recv_tokens_per_expert, numbers, recv_topk_idx,
+        )  # fmt: skip
 
     def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int) -> tuple[Rows, Tensor | None]:
         rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None

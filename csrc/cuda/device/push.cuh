@@ -39,6 +39,7 @@ public:
             }
             const int first = chunk * kChunkSlots, end = min(first + kChunkSlots, count);
             const int found = first + lane_ < end ? find(first + lane_) : 0;
+#pragma unroll 1
             for (int index = first; index < end; ++index) {
                 const std::byte *row = nullptr, *tail = nullptr;
                 rows(index, __shfl_sync(kFullWarp, found, index - first), row, tail);

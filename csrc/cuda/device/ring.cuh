@@ -14,6 +14,7 @@ struct RingRow {
 };
 
 __device__ __forceinline__ void copy_words(void* to, const void* from, int64_t bytes) {
+#pragma unroll 1
     for (int64_t i = threadIdx.x % 32; i < bytes / 4; i += 32) static_cast<uint32_t*>(to)[i] = static_cast<const uint32_t*>(from)[i];
 }
 
@@ -72,6 +73,7 @@ public:
         full_ = reinterpret_cast<uint64_t*>(memory + 128 * ring.warps * ring.stages) + first;
         rows_ = memory + RingMemory::header_bytes(ring) + first * slot.bytes;
         if (lane() == 0) {
+#pragma unroll 1
             for (int i = 0; i < stages_; ++i) barrier_init(full_ + i);
             barrier_publish();
         }

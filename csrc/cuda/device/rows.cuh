@@ -12,6 +12,7 @@ constexpr int kInFlight = 7;  // 16-byte loads a lane issues before it uses the 
 
 // The position of the n-th set bit (from 0), or 0 where there are fewer.
 __device__ __forceinline__ int nth_set(unsigned bits, int n) {
+#pragma unroll 1
     for (int i = 0; i < n; ++i) bits &= bits - 1;
     return bits != 0 ? __ffs(bits) - 1 : 0;
 }
@@ -39,32 +40,37 @@ __device__ __forceinline__ void copy_row(void* dst, const void* src, int64_t byt
 }
 
 __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
+#pragma unroll 1
     for (int64_t i = threadIdx.x % 32; i < bytes / 16; i += 32) pieces(dst)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, weighted by weights(i). Loads of kBatch pieces, a warp
-// apart from `first` on, of two rows are in flight at once. All lanes must call it.
-template <class Values, bool kWeighted, int kBatch, class Rows, class Weights>
-__device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int64_t first, int64_t end, int num_rows, Rows rows, Weights weights) {
+// Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, or `held` where that is null, weighted by weights(i). Loads
+// of kBatch pieces, a warp apart from `first` on, of two rows are in flight at once. All lanes must call it.
+template <class Values, int kBatch, class Rows, class Weights>
+__device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int first, int end, int num_rows, const Rows& rows, const Weights& weights,
+                                           const uint4 (&held)[kBatch]) {
+#pragma unroll 1
     for (int row = 0; row < num_rows; row += 2) {
         uint4 raw[2][kBatch];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint4* from = rows(min(row + i, num_rows - 1));
 #pragma unroll
-            for (int j = 0; j < kBatch; ++j)
-                if (row + i < num_rows && first + 32 * j < end) raw[i][j] = from[first + 32 * j];
+            for (int j = 0; j < kBatch; ++j) {
+                raw[i][j] = held[j];
+                if (from != nullptr && first + 32 * j < end) raw[i][j] = from[first + 32 * j];
+            }
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float weight = kWeighted ? weights(min(row + i, num_rows - 1)) : 1.0f;
+            const float weight = weights(min(row + i, num_rows - 1));
             if (row + i >= num_rows) continue;
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
                 float x[Values::kCount];
                 Values::load(raw[i][j], x);
 #pragma unroll
-                for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], kWeighted ? __fmul_rn(weight, x[v]) : x[v]);
+                for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], __fmul_rn(weight, x[v]));
             }
         }
     }

@@ -11,7 +11,7 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 __device__ __forceinline__ bool gave_up(const GpuContext& c) { return *static_cast<volatile int*>(&c.state->gave_up) != 0; }
 
 // Tells the host. Every failure but an exceeded bound ends the rank's part in the call; the first one is kept.
-__device__ inline void report(const GpuContext& c, GpuFailureKind kind, int peer, GpuPhase phase, long long expected, long long seen) {
+__device__ __noinline__ inline void report(const GpuContext& c, GpuFailureKind kind, int peer, GpuPhase phase, long long expected, long long seen) {
     if (kind != kBoundExceeded && atomicCAS(&c.state->gave_up, 0, 1) != 0) return;
     volatile GpuFailure* failure = c.failure;
     failure->peer = peer;
@@ -24,7 +24,8 @@ __device__ inline void report(const GpuContext& c, GpuFailureKind kind, int peer
 
 // *word once it has reached `expected`, which is not 0. 0, with the failure reported, past the deadline or once another wait of this
 // rank has failed. Waits for this rank's own blocks have twice the time: they end when the block that waits for a peer has named it.
-__device__ inline unsigned long long wait_word(const GpuContext& c, const unsigned long long* word, unsigned long long expected, int peer, GpuPhase phase) {
+__device__ __noinline__ inline unsigned long long wait_word(const GpuContext& c, const unsigned long long* word, unsigned long long expected, int peer,
+                                                            GpuPhase phase) {
     unsigned long long seen = load_acquire(word);
     if (seen >= expected) return seen;
     const unsigned long long deadline = now_ns() + c.timeout_ns * (peer == c.rank ? 2 : 1);
@@ -38,7 +39,7 @@ __device__ inline unsigned long long wait_word(const GpuContext& c, const unsign
     return seen;
 }
 
-__device__ inline bool wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
+__device__ __forceinline__ bool wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
     return wait_word(c, flag, expected, peer, phase) != 0;
 }
 
@@ -85,18 +86,18 @@ __device__ inline bool is_last_block(int* counter, int num_blocks) {
 }
 
 // This rank's tokens before `token`'s warp of the plan that count in `column`.
-__device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int64_t token, int column) {
-    const int64_t warp = token / tokens_per_warp(r.num_tokens), columns = c.config.num_experts + c.config.num_ranks;
+__device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int token, int column) {
+    const int warp = token / r.tokens_per_warp, columns = c.layout.columns;
     return __ldcg(&r.segment_counts[warp / (kPlanThreads / 32) * columns + column]) + __ldcg(&r.warp_counts[warp * columns + column]);
 }
 
 struct Workspace {
-    __device__ Workspace(const GpuContext& c, int owner) : layout(c.config), base(c.workspaces[owner]), config(c.config), owner(owner) {}
+    __device__ Workspace(const GpuContext& c, int owner) : layout(c.layout), base(c.workspaces[owner]), config(c.config), owner(owner) {}
     __device__ unsigned long long* entered(unsigned long long sequence, int source) const {
         return flag(layout.entered, (sequence & 1) * config.num_ranks + source);
     }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
-    __device__ unsigned long long* arrived(int source, int64_t chunk) const { return flag(layout.arrived, source * layout.num_chunks + chunk); }
+    __device__ unsigned long long* arrived(int source, int chunk) const { return flag(layout.arrived, source * layout.num_chunks + chunk); }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
         return reinterpret_cast<GpuStamp*>(base + layout.stamps) + (sequence & 1) * config.num_ranks + source;
     }
@@ -112,7 +113,7 @@ struct Workspace {
     __device__ std::byte* inbox(int peer) const { return base + layout.inbox + (peer - (peer > owner)) * layout.box_bytes; }
     __device__ std::byte* outbox(int peer) const { return base + layout.outbox + (peer - (peer > owner)) * layout.box_bytes; }
 
-    const GpuWorkspaceLayout layout;
+    const GpuWorkspaceLayout& layout;
     std::byte* const base;
     const GpuWorkspaceConfig& config;
     const int owner;

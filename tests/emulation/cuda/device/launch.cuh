@@ -8,9 +8,9 @@
 
 namespace deepep_moe {
 
-template <class Params>
-void launch(void (*kernel)(Params), const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*) {
-    emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kernel(params); });
+template <auto kKernel, class Params>
+void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*) {
+    emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kKernel(params); });
 }
 
 template <class Params>
