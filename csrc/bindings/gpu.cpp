@@ -109,8 +109,8 @@ void bind_gpu(py::module_& m) {
         .def("handle", [](const GpuCommunicator& self) { return py::bytes(self.handle()); })
         .def("connect", &GpuCommunicator::connect, py::arg("handles"))
         .def("plan", &GpuCommunicator::plan, py::arg("params"), py::arg("signature"), py::arg("stream"), Released())
-        .def("wait_counts", [](GpuCommunicator& self, uintptr_t numbers) { return self.wait_counts(reinterpret_cast<int64_t*>(numbers)); },
-             py::arg("numbers"), Released())
+        .def("wait_counts", [](GpuCommunicator& self, int64_t call, uintptr_t numbers) { return self.wait_counts(call, reinterpret_cast<int64_t*>(numbers)); },
+             py::arg("call"), py::arg("numbers"), Released())
         .def("dispatch", py::overload_cast<GpuDispatchParams, int, uintptr_t>(&GpuCommunicator::dispatch), py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
         .def("combine", &GpuCommunicator::combine, py::arg("params"), py::arg("num_sms"), py::arg("finishes"), py::arg("stream"), Released())
         .def("start_dispatch", &GpuCommunicator::start_dispatch, py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())

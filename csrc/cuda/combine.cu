@@ -8,7 +8,7 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 384;
 constexpr int kPartPieces = 256;  // of 16 bytes, at most, that a warp sums in one task
 
 template <DType kType>

@@ -61,14 +61,21 @@ struct Receiver {
             if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
             lanes_here |= 1u << source;
         }
-        if (!is_local && !warp_wait_flag(c, own.arrived(source, task.begin / kChunkSlots), sequence, source, GpuPhase::kDispatchRows)) return false;
         int first = 0;
 #pragma unroll 1
         for (int before = 0; before < source; ++before) first += p.recv_counts[before];
+        GpuLane lanes[kTaskRows];  // on their way while the rows are waited for
+#pragma unroll
+        for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(task.begin + i, task.end - 1), first);
+        if (!is_local && !warp_wait_flag(c, own.arrived(source, task.begin / kChunkSlots), sequence, source, GpuPhase::kDispatchRows)) return false;
         const int found = is_local && task.begin + lane < task.end ? p.routing.send_token[source * config.num_max_tokens + task.begin + lane] : 0;
 #pragma unroll 1
         for (int index = task.begin; index < task.end; ++index) {
-            const int target = take_lanes(source, index, first + index);
+            GpuLane what = lanes[0];
+#pragma unroll
+            for (int i = 1; i < kTaskRows; ++i)
+                if (index == task.begin + i) what = lanes[i];
+            const int target = take_lane(what, first + index);
             const int token = __shfl_sync(kFullWarp, found, index - task.begin);
             const std::byte* slot_row = own.inbox(source) + index * slot.bytes;
             const std::byte* row = is_local ? p.x + token * p.row_bytes : slot_row;
@@ -77,24 +84,27 @@ struct Receiver {
         return true;
     }
 
-    // Writes what goes with a token received; returns this lane's row of recv_x, or -1.
-    __device__ int take_lanes(int source, int index, int recv_token) const {
+    // What this lane of a token says; the target of one along a handle is the handle's.
+    __device__ GpuLane load_lane(int source, int index, int first) const {
         GpuLane what{-1, 0.0f};
-        if (p.has_lanes && lane < config.num_topk) what = own.lanes(source, index)[lane];
+        if (lane >= config.num_topk) return what;
+        if (p.has_lanes) what = own.lanes(source, index)[lane];
+        if (p.cached && p.is_expert_layout) what.target = p.recv_row_idx[static_cast<int64_t>(first + index) * config.num_topk + lane];
+        return what;
+    }
+
+    // Writes what goes with a token received; returns this lane's row of recv_x, or -1.
+    __device__ int take_lane(GpuLane what, int recv_token) const {
         const int64_t entry = static_cast<int64_t>(recv_token) * config.num_topk + lane;
         if (!p.is_expert_layout) {
             if (recv_token >= p.num_rows) return -1;
             if (lane < config.num_topk) write_lane(entry, what);
             return lane == 0 ? recv_token : -1;
         }
-        int target = -1;
-        if (lane < config.num_topk) {
-            target = p.cached ? p.recv_row_idx[entry] : what.target;
-            if (target >= p.num_rows) target = -1;
-            if (!p.cached) p.recv_row_idx[entry] = target;
-        }
-        if (target >= 0 && p.recv_topk_weights != nullptr) p.recv_topk_weights[target] = what.weight;
-        return target;
+        if (what.target >= p.num_rows) what.target = -1;
+        if (!p.cached && lane < config.num_topk) p.recv_row_idx[entry] = what.target;
+        if (what.target >= 0 && p.recv_topk_weights != nullptr) p.recv_topk_weights[what.target] = what.weight;
+        return what.target;
     }
 
     __device__ void write_lane(int64_t entry, GpuLane what) const {

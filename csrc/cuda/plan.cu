@@ -8,11 +8,16 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kWarps = kPlanThreads / 32;
-constexpr int kLoads = 8;  // that a thread has in flight
+constexpr int kLoads = 8;        // that a thread has in flight
+constexpr int kQuickLooks = 32;  // at words of peers, before each is waited for with a deadline
 
 // What happens seldom stays out of the way: a kernel that runs once for microseconds waits for every line of its code.
 __device__ __noinline__ void refuse_index(const GpuContext& c, int entry, long long expert) {
     report(c, kIndexOutOfRange, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
+}
+
+__device__ __noinline__ void refuse_duplicate(const GpuContext& c, int entry, int expert) {
+    report(c, kDuplicateExpert, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
 }
 
 __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected, int32_t* counts) {
@@ -78,8 +83,10 @@ struct Plan {
             const int num_tokens = min(warp_end - first, 32);
             load_experts(first, num_tokens);
             count_ranks(first, num_tokens, counts + config.num_experts);
+            const int num_entries = num_tokens * config.num_topk, step = 32 / config.num_topk * config.num_topk;  // whole tokens
 #pragma unroll 1
-            for (int entry = lane; !p.cached && entry - lane < num_tokens * config.num_topk; entry += 32) count_expert(first, entry, num_tokens, counts);
+            for (int begin = 0; !p.cached && begin < num_entries; begin += step)
+                count_expert(first * config.num_topk, lane < step && begin + lane < num_entries ? begin + lane : -1, counts);
             __syncwarp();
         }
         __syncthreads();
@@ -124,16 +131,13 @@ struct Plan {
         for (int i = 0; i < kLoads; ++i) wide[i] = begin + 32 * i < num_entries ? indices[begin + 32 * i] : -1;
     }
 
-    // Refuses duplicates. A token a lane.
+    // A token a lane.
     __device__ void count_ranks(int first, int num_tokens, int32_t* counts) const {
         unsigned ranks = 0;
 #pragma unroll 1
         for (int k = 0; k < config.num_topk && lane < num_tokens; ++k) {
             const int expert = experts[lane * config.num_topk + k];
             if (expert >= 0) ranks |= 1u << (expert / num_local);
-#pragma unroll 4
-            for (int other = 0; other < k && expert >= 0 && !p.cached; ++other)
-                if (experts[lane * config.num_topk + other] == expert) report(c, kDuplicateExpert, k, GpuPhase::kNone, first + lane, expert);
         }
 #pragma unroll 1
         for (int rank = 0; rank < config.num_ranks; ++rank) {
@@ -146,12 +150,13 @@ struct Plan {
         }
     }
 
-    // A lane of top-k a lane, of those that choose the same expert the earlier ones first.
-    __device__ void count_expert(int first, int entry, int num_tokens, int32_t* counts) const {
-        const int expert = entry < num_tokens * config.num_topk ? experts[entry] : -1;
-        const unsigned same = __match_any_sync(kFullWarp, expert);
-        const int before = __popc(same & ((1u << lane) - 1));
-        if (expert >= 0) r.index_in_warp[first * config.num_topk + entry] = counts[expert] + before;
+    // An entry of topk_idx a lane (-1: none), of those that choose the same expert the earlier ones first. Refuses duplicates.
+    __device__ void count_expert(int first_entry, int entry, int32_t* counts) const {
+        const int expert = entry >= 0 ? experts[entry] : -1;
+        const unsigned same = __match_any_sync(kFullWarp, expert), earlier = same & ((1u << lane) - 1);
+        const int before = __popc(earlier);
+        if (expert >= 0) r.index_in_warp[first_entry + entry] = counts[expert] + before;
+        if (expert >= 0 && earlier >> (lane - lane % config.num_topk) != 0) refuse_duplicate(c, first_entry + entry, expert);
         __syncwarp();
         if (expert >= 0 && before == 0) counts[expert] += __popc(same);
         __syncwarp();
@@ -215,15 +220,18 @@ struct Plan {
 #pragma unroll 1
         for (int first = threadIdx.x; first < num_words; first += kPlanThreads * kLoads) {
             unsigned long long word[kLoads];
-            unsigned not_here = 0;
+            unsigned not_here = 1;
+#pragma unroll 1
+            for (int look = 0; look < kQuickLooks && not_here != 0; ++look) {
+                not_here = 0;
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) word[i] = load_relaxed(words + min(first + i * kPlanThreads, num_words - 1));
+                for (int i = 0; i < kLoads; ++i) word[i] = load_relaxed(words + min(first + i * kPlanThreads, num_words - 1));
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int at = min(first + i * kPlanThreads, num_words - 1), count = static_cast<int>(word[i] - expected);
-                if (word[i] < expected || word[i] == (expected | kRefused)) not_here |= 1u << i;
-                all_counts[at] = count;
+                for (int i = 0; i < kLoads; ++i)
+                    if (word[i] < expected || word[i] == (expected | kRefused)) not_here |= 1u << i;
             }
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) all_counts[min(first + i * kPlanThreads, num_words - 1)] = static_cast<int>(word[i] - expected);
             for (; not_here != 0; not_here &= not_here - 1) ok = wait_count(c, words, min(first + (__ffs(not_here) - 1) * kPlanThreads, num_words - 1), expected, all_counts) && ok;
         }
         return ok;
@@ -283,9 +291,10 @@ struct Plan {
             counts->recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
             counts->send_counts[lane] = count_of(c.rank, config.num_experts + lane);
         }
-        if (lane == 0) counts->num_recv_tokens = num_tokens, counts->num_rows = rows;
         __syncwarp();
         if (lane != 0) return;
+        counts->num_recv_tokens = num_tokens;
+        counts->num_rows = rows;
         __threadfence_system();
         counts->ready = 1;
     }

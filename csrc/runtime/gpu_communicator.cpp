@@ -15,7 +15,8 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kFewestWorkers = 8;          // blocks of a combine that do not send
+constexpr int kFewestWorkers = 8;         // blocks of a combine that do not send
+constexpr int kRingBytes = 184 * 1024;    // of a block's rows on their way: the link is slower where more are
 constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has besides its ring
 
 void check_cuda(cudaError_t status, const char* what) {
@@ -209,7 +210,7 @@ GpuDispatchParams GpuCommunicator::completed(GpuDispatchParams params) const {
     complete(params.routing);
     params.context = context();
     const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
-    params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, shared_bytes_ - kStaticSharedBytes);
+    params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, std::min(kRingBytes, shared_bytes_ - kStaticSharedBytes));
     return params;
 }
 
@@ -218,7 +219,7 @@ GpuCombineParams GpuCommunicator::completed(GpuCombineParams params) const {
     params.context = context();
     const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
     const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
-    params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), shared_bytes_ - kStaticSharedBytes);
+    params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), std::min(kRingBytes, shared_bytes_ - kStaticSharedBytes));
     return params;
 }
 
@@ -234,7 +235,7 @@ void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uin
     launch_plan(params, as_stream(stream));
 }
 
-GpuCounts GpuCommunicator::wait_counts(int64_t* numbers) {
+GpuCounts GpuCommunicator::wait_counts(int64_t call, int64_t* numbers) {
     using Clock = std::chrono::steady_clock;
     const auto deadline = Clock::now() + std::chrono::duration<double>(2 * timeout_s_ + 10);  // the kernel's own deadline comes first
     volatile GpuCounts& counts = host_->counts;
@@ -249,6 +250,7 @@ GpuCounts GpuCommunicator::wait_counts(int64_t* numbers) {
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     check();
+    *numbers++ = call;
     numbers = std::copy_n(host_->counts.send_counts, config_.num_ranks, numbers);
     numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
     std::copy_n(expert_counts_, config_.num_experts / config_.num_ranks, numbers);

@@ -14,7 +14,7 @@ namespace deepep_moe {
 
 // How kernels divide a GPU. Defaults are set for the device; a benchmark may vary them between calls.
 struct GpuTuning {
-    GpuRing ring{4, 3};                // of one block, as far as its shared memory goes
+    GpuRing ring{6, 4};                // of one block, as far as its shared memory goes
     bool uses_bulk_copies = true;      // false: 16-byte loads and stores, the only way before sm_90
     int num_receive_blocks = 64;       // of a dispatch
     int num_work_blocks = 0;           // of a combine; 0: all multiprocessors that do not send
@@ -35,8 +35,8 @@ public:
     // Each call begins with `plan` and goes on with the others; all enqueue work and return. Work on another stream than the last
     // call's waits for that call.
     void plan(GpuPlanParams params, const Signature& signature, uintptr_t stream);
-    // Of a plan that reports them. numbers: tokens to each rank, from each rank, for each local expert.
-    GpuCounts wait_counts(int64_t* numbers);
+    // Of a plan that reports them. numbers: `call`, then tokens to each rank, from each rank, for each local expert.
+    GpuCounts wait_counts(int64_t call, int64_t* numbers);
 
     // `num_sms` senders and all that receive, in one launch.
     void dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream);

@@ -11,6 +11,7 @@ from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArg
 from deepep_moe.handle import DispatchHandle
 
 DEFAULT_NUM_SMS = 16
+Absent = tuple[Tensor | None, Tensor | None]
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -92,19 +93,24 @@ class NvlinkBackend:
         if args.layout == "expert":
             params.recv_row_idx = _address(handle.recv_row_idx)
         if is_bounded:  # whatever can fail does so before the call is entered
-            rows, recv_topk_idx = self._receive_buffers(args, params, args.num_recv_rows)
+            rows, recv_topk_idx = self._receive_buffers(args, params, args.num_recv_rows, self._absent_rows(args, args.layout))
         stream = self._begin(args.mode)
         self._communicator.plan(plan, signature, stream)
         if is_bounded:
-            handle = self._completed(handle, args.num_recv_rows, self._unknown_numbers(), handle.recv_row_idx, recv_topk_idx)
+            numbers = torch.full((self.num_handle_numbers,), -1)
+            numbers[0] = self.num_calls
+            handle = self._completed(handle, args.num_recv_rows, numbers, handle.recv_row_idx, recv_topk_idx)
             return rows, handle, self._dispatch_move(args, params, num_sms, stream, rows, handle)
         self._communicator.start_dispatch(params, num_sms, stream)
-        numbers = self._unknown_numbers()
-        counts = self._communicator.wait_counts(numbers[1:].data_ptr())  # while rows fly; from here to the receivers, time counts
+        numbers = torch.empty(self.num_handle_numbers, dtype=torch.int64)
+        absent = self._absent_rows(args, args.layout)
+        counts = self._communicator.wait_counts(
+            self.num_calls, numbers.data_ptr()
+        )  # from here on rows wait for receivers
         if num_sms == 0:
             send_counts = numbers[1 : 1 + self.settings.num_ranks].tolist()
             self._communicator.copy(send_counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
-        rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows)
+        rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows, absent)
         if not args.mode.is_split:
             self._communicator.end_dispatch(params, stream)
         handle = self._completed(handle, counts.num_rows, numbers, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
@@ -113,7 +119,7 @@ class NvlinkBackend:
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         handle, num_sms = args.handle, self._num_sms(args.mode)
         counts = self._counts(handle, num_sms, is_dispatch=True)
-        rows = self._allocate(args, handle.layout, handle.num_rows)
+        rows = self._allocate(args, handle.layout, handle.num_rows, self._absent_rows(args, handle.layout))
         params = self._dispatch_params(args, handle, handle.topk_idx)
         params.cached, params.has_lanes = True, args.topk_weights is not None
         params.recv_row_idx = _address(handle.recv_row_idx)
@@ -263,12 +269,6 @@ class NvlinkBackend:
             self._empty((s.num_local_experts,), torch.int32), torch.empty(0), None,
         )  # fmt: skip
 
-    def _unknown_numbers(self) -> Tensor:
-        """`DispatchHandle.call` of the call just begun, before its counts are known."""
-        numbers = torch.full((self.num_handle_numbers,), -1)
-        numbers[0] = self.num_calls
-        return numbers
-
     def _completed(
         self, handle: DispatchHandle, num_rows: int, numbers: Tensor, recv_row_idx: Tensor, recv_topk_idx: Tensor | None
     ) -> DispatchHandle:
@@ -278,8 +278,8 @@ class NvlinkBackend:
             handle.num_recv_tokens_per_expert, numbers, recv_topk_idx,
         )  # fmt: skip
 
-    def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int) -> tuple[Rows, Tensor | None]:
-        rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None
+    def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int, absent: Absent) -> tuple[Rows, Tensor | None]:
+        rows, recv_topk_idx = self._allocate(args, args.layout, num_rows, absent), None
         if args.layout == "rank":
             recv_topk_idx = self._empty((num_rows, self.settings.num_topk), args.topk_idx.dtype)
             if args.num_recv_rows >= 0:
@@ -297,14 +297,21 @@ class NvlinkBackend:
         plan.num_recv_rows_bound = -1
         return plan
 
-    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, layout: str, num_rows: int) -> Rows:
-        num_scales = 0 if args.x_scales is None else args.x_scales.shape[1]
-        num_weights = 0 if args.topk_weights is None else num_rows
-        return Rows(
-            self._empty((num_rows, self.settings.hidden), args.x.dtype),
-            self._empty((num_rows if num_scales else 0, num_scales), torch.float32),
-            self._empty((num_weights,) if layout == "expert" else (num_weights, self.settings.num_topk), torch.float32),
+    def _absent_rows(self, args: DispatchArgs | CachedDispatchArgs, layout: str) -> Absent:
+        """The outputs that do not apply: scales, weights."""
+        return (
+            self._empty((0, 0), torch.float32) if args.x_scales is None else None,
+            self._empty((0,) if layout == "expert" else (0, self.settings.num_topk), torch.float32) if args.topk_weights is None else None,
         )
+
+    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, layout: str, num_rows: int, absent: Absent) -> Rows:
+        scales, weights = absent
+        if args.x_scales is not None:
+            scales = self._empty((num_rows, args.x_scales.shape[1]), torch.float32)
+        if args.topk_weights is not None:
+            weights = self._empty((num_rows,) if layout == "expert" else (num_rows, self.settings.num_topk), torch.float32)
+        assert scales is not None and weights is not None
+        return Rows(self._empty((num_rows, self.settings.hidden), args.x.dtype), scales, weights)
 
     def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, topk_idx: Tensor) -> Any:
         params = _C.GpuDispatchParams()

@@ -48,6 +48,8 @@ __device__ __forceinline__ unsigned long long now_ns() {
     return time;
 }
 
+__device__ __forceinline__ void pause_ns(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
 // ---- bulk copies (sm_90): from and to shared memory, 16-byte aligned, in multiples of 16 bytes ----
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -62,7 +62,7 @@ private:
     }
 
     const GpuContext& context_;
-    const GpuSlotLayout& slot_;
+    const GpuSlotLayout slot_;
     const Workspace own_;
     Ring ring_;
     const unsigned long long sequence_;

@@ -44,7 +44,7 @@ public:
     __device__ void end_zeros() {}
 
 private:
-    const GpuSlotLayout& slot_;
+    const GpuSlotLayout slot_;
 };
 
 // Shared memory of a block: notes int32[warps][stages][32] | barriers u64[warps][stages] | stages, 128-byte aligned.
@@ -161,7 +161,7 @@ private:
         if (lane() == 0) bulk_store(to, from, static_cast<uint32_t>(bytes));
     }
 
-    const GpuSlotLayout& slot_;
+    const GpuSlotLayout slot_;
     const int stages_, ahead_;
     int* notes_;
     uint64_t* full_;

@@ -8,6 +8,7 @@
 
 namespace deepep_moe {
 
+constexpr int kRowsInFlight = 4;  // that are summed
 constexpr int kInFlight = 7;  // 16-byte loads a lane issues before it uses the first; a bf16 row of 7168 columns is 4 such batches
 
 // The position of the n-th set bit (from 0), or 0 where there are fewer.
@@ -45,24 +46,24 @@ __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
 }
 
 // Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, or `held` where that is null, weighted by weights(i). Loads
-// of kBatch pieces, a warp apart from `first` on, of two rows are in flight at once. All lanes must call it.
+// of kBatch pieces, a warp apart from `first` on, of kRowsInFlight rows are in flight at once. All lanes must call it.
 template <class Values, int kBatch, class Rows, class Weights>
 __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int first, int end, int num_rows, const Rows& rows, const Weights& weights,
                                            const uint4 (&held)[kBatch]) {
 #pragma unroll 1
-    for (int row = 0; row < num_rows; row += 2) {
-        uint4 raw[2][kBatch];
+    for (int row = 0; row < num_rows; row += kRowsInFlight) {
+        uint4 raw[kRowsInFlight][kBatch];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kRowsInFlight; ++i) {
             const uint4* from = rows(min(row + i, num_rows - 1));
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
                 raw[i][j] = held[j];
-                if (from != nullptr && first + 32 * j < end) raw[i][j] = from[first + 32 * j];
+                if (row + i < num_rows && from != nullptr && first + 32 * j < end) raw[i][j] = from[first + 32 * j];
             }
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < kRowsInFlight; ++i) {
             const float weight = weights(min(row + i, num_rows - 1));
             if (row + i >= num_rows) continue;
 #pragma unroll

@@ -7,6 +7,7 @@
 namespace deepep_moe {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
+constexpr unsigned kPauseNs = 100;  // between two looks at a flag: what is on its way needs the memory too
 
 __device__ __forceinline__ bool gave_up(const GpuContext& c) { return *static_cast<volatile int*>(&c.state->gave_up) != 0; }
 
@@ -30,6 +31,7 @@ __device__ __noinline__ inline unsigned long long wait_word(const GpuContext& c,
     if (seen >= expected) return seen;
     const unsigned long long deadline = now_ns() + c.timeout_ns * (peer == c.rank ? 2 : 1);
     for (int round = 0; (seen = load_acquire(word)) < expected; ++round) {
+        pause_ns(kPauseNs);
         if (round % 256 != 255) continue;
         if (gave_up(c)) return 0;
         if (now_ns() < deadline) continue;
@@ -97,7 +99,7 @@ struct Workspace {
         return flag(layout.entered, (sequence & 1) * config.num_ranks + source);
     }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
-    __device__ unsigned long long* arrived(int source, int chunk) const { return flag(layout.arrived, source * layout.num_chunks + chunk); }
+    __device__ unsigned long long* arrived(int source, int chunk) const { return flag(layout.arrived, (source * layout.num_chunks + chunk) * kArrivedStride); }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
         return reinterpret_cast<GpuStamp*>(base + layout.stamps) + (sequence & 1) * config.num_ranks + source;
     }

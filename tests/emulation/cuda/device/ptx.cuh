@@ -36,6 +36,8 @@ inline unsigned long long now_ns() {
     return static_cast<unsigned long long>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
 }
 
+inline void pause_ns(unsigned) {}
+
 using emulation::barrier_expect;
 using emulation::barrier_init;
 using emulation::barrier_wait;
