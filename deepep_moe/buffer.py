@@ -287,10 +287,9 @@ class Buffer:
     def _combine_now(self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None) -> Tensor:
         self._alive()
         self._refuse_types({"x": x, "topk_weights": topk_weights, "bias": bias}, handle, needs_handle=True)
-        combine = torch.ops.deepep_moe.combine if torch_ops.is_traced(x, topk_weights, bias) else torch_ops.combine
-        combined_x, _ = combine(
-            x, topk_weights, bias, None, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
-            handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
+        combined_x, _ = torch_ops.call(
+            "combine", (x, topk_weights, bias, None), handle.topk_idx, handle.recv_row_idx, handle.recv_counts,
+            handle.num_recv_tokens_per_expert, handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
         return combined_x
 
@@ -308,9 +307,8 @@ class Buffer:
                 raise self._refuse(TypeError(f"{name} is {value!r}; it must be a whole number"))
         if not isinstance(layout, str):
             raise self._refuse(TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}"))
-        dispatch = torch.ops.deepep_moe.dispatch if torch_ops.is_traced(x, topk_weights) else torch_ops.dispatch
-        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts, call = dispatch(
-            x, x_scales, topk_idx, topk_weights, self._number, layout, expert_alignment, bound
+        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts, call = torch_ops.call(
+            "dispatch", (x, x_scales, topk_idx, topk_weights), self._number, layout, expert_alignment, bound
         )
         recv_topk_idx = idx if layout == "rank" else None
         handle = DispatchHandle(
@@ -324,10 +322,9 @@ class Buffer:
     def _call_dispatch_cached(
         self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
     ) -> DispatchOutput:
-        dispatch = torch.ops.deepep_moe.dispatch_cached if torch_ops.is_traced(x, topk_weights) else torch_ops.dispatch_cached
-        recv_x, scales, weights = dispatch(
-            x, x_scales, topk_weights, handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert,
-            handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
+        recv_x, scales, weights = torch_ops.call(
+            "dispatch_cached", (x, x_scales, topk_weights), handle.topk_idx, handle.recv_row_idx, handle.recv_counts,
+            handle.num_recv_tokens_per_expert, handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
         )  # fmt: skip
         return DispatchOutput(
             recv_x, None if x_scales is None else scales, handle.recv_topk_idx, None if topk_weights is None else weights,

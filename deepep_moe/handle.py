@@ -56,12 +56,11 @@ class DispatchHandle:
     def num_rows_per_expert_list(self) -> list[int]:
         """The same on the host, [num_local_experts]. On a GPU it is there when `dispatch` returns, before the rows are, unless
         `num_recv_rows` was given: then it waits for the stream."""
-        num_local_experts = len(self.num_recv_tokens_per_expert)
-        known = self.call[1 + 2 * self.recv_counts.shape[0] :]
-        if len(known) != num_local_experts or (num_local_experts and known[0] < 0):
-            known = self.num_recv_tokens_per_expert
-        rows: list[int] = padded(known, self.expert_alignment).tolist()
-        return rows
+        counts: list[int] = self.call.tolist()[1 + 2 * self.recv_counts.shape[0] :]
+        if len(counts) != len(self.num_recv_tokens_per_expert) or -1 in counts:
+            counts = self.num_recv_tokens_per_expert.tolist()
+        alignment = self.expert_alignment
+        return [-(-count // alignment) * alignment for count in counts]
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:

@@ -3,6 +3,9 @@
 Operators take tensors and numbers only: a buffer goes by its number, a handle by its tensors. Their backwards are each other:
 dispatch's backward is combine, combine's backward is a cached dispatch. What backward keeps is the handle, never rows, except where
 a weighted combine needs its rows for the gradient of the weights.
+
+Only calls that PyTorch traces go through the operators, `call` takes the others past its dispatcher: to an autograd function of the same
+three parts where a gradient is wanted, else straight to the implementation. A host that waits for a GPU's counts has no time to lose.
 """
 
 import weakref
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 _buffers: "weakref.WeakValueDictionary[int, Buffer]" = weakref.WeakValueDictionary()
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_eager: dict[str, tuple[Any, type[torch.autograd.Function]]] = {}
 _HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert, Tensor call"
 
 
@@ -35,12 +39,20 @@ def _buffer(number: int) -> "Buffer":
     return buffer
 
 
-def is_traced(*tensors: Tensor | None) -> bool:
-    """Must a call go through the operator? Otherwise its implementation does, without PyTorch's dispatcher, tens of microseconds sooner."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
+    """The operator `name` with `tensors`, those that may need gradients or be of a class of their own, and further `arguments`."""
+    if _is_traced(tensors):
+        return getattr(torch.ops.deepep_moe, name)(*tensors, *arguments)
+    implementation, function = _eager[name]
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return function.apply(*tensors, *arguments)
+    return implementation(*tensors, *arguments)
+
+
+def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
         return True
-    needs_grad = torch.is_grad_enabled()
-    return any(tensor is not None and ((needs_grad and tensor.requires_grad) or type(tensor) not in _PLAIN) for tensor in tensors)
+    return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
 
 
 def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, ...]) -> DispatchHandle:
@@ -123,8 +135,8 @@ def _combine_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weig
     """The gradients of a dispatch's x and topk_weights."""
     grad_recv_x, grad_recv_topk_weights = _given(ctx, grad_recv_x, grad_recv_topk_weights)
     values = grad_recv_topk_weights.contiguous() if ctx.with_weights else None
-    grad_x, grad_topk_weights = torch.ops.deepep_moe.combine(
-        grad_recv_x.contiguous(), None, None, values, *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment,
+    grad_x, grad_topk_weights = call(
+        "combine", (grad_recv_x.contiguous(), None, None, values), *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment,
         grad_recv_x.shape[0],
     )  # fmt: skip
     return grad_x, grad_topk_weights if ctx.with_weights else None
@@ -209,9 +221,9 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_combined_x, grad_values = _given(ctx, grad_combined_x, grad_values)
     handle, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    grad_x, _, grad_lane_values = torch.ops.deepep_moe.dispatch_cached(
-        grad_combined_x.contiguous(), None, grad_values.contiguous() if ctx.with_values else None, *handle, ctx.buffer, ctx.layout,
-        ctx.expert_alignment, ctx.num_rows,
+    grad_x, _, grad_lane_values = call(
+        "dispatch_cached", (grad_combined_x.contiguous(), None, grad_values.contiguous() if ctx.with_values else None), *handle, ctx.buffer,
+        ctx.layout, ctx.expert_alignment, ctx.num_rows,
     )  # fmt: skip
     grad_weights = None
     if ctx.with_weights:
@@ -226,6 +238,14 @@ def _register(name: str, implementation: Any, fake: Any, save: Any, backward: An
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
     torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
+        output = implementation(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    _eager[name] = implementation, type(name, (torch.autograd.Function,), parts)
 
 
 _register("dispatch", dispatch, _fake_dispatch, _save_dispatch, _dispatch_backward)

@@ -97,23 +97,19 @@ class NvlinkBackend:
         stream = self._begin(args.mode)
         self._communicator.plan(plan, signature, stream)
         if is_bounded:
-            numbers = torch.full((self.num_handle_numbers,), -1)
-            numbers[0] = self.num_calls
-            handle = self._completed(handle, args.num_recv_rows, numbers, handle.recv_row_idx, recv_topk_idx)
+            handle.call.fill_(-1)[0] = self.num_calls
+            handle = self._completed(handle, args.num_recv_rows, handle.recv_row_idx, recv_topk_idx)
             return rows, handle, self._dispatch_move(args, params, num_sms, stream, rows, handle)
         self._communicator.start_dispatch(params, num_sms, stream)
-        numbers = torch.empty(self.num_handle_numbers, dtype=torch.int64)
         absent = self._absent_rows(args, args.layout)
-        counts = self._communicator.wait_counts(
-            self.num_calls, numbers.data_ptr()
-        )  # from here on rows wait for receivers
+        counts = self._communicator.wait_counts(self.num_calls, handle.call.data_ptr())  # from here on rows wait for receivers
         if num_sms == 0:
-            send_counts = numbers[1 : 1 + self.settings.num_ranks].tolist()
+            send_counts = handle.call[1 : 1 + self.settings.num_ranks].tolist()
             self._communicator.copy(send_counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
         rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows, absent)
         if not args.mode.is_split:
             self._communicator.end_dispatch(params, stream)
-        handle = self._completed(handle, counts.num_rows, numbers, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
+        handle = self._completed(handle, counts.num_rows, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
         return rows, handle, partial(self._end, args, params, rows, handle) if args.mode.is_split else lambda: None
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
@@ -266,16 +262,14 @@ class NvlinkBackend:
         return DispatchHandle(
             -1, args.layout, args.expert_alignment, -1, self._empty((args.topk_idx.shape[0], s.num_topk), torch.int32),
             self._empty((num_slots, s.num_topk), torch.int32), self._empty((s.num_ranks, 1), torch.int32),
-            self._empty((s.num_local_experts,), torch.int32), torch.empty(0), None,
+            self._empty((s.num_local_experts,), torch.int32), torch.empty(self.num_handle_numbers, dtype=torch.int64), None,
         )  # fmt: skip
 
-    def _completed(
-        self, handle: DispatchHandle, num_rows: int, numbers: Tensor, recv_row_idx: Tensor, recv_topk_idx: Tensor | None
-    ) -> DispatchHandle:
+    def _completed(self, handle: DispatchHandle, num_rows: int, recv_row_idx: Tensor, recv_topk_idx: Tensor | None) -> DispatchHandle:
         """`handle` with what is known once the counts are. (`dataclasses.replace` takes longer than the GPU has.)"""
         return DispatchHandle(
             -1, handle.layout, handle.expert_alignment, num_rows, handle.topk_idx, recv_row_idx, handle.recv_counts,
-            handle.num_recv_tokens_per_expert, numbers, recv_topk_idx,
+            handle.num_recv_tokens_per_expert, handle.call, recv_topk_idx,
         )  # fmt: skip
 
     def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int, absent: Absent) -> tuple[Rows, Tensor | None]:

@@ -65,8 +65,15 @@ def record(
         "hardware": cpu_name(),
         **extra,
         "versions": {"deepep_moe": deepep_moe.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "command": shlex.join(["python", "-m", "deepep_moe.bench", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "deepep_moe.bench", *_without_files(sys.argv[1:])]),
     }
+
+
+def _without_files(arguments: list[str]) -> list[str]:
+    """What repeats a measurement; where its results went is of no interest."""
+    names = ("--json", "--plot", "--output")
+    kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before not in names]
+    return [argument for argument in kept if argument.split("=")[0] not in names]
 
 
 def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:
