@@ -14,14 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config, torch_ops
-from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
+from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
 from deepep_moe.backends.checks import (
+    check_beside_handle,
     check_cached_dispatch,
     check_combine,
     check_device,
     check_dispatch,
     check_num_sms,
+    check_owner,
+    check_quantizable,
+    check_routing,
     check_settings,
+    check_tensors,
 )
 from deepep_moe.backends.quantize import quantize_fp8
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
@@ -278,15 +283,23 @@ class Buffer:
         handle: DispatchHandle | None, num_recv_rows: int | None,
     ) -> DispatchOutput:  # fmt: skip
         self._alive()
-        self._refuse_types({"x": x, "x_scales": x_scales, "topk_idx": topk_idx, "topk_weights": topk_weights}, handle)
-        if handle is None:
-            return self._call_dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
-        self._refuse_beside_handle(handle, topk_idx, layout, expert_alignment, num_recv_rows)
-        return self._call_dispatch_cached(x, x_scales, topk_weights, handle)
+        with self._refusing():
+            check_tensors(x, x_scales=x_scales, topk_idx=topk_idx, topk_weights=topk_weights)
+            if handle is None:
+                check_routing(topk_idx, layout, expert_alignment, num_recv_rows)
+            else:
+                check_owner(handle, self._number)
+                check_beside_handle(handle, topk_idx, layout, expert_alignment, num_recv_rows)
+        if handle is not None:
+            return self._call_dispatch_cached(x, x_scales, topk_weights, handle)
+        assert topk_idx is not None  # checked
+        return self._call_dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
 
     def _combine_now(self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None) -> Tensor:
         self._alive()
-        self._refuse_types({"x": x, "topk_weights": topk_weights, "bias": bias}, handle, needs_handle=True)
+        with self._refusing():
+            check_tensors(x, topk_weights=topk_weights, bias=bias)
+            check_owner(handle, self._number)
         combined_x, _ = torch_ops.call(
             "combine", (x, topk_weights, bias, None), handle.topk_idx, handle.recv_row_idx, handle.recv_counts,
             handle.num_recv_tokens_per_expert, handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
@@ -294,19 +307,10 @@ class Buffer:
         return combined_x
 
     def _call_dispatch(
-        self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: str, expert_alignment: int,
+        self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str, expert_alignment: int,
         num_recv_rows: int | None,
     ) -> DispatchOutput:  # fmt: skip
-        if topk_idx is None:
-            raise self._refuse(ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch"))
         bound = -1 if num_recv_rows is None else num_recv_rows
-        if isinstance(num_recv_rows, int) and num_recv_rows < 0:
-            raise self._refuse(ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows"))
-        for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", bound)):
-            if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-                raise self._refuse(TypeError(f"{name} is {value!r}; it must be a whole number"))
-        if not isinstance(layout, str):
-            raise self._refuse(TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}"))
         recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts, call = torch_ops.call(
             "dispatch", (x, x_scales, topk_idx, topk_weights), self._number, layout, expert_alignment, bound
         )
@@ -331,45 +335,10 @@ class Buffer:
             handle.num_recv_tokens_per_expert, handle, None, None,
         )  # fmt: skip
 
-    def _refuse_types(self, tensors: dict[str, Any], handle: Any, *, needs_handle: bool = False) -> None:
-        """Refuse what the operators could not even be called with."""
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
-                raise self._refuse(TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}"))
-        if handle is None and not needs_handle:
-            return
-        if not isinstance(handle, DispatchHandle):
-            raise self._refuse(TypeError(f"handle must be the DispatchHandle of a dispatch, not {type(handle).__name__}"))
-        if handle.buffer_id != self._number:
-            raise self._refuse(
-                ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {self._number}; use the buffer that dispatched it")
-            )
-
-    def _refuse_beside_handle(
-        self, handle: DispatchHandle, topk_idx: Tensor | None, layout: str, expert_alignment: int, num_recv_rows: int | None
-    ) -> None:
-        """Refuse arguments that contradict the handle given with them."""
-        if topk_idx is not None:
-            raise self._refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
-        if num_recv_rows is not None or layout not in ("expert", handle.layout) or expert_alignment not in (1, handle.expert_alignment):
-            raise self._refuse(
-                ValueError(
-                    f"layout {layout!r}, expert_alignment {expert_alignment} and num_recv_rows {num_recv_rows} were given beside a handle "
-                    f"with layout {handle.layout!r} and expert_alignment {handle.expert_alignment}; leave them out, the handle has its own"
-                )
-            )
-
     def _quantized(self, x: Tensor, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
-        try:
-            if not isinstance(x, Tensor):
-                raise TypeError(f"x must be a torch.Tensor, not {type(x).__name__}")
-            if x_scales is not None:
-                raise ValueError("fp8 and x_scales were both given; rows with scales are fp8 already")
-            if torch.is_grad_enabled() and x.requires_grad:
-                raise ValueError("fp8=True has no gradient and x requires one; call it with x.detach()")
+        with self._refusing():
+            check_quantizable(x, x_scales)
             return quantize_fp8(x)
-        except (TypeError, ValueError) as error:
-            raise self._refuse(error) from None
 
     # ---- implementation of the operators ----
 
@@ -392,15 +361,21 @@ class Buffer:
         self._alive().abort(f"{type(error).__name__}: {error}")
         return error
 
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Wrong types and values found inside are told to the peers."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            raise self._refuse(error) from None
+
     def _checked(self, check: Callable[[Any, Settings], None], args: _Args) -> _Args:
         backend = self._alive()
         self._refuse_other_process()
         self._wait_for_pending()
-        try:
+        with self._refusing():
             check_device(args.x, backend)
             check(args, self._settings)
-        except (TypeError, ValueError) as error:
-            raise self._refuse(error) from None
         return args
 
     @contextlib.contextmanager
@@ -448,10 +423,8 @@ class Buffer:
     @contextlib.contextmanager
     def _in_mode(self, mode: Mode) -> Iterator[None]:
         """The calls inside run in `mode`; gradients run as the buffer was made."""
-        try:
+        with self._refusing():
             check_num_sms(mode.num_sms)
-        except (TypeError, ValueError) as error:
-            raise self._refuse(error) from None
         self._mode = mode if mode.num_sms is not None else Mode(mode.is_async, mode.is_split, self._own_mode.num_sms)
         try:
             yield

@@ -15,6 +15,57 @@ _MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+# ---- before an operator can be called at all ----
+
+
+def check_tensors(x: Any, **tensors: Any) -> None:
+    """`x`, and `tensors` that may be None."""
+    for name, tensor in {"x": x, **tensors}.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+
+
+def check_owner(handle: Any, buffer_id: int) -> None:
+    if not isinstance(handle, DispatchHandle):
+        raise TypeError(f"handle must be the DispatchHandle of a dispatch, not {type(handle).__name__}")
+    if handle.buffer_id != buffer_id:
+        raise ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {buffer_id}; use the buffer that dispatched it")
+
+
+def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
+    if topk_idx is None:
+        raise ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch")
+    if isinstance(num_recv_rows, int) and num_recv_rows < 0:
+        raise ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows")
+    for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", 0 if num_recv_rows is None else num_recv_rows)):
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be a whole number")
+    if not isinstance(layout, str):
+        raise TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
+
+
+def check_beside_handle(handle: DispatchHandle, topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
+    """Refuse arguments that contradict the handle given with them."""
+    if topk_idx is not None:
+        raise ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch")
+    if num_recv_rows is not None or layout not in ("expert", handle.layout) or expert_alignment not in (1, handle.expert_alignment):
+        raise ValueError(
+            f"layout {layout!r}, expert_alignment {expert_alignment} and num_recv_rows {num_recv_rows} were given beside a handle "
+            f"with layout {handle.layout!r} and expert_alignment {handle.expert_alignment}; leave them out, the handle has its own"
+        )
+
+
+def check_quantizable(x: Any, x_scales: Tensor | None) -> None:
+    check_tensors(x)
+    if x_scales is not None:
+        raise ValueError("fp8 and x_scales were both given; rows with scales are fp8 already")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("fp8=True has no gradient and x requires one; call it with x.detach()")
+
+
+# ---- of a call ----
+
+
 def _check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None
 ) -> None:
