@@ -50,7 +50,7 @@ def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
 
 
 def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
 
@@ -220,7 +220,8 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_combined_x, grad_values = _given(ctx, grad_combined_x, grad_values)
-    handle, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    saved = ctx.saved_tensors  # unpacked once: checkpointing allows no more
+    handle, rest = saved[:5], saved[5:]
     grad_x, _, grad_lane_values = call(
         "dispatch_cached", (grad_combined_x.contiguous(), None, grad_values.contiguous() if ctx.with_values else None), *handle, ctx.buffer,
         ctx.layout, ctx.expert_alignment, ctx.num_rows,

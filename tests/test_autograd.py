@@ -1,8 +1,11 @@
 """Gradients of dispatch and combine against the reference, and the operators under torch.compile."""
 
+from functools import partial
+
 import pytest
 import torch
 from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
 from deepep_moe.testing import run_ranks
@@ -55,6 +58,32 @@ def gradients(rank, num_ranks, backend, layout, dtype):
 @pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_gradients_equal_reference(backend, layout, dtype):
     run_ranks(gradients, 3, backend, layout, dtype)
+
+
+def checkpointed_gradients(rank, num_ranks, backend):
+    device_of(backend, rank)
+    case = Case([9, 4])
+    x, idx, weight = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=20)
+
+    def layer(x, weight):
+        out = buffer.dispatch(x, idx, weight)
+        return buffer.combine(out.recv_x * 1.5, out.handle, out.recv_topk_weights)
+
+    def step(run):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = run(*leaves)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
+
+    expected = step(layer)
+    actual = step(partial(checkpoint, layer, use_reentrant=False))
+    for name, there, here in zip(("y", "x.grad", "weight.grad"), expected, actual, strict=True):
+        assert_same(name, here, there)
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_checkpointing(backend):
+    run_ranks(checkpointed_gradients, 2, backend)
 
 
 def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):

@@ -141,9 +141,9 @@ def test_cuda_graph(layout):
 IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]
 
 
-def make_buffer(rank, timeout_s=20.0):
+def make_buffer(rank, timeout_s=20.0, num_experts=4):
     device = device_of("nvlink", rank)
-    buffer = Buffer(None, 8, 16, 4, 2, backend="nvlink", timeout_s=timeout_s)
+    buffer = Buffer(None, 8, 16, num_experts, 2, backend="nvlink", timeout_s=timeout_s)
     return buffer, torch.randn(4, 16, device=device), torch.tensor(IDX, device=device)
 
 
@@ -187,20 +187,69 @@ def test_ranks_in_different_calls():
     run_ranks(different_calls, 2)
 
 
-def late_peer(rank, num_ranks):
-    buffer, x, idx = make_buffer(rank, timeout_s=1.0)
+def late_peer(rank, num_ranks, num_experts):
+    buffer, x, idx = make_buffer(rank, timeout_s=1.0, num_experts=num_experts)
     buffer.dispatch(x, idx)
     if rank == 1:
         time.sleep(4)
         return
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver .*phase 'entry into the call', expected 2, seen 1") as info:
         buffer.dispatch(x, idx)
-    assert (info.value.rank, info.value.phase) == (1, "entry into the call")
+    assert (info.value.rank, info.value.phase, info.value.expected, info.value.seen) == (1, "entry into the call", 2, 1)
     assert (x + 1).isfinite().all(), "the GPU stays usable"
 
 
-def test_late_peer():
-    run_ranks(late_peer, 2)
+@pytest.mark.parametrize("num_experts", (4, 512))  # words of counts for a few threads, for all of a block
+def test_late_peer(num_experts):
+    run_ranks(late_peer, 2, num_experts)
+
+
+class Unchecked:
+    """A communicator whose failures nobody looks at before the next call, as in a CUDA graph."""
+
+    def __init__(self, communicator):
+        self.communicator = communicator
+
+    def __getattr__(self, name):
+        return getattr(self.communicator, name)
+
+    def check(self):
+        pass
+
+
+def refusing_on_and_on(rank, num_ranks):
+    """Rank 1 refuses call after call while the others wait for rank 0: none of its refusals may count as tokens."""
+    buffer, x, idx = make_buffer(rank, timeout_s=15.0, num_experts=256)
+    buffer.dispatch(x, idx)
+    communicator = buffer._backend._communicator
+    buffer._backend._communicator = Unchecked(communicator)
+    time.sleep((2, 1, 0, 0)[rank])
+    for _ in range(3 if rank == 1 else 1):
+        buffer.dispatch(x, idx + (1000 if rank == 1 else 0), num_recv_rows=8 * num_ranks)
+    error, message = (ValueError, r"topk_idx\[\d, \d\] is 1") if rank == 1 else (EPPeerError, "rank [01] refused its arguments")
+    deadline = time.time() + 20
+    with pytest.raises(error, match=message):
+        while time.time() < deadline:
+            communicator.check()
+    dist.barrier()
+
+
+def test_refusals_of_later_calls():
+    run_ranks(refusing_on_and_on, 4)
+
+
+def under_another_default_device(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank)
+    expected = buffer.dispatch(x, idx)
+    with torch.device("meta"):
+        out = buffer.dispatch(x, idx)
+        bounded = buffer.dispatch(x, idx, num_recv_rows=len(out.recv_x))
+    for other in (out, bounded):
+        assert torch.equal(other.recv_x, expected.recv_x) and other.handle.call.device.type == "cpu"
+
+
+def test_default_device():
+    run_ranks(under_another_default_device, 2)
 
 
 def dead_peer(rank, num_ranks):

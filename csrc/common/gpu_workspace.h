@@ -29,6 +29,7 @@ constexpr int kArrivedStride = 16;       // words from one flag of `arrived` to 
 constexpr int kPlanThreads = 256;        // of one block of the plan, which counts one segment of the tokens
 constexpr int kMaxSegments = 128;        // blocks of the plan; all must be on the GPU at once
 constexpr int kMaxReasonBytes = 240;
+constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
 
 struct GpuWorkspaceConfig {
     int num_ranks, num_experts, num_topk, hidden;

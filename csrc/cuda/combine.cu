@@ -30,15 +30,8 @@ struct Kernel {
 
     __device__ explicit Kernel(const GpuCombineParams& p)
         : p(p), c(p.context), config(c.config), row_bytes(config.hidden * (16 / Values::kCount)), num_pieces(static_cast<int>(row_bytes / 16)),
-          num_parts(divide_up(num_pieces, kPartPieces)), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()), own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
-
-    // The first of the tokens received from `source`.
-    __device__ int first_from(int source) const {
-        int first = 0;
-#pragma unroll 1
-        for (int before = 0; before < source; ++before) first += p.recv_counts[before];
-        return first;
-    }
+          num_parts(divide_up(num_pieces, kPartPieces)), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()),
+          own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
     // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.
     __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
@@ -51,7 +44,7 @@ struct Kernel {
 #pragma unroll 1
         for (int turn = 1; turn < config.num_ranks; ++turn) {
             const int peer = (c.rank + turn) % config.num_ranks;
-            const int first = first_from(peer);
+            const int first = first_from(p.recv_counts, peer);
             const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_chunks;
             const auto ready = [&](int chunk) {
                 const int num_rows = min(kChunkSlots, p.recv_counts[peer] - chunk * kChunkSlots);
@@ -80,7 +73,7 @@ struct Kernel {
         __device__ Rows(const Kernel& k, int token) : recv_token(token) {
             const GpuCombineParams& p = k.p;
             if (recv_token < 0) return;
-            if (p.is_expert_layout && k.lane < k.config.num_topk) row_of_lane = p.recv_row_idx[recv_token * k.config.num_topk + k.lane];
+            if (p.is_expert_layout && k.lane < k.config.num_topk) row_of_lane = p.recv_row_idx[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane];
             if (!p.is_expert_layout && k.lane == 0 && recv_token < p.num_rows) row_of_lane = recv_token;
         }
 
@@ -96,7 +89,7 @@ struct Kernel {
         __device__ float lane_value(const Kernel& k) const {
             const GpuCombineParams& p = k.p;
             if (p.is_expert_layout) return row_of_lane >= 0 ? p.lane_values[row_of_lane] : 0.0f;
-            return recv_token >= 0 && recv_token < p.num_rows ? p.lane_values[recv_token * k.config.num_topk + k.lane] : 0.0f;
+            return recv_token >= 0 && recv_token < p.num_rows ? p.lane_values[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane] : 0.0f;
         }
 
         // Adds pieces first, first + 32, ... of the rows to `sum`.
@@ -126,11 +119,11 @@ struct Kernel {
         Rows rows;
         __device__ Remote(const Kernel& k, int task) {
 #pragma unroll 1
-        for (int turn = 1; turn < k.config.num_ranks; ++turn) {
+            for (int turn = 1; turn < k.config.num_ranks; ++turn) {
                 const int to = (k.c.rank + turn) % k.config.num_ranks, num_tasks = k.p.recv_counts[to] * k.num_parts;
                 if (task < num_tasks) {
                     peer = to, index = task / k.num_parts, part = task % k.num_parts;
-                    rows = Rows(k, k.first_from(peer) + index);
+                    rows = Rows(k, first_from(k.p.recv_counts, peer) + index);
                     return;
                 }
                 task -= num_tasks;
@@ -169,8 +162,10 @@ struct Kernel {
 
     __device__ void finish() const {
         WarpTasks tasks(&c.state->next_receive);
-        const int own_first = first_from(c.rank), num_tasks = p.routing.num_tokens * num_parts;
-        const auto slot_of = [&](int task) { return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[task / num_parts * config.num_ranks + lane] : -1; };
+        const int own_first = first_from(p.recv_counts, c.rank), num_tasks = p.routing.num_tokens * num_parts;
+        const auto slot_of = [&](int task) {  // of the token on rank `lane`, -1 = it did not go there
+            return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[task / num_parts * config.num_ranks + lane] : -1;
+        };
         const auto rows_of = [&](int index) {
             const int own_index = __shfl_sync(kFullWarp, index, c.rank);
             return own_index < 0 ? Rows() : Rows(*this, own_first + own_index);

@@ -61,9 +61,7 @@ struct Receiver {
             if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
             lanes_here |= 1u << source;
         }
-        int first = 0;
-#pragma unroll 1
-        for (int before = 0; before < source; ++before) first += p.recv_counts[before];
+        const int first = first_from(p.recv_counts, source);
         GpuLane lanes[kTaskRows];  // on their way while the rows are waited for
 #pragma unroll
         for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(task.begin + i, task.end - 1), first);

@@ -22,10 +22,14 @@ __device__ __noinline__ void refuse_duplicate(const GpuContext& c, int entry, in
 
 __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected, int32_t* counts) {
     const int source = at / c.layout.columns;
+    const unsigned long long sequence = expected >> kValueBits;
+    if (wait_word(c, Workspace(c, c.rank).entered(sequence, source), expected, source, GpuPhase::kEntry) == 0) return false;
     const unsigned long long word = wait_word(c, words + at, expected, source, GpuPhase::kCounts);
     counts[at] = static_cast<int>(word - expected);
-    if (word == (expected | kRefused)) report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(expected >> kValueBits & 1), 0);
-    return word != 0 && word != (expected | kRefused);
+    // A rank that refuses does not wait for its peers, so this may be its refusal of a later call.
+    const bool refuses = word >= (expected | kRefused);
+    if (refuses) report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+    return word != 0 && !refuses;
 }
 
 struct Plan {
@@ -75,7 +79,8 @@ struct Plan {
 #pragma unroll 1
         for (int i = threadIdx.x; i < kWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
 #pragma unroll 1
-        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_chunks; i += gridDim.x * kPlanThreads) r.reduced[i] = 0;
+        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_chunks; i += gridDim.x * kPlanThreads)
+            r.reduced[i] = 0;  // a combine is a call along a handle
         __syncthreads();
         int32_t* counts = warp_counts + warp * columns;
 #pragma unroll 1
@@ -165,12 +170,16 @@ struct Plan {
     // ---- the last block done: sums over the segments, and those of all ranks ----
 
     __device__ void exchange() const {
-        __shared__ bool failed;
-        if (threadIdx.x == 0) failed = gave_up(c);
+        __shared__ bool refuses, failed;
+        if (threadIdx.x == 0) refuses = failed = gave_up(c);
         __syncthreads();
-        if (failed && static_cast<int>(threadIdx.x) < config.num_ranks) refuse(Workspace(c, threadIdx.x));
+        if (refuses) {  // the reason is there before any count says so
+            if (static_cast<int>(threadIdx.x) < config.num_ranks) refuse(Workspace(c, threadIdx.x));
+            fence_system();
+            __syncthreads();
+        }
 #pragma unroll 1
-        for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, failed);
+        for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, refuses);
         if (warp == kWarps - 1 && lane < config.num_ranks && !meet(lane)) failed = true;
         if (!p.cached && !gather()) failed = true;
         __syncthreads();
@@ -207,7 +216,7 @@ struct Plan {
         const unsigned long long seen = wait_word(c, own.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
         if (seen == 0) return false;
         if (peer == c.rank || seen == (sequence << kValueBits | digest(p.stamp.what))) return true;
-        report(c, seen == sequence << kValueBits ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+        report(c, (seen & kRefused) == 0 ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
         return false;
     }
 
@@ -228,11 +237,14 @@ struct Plan {
                 for (int i = 0; i < kLoads; ++i) word[i] = load_relaxed(words + min(first + i * kPlanThreads, num_words - 1));
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i)
-                    if (word[i] < expected || word[i] == (expected | kRefused)) not_here |= 1u << i;
+                    if (word[i] - expected >= kRefused) not_here |= 1u << i;  // older, a refusal, or that of a later call
             }
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) all_counts[min(first + i * kPlanThreads, num_words - 1)] = static_cast<int>(word[i] - expected);
-            for (; not_here != 0; not_here &= not_here - 1) ok = wait_count(c, words, min(first + (__ffs(not_here) - 1) * kPlanThreads, num_words - 1), expected, all_counts) && ok;
+            for (; not_here != 0; not_here &= not_here - 1) {
+                const int at = min(first + (__ffs(not_here) - 1) * kPlanThreads, num_words - 1);
+                ok = wait_count(c, words, at, expected, all_counts) && ok;
+            }
         }
         return ok;
     }
@@ -345,7 +357,7 @@ int64_t plan_shared_bytes(const GpuWorkspaceConfig& config) {
 }
 
 int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config) {
-    return blocks_per_multiprocessor(plan, kPlanThreads, plan_shared_bytes(config));
+    return blocks_per_multiprocessor<plan>(kPlanThreads, plan_shared_bytes(config));
 }
 
 void launch_plan(const GpuPlanParams& p, void* stream) {

@@ -17,7 +17,6 @@ namespace {
 
 constexpr int kFewestWorkers = 8;         // blocks of a combine that do not send
 constexpr int kRingBytes = 184 * 1024;    // of a block's rows on their way: the link is slower where more are
-constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has besides its ring
 
 void check_cuda(cudaError_t status, const char* what) {
     if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
@@ -411,17 +410,24 @@ void GpuCommunicator::check() {
     if (static_cast<volatile GpuFailure&>(host_->failure).kind == kNoFailure) return;
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-    const GpuFailure failure = host_->failure;
+    const GpuFailure failure = in_calls(host_->failure);
     host_->failure = {};
     start_afresh();
     raise(failure);
 }
 
+// What was expected and seen, as numbers of calls where the words say those.
+GpuFailure GpuCommunicator::in_calls(GpuFailure f) const {
+    const auto phase = static_cast<GpuPhase>(f.phase);
+    if (f.kind != kTimeout || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts)) return f;
+    f.expected >>= kValueBits;
+    f.seen = phase == GpuPhase::kEntry ? last_call_of(f.peer) : f.seen >> kValueBits;
+    return f;
+}
+
 std::string GpuCommunicator::describe(const GpuFailure& f, int rank) const {
     const std::string token = "topk_idx[" + std::to_string(f.expected), me = "rank " + std::to_string(rank), peer = "rank " + std::to_string(f.peer);
-    const bool is_entry = f.kind == kTimeout && static_cast<GpuPhase>(f.phase) == GpuPhase::kEntry;
-    const std::string expected = std::to_string(is_entry ? f.expected >> kValueBits : f.expected);
-    const std::string seen = std::to_string(is_entry ? last_call_of(f.peer) : f.seen);
+    const std::string expected = std::to_string(f.expected), seen = std::to_string(f.seen);
     const auto call = [](uint64_t packed) { return deepep_moe::describe(unpack(packed)); };
     switch (f.kind) {
         case kIndexOutOfRange:

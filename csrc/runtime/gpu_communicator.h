@@ -14,7 +14,7 @@ namespace deepep_moe {
 
 // How kernels divide a GPU. Defaults are set for the device; a benchmark may vary them between calls.
 struct GpuTuning {
-    GpuRing ring{6, 4};                // of one block, as far as its shared memory goes
+    GpuRing ring{6, 4};                // of one block, as far as its rows are to be on their way at once
     bool uses_bulk_copies = true;      // false: 16-byte loads and stores, the only way before sm_90
     int num_receive_blocks = 64;       // of a dispatch
     int num_work_blocks = 0;           // of a combine; 0: all multiprocessors that do not send
@@ -73,6 +73,7 @@ private:
     void fork(cudaStream_t stream);
     void join(cudaStream_t stream);
     [[noreturn]] void raise(const GpuFailure& failure) const;
+    GpuFailure in_calls(GpuFailure failure) const;
     std::string describe(const GpuFailure& failure, int rank) const;
     std::string reason_of(int peer, int parity) const;
     GpuStamp stamp_of(int peer, int parity) const;

@@ -262,7 +262,7 @@ class NvlinkBackend:
         return DispatchHandle(
             -1, args.layout, args.expert_alignment, -1, self._empty((args.topk_idx.shape[0], s.num_topk), torch.int32),
             self._empty((num_slots, s.num_topk), torch.int32), self._empty((s.num_ranks, 1), torch.int32),
-            self._empty((s.num_local_experts,), torch.int32), torch.empty(self.num_handle_numbers, dtype=torch.int64), None,
+            self._empty((s.num_local_experts,), torch.int32), torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu"), None,
         )  # fmt: skip
 
     def _completed(self, handle: DispatchHandle, num_rows: int, recv_row_idx: Tensor, recv_topk_idx: Tensor | None) -> DispatchHandle:

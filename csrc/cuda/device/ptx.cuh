@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_release_local(unsigned long long* counter, u
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
 
-// For a flag that announces nothing written by this kernel.
+// For a word that says all there is to say, and announces nothing written by this kernel.
 __device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }

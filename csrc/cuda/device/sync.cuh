@@ -87,6 +87,14 @@ __device__ inline bool is_last_block(int* counter, int num_blocks) {
     return last != 0;
 }
 
+// The first of the tokens received from `source`.
+__device__ __forceinline__ int first_from(const int32_t* recv_counts, int source) {
+    int first = 0;
+#pragma unroll 1
+    for (int before = 0; before < source; ++before) first += recv_counts[before];
+    return first;
+}
+
 // This rank's tokens before `token`'s warp of the plan that count in `column`.
 __device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int token, int column) {
     const int warp = token / r.tokens_per_warp, columns = c.layout.columns;

@@ -13,8 +13,8 @@ void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Pa
     emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kKernel(params); });
 }
 
-template <class Params>
-int blocks_per_multiprocessor(void (*)(Params), int, int64_t) {
+template <auto kKernel>
+int blocks_per_multiprocessor(int, int64_t) {
     return 1024;
 }
 
