@@ -232,18 +232,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant
 
 }  // namespace
 
-GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t shared_bytes) {
+GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t wished_bytes, int64_t shared_bytes) {
     const GpuSlotLayout slot(row_bytes, tail_bytes);
     GpuRing ring = wished;
-    if (ring.stages == 0) return {kMaxThreads / 32, 0};
-    while (RingMemory::bytes(ring, slot) > shared_bytes) {
-        if (ring.stages > 3)
-            --ring.stages;
-        else if (ring.warps > 1)
-            --ring.warps;
-        else
-            return {kMaxThreads / 32, 0};
-    }
+    while (ring.stages > 3 && RingMemory::bytes(ring, slot) > wished_bytes) --ring.stages;
+    while (ring.warps > 1 && RingMemory::bytes(ring, slot) > wished_bytes) --ring.warps;
+    if (ring.stages == 0 || RingMemory::bytes(ring, slot) > shared_bytes) return {kMaxThreads / 32, 0};
     return ring;
 }
 

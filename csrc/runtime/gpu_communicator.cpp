@@ -209,7 +209,7 @@ GpuDispatchParams GpuCommunicator::completed(GpuDispatchParams params) const {
     complete(params.routing);
     params.context = context();
     const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
-    params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, std::min(kRingBytes, shared_bytes_ - kStaticSharedBytes));
+    params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, kRingBytes, shared_bytes_ - kStaticSharedBytes);
     return params;
 }
 
@@ -218,7 +218,7 @@ GpuCombineParams GpuCommunicator::completed(GpuCombineParams params) const {
     params.context = context();
     const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
     const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
-    params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), std::min(kRingBytes, shared_bytes_ - kStaticSharedBytes));
+    params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), kRingBytes, shared_bytes_ - kStaticSharedBytes);
     return params;
 }
 
