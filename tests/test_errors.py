@@ -236,6 +236,7 @@ def interrupted(rank, num_ranks):
     buffer = make_buffer(timeout_s=30.0)
     if rank == 1:
         return dist.barrier()  # does not enter the call
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     if os.fork() == 0:
         time.sleep(1)
         os.kill(os.getppid(), signal.SIGINT)
