@@ -8,6 +8,7 @@ from exchange_cases import Case, assert_same, device_of, on_device, poison_outpu
 from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
+from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 LAYOUTS = ("expert", "rank")
@@ -84,6 +85,21 @@ def checkpointed_gradients(rank, num_ranks, backend):
 @pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_checkpointing(backend):
     run_ranks(checkpointed_gradients, 2, backend)
+
+
+def transformed(rank, num_ranks):
+    buffer, x, idx = Buffer(None, 4, 16, 4, 2, timeout_s=20), torch.randn(4, 16), torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
+    if rank == 0:
+        with pytest.raises(TypeError, match=r"cannot be transformed by torch.func .*; use torch.autograd.grad or backward"):
+            torch.func.grad(lambda x: buffer.dispatch(x, idx).recv_x.sum())(x)
+    else:
+        with pytest.raises(EPPeerError, match=r"rank 0 .*cannot be transformed by torch.func"):
+            buffer.dispatch(x, idx)
+    assert len(buffer.dispatch(x, idx).recv_x) == (6, 8)[rank]
+
+
+def test_transforms_are_refused():
+    run_ranks(transformed, 2)
 
 
 def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):

@@ -4,29 +4,15 @@
 //
 // Warps write whole rows of 14336 bytes from shared memory by bulk copies, or with 16-byte stores, in three orders: one after the other,
 // shuffled, and as a dispatch does, at the front of one of 128 groups each time. A line per case: microseconds, GB/s.
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <numeric>
 #include <random>
 #include <vector>
 
-#define CHECK(call)                                                                              \
-    do {                                                                                         \
-        cudaError_t status_ = (call);                                                            \
-        if (status_ != cudaSuccess) {                                                            \
-            std::fprintf(stderr, "%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status_)); \
-            std::exit(1);                                                                        \
-        }                                                                                        \
-    } while (0)
+#include "probe.cuh"
 
 constexpr int kRowBytes = 14336, kRows = 40960, kGroups = 128, kWarps = 4;
 constexpr size_t kBytes = static_cast<size_t>(kRowBytes) * kRows;
-
-__device__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __global__ void bulk_copies(char* out, const int* order) {
     extern __shared__ __align__(128) char rows[];

@@ -5,23 +5,11 @@
 // Every GPU pushes whole rows to all its peers at once, four warps a block, each through a ring of three rows. Each warp sends a row no
 // sooner than its share of the offered rate allows; 0: as fast as it can. A line per offered rate: GB/s per direction of the slowest GPU,
 // per number of blocks.
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <thread>
 #include <vector>
 
-#define CHECK(call)                                                                              \
-    do {                                                                                         \
-        cudaError_t status_ = (call);                                                            \
-        if (status_ != cudaSuccess) {                                                            \
-            std::fprintf(stderr, "%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(status_)); \
-            std::exit(1);                                                                        \
-        }                                                                                        \
-    } while (0)
+#include "probe.cuh"
 
 constexpr int kMaxRanks = 8, kWarps = 4, kStages = 3, kAhead = 1;
 constexpr double kGigahertz = 1.98;  // of a multiprocessor
@@ -31,8 +19,6 @@ struct Params {
     char* peers[kMaxRanks];  // one [rows, row_bytes] per rank
     int rank, num_ranks, rows, row_bytes, cycles_per_row;
 };
-
-__device__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ void load_row(void* smem, const void* gmem, uint32_t bytes, uint64_t* full) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");

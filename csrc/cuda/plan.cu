@@ -47,7 +47,7 @@ struct Plan {
     int* const num_rows;                 // shared memory: of this rank in the expert layout
 
     __device__ Plan(const GpuPlanParams& p, int32_t* shared, int* num_rows)
-        : p(p), c(p.context), config(c.config), r(p.routing), columns(config.num_experts + config.num_ranks),
+        : p(p), c(p.context), config(c.config), r(p.routing), columns(c.layout.columns),
           num_local(config.num_experts / config.num_ranks), warp(threadIdx.x / 32), lane(threadIdx.x % 32), sequence(c.state->sequence + 1),
           warp_begin((blockIdx.x * kWarps + warp) * r.tokens_per_warp), warp_end(min(warp_begin + r.tokens_per_warp, r.num_tokens)),
           warp_counts(shared), all_counts(shared), experts(shared + kWarps * columns + warp * 32 * config.num_topk), own(c, c.rank),

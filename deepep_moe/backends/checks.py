@@ -19,7 +19,9 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_tensors(x: Any, **tensors: Any) -> None:
-    """`x`, and `tensors` that may be None."""
+    """`x`, and `tensors` that may be None. An exchange has no rule for transforms of torch.func: they would fail on their way here."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise TypeError("dispatch and combine cannot be transformed by torch.func (grad, vmap, jvp); use torch.autograd.grad or backward")
     for name, tensor in {"x": x, **tensors}.items():
         if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
