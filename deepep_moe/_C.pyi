@@ -150,6 +150,7 @@ class GpuDispatchParams:
     cached: bool
     has_lanes: bool
     is_expert_layout: bool
+    is_guess: bool
     recv_topk_idx_is_int64: bool
     expert_alignment: int
     row_bytes: int

@@ -44,6 +44,7 @@ void bind_moves(py::module_& m) {
         .def_readwrite("cached", &GpuDispatchParams::cached)
         .def_readwrite("has_lanes", &GpuDispatchParams::has_lanes)
         .def_readwrite("is_expert_layout", &GpuDispatchParams::is_expert_layout)
+        .def_readwrite("is_guess", &GpuDispatchParams::is_guess)
         .def_readwrite("recv_topk_idx_is_int64", &GpuDispatchParams::recv_topk_idx_is_int64)
         .def_readwrite("expert_alignment", &GpuDispatchParams::expert_alignment)
         .def_readwrite("row_bytes", &GpuDispatchParams::row_bytes)

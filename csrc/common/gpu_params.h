@@ -19,8 +19,8 @@ struct GpuState {
     unsigned long long sequence;  // of the last call whose plan is complete
     int gave_up;                  // set with a failure: all waits of this rank end
     int num_counted, num_told;    // blocks of the plan that have counted, and that have told the peers their tokens' lanes
-    int next_send[kMaxGpuRanks];  // chunks taken by a sender, of each peer
-    int next_reduce, next_receive;
+    int next_send, next_reduce, next_receive;  // chunks and other tasks that were taken
+    long long num_rows;           // that this rank receives, of a plan that reports counts
 };
 
 struct GpuContext {
@@ -70,6 +70,7 @@ struct GpuPlanParams {
 };
 
 // How the rows of a kernel travel through shared memory: `warps` rings of `stages` rows each; no stages: loads and stores instead.
+constexpr int kMaxRingWarps = 11;
 struct GpuRing {
     int warps, stages;
 };
@@ -80,6 +81,7 @@ struct GpuDispatchParams {
     GpuRing ring;
     bool cached, has_lanes, is_expert_layout, recv_topk_idx_is_int64;
     bool to_outbox;  // senders leave rows in the outbox, for a copy engine
+    bool is_guess;   // num_rows: where more come, none is received, and a later launch receives them
     int num_lane_blocks, num_send_blocks, num_receive_blocks, expert_alignment;
     int64_t row_bytes, scale_bytes, num_rows;
     const std::byte* x;         // [num_tokens, row_bytes]

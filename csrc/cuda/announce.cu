@@ -9,8 +9,9 @@ namespace {
 __global__ void announce(const __grid_constant__ GpuAnnounceParams p) {
     if (gave_up(p.context)) return;
     const Workspace theirs(p.context, p.peer);
-    for (int64_t chunk = threadIdx.x; chunk * kChunkSlots < p.num_slots; chunk += blockDim.x)
-        store_release(theirs.arrived(p.context.rank, chunk), p.context.state->sequence);
+    fence_system();
+    for (int index = threadIdx.x * kFlagSlots; index < p.num_slots; index += blockDim.x * kFlagSlots)
+        store_relaxed(theirs.arrived(p.context.rank, index), p.context.state->sequence);
 }
 
 }  // namespace

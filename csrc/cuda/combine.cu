@@ -9,6 +9,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kThreads = 384;
+static_assert(kThreads >= 32 * (kMaxRingWarps + 1), "a block that sends needs a warp for flags");
 constexpr int kPartPieces = 256;  // of 16 bytes, at most, that a warp sums in one task
 
 template <DType kType>
@@ -36,28 +37,22 @@ struct Kernel {
     // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.
     __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
 
-    // ---- sending blocks: as in dispatch, one peer after the other ----
+    // ---- sending blocks ----
 
     template <class Ring>
     __device__ void send() const {
-        Pusher<Ring> pusher(c, p.ring, slot);
-#pragma unroll 1
-        for (int turn = 1; turn < config.num_ranks; ++turn) {
-            const int peer = (c.rank + turn) % config.num_ranks;
-            const int first = first_from(p.recv_counts, peer);
-            const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_chunks;
-            const auto ready = [&](int chunk) {
-                const int num_rows = min(kChunkSlots, p.recv_counts[peer] - chunk * kChunkSlots);
-                return p.direct || warp_wait_flag(c, reduced + chunk, num_rows * num_parts, c.rank, GpuPhase::kReducedRows);
-            };
-            const auto find = [](int) { return 0; };
-            const auto rows = [&](int index, int, const std::byte*& row, const std::byte*& tail) {
-                const int64_t at = within_bound(first + index);
-                row = p.direct ? p.x + at * row_bytes : own.outbox(peer) + index * slot.bytes;
-                tail = p.direct ? reinterpret_cast<const std::byte*>(p.lane_values + at * config.num_topk) : row + row_bytes;
-            };
-            if (!pusher.push(peer, p.recv_counts[peer], &c.state->next_send[peer], false, ready, find, rows)) return;
-        }
+        const auto ready = [&](int peer, int chunk) {
+            const int num_rows = min(kChunkSlots, p.recv_counts[peer] - chunk * kChunkSlots);
+            const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_chunks + chunk;
+            return p.direct || warp_wait_flag(c, reduced, num_rows * num_parts, c.rank, GpuPhase::kReducedRows);
+        };
+        const auto find = [&](int peer, int index) { return first_from(p.recv_counts, peer) + index; };
+        const auto rows = [&](int peer, int index, int recv_token, const std::byte*& row, const std::byte*& tail) {
+            const int64_t at = within_bound(recv_token);
+            row = p.direct ? p.x + at * row_bytes : own.outbox(peer) + index * slot.bytes;
+            tail = p.direct ? reinterpret_cast<const std::byte*>(p.lane_values + at * config.num_topk) : row + row_bytes;
+        };
+        push<Ring>(c, p.ring, slot, p.recv_counts, false, ready, find, rows);
     }
 
     // ---- working blocks ----
@@ -177,7 +172,7 @@ struct Kernel {
             const Rows next_rows = rows_of(next_index);
             rows.look_up(*this);
             const bool is_remote = index >= 0 && lane != c.rank;
-            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index / kChunkSlots), sequence, lane, GpuPhase::kCombineRows))) return;
+            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows))) return;
             __syncwarp();  // what one lane has seen arrive, all may read
             finish_token(task / num_parts, task % num_parts, index, rows);
             task = next, index = next_index, rows = next_rows;
@@ -230,10 +225,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ G
     __syncthreads();
     if (is_over) return;
     const Kernel<kType> kernel(p);
-    if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {
-        if (kernel.warp < p.ring.warps) kernel.template send<Ring>();
-        return;
-    }
+    if (static_cast<int>(blockIdx.x) < p.num_send_blocks) return kernel.template send<Ring>();
     if (p.reduces) kernel.reduce();
     if (p.finishes) kernel.finish();
 }

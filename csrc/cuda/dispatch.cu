@@ -4,12 +4,14 @@
 #include "cuda/device/push.cuh"
 #include "cuda/launch.h"
 
+#include <algorithm>
+
 namespace deepep_moe {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block: one sets the flags of those that send
 constexpr int kTaskRows = 2;  // that a receiving warp takes at a time
-static_assert(kChunkSlots % kTaskRows == 0);
+static_assert(kFlagSlots % kTaskRows == 0);
 
 template <class Ring>
 struct Receiver {
@@ -19,43 +21,34 @@ struct Receiver {
     const GpuSlotLayout& slot;
     const Workspace own;
     const unsigned long long sequence;
+    const int64_t num_rows;
     const int warp, lane;
     Ring ring;
     unsigned lanes_here = 0;  // sources whose lanes this warp has seen arrive, a bit each
 
-    __device__ Receiver(const GpuDispatchParams& p, const GpuSlotLayout& slot)
-        : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
+    __device__ Receiver(const GpuDispatchParams& p, const GpuSlotLayout& slot, int64_t num_rows)
+        : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), num_rows(num_rows), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
           ring(p.ring, slot) {}
 
     // Rows that stay here first: they are there already. Then the sources in the order in which they serve this rank.
     __device__ void receive() {
         WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };
-        for (Task task(*this, tasks.take()); task.source >= 0 && take(task, drain); task = Task(*this, tasks.take())) {}
+        const auto rank_of = [&](int turn) { return (c.rank + config.num_ranks - turn) % config.num_ranks; };
+        const auto num_tasks = [&](int source) { return divide_up(p.recv_counts[source], kTaskRows); };
+        while (true) {
+            const RankTask task(tasks.take(), 0, config.num_ranks, rank_of, num_tasks);
+            if (task.rank < 0) break;
+            const int begin = task.number * kTaskRows;
+            if (!take(task.rank, begin, min(begin + kTaskRows, p.recv_counts[task.rank]), drain)) break;
+        }
         ring.flush(drain);
         ring.template settle<0>();
     }
 
-    // Some rows of one chunk; source: -1 past the last.
-    struct Task {
-        int source = -1, begin = 0, end = 0;
-        __device__ Task(const Receiver& r, int number) {
-#pragma unroll 1
-            for (int turn = 0; turn < r.config.num_ranks; ++turn) {
-                const int from = (r.c.rank + r.config.num_ranks - turn) % r.config.num_ranks, count = r.p.recv_counts[from];
-                const int num_tasks = divide_up(count, kTaskRows);
-                if (number < num_tasks) {
-                    source = from, begin = number * kTaskRows, end = min(begin + kTaskRows, count);
-                    return;
-                }
-                number -= num_tasks;
-            }
-        }
-    };
-
+    // Some rows that one flag announces.
     template <class Drain>
-    __device__ bool take(const Task& task, const Drain& drain) {
-        const int source = task.source;
+    __device__ bool take(int source, int begin, int end, const Drain& drain) {
         const bool is_local = source == c.rank;
         if (p.has_lanes && !(lanes_here >> source & 1)) {
             if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
@@ -64,17 +57,17 @@ struct Receiver {
         const int first = first_from(p.recv_counts, source);
         GpuLane lanes[kTaskRows];  // on their way while the rows are waited for
 #pragma unroll
-        for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(task.begin + i, task.end - 1), first);
-        if (!is_local && !warp_wait_flag(c, own.arrived(source, task.begin / kChunkSlots), sequence, source, GpuPhase::kDispatchRows)) return false;
-        const int found = is_local && task.begin + lane < task.end ? p.routing.send_token[source * config.num_max_tokens + task.begin + lane] : 0;
+        for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(begin + i, end - 1), first);
+        if (!is_local && !warp_wait_flag(c, own.arrived(source, begin), sequence, source, GpuPhase::kDispatchRows)) return false;
+        const int found = is_local && begin + lane < end ? p.routing.send_token[source * config.num_max_tokens + begin + lane] : 0;
 #pragma unroll 1
-        for (int index = task.begin; index < task.end; ++index) {
+        for (int index = begin; index < end; ++index) {
             GpuLane what = lanes[0];
 #pragma unroll
             for (int i = 1; i < kTaskRows; ++i)
-                if (index == task.begin + i) what = lanes[i];
+                if (index == begin + i) what = lanes[i];
             const int target = take_lane(what, first + index);
-            const int token = __shfl_sync(kFullWarp, found, index - task.begin);
+            const int token = __shfl_sync(kFullWarp, found, index - begin);
             const std::byte* slot_row = own.inbox(source) + index * slot.bytes;
             const std::byte* row = is_local ? p.x + token * p.row_bytes : slot_row;
             ring.add(row, is_local ? p.x_scales + token * p.scale_bytes : slot_row + slot.row_bytes, target, drain);
@@ -95,11 +88,11 @@ struct Receiver {
     __device__ int take_lane(GpuLane what, int recv_token) const {
         const int64_t entry = static_cast<int64_t>(recv_token) * config.num_topk + lane;
         if (!p.is_expert_layout) {
-            if (recv_token >= p.num_rows) return -1;
+            if (recv_token >= num_rows) return -1;
             if (lane < config.num_topk) write_lane(entry, what);
             return lane == 0 ? recv_token : -1;
         }
-        if (what.target >= p.num_rows) what.target = -1;
+        if (what.target >= num_rows) what.target = -1;
         if (!p.cached && lane < config.num_topk) p.recv_row_idx[entry] = what.target;
         if (what.target >= 0 && p.recv_topk_weights != nullptr) p.recv_topk_weights[what.target] = what.weight;
         return what.target;
@@ -140,7 +133,7 @@ struct Receiver {
 #pragma unroll 1
         for (int source = 0; !p.is_expert_layout && source < config.num_ranks; ++source) end += p.recv_counts[source];
 #pragma unroll 1
-        for (int64_t row = end + me; row < p.num_rows; row += num_warps) zero_row(row);
+        for (int64_t row = end + me; row < num_rows; row += num_warps) zero_row(row);
         ring.end_zeros();
     }
 
@@ -153,7 +146,7 @@ struct Receiver {
     }
 
     __device__ void zero_row(int64_t row) {
-        if (row >= p.num_rows) return;
+        if (row >= num_rows) return;
         ring.store_zeros(p.recv_x + row * p.row_bytes);
         const int num_weights = p.recv_topk_weights == nullptr ? 0 : p.is_expert_layout ? 1 : config.num_topk;
 #pragma unroll 1
@@ -162,22 +155,15 @@ struct Receiver {
     }
 };
 
-// All blocks serve one peer after the other, the next rank first, so that at any time a rank hears from about one.
 template <class Ring>
 __device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
-    const GpuWorkspaceConfig& config = p.context.config;
-    Pusher<Ring> pusher(p.context, p.ring, slot);
-#pragma unroll 1
-    for (int turn = 1; turn < config.num_ranks; ++turn) {
-        const int peer = (p.context.rank + turn) % config.num_ranks;
-        const auto find = [&](int index) { return p.routing.send_token[peer * config.num_max_tokens + index]; };
-        const auto rows = [&](int, int64_t token, const std::byte*& row, const std::byte*& tail) {
-            row = p.x + token * p.row_bytes;
-            tail = p.x_scales + token * p.scale_bytes;
-        };
-        const auto ready = [](int) { return true; };
-        pusher.push(peer, p.routing.send_counts[peer], &p.context.state->next_send[peer], p.to_outbox, ready, find, rows);
-    }
+    const auto find = [&](int peer, int index) { return p.routing.send_token[peer * p.context.config.num_max_tokens + index]; };
+    const auto rows = [&](int, int, int64_t token, const std::byte*& row, const std::byte*& tail) {
+        row = p.x + token * p.row_bytes;
+        tail = p.x_scales + token * p.scale_bytes;
+    };
+    const auto ready = [](int, int) { return true; };
+    push<Ring>(p.context, p.ring, slot, p.routing.send_counts, p.to_outbox, ready, find, rows);
 }
 
 // Tells every peer, ahead of the rows, where its tokens go and what they weigh.
@@ -216,7 +202,7 @@ struct LaneSender {
 };
 
 template <class Ring>
-__global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
     if (gave_up(p.context)) return;
     const GpuSlotLayout slot(p.row_bytes, p.scale_bytes);
     int block = static_cast<int>(blockIdx.x);
@@ -224,9 +210,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant
     block -= p.num_lane_blocks;
     if (block < p.num_send_blocks) return send<Ring>(p, slot);
     block -= p.num_send_blocks;
-    Receiver<Ring> receiver(p, slot);
-    const int num_warps = blockDim.x / 32;
-    receiver.zero_rest(block * num_warps + receiver.warp, p.num_receive_blocks * num_warps);
+    const int64_t num_rows = p.is_guess ? p.context.state->num_rows : p.num_rows;
+    if (static_cast<int>(threadIdx.x) >= 32 * p.ring.warps || num_rows > p.num_rows) return;
+    Receiver<Ring> receiver(p, slot, num_rows);
+    receiver.zero_rest(block * p.ring.warps + receiver.warp, p.num_receive_blocks * p.ring.warps);
     receiver.receive();
 }
 
@@ -234,19 +221,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1) dispatch(const __grid_constant
 
 GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t wished_bytes, int64_t shared_bytes) {
     const GpuSlotLayout slot(row_bytes, tail_bytes);
-    GpuRing ring = wished;
+    GpuRing ring{std::min(wished.warps, kMaxRingWarps), wished.stages};
     while (ring.stages > 3 && RingMemory::bytes(ring, slot) > wished_bytes) --ring.stages;
     while (ring.warps > 1 && RingMemory::bytes(ring, slot) > wished_bytes) --ring.warps;
-    if (ring.stages == 0 || RingMemory::bytes(ring, slot) > shared_bytes) return {kMaxThreads / 32, 0};
+    if (ring.stages == 0 || RingMemory::bytes(ring, slot) > shared_bytes) return {kMaxRingWarps, 0};
     return ring;
 }
 
 void launch_dispatch(const GpuDispatchParams& p, void* stream) {
     const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
     if (blocks == 0) return;
-    if (p.ring.stages == 0) return launch<dispatch<PlainRing>>("dispatch", blocks, 32 * p.ring.warps, 0, p, stream);
+    if (p.ring.stages == 0) return launch<dispatch<PlainRing>>("dispatch", blocks, 32 * (p.ring.warps + 1), 0, p, stream);
     const int64_t shared_bytes = RingMemory::bytes(p.ring, GpuSlotLayout(p.row_bytes, p.scale_bytes));
-    launch<dispatch<BulkRing>>("dispatch", blocks, 32 * p.ring.warps, shared_bytes, p, stream);
+    launch<dispatch<BulkRing>>("dispatch", blocks, 32 * (p.ring.warps + 1), shared_bytes, p, stream);
 }
 
 }  // namespace deepep_moe

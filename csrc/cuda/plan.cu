@@ -180,13 +180,14 @@ struct Plan {
         }
 #pragma unroll 1
         for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, refuses);
+        __syncthreads();
+        if (threadIdx.x == 0) let_place();
         if (warp == kWarps - 1 && lane < config.num_ranks && !meet(lane)) failed = true;
         if (!p.cached && !gather()) failed = true;
         __syncthreads();
         const bool is_counted = !p.cached && !failed;
         if (is_counted && warp < config.num_ranks) lay_out(warp);
         __syncthreads();
-        if (threadIdx.x == 0) complete();
         if (is_counted && warp == kWarps - 1) tell();
     }
 
@@ -234,15 +235,16 @@ struct Plan {
             for (int look = 0; look < kQuickLooks && not_here != 0; ++look) {
                 not_here = 0;
 #pragma unroll
-                for (int i = 0; i < kLoads; ++i) word[i] = load_relaxed(words + min(first + i * kPlanThreads, num_words - 1));
+                for (int i = 0; i < kLoads; ++i) word[i] = first + i * kPlanThreads < num_words ? load_relaxed(words + first + i * kPlanThreads) : expected;
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i)
                     if (word[i] - expected >= kRefused) not_here |= 1u << i;  // older, a refusal, or that of a later call
             }
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) all_counts[min(first + i * kPlanThreads, num_words - 1)] = static_cast<int>(word[i] - expected);
+            for (int i = 0; i < kLoads; ++i)
+                if (first + i * kPlanThreads < num_words) all_counts[first + i * kPlanThreads] = static_cast<int>(word[i] - expected);
             for (; not_here != 0; not_here &= not_here - 1) {
-                const int at = min(first + (__ffs(not_here) - 1) * kPlanThreads, num_words - 1);
+                const int at = first + (__ffs(not_here) - 1) * kPlanThreads;
                 ok = wait_count(c, words, at, expected, all_counts) && ok;
             }
         }
@@ -281,11 +283,10 @@ struct Plan {
         if (rank == c.rank && lane < config.num_ranks) p.recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
     }
 
-    __device__ void complete() const {
+    // The sums over this rank's segments are all that its tokens' slots need.
+    __device__ void let_place() const {
         GpuState& state = *c.state;
-        state.num_counted = state.num_told = state.next_reduce = state.next_receive = 0;
-#pragma unroll 1
-        for (int rank = 0; rank < config.num_ranks; ++rank) state.next_send[rank] = 0;
+        state.num_counted = state.num_told = state.next_send = state.next_reduce = state.next_receive = 0;
         store_release_local(&state.sequence, sequence);
     }
 
@@ -306,14 +307,14 @@ struct Plan {
         __syncwarp();
         if (lane != 0) return;
         counts->num_recv_tokens = num_tokens;
-        counts->num_rows = rows;
+        counts->num_rows = c.state->num_rows = rows;
         __threadfence_system();
         counts->ready = 1;
     }
 
     // ---- all blocks again ----
 
-    __device__ bool wait_until_planned() const {
+    __device__ bool wait_until_summed() const {
         __shared__ int ok;
         if (threadIdx.x == 0) ok = wait_flag(c, &c.state->sequence, sequence, c.rank, GpuPhase::kPlan) && !gave_up(c);
         __syncthreads();
@@ -347,7 +348,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ 
     if (blockIdx.x == 0) plan.enter();
     plan.count();
     if (is_last_block(&p.context.state->num_counted, gridDim.x)) plan.exchange();
-    if (plan.wait_until_planned()) plan.place();
+    if (plan.wait_until_summed()) plan.place();
 }
 
 }  // namespace

@@ -84,6 +84,9 @@ class Rows:
     recv_x_scales: Tensor
     recv_topk_weights: Tensor
 
+    def first(self, num_rows: int) -> "Rows":
+        return Rows(self.recv_x[:num_rows], self.recv_x_scales[:num_rows], self.recv_topk_weights[:num_rows])
+
 
 Move = Callable[[], None]
 """The second half of an operation: moves the rows. May run on another thread; where `Mode.is_split`, on another stream."""

@@ -35,6 +35,17 @@ __device__ __forceinline__ void add_release_local(unsigned long long* counter, u
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
 
+// For words that only this block reads.
+__device__ __forceinline__ unsigned long long load_acquire_block(const unsigned long long* word) {
+    unsigned long long value;
+    asm volatile("ld.acquire.cta.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_block(unsigned long long* word, unsigned long long value) {
+    asm volatile("st.release.cta.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 // For a word that says all there is to say, and announces nothing written by this kernel.
 __device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned long long value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");

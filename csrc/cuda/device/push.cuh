@@ -5,70 +5,142 @@
 
 namespace deepep_moe {
 
-constexpr int kRowsBehindFlag = kChunkSlots - 1;  // rows sent after a chunk before its flag: by then the chunk's own have landed
+constexpr int kRowsBehindFlag = 3;  // rows sent after those that a flag announces, before it is due: by then they have landed
 
-// Chunks that a warp sends. A chunk's flag goes out once later rows are on their way, so that the link never runs dry.
-template <class Ring>
-class Pusher {
+// Flags that the sending warps of a block want set. To release one takes a round trip over the link, so another warp does it, for all.
+class DueFlags {
 public:
-    __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot)
-        : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), sequence_(context.state->sequence), lane_(threadIdx.x % 32) {}
+    // All threads of the block.
+    __device__ DueFlags() {
+        __shared__ unsigned long long words[32];
+        words_ = words;
+        if (threadIdx.x < 32) words_[threadIdx.x] = 0;
+        __syncthreads();
+    }
 
-    // All chunks of `count` rows to `peer` that nobody else takes from `next`. ready(chunk) waits for the chunk's rows (false: give up);
-    // find(index) is what a lane must know of a row, and rows(index, found, row, tail) says where it lies. With `to_outbox` rows go to
-    // this rank's outbox, without flags.
-    template <class Ready, class Find, class Rows>
-    __device__ bool push(int peer, int count, int* next, bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
-        const Workspace theirs(context_, peer);
-        std::byte* const box = to_outbox ? own_.outbox(peer) : theirs.inbox(context_.rank);
-        const auto drain = [&](const RingRow& row) {
-            const int index = __shfl_sync(kFullWarp, row.note, 0);
-            ring_.store_slot(box + index * slot_.bytes, row);
-            if (++since_ == kRowsBehindFlag) release<kRowsBehindFlag - 1>();
-            if ((index + 1) % kChunkSlots != 0 && index + 1 != count) return;
-            release<0>();
-            if (!to_outbox) flag_ = theirs.arrived(context_.rank, index / kChunkSlots);
-            since_ = 0;
-        };
-        WarpTasks chunks(next);
-        for (int chunk = chunks.take(); chunk * kChunkSlots < count; chunk = chunks.take()) {
-            if (!ready(chunk)) {
-                ring_.flush(drain);  // nothing may be on its way into shared memory that the block gives up
-                release<0>(true);
-                return false;
+    // One lane of a sending warp: what its warp has written so far is there for whoever sees `flag`.
+    __device__ void add(unsigned long long* flag) { post(reinterpret_cast<uintptr_t>(flag)); }
+    __device__ void end() { post(kEnd); }
+
+    // The warp that sets them, until `num_warps` have ended.
+    __device__ void serve(int num_warps, unsigned long long sequence) const {
+        const int lane = threadIdx.x % 32;
+        while (num_warps > 0) {
+            const unsigned long long word = load_acquire_block(words_ + lane);
+            if (__ballot_sync(kFullWarp, word != 0) == 0) {
+                pause_ns(kPauseNs);
+                continue;
             }
-            const int first = chunk * kChunkSlots, end = min(first + kChunkSlots, count);
-            const int found = first + lane_ < end ? find(first + lane_) : 0;
-#pragma unroll 1
-            for (int index = first; index < end; ++index) {
-                const std::byte *row = nullptr, *tail = nullptr;
-                rows(index, __shfl_sync(kFullWarp, found, index - first), row, tail);
-                ring_.add(row, tail, index, drain);
-            }
+            fence_system();
+            if (word != 0 && word != kEnd) store_relaxed(reinterpret_cast<unsigned long long*>(word), sequence);
+            if (word != 0) store_release_block(words_ + lane, 0);
+            num_warps -= __popc(__ballot_sync(kFullWarp, word == kEnd));
         }
-        ring_.flush(drain);
-        release<0>(true);
-        return true;
     }
 
 private:
-    // Sets the flag that is due. kPending: rows that may still be on their way.
-    template <int kPending>
-    __device__ void release(bool last = false) {
-        if (flag_ == nullptr && !last) return;
-        ring_.template settle<kPending>();
-        if (lane_ == 0 && flag_ != nullptr) store_release(flag_, sequence_);
-        flag_ = nullptr;
+    static constexpr int kWordsOfWarp = 2;
+    static_assert(kWordsOfWarp * kMaxRingWarps <= 32);
+    static constexpr unsigned long long kEnd = 1;
+
+    __device__ void post(unsigned long long value) {
+        unsigned long long* word = words_ + threadIdx.x / 32 * kWordsOfWarp + next_;
+        while (load_acquire_block(word) != 0) pause_ns(kPauseNs);
+        store_release_block(word, value);
+        next_ = (next_ + 1) % kWordsOfWarp;
+    }
+
+    unsigned long long* words_;
+    int next_ = 0;
+};
+
+// Chunks that a warp sends, to one peer after the other, the next rank first: so at any time a rank hears from about one. A flag is due
+// once later rows are on their way, so that the link never runs dry.
+template <class Ring>
+class Pusher {
+public:
+    __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const DueFlags& due)
+        : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
+
+    // All chunks of counts[peer] rows to each peer that nobody else takes. ready(peer, chunk) waits for the chunk's rows (false: give
+    // up); find(peer, index) is what a lane must know of a row, and rows(peer, index, found, row, tail) says where it lies. With
+    // `to_outbox` rows go to this rank's outbox, without flags.
+    template <class Ready, class Find, class Rows>
+    __device__ void push(const int32_t* counts, bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
+        const auto drain = [&](const RingRow& row) {
+            const Note note(__shfl_sync(kFullWarp, row.note, 0));
+            const Workspace theirs(context_, note.peer);
+            std::byte* const box = to_outbox ? own_.outbox(note.peer) : theirs.inbox(context_.rank);
+            ring_.store_slot(box + note.index * slot_.bytes, row);
+            follow(note.is_announced && !to_outbox ? theirs.arrived(context_.rank, note.index) : nullptr);
+        };
+        const auto num_chunks = [&](int peer) { return divide_up(counts[peer], kChunkSlots); };
+        const auto rank_of = [&](int turn) { return (context_.rank + turn) % context_.config.num_ranks; };
+        WarpTasks chunks(&context_.state->next_send);
+        while (true) {
+            const RankTask chunk(chunks.take(), 1, context_.config.num_ranks, rank_of, num_chunks);
+            if (chunk.rank < 0 || !ready(chunk.rank, chunk.number)) break;
+            const int first = chunk.number * kChunkSlots, end = min(first + kChunkSlots, counts[chunk.rank]);
+            const int found = first + lane_ < end ? find(chunk.rank, first + lane_) : 0;
+#pragma unroll 1
+            for (int index = first; index < end; ++index) {
+                const std::byte *row = nullptr, *tail = nullptr;
+                rows(chunk.rank, index, __shfl_sync(kFullWarp, found, index - first), row, tail);
+                ring_.add(row, tail, Note{chunk.rank, index + 1 == end || (index + 1) % kFlagSlots == 0, index}.word(), drain);
+            }
+        }
+        finish(drain);  // also where the block gives up: nothing may be on its way into its shared memory
+    }
+
+private:
+    // Of a row in the ring.
+    struct Note {
+        int peer;
+        bool is_announced;  // with its flag
+        int index;
+        __device__ Note(int peer, bool is_announced, int index) : peer(peer), is_announced(is_announced), index(index) {}
+        __device__ explicit Note(int word) : peer(word % kMaxGpuRanks), is_announced(word / kMaxGpuRanks % 2 != 0), index(word / (2 * kMaxGpuRanks)) {}
+        __device__ int word() const { return peer + kMaxGpuRanks * (is_announced + 2 * index); }
+    };
+    static_assert(kRefused <= (1u << 31) / (2 * kMaxGpuRanks), "an index, a rank and a bit in an int");
+
+    // After each row: the flag of the row so far behind is due, and that of this one is kept.
+    __device__ void follow(unsigned long long* flag) {
+        if (flags_[kRowsBehindFlag - 1] != nullptr) ring_.template settle<kRowsBehindFlag - 1>();  // this row is not yet among them
+        if (flags_[kRowsBehindFlag - 1] != nullptr && lane_ == 0) due_.add(flags_[kRowsBehindFlag - 1]);
+#pragma unroll
+        for (int i = kRowsBehindFlag - 1; i > 0; --i) flags_[i] = flags_[i - 1];
+        flags_[0] = flag;
+    }
+
+    template <class Drain>
+    __device__ void finish(const Drain& drain) {
+        ring_.flush(drain);
+        ring_.template settle<0>();
+        if (lane_ != 0) return;
+#pragma unroll
+        for (int i = kRowsBehindFlag - 1; i >= 0; --i)
+            if (flags_[i] != nullptr) due_.add(flags_[i]);
+        due_.end();
     }
 
     const GpuContext& context_;
     const GpuSlotLayout slot_;
     const Workspace own_;
     Ring ring_;
-    const unsigned long long sequence_;
+    DueFlags due_;
     const int lane_;
-    unsigned long long* flag_ = nullptr;
-    int since_ = 0;
+    unsigned long long* flags_[kRowsBehindFlag] = {};  // of the last rows sent, the newest first; null: the row has none
 };
+
+// A sending block: see Pusher::push. All its threads must call it; it has a warp more than the ring.
+template <class Ring, class Ready, class Find, class Rows>
+__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const int32_t* counts, bool to_outbox, const Ready& ready,
+                     const Find& find, const Rows& rows) {
+    const DueFlags due;
+    const int warp = threadIdx.x / 32;
+    if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(counts, to_outbox, ready, find, rows);
+    if (warp == ring.warps) due.serve(ring.warps, context.state->sequence);
+}
 
 }  // namespace deepep_moe

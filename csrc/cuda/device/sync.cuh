@@ -74,6 +74,24 @@ private:
     int asked_ = 0;
 };
 
+// One of the tasks that rank_of(first_turn), rank_of(first_turn + 1), ... have, num_tasks(rank) each: the `number`-th of its rank; rank: -1
+// past the last.
+struct RankTask {
+    int rank = -1, number = 0;
+    template <class RankOf, class NumTasks>
+    __device__ RankTask(int nth, int first_turn, int num_turns, const RankOf& rank_of, const NumTasks& num_tasks) : number(nth) {
+#pragma unroll 1
+        for (int turn = first_turn; turn < num_turns; ++turn) {
+            const int candidate = rank_of(turn), count = num_tasks(candidate);
+            if (number < count) {
+                rank = candidate;
+                return;
+            }
+            number -= count;
+        }
+    }
+};
+
 // Is this the last of `num_blocks` blocks to come here? What the others wrote before is then visible. All threads must call it.
 __device__ inline bool is_last_block(int* counter, int num_blocks) {
     __shared__ int last;
@@ -107,7 +125,10 @@ struct Workspace {
         return flag(layout.entered, (sequence & 1) * config.num_ranks + source);
     }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
-    __device__ unsigned long long* arrived(int source, int chunk) const { return flag(layout.arrived, (source * layout.num_chunks + chunk) * kArrivedStride); }
+    // Of the slot `index` and the others that share its flag.
+    __device__ unsigned long long* arrived(int source, int index) const {
+        return flag(layout.arrived, (source * layout.num_flags + index / kFlagSlots) * kArrivedStride);
+    }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
         return reinterpret_cast<GpuStamp*>(base + layout.stamps) + (sequence & 1) * config.num_ranks + source;
     }
