@@ -16,9 +16,10 @@ struct GpuCounts {
 
 // What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
 struct GpuState {
-    unsigned long long sequence;  // of the last call whose plan is complete
+    unsigned long long sequence;  // of the last call whose plan has summed up this rank's tokens
+    unsigned long long placed, met, counted;  // GpuContext::plan of the last one that has placed its tokens, met its peers, and counted their rows
     int gave_up;                  // set with a failure: all waits of this rank end
-    int num_counted, num_told;    // blocks of the plan that have counted, and that have told the peers their tokens' lanes
+    int num_counted, num_placed, num_told;  // blocks of the plan that have counted and placed, and that have told the peers their tokens' lanes
     int next_send, next_reduce, next_receive;  // chunks and other tasks that were taken
     long long num_rows;           // that this rank receives, of a plan that reports counts
 };
@@ -33,6 +34,7 @@ struct GpuContext {
     GpuCounts* counts;                    // host memory
     int* expert_counts;                   // [num_local_experts] tokens received, host memory
     GpuState* state;
+    unsigned long long plan;  // number of this call's, of those that the host has launched
 };
 
 // Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
@@ -48,7 +50,7 @@ struct GpuRouting {
     int32_t* send_slot;         // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
     int32_t* send_token;        // [num_ranks, num_max_tokens] the token in each slot
     int32_t* send_counts;       // [num_ranks] slots to each rank
-    unsigned long long* reduced;  // [num_ranks, num_chunks] parts of rows whose sums are in the outbox, of a combine
+    unsigned long long* reduced;  // [num_ranks, num_reduced] parts of rows whose sums are in the outbox, of a combine
     int32_t* narrow_topk_idx;   // [num_tokens, num_topk] int32 copy for the handle, or nullptr
 };
 

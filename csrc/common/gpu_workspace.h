@@ -1,7 +1,7 @@
 // Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
 //   entered u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
-//   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_flags][16] | counts u64[2][num_ranks][columns] |
+//   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_ranks][columns] |
 //   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots | outbox [num_ranks - 1][num_max_tokens] slots
 //
 // Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
@@ -24,8 +24,8 @@
 namespace deepep_moe {
 
 constexpr int kMaxGpuRanks = 8;
-constexpr int kChunkSlots = 8;           // rows that a warp sends at a time
-constexpr int kFlagSlots = 2;            // rows that one flag announces
+constexpr int kChunkSlots = 4;           // rows that a warp sends at a time and one flag announces
+constexpr int kReducedSlots = 8;         // rows of the outbox that a sending warp waits for at a time
 constexpr int kArrivedStride = 16;       // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
 constexpr int kPlanThreads = 256;        // of one block of the plan, which counts one segment of the tokens
 constexpr int kMaxSegments = 128;        // blocks of the plan; all must be on the GPU at once
@@ -86,7 +86,7 @@ struct GpuSlotLayout {
 struct GpuWorkspaceLayout {
     int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
     int64_t box_bytes;        // of one peer's slots
-    int columns, num_chunks, num_flags;  // columns: experts, then ranks
+    int columns, num_chunks, num_reduced;  // columns: experts, then ranks
 
     GpuWorkspaceLayout() = default;
     DEEPEP_MOE_HD explicit GpuWorkspaceLayout(const GpuWorkspaceConfig& c)
@@ -97,8 +97,8 @@ struct GpuWorkspaceLayout {
           arrived(divide_up(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks, 128) * 128),
           columns(c.num_experts + c.num_ranks),
           num_chunks(static_cast<int>(divide_up(c.num_max_tokens, kChunkSlots))),
-          num_flags(static_cast<int>(divide_up(c.num_max_tokens, kFlagSlots))) {
-        counts = arrived + int64_t{8} * kArrivedStride * c.num_ranks * num_flags;
+          num_reduced(static_cast<int>(divide_up(c.num_max_tokens, kReducedSlots))) {
+        counts = arrived + int64_t{8} * kArrivedStride * c.num_ranks * num_chunks;
         lanes = divide_up(counts + 2 * 8 * c.num_ranks * columns, 128) * 128;
         inbox = divide_up(lanes + static_cast<int64_t>(sizeof(GpuLane)) * c.num_ranks * c.num_max_tokens * c.num_topk, 128) * 128;
         box_bytes = c.num_max_tokens * GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;

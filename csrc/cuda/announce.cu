@@ -10,7 +10,7 @@ __global__ void announce(const __grid_constant__ GpuAnnounceParams p) {
     if (gave_up(p.context)) return;
     const Workspace theirs(p.context, p.peer);
     fence_system();
-    for (int index = threadIdx.x * kFlagSlots; index < p.num_slots; index += blockDim.x * kFlagSlots)
+    for (int index = threadIdx.x * kChunkSlots; index < p.num_slots; index += blockDim.x * kChunkSlots)
         store_relaxed(theirs.arrived(p.context.rank, index), p.context.state->sequence);
 }
 

@@ -42,8 +42,8 @@ struct Kernel {
     template <class Ring>
     __device__ void send() const {
         const auto ready = [&](int peer, int chunk) {
-            const int num_rows = min(kChunkSlots, p.recv_counts[peer] - chunk * kChunkSlots);
-            const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_chunks + chunk;
+            const int num_rows = min(kReducedSlots, p.recv_counts[peer] - chunk * kReducedSlots);
+            const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_reduced + chunk;
             return p.direct || warp_wait_flag(c, reduced, num_rows * num_parts, c.rank, GpuPhase::kReducedRows);
         };
         const auto find = [&](int peer, int index) { return first_from(p.recv_counts, peer) + index; };
@@ -52,7 +52,7 @@ struct Kernel {
             row = p.direct ? p.x + at * row_bytes : own.outbox(peer) + index * slot.bytes;
             tail = p.direct ? reinterpret_cast<const std::byte*>(p.lane_values + at * config.num_topk) : row + row_bytes;
         };
-        push<Ring>(c, p.ring, slot, p.recv_counts, false, ready, find, rows);
+        push<Ring>(c, p.ring, slot, p.direct ? kChunkSlots : kReducedSlots, p.recv_counts, false, ready, find, rows);
     }
 
     // ---- working blocks ----
@@ -136,7 +136,7 @@ struct Kernel {
         });
         fence_bulk_copies();
         __syncwarp();
-        if (lane == 0) add_release_local(p.routing.reduced + remote.peer * own.layout.num_chunks + remote.index / kChunkSlots, 1);
+        if (lane == 0) add_release_local(p.routing.reduced + remote.peer * own.layout.num_reduced + remote.index / kReducedSlots, 1);
     }
 
     // A part of a row, in batches: use(first piece of this lane, end).
@@ -220,32 +220,33 @@ struct Kernel {
 
 template <DType kType, class Ring>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
-    __shared__ bool is_over;
-    if (threadIdx.x == 0) is_over = gave_up(p.context);
-    __syncthreads();
-    if (is_over) return;
+    if (!wait_for_plan(p.context, false)) return;
     const Kernel<kType> kernel(p);
-    if (static_cast<int>(blockIdx.x) < p.num_send_blocks) return kernel.template send<Ring>();
+    if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {
+        kernel.template send<Ring>();
+        return end_after_kernel_before();
+    }
     if (p.reduces) kernel.reduce();
     if (p.finishes) kernel.finish();
+    end_after_kernel_before();
 }
 
 template <DType kType>
-void launch_for(const GpuCombineParams& p, void* stream) {
+void launch_for(const GpuCombineParams& p, void* stream, bool early) {
     const int blocks = p.num_send_blocks + p.num_work_blocks;
     const int64_t row_bytes = p.context.config.hidden * (16 / Piece<kType>::kCount);
     if (p.ring.stages == 0) return launch<combine<kType, PlainRing>>("combine", blocks, kThreads, 0, p, stream);
     const int64_t shared_bytes = p.num_send_blocks > 0 ? RingMemory::bytes(p.ring, GpuSlotLayout(row_bytes, p.tail_bytes())) : 0;
-    launch<combine<kType, BulkRing>>("combine", blocks, kThreads, shared_bytes, p, stream);
+    launch<combine<kType, BulkRing>>("combine", blocks, kThreads, shared_bytes, p, stream, early);
 }
 
 }  // namespace
 
-void launch_combine(const GpuCombineParams& p, void* stream) {
+void launch_combine(const GpuCombineParams& p, void* stream, bool early) {
     switch (p.dtype) {
-        case DType::kFloat32: return launch_for<DType::kFloat32>(p, stream);
-        case DType::kBFloat16: return launch_for<DType::kBFloat16>(p, stream);
-        case DType::kFloat16: return launch_for<DType::kFloat16>(p, stream);
+        case DType::kFloat32: return launch_for<DType::kFloat32>(p, stream, early);
+        case DType::kBFloat16: return launch_for<DType::kBFloat16>(p, stream, early);
+        case DType::kFloat16: return launch_for<DType::kFloat16>(p, stream, early);
         case DType::kFloat8: throw std::invalid_argument("fp8 rows cannot be summed; combine takes fp32, bf16 or fp16");
     }
 }

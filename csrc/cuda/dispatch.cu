@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block: one sets the flags of those that send
 constexpr int kTaskRows = 2;  // that a receiving warp takes at a time
-static_assert(kFlagSlots % kTaskRows == 0);
+static_assert(kChunkSlots % kTaskRows == 0);
 
 template <class Ring>
 struct Receiver {
@@ -46,7 +46,7 @@ struct Receiver {
         ring.template settle<0>();
     }
 
-    // Some rows that one flag announces.
+    // Some rows of one chunk.
     template <class Drain>
     __device__ bool take(int source, int begin, int end, const Drain& drain) {
         const bool is_local = source == c.rank;
@@ -163,7 +163,7 @@ __device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
         tail = p.x_scales + token * p.scale_bytes;
     };
     const auto ready = [](int, int) { return true; };
-    push<Ring>(p.context, p.ring, slot, p.routing.send_counts, p.to_outbox, ready, find, rows);
+    push<Ring>(p.context, p.ring, slot, kChunkSlots, p.routing.send_counts, p.to_outbox, ready, find, rows);
 }
 
 // Tells every peer, ahead of the rows, where its tokens go and what they weigh.
@@ -202,19 +202,25 @@ struct LaneSender {
 };
 
 template <class Ring>
-__global__ void __launch_bounds__(32 * kMaxWarps, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
-    if (gave_up(p.context)) return;
+__device__ void play_role(const GpuDispatchParams& p) {
     const GpuSlotLayout slot(p.row_bytes, p.scale_bytes);
-    int block = static_cast<int>(blockIdx.x);
-    if (block < p.num_lane_blocks) return LaneSender(p).send(block);
-    block -= p.num_lane_blocks;
-    if (block < p.num_send_blocks) return send<Ring>(p, slot);
+    int block = static_cast<int>(blockIdx.x) - p.num_lane_blocks;
+    const bool sends = block >= 0 && block < p.num_send_blocks;
+    if (!wait_for_plan(p.context, !sends)) return;
+    if (block < 0) return LaneSender(p).send(block + p.num_lane_blocks);
+    if (sends) return send<Ring>(p, slot);
     block -= p.num_send_blocks;
     const int64_t num_rows = p.is_guess ? p.context.state->num_rows : p.num_rows;
     if (static_cast<int>(threadIdx.x) >= 32 * p.ring.warps || num_rows > p.num_rows) return;
     Receiver<Ring> receiver(p, slot, num_rows);
     receiver.zero_rest(block * p.ring.warps + receiver.warp, p.num_receive_blocks * p.ring.warps);
     receiver.receive();
+}
+
+template <class Ring>
+__global__ void __launch_bounds__(32 * kMaxWarps, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
+    play_role<Ring>(p);
+    end_after_kernel_before();
 }
 
 }  // namespace
@@ -228,12 +234,12 @@ GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t 
     return ring;
 }
 
-void launch_dispatch(const GpuDispatchParams& p, void* stream) {
+void launch_dispatch(const GpuDispatchParams& p, void* stream, bool early) {
     const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
     if (blocks == 0) return;
     if (p.ring.stages == 0) return launch<dispatch<PlainRing>>("dispatch", blocks, 32 * (p.ring.warps + 1), 0, p, stream);
     const int64_t shared_bytes = RingMemory::bytes(p.ring, GpuSlotLayout(p.row_bytes, p.scale_bytes));
-    launch<dispatch<BulkRing>>("dispatch", blocks, 32 * (p.ring.warps + 1), shared_bytes, p, stream);
+    launch<dispatch<BulkRing>>("dispatch", blocks, 32 * (p.ring.warps + 1), shared_bytes, p, stream, early);
 }
 
 }  // namespace deepep_moe

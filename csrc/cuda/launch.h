@@ -8,8 +8,9 @@ namespace deepep_moe {
 void launch_plan(const GpuPlanParams& params, void* stream);
 int64_t plan_shared_bytes(const GpuWorkspaceConfig& config);
 int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config);
-void launch_dispatch(const GpuDispatchParams& params, void* stream);
-void launch_combine(const GpuCombineParams& params, void* stream);
+// early: these start, where the GPU can, while the plan before them on the stream still runs, and wait for what they need of it.
+void launch_dispatch(const GpuDispatchParams& params, void* stream, bool early);
+void launch_combine(const GpuCombineParams& params, void* stream, bool early);
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
 
 // Sets the flags of the `num_slots` slots that a copy engine has filled in the inbox of `peer`.

@@ -79,7 +79,7 @@ struct Plan {
 #pragma unroll 1
         for (int i = threadIdx.x; i < kWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
 #pragma unroll 1
-        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_chunks; i += gridDim.x * kPlanThreads)
+        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_reduced; i += gridDim.x * kPlanThreads)
             r.reduced[i] = 0;  // a combine is a call along a handle
         __syncthreads();
         int32_t* counts = warp_counts + warp * columns;
@@ -182,12 +182,18 @@ struct Plan {
         for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, refuses);
         __syncthreads();
         if (threadIdx.x == 0) let_place();
-        if (warp == kWarps - 1 && lane < config.num_ranks && !meet(lane)) failed = true;
+        if (warp == kWarps - 1) {
+            const bool met = __all_sync(kFullWarp, (lane >= config.num_ranks || meet(lane)) && !refuses);
+            if (lane == 0 && met) store_release_local(&c.state->met, c.plan);
+            if (lane == 0 && !met) failed = true;
+            let_next_kernel_start();
+        }
         if (!p.cached && !gather()) failed = true;
         __syncthreads();
         const bool is_counted = !p.cached && !failed;
         if (is_counted && warp < config.num_ranks) lay_out(warp);
         __syncthreads();
+        if (threadIdx.x == 0 && !failed) store_release_local(&c.state->counted, c.plan);
         if (is_counted && warp == kWarps - 1) tell();
     }
 
@@ -322,8 +328,7 @@ struct Plan {
     }
 
     __device__ void place() const {
-        if (warp_begin >= warp_end) return;
-        const int before = lane < config.num_ranks ? tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;  // rank `lane`
+        const int before = warp_begin < warp_end && lane < config.num_ranks ? tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;  // rank `lane`
 #pragma unroll 1
         for (int first = warp_begin; first < warp_end; first += 32) {
             const int token = first + lane;
@@ -337,6 +342,10 @@ struct Plan {
                 r.send_token[rank * config.num_max_tokens + slot] = static_cast<int32_t>(token);
             }
         }
+        if (is_last_block(&c.state->num_placed, gridDim.x) && threadIdx.x == 0) {
+            c.state->num_placed = 0;
+            store_release_local(&c.state->placed, c.plan);
+        }
     }
 };
 
@@ -347,7 +356,10 @@ __global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ 
     const Plan plan(p, shared_memory<int32_t>(), &num_rows);
     if (blockIdx.x == 0) plan.enter();
     plan.count();
-    if (is_last_block(&p.context.state->num_counted, gridDim.x)) plan.exchange();
+    if (is_last_block(&p.context.state->num_counted, gridDim.x))
+        plan.exchange();
+    else
+        let_next_kernel_start();
     if (plan.wait_until_summed()) plan.place();
 }
 

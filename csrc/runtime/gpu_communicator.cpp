@@ -74,7 +74,7 @@ void GpuCommunicator::allocate() {
     const DeviceGuard guard(device_);
     num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
     shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
-    tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
+    has_early_launch_ = tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
     if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
         throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " + std::to_string(kRefused - 1));
     const int64_t plan_bytes = plan_shared_bytes(config_);
@@ -110,7 +110,7 @@ void GpuCommunicator::allocate_scratch() {
         return std::pair(reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(**pointer) / 4));
     };
     const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
-                                                 words(&r.reduced, config_.num_ranks * layout_.num_chunks),
+                                                 words(&r.reduced, config_.num_ranks * layout_.num_reduced),
                                                  words(&r.segment_counts, kMaxSegments * layout_.columns),
                                                  words(&r.warp_counts, kMaxSegments * kPlanThreads / 32 * layout_.columns),
                                                  words(&r.index_in_warp, n * config_.num_topk),
@@ -190,7 +190,7 @@ void GpuCommunicator::connect(const std::vector<std::string>& handles) {
 // ---- calls ----
 
 GpuContext GpuCommunicator::context() const {
-    GpuContext c{rank_, config_, layout_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, expert_counts_, state_};
+    GpuContext c{rank_, config_, layout_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, expert_counts_, state_, num_plans_};
     for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = workspaces_[rank];
     return c;
 }
@@ -226,6 +226,7 @@ void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uin
     const DeviceGuard guard(device_);
     follow(as_stream(stream));
     complete(params.routing);
+    ++num_plans_;
     params.context = context();
     if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
     if (params.reports_counts && is_capturing(as_stream(stream)))
@@ -264,7 +265,7 @@ void GpuCommunicator::dispatch(GpuDispatchParams params, int num_sms, bool sends
     params.num_send_blocks = config_.num_ranks > 1 ? num_sms : 0;
     params.num_receive_blocks = receives ? tuning.num_receive_blocks : 0;
     params.num_lane_blocks = params.has_lanes && sends ? lane_blocks(params.routing.num_tokens * config_.num_topk) : 0;
-    launch_dispatch(params, as_stream(stream));
+    launch_dispatch(params, as_stream(stream), sends && receives && follows_plan(as_stream(stream)));
 }
 
 void GpuCommunicator::combine(GpuCombineParams params, int num_sms, bool finishes, uintptr_t stream) {
@@ -277,7 +278,7 @@ void GpuCommunicator::combine(GpuCombineParams params, int num_sms, bool finishe
     const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks);
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
-    if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, as_stream(stream));
+    if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, as_stream(stream), finishes && follows_plan(as_stream(stream)));
 }
 
 void GpuCommunicator::start_dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream) {
@@ -341,7 +342,7 @@ void GpuCommunicator::end_combine(GpuCombineParams params, uintptr_t stream) {
     params.finishes = true;
     params.num_work_blocks = num_multiprocessors_;
     join(as_stream(stream));  // first: these blocks fill the GPU and wait for peers, which wait for what this rank sends
-    launch_combine(params, as_stream(stream));
+    launch_combine(params, as_stream(stream), false);
 }
 
 void GpuCommunicator::refuse(const std::string& reason, uintptr_t stream) {
@@ -374,6 +375,9 @@ void GpuCommunicator::follow(cudaStream_t stream) {
     has_last_ = true;
     last_ = stream;
 }
+
+// May a kernel start while the plan runs? A graph keeps the plan's number, by which the kernel would know when: there it may not.
+bool GpuCommunicator::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
 
 void GpuCommunicator::fork(cudaStream_t stream) {
     check_cuda(cudaEventRecord(forked_, stream), "cudaEventRecord");

@@ -70,6 +70,7 @@ private:
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
     void follow(cudaStream_t stream);
+    bool follows_plan(cudaStream_t stream) const;
     void fork(cudaStream_t stream);
     void join(cudaStream_t stream);
     [[noreturn]] void raise(const GpuFailure& failure) const;
@@ -88,6 +89,7 @@ private:
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
+    unsigned long long num_plans_ = 0;
     struct HostSlots {
         GpuFailure failure;
         GpuCounts counts;
@@ -97,7 +99,7 @@ private:
 
     cudaStream_t sending_ = nullptr, announcing_ = nullptr;  // own streams, beside the caller's
     cudaStream_t last_ = nullptr;                            // of the last call
-    bool has_last_ = false, is_sending_ = false;
+    bool has_last_ = false, is_sending_ = false, has_early_launch_ = false;
     cudaEvent_t forked_ = nullptr, sent_ = nullptr, copied_ = nullptr, followed_ = nullptr;
 };
 

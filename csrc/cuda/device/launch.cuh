@@ -1,7 +1,7 @@
 // One way to launch a kernel.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <atomic>
 #include <stdexcept>
@@ -28,13 +28,15 @@ cudaError_t prepare() {
     return status;
 }
 
+// early: once the kernel before it on the stream says let_next_kernel_start.
 template <auto kKernel, class Params>
-void launch(const char* name, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream) {
+void launch(const char* name, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool early = false) {
     cudaError_t status = prepare<kKernel>();
-    if (status == cudaSuccess) {
-        kKernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(params);
-        status = cudaGetLastError();
-    }
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{dim3(blocks), dim3(threads), static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream), &attribute, early};
+    if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kKernel, params);
     if (status != cudaSuccess) throw std::runtime_error(std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
 }
 

@@ -128,6 +128,22 @@ __device__ __forceinline__ void fence_bulk_copies() {}
 
 #endif
 
+// ---- a kernel that starts while the one before it on the stream still runs (sm_90) ----
+
+// Once all blocks of this kernel have come here or ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// At its end, so that what comes after this kernel comes after both.
+__device__ __forceinline__ void end_after_kernel_before() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The dynamic shared memory of a block.
 template <class T>
 __device__ __forceinline__ T* shared_memory() {

@@ -62,11 +62,11 @@ public:
     __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const DueFlags& due)
         : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
 
-    // All chunks of counts[peer] rows to each peer that nobody else takes. ready(peer, chunk) waits for the chunk's rows (false: give
+    // All chunks (of `chunk_slots` rows) of counts[peer] rows to each peer that nobody else takes. ready(peer, chunk) waits for the chunk's rows (false: give
     // up); find(peer, index) is what a lane must know of a row, and rows(peer, index, found, row, tail) says where it lies. With
     // `to_outbox` rows go to this rank's outbox, without flags.
     template <class Ready, class Find, class Rows>
-    __device__ void push(const int32_t* counts, bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
+    __device__ void push(int chunk_slots, const int32_t* counts, bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
         const auto drain = [&](const RingRow& row) {
             const Note note(__shfl_sync(kFullWarp, row.note, 0));
             const Workspace theirs(context_, note.peer);
@@ -74,19 +74,19 @@ public:
             ring_.store_slot(box + note.index * slot_.bytes, row);
             follow(note.is_announced && !to_outbox ? theirs.arrived(context_.rank, note.index) : nullptr);
         };
-        const auto num_chunks = [&](int peer) { return divide_up(counts[peer], kChunkSlots); };
+        const auto num_chunks = [&](int peer) { return divide_up(counts[peer], chunk_slots); };
         const auto rank_of = [&](int turn) { return (context_.rank + turn) % context_.config.num_ranks; };
         WarpTasks chunks(&context_.state->next_send);
         while (true) {
             const RankTask chunk(chunks.take(), 1, context_.config.num_ranks, rank_of, num_chunks);
             if (chunk.rank < 0 || !ready(chunk.rank, chunk.number)) break;
-            const int first = chunk.number * kChunkSlots, end = min(first + kChunkSlots, counts[chunk.rank]);
+            const int first = chunk.number * chunk_slots, end = min(first + chunk_slots, counts[chunk.rank]);
             const int found = first + lane_ < end ? find(chunk.rank, first + lane_) : 0;
 #pragma unroll 1
             for (int index = first; index < end; ++index) {
                 const std::byte *row = nullptr, *tail = nullptr;
                 rows(chunk.rank, index, __shfl_sync(kFullWarp, found, index - first), row, tail);
-                ring_.add(row, tail, Note{chunk.rank, index + 1 == end || (index + 1) % kFlagSlots == 0, index}.word(), drain);
+                ring_.add(row, tail, Note{chunk.rank, index + 1 == end || (index + 1) % kChunkSlots == 0, index}.word(), drain);
             }
         }
         finish(drain);  // also where the block gives up: nothing may be on its way into its shared memory
@@ -135,11 +135,11 @@ private:
 
 // A sending block: see Pusher::push. All its threads must call it; it has a warp more than the ring.
 template <class Ring, class Ready, class Find, class Rows>
-__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const int32_t* counts, bool to_outbox, const Ready& ready,
+__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts, bool to_outbox, const Ready& ready,
                      const Find& find, const Rows& rows) {
     const DueFlags due;
     const int warp = threadIdx.x / 32;
-    if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(counts, to_outbox, ready, find, rows);
+    if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(chunk_slots, counts, to_outbox, ready, find, rows);
     if (warp == ring.warps) due.serve(ring.warps, context.state->sequence);
 }
 

@@ -74,6 +74,19 @@ private:
     int asked_ = 0;
 };
 
+// All threads of a block, before anything else: until the plan of this call, which may still run, has let its rows go, and with
+// `for_counts` until it knows what this rank receives. False: give up.
+__device__ inline bool wait_for_plan(const GpuContext& c, bool for_counts) {
+    __shared__ int ok;
+    if (threadIdx.x == 0) {
+        const GpuState& state = *c.state;
+        ok = wait_flag(c, &state.placed, c.plan, c.rank, GpuPhase::kPlan) && wait_flag(c, &state.met, c.plan, c.rank, GpuPhase::kPlan) &&
+             (!for_counts || wait_flag(c, &state.counted, c.plan, c.rank, GpuPhase::kPlan)) && !gave_up(c);
+    }
+    __syncthreads();
+    return ok != 0;
+}
+
 // One of the tasks that rank_of(first_turn), rank_of(first_turn + 1), ... have, num_tasks(rank) each: the `number`-th of its rank; rank: -1
 // past the last.
 struct RankTask {
@@ -125,9 +138,9 @@ struct Workspace {
         return flag(layout.entered, (sequence & 1) * config.num_ranks + source);
     }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
-    // Of the slot `index` and the others that share its flag.
+    // Of the chunk that `index` lies in.
     __device__ unsigned long long* arrived(int source, int index) const {
-        return flag(layout.arrived, (source * layout.num_flags + index / kFlagSlots) * kArrivedStride);
+        return flag(layout.arrived, (source * layout.num_chunks + index / kChunkSlots) * kArrivedStride);
     }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
         return reinterpret_cast<GpuStamp*>(base + layout.stamps) + (sequence & 1) * config.num_ranks + source;

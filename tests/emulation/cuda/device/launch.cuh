@@ -9,7 +9,7 @@
 namespace deepep_moe {
 
 template <auto kKernel, class Params>
-void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*) {
+void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*, bool = false) {
     emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kKernel(params); });
 }
 

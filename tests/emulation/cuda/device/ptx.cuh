@@ -39,6 +39,8 @@ inline unsigned long long now_ns() {
 }
 
 inline void pause_ns(unsigned) {}
+inline void let_next_kernel_start() {}
+inline void end_after_kernel_before() {}
 
 using emulation::barrier_expect;
 using emulation::barrier_init;
