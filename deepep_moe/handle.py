@@ -72,7 +72,7 @@ class DispatchOutput(NamedTuple):
     """What a rank received. `num_rows` counts (token, expert) pairs and padding in the expert layout, tokens in the rank layout."""
 
     recv_x: Tensor
-    """[num_rows, hidden], dtype of `x`."""
+    """[num_rows, hidden], dtype of `x`. With backend `nvlink` it may be the first rows of an allocation up to a sixteenth larger."""
     recv_x_scales: Tensor | None
     """[num_rows, ceil(hidden / 128)] fp32, when `x_scales` was given."""
     recv_topk_idx: Tensor | None

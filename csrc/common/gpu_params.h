@@ -107,6 +107,7 @@ struct GpuCombineParams {
     bool reduces, finishes;  // what the blocks that do not send do
     DType dtype;
     int num_send_blocks, num_work_blocks;
+    int max_part_pieces;          // of 16 bytes, that a warp sums in one task
     int64_t num_rows;             // of x
     const int32_t* recv_counts;   // [num_ranks]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]

@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kThreads = 384;
 static_assert(kThreads >= 32 * (kMaxRingWarps + 1), "a block that sends needs a warp for flags");
-constexpr int kPartPieces = 256;  // of 16 bytes, at most, that a warp sums in one task
 
 template <DType kType>
 struct Kernel {
@@ -31,7 +30,7 @@ struct Kernel {
 
     __device__ explicit Kernel(const GpuCombineParams& p)
         : p(p), c(p.context), config(c.config), row_bytes(config.hidden * (16 / Values::kCount)), num_pieces(static_cast<int>(row_bytes / 16)),
-          num_parts(divide_up(num_pieces, kPartPieces)), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()),
+          num_parts(divide_up(num_pieces, p.max_part_pieces)), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()),
           own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
     // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.

@@ -27,8 +27,8 @@ struct Receiver {
     unsigned lanes_here = 0;  // sources whose lanes this warp has seen arrive, a bit each
 
     __device__ Receiver(const GpuDispatchParams& p, const GpuSlotLayout& slot, int64_t num_rows)
-        : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), num_rows(num_rows), warp(threadIdx.x / 32), lane(threadIdx.x % 32),
-          ring(p.ring, slot) {}
+        : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), num_rows(num_rows),
+          warp(threadIdx.x / 32), lane(threadIdx.x % 32), ring(p.ring, slot) {}
 
     // Rows that stay here first: they are there already. Then the sources in the order in which they serve this rank.
     __device__ void receive() {

@@ -16,6 +16,9 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kFewestWorkers = 8;         // blocks of a combine that do not send
+constexpr int kPiecesForLink = 128;       // of a row that a warp sums at a time: small tasks end soon after the last rows came,
+constexpr int kPiecesForMemory = 256;     // large ones read faster, which counts where half the rows stay on the GPU
+constexpr int kMaxLaneBlocks = 48;        // with those that send and receive no more than there are multiprocessors
 constexpr int kRingBytes = 184 * 1024;    // of a block's rows on their way: the link is slower where more are
 
 void check_cuda(cudaError_t status, const char* what) {
@@ -48,7 +51,7 @@ private:
 cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 // That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
-int lane_blocks(int64_t num_lanes) { return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, 512), 1, 64)); }
+int lane_blocks(int64_t num_lanes) { return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, 512), 1, kMaxLaneBlocks)); }
 
 bool is_capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -96,7 +99,7 @@ void GpuCommunicator::allocate() {
     allocate_scratch();
     int least = 0, greatest = 0;
     check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-    for (cudaStream_t* stream : {&sending_, &announcing_})
+    for (cudaStream_t* stream : {&sending_, &copying_, &announcing_})
         check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
     for (cudaEvent_t* event : {&forked_, &sent_, &copied_, &followed_})
         check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
@@ -160,7 +163,7 @@ void GpuCommunicator::release() {
         if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
     for (cudaEvent_t event : {forked_, sent_, copied_, followed_})
         if (event != nullptr) cudaEventDestroy(event);
-    for (cudaStream_t stream : {sending_, announcing_})
+    for (cudaStream_t stream : {sending_, copying_, announcing_})
         if (stream != nullptr) cudaStreamDestroy(stream);
     cudaFree(workspaces_[rank_]);
     cudaFree(scratch_);
@@ -219,6 +222,7 @@ GpuCombineParams GpuCommunicator::completed(GpuCombineParams params) const {
     const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
     const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
     params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    params.max_part_pieces = config_.num_ranks > 2 ? kPiecesForLink : kPiecesForMemory;
     return params;
 }
 
@@ -300,20 +304,29 @@ void GpuCommunicator::start_combine(GpuCombineParams params, int num_sms, uintpt
     check_cuda(cudaEventRecord(sent_, sending_), "cudaEventRecord");
 }
 
-// In the order in which every rank copies to another peer at a time.
+// In the order in which every rank copies to another peer at a time, half of it on each of two streams: one copy engine does not fill the
+// link, and pauses between two copies.
 void GpuCommunicator::copy(const std::vector<int>& counts, int64_t slot_bytes, uintptr_t stream) {
     const DeviceGuard guard(device_);
     fork(as_stream(stream));
+    check_cuda(cudaStreamWaitEvent(copying_, forked_, 0), "cudaStreamWaitEvent");
+    const auto announce_after = [&](cudaStream_t copies) {
+        check_cuda(cudaEventRecord(copied_, copies), "cudaEventRecord");
+        check_cuda(cudaStreamWaitEvent(announcing_, copied_, 0), "cudaStreamWaitEvent");
+    };
+    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {
+        check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies), "cudaMemcpyAsync");
+        announce_after(copies);
+    };
     for (int offset = 1; offset < config_.num_ranks; ++offset) {
         const int peer = (rank_ + offset) % config_.num_ranks;
-        if (counts.at(peer) == 0) continue;
-        check_cuda(cudaMemcpyAsync(inbox_of(peer), outbox_for(peer), counts[peer] * slot_bytes, cudaMemcpyDeviceToDevice, sending_), "cudaMemcpyAsync");
-        check_cuda(cudaEventRecord(copied_, sending_), "cudaEventRecord");
-        check_cuda(cudaStreamWaitEvent(announcing_, copied_, 0), "cudaStreamWaitEvent");
+        const int64_t bytes = counts.at(peer) * slot_bytes, half = counts.at(peer) / 2 * slot_bytes;
+        if (bytes == 0) continue;
+        if (half > 0) copy_part(peer, 0, half, copying_);
+        copy_part(peer, half, bytes, sending_);
         launch_announce({context(), peer, counts[peer]}, announcing_);
     }
-    check_cuda(cudaEventRecord(copied_, sending_), "cudaEventRecord");
-    check_cuda(cudaStreamWaitEvent(announcing_, copied_, 0), "cudaStreamWaitEvent");
+    announce_after(sending_);
     check_cuda(cudaEventRecord(sent_, announcing_), "cudaEventRecord");
 }
 

@@ -97,7 +97,7 @@ private:
     HostSlots* host_ = nullptr;     // pinned, and behind it
     int* expert_counts_ = nullptr;  // [num_local_experts]
 
-    cudaStream_t sending_ = nullptr, announcing_ = nullptr;  // own streams, beside the caller's
+    cudaStream_t sending_ = nullptr, copying_ = nullptr, announcing_ = nullptr;  // own streams, beside the caller's
     cudaStream_t last_ = nullptr;                            // of the last call
     bool has_last_ = false, is_sending_ = false, has_early_launch_ = false;
     cudaEvent_t forked_ = nullptr, sent_ = nullptr, copied_ = nullptr, followed_ = nullptr;

@@ -10,7 +10,7 @@ from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
 from deepep_moe.handle import DispatchHandle
 
-DEFAULT_NUM_SMS = 16
+DEFAULT_NUM_SMS = 12
 GUESS_SHARE = 16  # rows that are allocated before they are counted may be this part more than come
 Absent = tuple[Tensor | None, Tensor | None]
 

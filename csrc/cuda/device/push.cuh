@@ -62,9 +62,9 @@ public:
     __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const DueFlags& due)
         : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
 
-    // All chunks (of `chunk_slots` rows) of counts[peer] rows to each peer that nobody else takes. ready(peer, chunk) waits for the chunk's rows (false: give
-    // up); find(peer, index) is what a lane must know of a row, and rows(peer, index, found, row, tail) says where it lies. With
-    // `to_outbox` rows go to this rank's outbox, without flags.
+    // All that nobody else takes of counts[peer] rows to each peer, `chunk_slots` at a time. ready(peer, chunk) waits for the rows of one
+    // (false: give up); find(peer, index) is what a lane must know of a row, and rows(peer, index, found, row, tail) says where it lies.
+    // With `to_outbox` rows go to this rank's outbox, without flags.
     template <class Ready, class Find, class Rows>
     __device__ void push(int chunk_slots, const int32_t* counts, bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
         const auto drain = [&](const RingRow& row) {
@@ -135,8 +135,8 @@ private:
 
 // A sending block: see Pusher::push. All its threads must call it; it has a warp more than the ring.
 template <class Ring, class Ready, class Find, class Rows>
-__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts, bool to_outbox, const Ready& ready,
-                     const Find& find, const Rows& rows) {
+__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts, bool to_outbox,
+                     const Ready& ready, const Find& find, const Rows& rows) {
     const DueFlags due;
     const int warp = threadIdx.x / 32;
     if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(chunk_slots, counts, to_outbox, ready, find, rows);
