@@ -99,7 +99,7 @@ def test_readme_numbers_come_from_results():
             for value in (f"| {record['us_median']:.0f} us |", f"| {record['rival_us']:.0f} us |", f"| {record['ratio']:.1f}x |"):
                 assert value in line, f"{value} is not in {line}"
             continue
-        found = re.search(r"<!-- (\S+\.json) (\S+) / (.+?) -->", line)
+        found = re.search(r"<!-- (\S+\.json) (.+?) / (.+?) -->", line)
         if found:
             records = json.loads((ROOT / "benchmarks" / "results" / found[1]).read_text())
             (record,) = [r for r in records if r["op"] == found[2] and r["rival"] == found[3]]
