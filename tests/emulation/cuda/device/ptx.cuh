@@ -40,6 +40,8 @@ inline unsigned long long now_ns() {
 
 inline void pause_ns(unsigned) {}
 
+inline double approximate_reciprocal(double x) { return __longlong_as_double(__double_as_longlong(1.0 / x) & ~0xffffffffll); }
+
 using emulation::barrier_expect;
 using emulation::barrier_init;
 using emulation::barrier_wait;
