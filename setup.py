@@ -17,7 +17,7 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 HOST_ROOMS = ("common", "cpu", "runtime", "bindings")
-GPU_HOST_FILES = ("gpu_communicator.cpp", "gpu.cpp")  # of the host rooms, only with CUDA
+GPU_HOST_FILES = ("gpu_communicator.cpp", "gpu.cpp", "gpu_gate.cpp")  # of the host rooms, only with CUDA
 GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100"))
 
 

@@ -260,3 +260,44 @@ def gate_forward(
 def gate_backward(
     options: GateOptions, *, logits_ptr: int, topk_idx_ptr: int, grad_topk_weights_ptr: int, grad_logits_ptr: int
 ) -> None: ...
+
+# the gate on a GPU (csrc/common/gate_params.h), only where the build found nvcc
+MAX_GPU_GATE_EXPERTS: int
+
+def gpu_gate_forward(
+    options: GateOptions,
+    *,
+    logits: int,
+    expert_bias: int,
+    mask: int,
+    topk_idx: int,
+    topk_weights: int,
+    counts: int,
+    next_counts: int,
+    probs: int,
+    routing_map: int,
+    num_ranks: int,
+    is_token_in_rank: int,
+    stream: int,
+) -> None: ...
+def gpu_gate_backward(
+    options: GateOptions,
+    *,
+    logits: int,
+    topk_idx: int,
+    grad_topk_weights: int,
+    grad_probs: int,
+    grad_logits: int,
+    stream: int,
+) -> None: ...
+def gpu_gate_check() -> None: ...
+def gpu_update_expert_bias(
+    *,
+    num_layers: int,
+    num_experts: int,
+    num_tokens_per_expert: int,
+    is_int64: bool,
+    expert_bias: int,
+    update_rate: float,
+    stream: int,
+) -> None: ...

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _buffers: "weakref.WeakValueDictionary[int, Buffer]" = weakref.WeakValueDictionary()
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_eager: dict[str, tuple[Any, type[torch.autograd.Function]]] = {}
+_eager: dict[str, tuple[Any, type[torch.autograd.Function] | None]] = {}
 _HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert, Tensor call"
 
 
@@ -44,7 +44,7 @@ def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
     if _is_traced(tensors):
         return getattr(torch.ops.deepep_moe, name)(*tensors, *arguments)
     implementation, function = _eager[name]
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if function is not None and torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return function.apply(*tensors, *arguments)
     return implementation(*tensors, *arguments)
 
@@ -235,9 +235,13 @@ def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Ten
     return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, *[None] * 9
 
 
-def _register(name: str, implementation: Any, fake: Any, save: Any, backward: Any) -> None:
+def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
+    """Make `implementation` the operator `name`, which is defined, and the way of `call`. `save` and `backward`: its gradient, if it has one."""
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
+    if backward is None:
+        _eager[name] = implementation, None
+        return
     torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
 
     def forward(ctx: Any, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
@@ -249,6 +253,6 @@ def _register(name: str, implementation: Any, fake: Any, save: Any, backward: An
     _eager[name] = implementation, type(name, (torch.autograd.Function,), parts)
 
 
-_register("dispatch", dispatch, _fake_dispatch, _save_dispatch, _dispatch_backward)
-_register("dispatch_cached", dispatch_cached, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
-_register("combine", combine, _fake_combine, _save_combine, _combine_backward)
+register("dispatch", dispatch, _fake_dispatch, _save_dispatch, _dispatch_backward)
+register("dispatch_cached", dispatch_cached, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
+register("combine", combine, _fake_combine, _save_combine, _combine_backward)

@@ -2,16 +2,47 @@
 
 import math
 from types import SimpleNamespace
+from unittest import mock
 
+import emulated_gpu
 import pytest
 import torch
+from exchange_cases import device_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepep_moe import _C, ops, reference
 
-SCORE_FUNCTIONS = ("sigmoid", "softmax", "softmax_topk")
+SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# Examples of random tests. The emulated GPU takes milliseconds for a token.
+FEW = 30 if emulated_gpu.is_chosen() else 150
+MANY_TOKENS = 20 if emulated_gpu.is_chosen() else 150
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return device_of("nvlink" if request.param == "cuda" else "shm", 0)
+
+
+def run(device, logits, *arguments, function=ops.gate, **options):
+    """The gate on `device`, into memory full of ones, with arguments and results on the CPU; differentiable."""
+
+    def garbage(empty):
+        def fill(*arguments, **options):
+            tensor = empty(*arguments, **options)
+            tensor.view(torch.uint8).fill_(0xFF)
+            return tensor
+
+        return fill
+
+    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    new_empty, empty_like = garbage(torch.Tensor.new_empty), garbage(torch.empty_like)
+    with mock.patch.object(torch.Tensor, "new_empty", new_empty), mock.patch.object(torch, "empty_like", empty_like):
+        output = function(logits.to(device), *arguments, **options)
+    return type(output)(*(None if tensor is None else tensor.cpu() for tensor in output))
 
 
 def assert_equal(output, expected):
@@ -19,56 +50,74 @@ def assert_equal(output, expected):
         assert torch.equal(got, want), f"{name}: {got} is not {want}"
 
 
+def assert_close(output, expected):
+    """The choice and the counts equal, weights within a unit in the last place."""
+    assert torch.equal(output[0], expected[0]), f"topk_idx: {output[0]} is not {expected[0]}"
+    assert torch.equal(output[2], expected[2]), f"num_tokens_per_expert: {output[2]} is not {expected[2]}"
+    got, want = output[1], expected[1]
+    nearby = (got == want) | (got == want.nextafter(torch.tensor(torch.inf))) | (got == want.nextafter(torch.tensor(-torch.inf)))
+    assert nearby.all(), f"topk_weights: {got[~nearby]} is not {want[~nearby]}"
+
+
 # ---- small enough to compute by hand
 
 
-def test_sigmoid_by_hand():
+def test_sigmoid_by_hand(device):
     logits = torch.tensor([[0.0, math.log(3), -math.log(3)]])  # scores 1/2, 3/4, 1/4
-    output = ops.gate(logits, 2, routed_scaling_factor=2.5)
+    output = run(device, logits, 2, routed_scaling_factor=2.5)
     assert output.topk_idx.tolist() == [[1, 0]]
     torch.testing.assert_close(output.topk_weights, torch.tensor([[1.5, 1.0]]))
     assert output.num_tokens_per_expert.tolist() == [1, 1, 0]
 
 
-def test_bias_moves_the_choice_and_not_the_weights():
+def test_bias_moves_the_choice_and_not_the_weights(device):
     logits = torch.tensor([[0.0, math.log(3), -math.log(3)]])
-    output = ops.gate(logits, 2, expert_bias=torch.tensor([0.0, 0.0, 1.0]), normalize=False)
+    output = run(device, logits, 2, expert_bias=torch.tensor([0.0, 0.0, 1.0]), normalize=False)
     assert output.topk_idx.tolist() == [[2, 1]]  # selection scores 0.5, 0.75, 1.25
     torch.testing.assert_close(output.topk_weights, torch.tensor([[0.25, 0.75]]))
 
 
+def test_sqrtsoftplus_by_hand(device):
+    logits = torch.tensor([[math.log(math.e - 1), math.log(math.e**4 - 1), -200.0]])  # scores 1, 2, almost 0
+    output = run(device, logits, 2, score_function="sqrtsoftplus")
+    assert output.topk_idx.tolist() == [[1, 0]]
+    torch.testing.assert_close(output.topk_weights, torch.tensor([[2 / 3, 1 / 3]]))
+
+
 @pytest.mark.parametrize("score_function", ["softmax", "softmax_topk"])
-def test_softmax_by_hand(score_function):
+def test_softmax_by_hand(device, score_function):
     logits = torch.tensor([[0.0, math.log(3), math.log(4)]])  # shares 1/8, 3/8, 4/8
-    output = ops.gate(logits, 2, score_function=score_function, normalize=False)
+    output = run(device, logits, 2, score_function=score_function, normalize=False)
     assert output.topk_idx.tolist() == [[2, 1]]
     expected = [[4 / 8, 3 / 8]] if score_function == "softmax" else [[4 / 7, 3 / 7]]
     torch.testing.assert_close(output.topk_weights, torch.tensor(expected))
 
 
-def test_groups_by_hand():
+def test_groups_by_hand(device):
     # Groups (0, 1), (2, 3), (4, 5). The best expert is alone in group 0; by the two best, group 2 wins, then group 1.
     logits = torch.tensor([[9.0, -9.0, 1.0, 1.0, 2.0, 2.0]])
-    assert ops.gate(logits, 2, num_groups=3, topk_groups=1).topk_idx.tolist() == [[4, 5]]
-    assert ops.gate(logits, 3, num_groups=3, topk_groups=2).topk_idx.tolist() == [[4, 5, 2]]
-    assert ops.gate(logits, 2, num_groups=3, topk_groups=1, group_score_topk=1).topk_idx.tolist() == [[0, 1]]
+    assert run(device, logits, 2, num_groups=3, topk_groups=1).topk_idx.tolist() == [[4, 5]]
+    assert run(device, logits, 3, num_groups=3, topk_groups=2).topk_idx.tolist() == [[4, 5, 2]]
+    assert run(device, logits, 2, num_groups=3, topk_groups=1, group_score_topk=1).topk_idx.tolist() == [[0, 1]]
 
 
-def test_experts_of_other_groups_cannot_be_chosen_however_low_the_bias():
+def test_experts_of_other_groups_cannot_be_chosen_however_low_the_bias(device):
     logits = torch.zeros(1, 4)
     bias = torch.tensor([-5.0, -5.0, -9.0, -9.0])
-    assert ops.gate(logits, 2, num_groups=2, topk_groups=1, expert_bias=bias).topk_idx.tolist() == [[0, 1]]
+    assert run(device, logits, 2, num_groups=2, topk_groups=1, expert_bias=bias).topk_idx.tolist() == [[0, 1]]
 
 
-def test_ties_go_to_the_lower_index():
-    assert ops.gate(torch.zeros(1, 40), 5).topk_idx.tolist() == [[0, 1, 2, 3, 4]]
-    assert ops.gate(torch.zeros(1, 40), 5, num_groups=8, topk_groups=2).topk_idx.tolist() == [[0, 1, 2, 3, 4]]
-    assert ops.gate(torch.tensor([[-0.0, 0.0, 0.0]]), 2, score_function="softmax_topk").topk_idx.tolist() == [[0, 1]]
+def test_ties_go_to_the_lower_index(device):
+    assert run(device, torch.zeros(1, 40), 5).topk_idx.tolist() == [[0, 1, 2, 3, 4]]
+    assert run(device, torch.zeros(1, 40), 5, num_groups=8, topk_groups=2).topk_idx.tolist() == [[0, 1, 2, 3, 4]]
+    assert run(device, torch.zeros(1, 40), 32, num_groups=40, topk_groups=35, group_score_topk=1).topk_idx.tolist() == [list(range(32))]
+    assert run(device, torch.full((1, 6), 50.0) + torch.arange(6), 3).topk_idx.tolist() == [[0, 1, 2]]  # scores of 1, all of them
+    assert run(device, torch.tensor([[-0.0, 0.0, 0.0]]), 2, score_function="softmax_topk").topk_idx.tolist() == [[0, 1]]
 
 
-def test_masked_tokens_choose_nothing_and_are_not_read():
+def test_masked_tokens_choose_nothing_and_are_not_read(device):
     logits = torch.tensor([[1.0, 2.0], [math.nan, math.inf], [2.0, 1.0]], requires_grad=True)
-    output = ops.gate(logits, 1, mask=torch.tensor([False, True, False]))
+    output = run(device, logits, 1, mask=torch.tensor([False, True, False]))
     assert output.topk_idx.tolist() == [[1], [-1], [0]]
     assert output.topk_weights.tolist() == [[1.0], [0.0], [1.0]]
     assert output.num_tokens_per_expert.tolist() == [1, 1]
@@ -76,9 +125,9 @@ def test_masked_tokens_choose_nothing_and_are_not_read():
     assert grad[1].tolist() == [0.0, 0.0]
 
 
-def test_no_tokens():
+def test_no_tokens(device):
     logits = torch.empty(0, 6, requires_grad=True)
-    output = ops.gate(logits, 2)
+    output = run(device, logits, 2)
     assert output.topk_idx.shape == output.topk_weights.shape == (0, 2)
     assert output.num_tokens_per_expert.tolist() == [0] * 6
     output.topk_weights.sum().backward()
@@ -86,10 +135,10 @@ def test_no_tokens():
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
-def test_logits_far_out(score_function):
+def test_logits_far_out(device, score_function):
     logits = torch.tensor([[3e38, -3e38, 800.0, -800.0, 90.0, -90.0, 17.4, -100.0]])
     options = {"score_function": score_function, "normalize": False}
-    assert_equal(ops.gate(logits, 8, **options), reference.gate(logits, 8, **options))
+    assert_close(run(device, logits, 8, **options), reference.gate(logits, 8, **options))
 
 
 # ---- the definition, bit for bit
@@ -100,7 +149,7 @@ def cases(draw):
     """Tensors and settings of one call."""
     num_groups, group_size = draw(st.integers(1, 9)), draw(st.integers(1, 40))
     topk_groups = draw(st.integers(1, num_groups))
-    num_experts, num_tokens = num_groups * group_size, draw(st.integers(0, 150))
+    num_experts, num_tokens = num_groups * group_size, draw(st.integers(0, MANY_TOKENS))
     num_topk = draw(st.integers(1, min(32, topk_groups * group_size)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     logits = torch.randn(num_tokens, num_experts, generator=generator) * draw(st.sampled_from([0.1, 1.0, 8.0]))
@@ -123,18 +172,18 @@ def cases(draw):
 
 
 @given(case=cases())
-@settings(deadline=None, max_examples=150)
-def test_equals_reference(case):
+@settings(deadline=None, max_examples=FEW)
+def test_equals_reference(device, case):
     logits, options = case
-    assert_equal(ops.gate(logits, **options), reference.gate(logits, **options))
+    assert_close(run(device, logits, **options), reference.gate(logits, **options))
 
 
 @given(case=cases())
-@settings(deadline=None, max_examples=75)
-def test_gradient_matches_reference(case):
+@settings(deadline=None, max_examples=FEW // 2)
+def test_gradient_matches_reference(device, case):
     logits, options = case
     ours, expected = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    output, wanted = ops.gate(ours, **options), reference.gate(expected, **options)[1]
+    output, wanted = run(device, ours, **options), reference.gate(expected, **options)[1]
     grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
     output.topk_weights.backward(grad)
     wanted.backward(grad)
@@ -145,19 +194,19 @@ def test_gradient_matches_reference(case):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
-def test_gradient_matches_finite_differences(score_function, normalize):
+def test_gradient_matches_finite_differences(device, score_function, normalize):
     generator = torch.Generator().manual_seed(1)
     # Far enough apart that a step does not change the choice.
     logits, grad = torch.rand(3, 7, generator=generator).argsort() / 2 - 1.5, torch.randn(3, 4, generator=generator)
     options = {"score_function": score_function, "normalize": normalize, "routed_scaling_factor": 1.5}
     logits.requires_grad_()
-    (ours,) = torch.autograd.grad((ops.gate(logits, 4, **options).topk_weights * grad).sum(), logits)
+    (ours,) = torch.autograd.grad((run(device, logits, 4, **options).topk_weights * grad).sum(), logits)
     step, numeric = 1e-2, torch.zeros(3, 7)
     for token in range(3):
         for expert in range(7):
             delta = torch.zeros(3, 7)
             delta[token, expert] = step
-            high, low = ((ops.gate(x.detach(), 4, **options).topk_weights.double() * grad).sum() for x in (logits + delta, logits - delta))
+            high, low = ((run(device, x.detach(), 4, **options).topk_weights.double() * grad).sum() for x in (logits + delta, logits - delta))
             numeric[token, expert] = (high - low) / (2 * step)
     torch.testing.assert_close(ours, numeric, atol=2e-4, rtol=1e-3)
 
@@ -169,11 +218,74 @@ def test_threads_do_not_change_the_result(monkeypatch, num_threads):
     assert_equal(ops.gate(logits, 4), reference.gate(logits, 4))
 
 
-def test_strided_arguments():
+def test_strided_arguments(device):
     generator = torch.Generator().manual_seed(3)
     logits, bias = torch.randn(12, 40, generator=generator).t(), torch.randn(24, generator=generator)[::2]
     mask = torch.zeros(80, dtype=torch.bool)[::2]
-    assert_equal(ops.gate(logits, 3, expert_bias=bias, mask=mask), reference.gate(logits, 3, expert_bias=bias, mask=mask))
+    assert_close(run(device, logits, 3, expert_bias=bias, mask=mask), reference.gate(logits, 3, expert_bias=bias, mask=mask))
+
+
+@pytest.mark.parametrize("num_experts", [1, 60, 257, 512, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_of_experts(device, num_experts, dtype):
+    """On a GPU: more than one quad a lane, quads that are not aligned, lanes without experts."""
+    logits = torch.randn(5, num_experts + 1, generator=torch.Generator().manual_seed(12)).to(dtype)[:, 1:]
+    num_topk = min(9, num_experts)
+    assert_close(run(device, logits, num_topk), reference.gate(logits, num_topk))
+
+
+@given(case=cases(), dense=st.booleans(), with_ranks=st.booleans())
+@settings(deadline=None, max_examples=FEW // 2)
+def test_full_gate_equals_reference(device, case, dense, with_ranks):
+    logits, options = case
+    num_ranks = options["num_groups"] if with_ranks else 0
+    output = run(device, logits, function=ops.gate_full, dense=dense, num_ranks=num_ranks, **options)
+    expected = reference.gate(logits, **options)
+    assert_close(output[:3], expected)
+    probs, routing_map = ops.to_dense(output.topk_idx, output.topk_weights, logits.shape[1]) if dense else (None, None)
+    per_rank, _, in_rank = reference.layout(expected[0], num_ranks, logits.shape[1]) if with_ranks else (None, None, None)
+    for got, want in zip(output[3:], (probs, routing_map, per_rank, in_rank), strict=True):
+        assert (got is None and want is None) or torch.equal(got, want), f"{got} is not {want}"
+
+
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_gradients_of_lanes_and_of_the_dense_pair_add_up(device, score_function):
+    generator = torch.Generator().manual_seed(13)
+    logits, grad_dense = torch.randn(7, 12, generator=generator), torch.randn(7, 12, generator=generator)
+    grad_lanes = torch.randn(7, 3, generator=generator)
+    mask = torch.arange(7) == 2
+    grads = []
+    for is_full in (True, False):
+        leaf = logits.clone().requires_grad_()
+        if is_full:
+            output = run(device, leaf, 3, function=ops.gate_full, dense=True, mask=mask, score_function=score_function)
+            probs = output.probs
+        else:
+            output = run(device, leaf, 3, mask=mask, score_function=score_function)
+            probs, _ = ops.to_dense(output.topk_idx, output.topk_weights, 12)
+        grads += [torch.autograd.grad((probs * grad_dense).sum(), leaf, retain_graph=True)[0]]
+        grads += [torch.autograd.grad((probs * grad_dense).sum() + (output.topk_weights * grad_lanes).sum(), leaf)[0]]
+    torch.testing.assert_close(grads[0], grads[2])
+    torch.testing.assert_close(grads[1], grads[3])
+
+
+def test_nodes_per_token_by_hand():
+    topk_idx = torch.tensor([[0, 1, 2], [0, 3, 5], [-1, -1, -1], [4, -1, 1]])
+    assert ops.nodes_per_token(topk_idx, 6, 3).tolist() == [2, 3, 0, 2]
+    with pytest.raises(ValueError, match="num_nodes must divide the 6 experts, got 4"):
+        ops.nodes_per_token(topk_idx, 6, 4)
+
+
+def test_groups_limit_the_nodes_of_a_token(device):
+    logits = torch.randn(50 if device.type == "cuda" else 20, 64, generator=torch.Generator().manual_seed(14))
+    topk_idx = run(device, logits, 8, num_groups=8, topk_groups=2).topk_idx
+    assert ops.nodes_per_token(topk_idx, 64, 8).max() <= 2 < ops.nodes_per_token(run(device, logits, 8).topk_idx, 64, 8).max()
+
+
+def test_calls_do_not_see_counts_of_earlier_ones(device):
+    for num_tokens in (3, 0, 5, 1):
+        counts = run(device, torch.zeros(num_tokens, 6), 2).num_tokens_per_expert
+        assert counts.tolist() == [num_tokens] * 2 + [0] * 4
 
 
 # ---- the native functions by themselves
@@ -247,7 +359,7 @@ LOGITS = torch.zeros(4, 12)
         ({"num_groups": 4, "topk_groups": 5}, ValueError, "topk_groups must be 1 to num_groups, got 5 of 4 groups"),
         ({"num_groups": 12}, ValueError, "1 groups of 1 experts are fewer than 2"),
         ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk must be 1 to the 3 experts of a group, got 4"),
-        ({"score_function": "tanh"}, ValueError, "score_function must be one of sigmoid, softmax, softmax_topk, got 'tanh'"),
+        ({"score_function": "tanh"}, ValueError, "score_function must be one of sigmoid, sqrtsoftplus, softmax, softmax_topk, got 'tanh'"),
         ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor must be finite, got nan"),
         ({"logits": torch.zeros(12)}, ValueError, r"logits must be \[num_tokens, num_experts\], got shape \[12\]"),
         ({"logits": LOGITS.double()}, TypeError, r"logits must be float32, bfloat16 or float16, got torch.float64; convert"),
@@ -256,7 +368,8 @@ LOGITS = torch.zeros(4, 12)
         ({"expert_bias": torch.zeros(12).bfloat16()}, TypeError, "expert_bias must be torch.float32, got torch.bfloat16"),
         ({"expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias must be finite, got inf for expert 0"),
         ({"mask": torch.zeros(4)}, TypeError, "mask must be torch.bool, got torch.float32"),
-        ({"logits": LOGITS.to("meta")}, ValueError, "logits must be on the CPU, got meta: the gate kernel of this version runs there"),
+        ({"logits": LOGITS.to("meta")}, ValueError, "logits must be on the CPU or a CUDA device, got meta"),
+        ({"mask": torch.zeros(4, dtype=torch.bool, device="meta")}, ValueError, r"mask must be on cpu as logits are, got meta; move it with .to\(logits.device\)"),
     ],
 )
 def test_wrong_arguments(changes, error, message):
@@ -271,6 +384,74 @@ def test_non_finite_logits_are_named(value, dtype):
     logits[211, 17] = logits[250, 3] = value
     with pytest.raises(ValueError, match=rf"logits must be finite, got -?{abs(value)} for token 211, expert 17; look for"):
         ops.gate(logits, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [5, -1])
+def test_wrong_number_of_ranks(num_ranks):
+    with pytest.raises(ValueError, match=f"num_ranks must divide the 12 experts, got {num_ranks}"):
+        ops.gate_full(LOGITS, 2, num_ranks=num_ranks)
+    with pytest.raises(TypeError, match="gate_full has no argument groups"):
+        ops.gate_full(LOGITS, 2, groups=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_gpu_names_non_finite_logits_at_the_next_look(value, dtype):
+    device = device_of("nvlink", 0)
+    logits = torch.zeros(20, 24, dtype=dtype)
+    logits[11, 17] = value
+    message = rf"logits must be finite, got -?{abs(value)} for token 11, expert 17 in an earlier call of the gate on the GPU"
+
+    def route():
+        output = run(device, logits, 2)
+        assert output.topk_idx[11].tolist() == [-1, -1] and output.topk_weights[11].tolist() == [0, 0]
+        assert output.num_tokens_per_expert.tolist() == [19, 19] + [0] * 22
+
+    route()
+    with pytest.raises(ValueError, match=message):
+        ops.check_gate()
+    ops.check_gate()
+    route()
+    with pytest.raises(ValueError, match=message):
+        run(device, torch.zeros(1, 24), 2)
+    run(device, torch.zeros(1, 24), 2)
+    ops.check_gate()
+
+
+@pytest.mark.gpu
+def test_gpu_names_a_bias_that_is_not_finite():
+    device = device_of("nvlink", 0)
+    bias = torch.zeros(24)
+    bias[5] = math.nan
+    assert (run(device, torch.zeros(2, 24), 2, expert_bias=bias).topk_idx == -1).all()
+    with pytest.raises(ValueError, match="expert_bias must be finite, got nan for expert 5 in an earlier call of the gate on the GPU"):
+        ops.check_gate()
+
+
+@pytest.mark.gpu
+def test_gpu_refuses_too_many_experts():
+    with pytest.raises(ValueError, match="logits must have at most 1024 experts on a GPU, got 1025; move them with .cpu()"):
+        ops.gate(torch.zeros(2, 1025, device=device_of("nvlink", 0)), 2)
+
+
+@pytest.mark.gpu
+def test_gpu_takes_sums_with_the_bias_that_are_infinite():
+    logits, bias = torch.zeros(1, 8), torch.zeros(8)
+    logits[0, 3] = bias[3] = 3e38
+    options = {"score_function": "softmax_topk", "expert_bias": bias}
+    assert_close(run(device_of("nvlink", 0), logits, 2, **options), reference.gate(logits, 2, **options))
+    ops.check_gate()
+
+
+@pytest.mark.gpu
+def test_gpu_refuses_options_that_would_leave_memory():
+    device_of("nvlink", 0)
+    pointers = dict.fromkeys(("logits", "topk_idx", "grad_topk_weights", "grad_probs", "grad_logits", "stream"), 0)
+    with pytest.raises(ValueError, match="gate options out of bounds: num_experts 1040, at most 1024 on a GPU"):
+        _C.gpu_gate_backward(native_options(num_experts=1040), **pointers)
+    with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12, num_topk 33"):
+        _C.gpu_gate_backward(native_options(num_topk=33), **pointers)
 
 
 # ---- torch.compile and the operator's registration
@@ -298,11 +479,12 @@ def test_opcheck(score_function):
     logits, topk_idx = torch.randn(5, 8), torch.tensor([[0, 3]] * 5)
     gate_arguments = (None, torch.zeros(5, dtype=torch.bool), 2, 4, 2, 1, score_function, True, 1.0, torch.int64)
     torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits, *gate_arguments))
+    torch.library.opcheck(torch.ops.deepep_moe.gate_full.default, (logits, *gate_arguments, True, 4))
     # Its check of compiled gradients adds up all outputs, which fails on integer ones.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits.requires_grad_(), *gate_arguments), test_utils=utils)
     torch.library.opcheck(
-        torch.ops.deepep_moe.gate_backward.default, (torch.randn(5, 2), logits.detach(), topk_idx, score_function, True, 1.0)
+        torch.ops.deepep_moe.gate_backward.default, (torch.randn(5, 2), None, logits.detach(), topk_idx, score_function, True, 1.0)
     )
 
 

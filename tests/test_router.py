@@ -133,5 +133,5 @@ def test_sequence_aux_loss_errors():
         ops.sequence_aux_loss(logits, topk_idx, 3, coefficient=1.0)
     with pytest.raises(ValueError, match="must add up to the 4 tokens, got a sum of 5"):
         ops.sequence_aux_loss(logits, topk_idx, [2, 3], coefficient=1.0)
-    with pytest.raises(ValueError, match="score_function must be one of sigmoid, softmax, softmax_topk, got 'relu'"):
+    with pytest.raises(ValueError, match="score_function must be one of sigmoid, sqrtsoftplus, softmax, softmax_topk, got 'relu'"):
         ops.sequence_aux_loss(logits, topk_idx, 2, coefficient=1.0, score_function="relu")

@@ -12,9 +12,10 @@ namespace {
 
 ScoreFunction parse_score_function(std::string_view name) {
     if (name == "sigmoid") return ScoreFunction::kSigmoid;
+    if (name == "sqrtsoftplus") return ScoreFunction::kSqrtSoftplus;
     if (name == "softmax") return ScoreFunction::kSoftmax;
     if (name == "softmax_topk") return ScoreFunction::kSoftmaxTopk;
-    throw std::invalid_argument("score_function must be sigmoid, softmax or softmax_topk, got '" + std::string(name) + "'");
+    throw std::invalid_argument("score_function must be sigmoid, sqrtsoftplus, softmax or softmax_topk, got '" + std::string(name) + "'");
 }
 
 GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int num_groups, int topk_groups, int group_score_topk,

@@ -69,6 +69,9 @@ DEEPEP_MOE_INLINE void score_row(ScoreFunction function, const float* __restrict
         case ScoreFunction::kSigmoid:
             for (int i = 0; i < n; ++i) scores[i] = static_cast<float>(sigmoid(logits[i]));
             break;
+        case ScoreFunction::kSqrtSoftplus:
+            for (int i = 0; i < n; ++i) scores[i] = static_cast<float>(sqrt_softplus(logits[i]));
+            break;
         case ScoreFunction::kSoftmax:
             softmax_row(logits, probs, n);
             for (int i = 0; i < n; ++i) scores[i] = static_cast<float>(probs[i]);

@@ -49,6 +49,15 @@ DEEPEP_MOE_INLINE void grad_sigmoid(const GateOptions& o, const float* logits, L
     for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(lanes.grads[k] * scores[k] * (1.0 - scores[k]));
 }
 
+DEEPEP_MOE_INLINE void grad_sqrt_softplus(const GateOptions& o, const float* logits, Lanes& lanes, float* grad_row) {
+    double scores[kMaxTopk];
+    for (int k = 0; k < lanes.count; ++k) scores[k] = sqrt_softplus(logits[lanes.experts[k]]);
+    grad_scores(scores, o.normalize, lanes);
+    std::fill_n(grad_row, o.num_experts, 0.0f);
+    for (int k = 0; k < lanes.count; ++k)
+        grad_row[lanes.experts[k]] = static_cast<float>(lanes.grads[k] * sigmoid(logits[lanes.experts[k]]) / (2.0 * scores[k]));
+}
+
 DEEPEP_MOE_INLINE void grad_softmax_topk(const GateOptions& o, const float* logits, const Lanes& lanes, float* grad_row) {
     float chosen[kMaxTopk];
     double probs[kMaxTopk], dot = 0.0;
@@ -96,6 +105,7 @@ void backward_range(const GateBackwardParams& params, int64_t begin, int64_t end
         } else {
             const float* logits = logits_row(params.logits, o.dtype, token, o.num_experts, buffer.data());
             if (o.score_function == ScoreFunction::kSigmoid) grad_sigmoid(o, logits, lanes, grad_row.data());
+            if (o.score_function == ScoreFunction::kSqrtSoftplus) grad_sqrt_softplus(o, logits, lanes, grad_row.data());
             if (o.score_function == ScoreFunction::kSoftmax) grad_softmax(o, logits, lanes, probs.data(), grad_row.data());
             if (o.score_function == ScoreFunction::kSoftmaxTopk) grad_softmax_topk(o, logits, lanes, grad_row.data());
         }

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <stdexcept>
-#include <string>
 
 #include "common/elements.h"
 #include "common/math.h"
@@ -14,21 +12,6 @@
 namespace deepep_moe {
 
 constexpr int64_t kMinTokensPerThread = 64;
-constexpr double kWeightEpsilon = 1e-20;
-
-// Guards memory; callers that want friendlier messages check before.
-inline void check_gate_options(const GateOptions& o) {
-    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
-    const bool valid = element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk &&
-                       o.num_topk <= o.num_experts && group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 &&
-                       o.topk_groups <= o.num_groups && int64_t{group_size} * o.topk_groups >= o.num_topk &&
-                       (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
-    if (valid) return;
-    const auto str = [](int64_t value) { return std::to_string(value); };
-    throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
-                                ", num_topk " + str(o.num_topk) + ", num_groups " + str(o.num_groups) + ", topk_groups " +
-                                str(o.topk_groups) + ", group_score_topk " + str(o.group_score_topk));
-}
 
 // Floats as integers in the same order, -0 equal to 0: reductions over integers vectorize.
 DEEPEP_MOE_INLINE int32_t ordered_bits(float value) {
@@ -51,6 +34,12 @@ DEEPEP_MOE_INLINE const float* logits_row(const void* logits, DType dtype, int64
         case DType::kFloat16: return load_row<Float16>(logits, token * n, n, buffer);
         default: return static_cast<const float*>(logits) + token * n;
     }
+}
+
+// sqrt(log(1 + exp(x))). Below -kExpLimit the result no longer changes once it is rounded to fp32 (0).
+DEEPEP_MOE_INLINE double sqrt_softplus(float x) {
+    const double magnitude = std::min<double>(std::fabs(x), kExpLimit);
+    return std::sqrt(std::max<double>(x, 0.0) + std::log1p(exp_bounded(-magnitude)));
 }
 
 // Softmax of a row in double. The sum runs over kLanes interleaved partial sums, so that it vectorizes in a fixed order.

@@ -1,6 +1,7 @@
 // Launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA refuses.
 #pragma once
 
+#include "common/gate_params.h"
 #include "common/gpu_params.h"
 
 namespace deepep_moe {
@@ -12,6 +13,9 @@ int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config);
 void launch_dispatch(const GpuDispatchParams& params, void* stream, bool early);
 void launch_combine(const GpuCombineParams& params, void* stream, bool early);
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
+void launch_gate(const GpuGateParams& params, void* stream);
+void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
+void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
 
 // Sets the flags of the `num_slots` slots that a copy engine has filled in the inbox of `peer`.
 struct GpuAnnounceParams {

@@ -6,7 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.ops.gate import check_score_function, to_dense
+from deepep_moe import _C
+from deepep_moe.ops.dense import to_dense
+from deepep_moe.ops.gate import check_score_function
+from deepep_moe.ops.gate_operators import GPU, on_device
 
 
 @torch.no_grad()
@@ -17,23 +20,48 @@ def update_expert_bias(
 
     Balancing without an auxiliary loss, Wang et al. 2024, arXiv 2408.15664, algorithm 1.
 
+    All layers of a model go in one call, with their biases and counts stacked: one all-reduce, and on a GPU one launch after it.
+
     Args:
-        expert_bias: `[num_experts]` fp32.
-        num_tokens_per_expert: `[num_experts]` integer counts since the last update; not changed.
+        expert_bias: `[num_experts]` or `[num_layers, num_experts]` fp32, contiguous.
+        num_tokens_per_expert: int64 or int32 counts since the last update, of the same shape; not changed.
         update_rate: step; DeepSeek-V3 trains with 0.001.
         group: counts are summed over its ranks. None: the counts are complete.
 
     Raises:
-        ValueError: the shapes differ.
+        TypeError: another dtype.
+        ValueError: the shapes or devices differ, or there are more than two dimensions.
     """
+    _check_counts(expert_bias, num_tokens_per_expert)
+    counts = num_tokens_per_expert.contiguous()
+    if group is not None:
+        counts = counts.to(torch.int64, copy=True)
+        dist.all_reduce(counts, group=group)
+    if expert_bias.device.type != GPU:
+        expert_bias.add_(torch.sign(counts.sum(-1, keepdim=True, dtype=torch.int64) - counts.long() * counts.shape[-1]), alpha=update_rate)
+        return
+    num_experts = counts.shape[-1]
+    with on_device(expert_bias):
+        _C.gpu_update_expert_bias(
+            num_layers=counts.numel() // max(num_experts, 1), num_experts=num_experts, num_tokens_per_expert=counts.data_ptr(),
+            is_int64=counts.dtype == torch.int64, expert_bias=expert_bias.data_ptr(), update_rate=update_rate,
+            stream=torch.cuda.current_stream(expert_bias.device).cuda_stream,
+        )  # fmt: skip
+
+
+def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:
     if expert_bias.shape != num_tokens_per_expert.shape:
         raise ValueError(
             f"num_tokens_per_expert must have the shape of expert_bias {list(expert_bias.shape)}, got {list(num_tokens_per_expert.shape)}"
         )
-    counts = num_tokens_per_expert.long().clone()
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-    expert_bias.add_(torch.sign(counts.sum() - counts * counts.numel()), alpha=update_rate)
+    if expert_bias.dtype != torch.float32:
+        raise TypeError(f"expert_bias must be torch.float32, got {expert_bias.dtype}")
+    if num_tokens_per_expert.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"num_tokens_per_expert must be torch.int64 or torch.int32, got {num_tokens_per_expert.dtype}")
+    if expert_bias.dim() not in (1, 2) or not expert_bias.is_contiguous():
+        raise ValueError(f"expert_bias must be contiguous [num_experts] or [num_layers, num_experts], got shape {list(expert_bias.shape)}")
+    if expert_bias.device != num_tokens_per_expert.device:
+        raise ValueError(f"num_tokens_per_expert must be on {expert_bias.device} as expert_bias is, got {num_tokens_per_expert.device}")
 
 
 def sequence_aux_loss(
@@ -71,7 +99,13 @@ def sequence_aux_loss(
     _, chosen = to_dense(topk_idx, torch.zeros_like(topk_idx, dtype=torch.float32), num_experts)
 
     logits = logits.float().masked_fill(~is_token[:, None], 0)
-    scores = logits.sigmoid() if score_function == "sigmoid" else logits.softmax(dim=1)
+    match score_function:
+        case "sigmoid":
+            scores = logits.sigmoid()
+        case "sqrtsoftplus":
+            scores = torch.nn.functional.softplus(logits).sqrt()
+        case _:
+            scores = logits.softmax(dim=1)
     shares = scores / (scores.sum(dim=1, keepdim=True) + 1e-20) * is_token[:, None]
 
     def per_sequence(values: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
 """The gate: group-limited top-k over expert scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, config
+from deepep_moe import _C
+from deepep_moe.ops import gate_operators
+from deepep_moe.ops.gate_operators import DTYPES
+from deepep_moe.torch_ops import call
 
-SCORE_FUNCTIONS = ("sigmoid", "softmax", "softmax_topk")
-_DTYPES = {torch.float32: _C.DType.float32, torch.bfloat16: _C.DType.bfloat16, torch.float16: _C.DType.float16}
+SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 
 
 class GateOutput(NamedTuple):
@@ -24,6 +25,25 @@ class GateOutput(NamedTuple):
     topk_idx: Tensor
     topk_weights: Tensor
     num_tokens_per_expert: Tensor
+
+
+class FullGateOutput(NamedTuple):
+    """Where tokens go, in the forms that were asked for; None for the others.
+
+    topk_idx, topk_weights, num_tokens_per_expert: as in `GateOutput`.
+    probs: `[num_tokens, num_experts]` fp32 weights, 0 where not chosen, differentiable.
+    routing_map: `[num_tokens, num_experts]` bool, True where chosen.
+    num_tokens_per_rank: `[num_ranks]` int32, tokens that go to the rank.
+    is_token_in_rank: `[num_tokens, num_ranks]` bool.
+    """
+
+    topk_idx: Tensor
+    topk_weights: Tensor
+    num_tokens_per_expert: Tensor
+    probs: Tensor | None
+    routing_map: Tensor | None
+    num_tokens_per_rank: Tensor | None
+    is_token_in_rank: Tensor | None
 
 
 def gate(
@@ -47,13 +67,17 @@ def gate(
     consecutive experts, by the sum of each group's `group_score_topk` best biased scores, and then only experts in them.
     `deepep_moe.reference.gate` is the exact definition.
 
+    On a GPU the call is one launch and waits for nothing. So a logit or bias that is not finite is found there: the token chooses no
+    expert (-1), and the next call that looks, of the gate, its backward or `check_gate`, raises.
+
     Args:
-        logits: `[num_tokens, num_experts]` float32, bfloat16 or float16 on the CPU. The gradient has the same dtype.
+        logits: `[num_tokens, num_experts]` float32, bfloat16 or float16, on the CPU or a GPU; there at most 1024 experts. The gradient
+            has the same dtype.
         num_topk: experts per token, at most 32.
         num_groups: groups of experts; divides `num_experts`. 1: no limit.
         topk_groups: groups a token may choose from; together they hold at least `num_topk` experts.
         group_score_topk: experts that make a group's score. DeepSeek-V3: 2. Megatron-Core: `num_topk // topk_groups`.
-        score_function: "sigmoid" (DeepSeek-V3); "softmax" over all experts; or "softmax_topk": the choice is by logits and the
+        score_function: "sigmoid" (DeepSeek-V3); "sqrtsoftplus", the root of log(1 + exp(x)); "softmax" over all experts; or "softmax_topk": the choice is by logits and the
             weights are the softmax over the chosen ones (Mixtral; Megatron-Core's default).
         expert_bias: `[num_experts]` fp32, moves the choice only (arXiv 2408.15664).
         normalize: divide the weights by their sum + 1e-20. Without effect for "softmax_topk", whose weights have sum 1.
@@ -63,21 +87,56 @@ def gate(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a shape or number is out of bounds, a tensor is not on the CPU, or a logit or bias is NaN or infinite.
+        ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit or bias is NaN or infinite.
     """
+    arguments = _checked(
+        logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk, score_function=score_function,
+        expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor, mask=mask, index_dtype=index_dtype,
+    )  # fmt: skip
+    return GateOutput(*call("gate", (logits, expert_bias, mask), *arguments))
+
+
+def gate_full(logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: int = 0, **options: Any) -> FullGateOutput:
+    """`gate`, and in the same pass (on a GPU: the same launch) what else a router or a dispatch needs to know of the choice.
+
+    Args:
+        logits, num_topk: as in `gate`.
+        dense: also the pair `(probs, routing_map)`, as `to_dense` makes it.
+        num_ranks: also `num_tokens_per_rank` and `is_token_in_rank` of the experts in equal shares on so many ranks; divides
+            `num_experts`. 0: not wanted.
+        options: the other arguments of `gate`.
+
+    Raises:
+        TypeError, ValueError: as `gate`; `num_ranks` does not divide the experts.
+    """
+    defaults: dict[str, Any] = {**gate.__kwdefaults__}
+    if unknown := options.keys() - defaults.keys():
+        raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}")
+    options = defaults | options
+    arguments = _checked(logits, num_topk, **options)
+    num_experts = logits.shape[1]
+    if num_ranks < 0 or (num_ranks > 0 and num_experts % num_ranks):
+        raise ValueError(f"num_ranks must divide the {num_experts} experts, got {num_ranks}")
+    tensors = (logits, options["expert_bias"], options["mask"])
+    outputs = call("gate_full", tensors, *arguments, dense, num_ranks)
+    is_wanted = (True, True, True, dense, dense, num_ranks > 0, num_ranks > 0)
+    return FullGateOutput(*(output if wanted else None for output, wanted in zip(outputs, is_wanted, strict=True)))
+
+
+def check_gate(device: torch.device | int | None = None) -> None:
+    """Waits for the GPU `device`, by default the current one, and raises ValueError where the gate has found a logit or bias there, or on
+    another device since the last look, that is not finite. Without GPU it has nothing to do: the CPU's gate raises at once."""
+    if torch.cuda.is_available() and hasattr(_C, "gpu_gate_check"):
+        torch.cuda.synchronize(device)
+        _C.gpu_gate_check()
+
+
+def _checked(logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, normalize: Any, **options: Any) -> tuple[Any, ...]:
+    """The arguments of the operator `gate` that follow its tensors."""
     _check_tensors(logits, expert_bias, mask, index_dtype)
-    check_options(
-        logits.shape[1],
-        num_topk,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        group_score_topk=group_score_topk,
-        score_function=score_function,
-        routed_scaling_factor=routed_scaling_factor,
-    )
-    groups = (num_groups, topk_groups, group_score_topk)
-    weights = (score_function, normalize, float(routed_scaling_factor))
-    return GateOutput(*torch.ops.deepep_moe.gate(logits, expert_bias, mask, num_topk, *groups, *weights, index_dtype))
+    check_options(logits.shape[1], num_topk, **options)
+    groups = (options["num_groups"], options["topk_groups"], options["group_score_topk"])
+    return num_topk, *groups, options["score_function"], normalize, float(options["routed_scaling_factor"]), index_dtype
 
 
 def check_options(
@@ -118,7 +177,7 @@ def check_score_function(score_function: str) -> None:
 def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, index_dtype: torch.dtype) -> None:
     if logits.dim() != 2:
         raise ValueError(f"logits must be [num_tokens, num_experts], got shape {list(logits.shape)}")
-    if logits.dtype not in _DTYPES:
+    if logits.dtype not in DTYPES:
         raise TypeError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}; convert them with logits.float()")
     if index_dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index_dtype must be torch.int64 or torch.int32, got {index_dtype}")
@@ -128,6 +187,7 @@ def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | No
         _check_tensor("expert_bias", expert_bias, torch.float32, [num_experts])
     if mask is not None:
         _check_tensor("mask", mask, torch.bool, [num_tokens])
+    _check_device(logits, expert_bias=expert_bias, mask=mask)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
@@ -135,125 +195,17 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} to match logits, got {list(tensor.shape)}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU, got {tensor.device}: the gate kernel of this version runs there; move it with .cpu()")
 
 
-def to_dense(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The dense pair that some frameworks take instead of indices and weights.
-
-    Args:
-        topk_idx: `[num_tokens, num_topk]` int64 or int32, -1 for lanes without an expert.
-        topk_weights: `[num_tokens, num_topk]`, of any floating-point dtype.
-        num_experts: columns of the result.
-
-    Returns:
-        `(probs, routing_map)`: `[num_tokens, num_experts]` weights, 0 where not chosen, in the weights' dtype and differentiable in
-        them; and `[num_tokens, num_experts]` bool, True where chosen.
-    """
-    chosen = topk_idx >= 0
-    columns = topk_idx.long().clamp(min=0)
-    shape = (topk_idx.shape[0], num_experts)
-    probs = topk_weights.new_zeros(shape).scatter_add(1, columns, topk_weights.masked_fill(~chosen, 0))
-    # Added, not assigned: a lane without an expert must not clear column 0.
-    routing_map = topk_idx.new_zeros(shape, dtype=torch.int8).scatter_add(1, columns, chosen.to(torch.int8)) > 0
-    return probs, routing_map
-
-
-# The torch operators. `gate` above checks the arguments; autograd and torch.compile see these.
-
-_LIBRARY = torch.library.Library("deepep_moe", "FRAGMENT")
-_LIBRARY.define(
-    "gate(Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
-    "str score_function, bool normalize, float routed_scaling_factor, ScalarType index_dtype) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "gate_backward(Tensor grad_topk_weights, Tensor logits, Tensor topk_idx, str score_function, bool normalize, "
-    "float routed_scaling_factor) -> Tensor"
-)
-
-
-def _options(logits: Tensor, topk_idx: Tensor, groups: Sequence[int], weights: Sequence[Any]) -> _C.GateOptions:
-    return _C.GateOptions(
-        num_tokens=logits.shape[0],
-        num_experts=logits.shape[1],
-        num_topk=topk_idx.shape[1],
-        num_groups=groups[0],
-        topk_groups=groups[1],
-        group_score_topk=groups[2],
-        score_function=weights[0],
-        normalize=weights[1],
-        routed_scaling_factor=weights[2],
-        dtype=_DTYPES[logits.dtype],
-        index64=topk_idx.dtype == torch.int64,
-        num_threads=config.num_threads(),
-    )
-
-
-def _ptr(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, num_experts = logits.shape
-    return (
-        logits.new_empty(num_tokens, num_topk, dtype=index_dtype),
-        logits.new_empty(num_tokens, num_topk, dtype=torch.float32),
-        logits.new_empty(num_experts, dtype=torch.int32),
-    )
-
-
-def _gate_cpu(logits, expert_bias, mask, num_topk, *settings):
-    *numbers, index_dtype = settings
-    logits = logits.contiguous()
-    expert_bias = None if expert_bias is None else expert_bias.contiguous()
-    mask = None if mask is None else mask.contiguous()
-    topk_idx, topk_weights, num_tokens_per_expert = _empty_outputs(logits, num_topk, index_dtype)
-    _C.gate_forward(
-        _options(logits, topk_idx, numbers[:3], numbers[3:]),
-        logits_ptr=logits.data_ptr(),
-        expert_bias_ptr=_ptr(expert_bias),
-        mask_ptr=_ptr(mask),
-        topk_idx_ptr=topk_idx.data_ptr(),
-        topk_weights_ptr=topk_weights.data_ptr(),
-        num_tokens_per_expert_ptr=num_tokens_per_expert.data_ptr(),
-    )
-    return topk_idx, topk_weights, num_tokens_per_expert
-
-
-def _gate_fake(logits, expert_bias, mask, num_topk, *settings):
-    return _empty_outputs(logits, num_topk, settings[-1])
-
-
-def _gate_setup_context(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0], output[0])
-    ctx.weights = inputs[7:10]
-
-
-def _gate_autograd(ctx, grad_topk_idx, grad_topk_weights, grad_num_tokens_per_expert):
-    logits, topk_idx = ctx.saved_tensors
-    return torch.ops.deepep_moe.gate_backward(grad_topk_weights, logits, topk_idx, *ctx.weights), *[None] * 10
-
-
-def _gate_backward_cpu(grad_topk_weights, logits, topk_idx, *weights):
-    grad_topk_weights, logits, topk_idx = grad_topk_weights.contiguous(), logits.contiguous(), topk_idx.contiguous()
-    grad_logits = torch.empty_like(logits)
-    _C.gate_backward(
-        _options(logits, topk_idx, (1, 1, 1), weights),
-        logits_ptr=logits.data_ptr(),
-        topk_idx_ptr=topk_idx.data_ptr(),
-        grad_topk_weights_ptr=grad_topk_weights.data_ptr(),
-        grad_logits_ptr=grad_logits.data_ptr(),
-    )
-    return grad_logits
-
-
-def _gate_backward_fake(grad_topk_weights, logits, topk_idx, *weights):
-    return logits.new_empty(logits.shape)
-
-
-_LIBRARY.impl("gate", _gate_cpu, "CPU")
-_LIBRARY.impl("gate_backward", _gate_backward_cpu, "CPU")
-torch.library.register_fake("deepep_moe::gate", _gate_fake, lib=_LIBRARY)
-torch.library.register_fake("deepep_moe::gate_backward", _gate_backward_fake, lib=_LIBRARY)
-torch.library.register_autograd("deepep_moe::gate", _gate_autograd, setup_context=_gate_setup_context, lib=_LIBRARY)
+def _check_device(logits: Tensor, **others: Tensor | None) -> None:
+    if logits.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"logits must be on the CPU or a CUDA device, got {logits.device}")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != logits.device:
+            raise ValueError(f"{name} must be on {logits.device} as logits are, got {tensor.device}; move it with .to(logits.device)")
+    if logits.device.type != gate_operators.GPU:
+        return
+    if not hasattr(_C, "gpu_gate_forward"):
+        raise ValueError(f"logits are on {logits.device} and this build of deepep_moe has no CUDA kernels: rebuild it where nvcc is found")
+    if logits.shape[1] > _C.MAX_GPU_GATE_EXPERTS:
+        raise ValueError(f"logits must have at most {_C.MAX_GPU_GATE_EXPERTS} experts on a GPU, got {logits.shape[1]}; move them with .cpu()")

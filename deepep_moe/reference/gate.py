@@ -46,6 +46,8 @@ def _scores(logits: Tensor, score_function: str) -> Tensor:
     match score_function:
         case "sigmoid":
             return logits.double().sigmoid().float()
+        case "sqrtsoftplus":
+            return torch.logaddexp(logits.double(), logits.new_zeros((), dtype=torch.float64)).sqrt().float()
         case "softmax":
             return logits.double().softmax(dim=1).float()
         case _:  # softmax_topk: the softmax comes after the choice

@@ -84,6 +84,10 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
     for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]) << i;
     return bits;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const uint64_t* all = emulation::exchange(value);
+    return static_cast<unsigned>(*std::max_element(all, all + 32));
+}
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
 inline unsigned __match_any_sync(unsigned, int value) {
     const uint64_t* all = emulation::exchange(static_cast<uint32_t>(value));
@@ -107,11 +111,22 @@ T __ldcg(const T* from) {
 }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __uint_as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
+}
+inline double __longlong_as_double(long long bits) {
+    double value;
+    std::memcpy(&value, &bits, 8);
+    return value;
+}
+inline long long __double_as_longlong(double value) {
+    long long bits;
+    std::memcpy(&bits, &value, 8);
+    return bits;
 }
 inline unsigned __float_as_uint(float value) {
     unsigned bits;

@@ -61,6 +61,15 @@ __device__ __forceinline__ unsigned long long now_ns() {
 
 __device__ __forceinline__ void pause_ns(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
+// ---- arithmetic ----
+
+// 1 / x to about 20 bits, of a normal x.
+__device__ __forceinline__ double approximate_reciprocal(double x) {
+    double y;
+    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+    return y;
+}
+
 // ---- bulk copies (sm_90): from and to shared memory, 16-byte aligned, in multiples of 16 bytes ----
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

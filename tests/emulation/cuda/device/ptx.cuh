@@ -42,6 +42,8 @@ inline void pause_ns(unsigned) {}
 inline void let_next_kernel_start() {}
 inline void end_after_kernel_before() {}
 
+inline double approximate_reciprocal(double x) { return __longlong_as_double(__double_as_longlong(1.0 / x) & ~0xffffffffll); }
+
 using emulation::barrier_expect;
 using emulation::barrier_init;
 using emulation::barrier_wait;

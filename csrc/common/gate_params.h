@@ -1,0 +1,107 @@
+// Gate of a mixture-of-experts layer: scores, group-limited top-k, weights, counts; and its gradient. What its kernels are called with.
+//
+// Defined exactly, so that every implementation agrees bit for bit (deepep_moe/reference/gate.py is the definition):
+//   scores      the score function in double precision, rounded once to fp32 (kSoftmaxTopk: the logits themselves)
+//   selection   score + expert_bias in fp32; the larger wins, among equals the lower expert index
+//   groups      score of a group: fp32 sum of its group_score_topk largest selection scores, largest first; the topk_groups best
+//               groups stay, among equals the lower index; experts of the others cannot be chosen
+//   weights     in double from the chosen fp32 scores w: w / (sum + 1e-20) if normalize (kSoftmaxTopk: softmax over the chosen),
+//               times routed_scaling_factor, rounded once to fp32; sums run over lanes in order
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/types.h"
+
+namespace deepep_moe {
+
+constexpr double kWeightEpsilon = 1e-20;
+
+enum class ScoreFunction {
+    kSigmoid,
+    kSqrtSoftplus,  // sqrt(log(1 + exp(x)))
+    kSoftmax,       // over all experts, before the choice
+    kSoftmaxTopk,   // over the chosen experts, after the choice
+};
+
+struct GateOptions {
+    int64_t num_tokens;
+    int num_experts;
+    int num_topk;            // 1 ... min(kMaxTopk, num_experts)
+    int num_groups;          // divides num_experts
+    int topk_groups;         // 1 ... num_groups, with at least num_topk experts together
+    int group_score_topk;    // 1 ... num_experts / num_groups; unused if all groups stay
+    ScoreFunction score_function;
+    bool normalize;
+    double routed_scaling_factor;
+    DType dtype;             // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
+    bool index64;            // topk_idx is int64, otherwise int32
+    int num_threads;         // at most this many, fewer for few tokens
+};
+
+struct GateParams {
+    GateOptions options;
+    const void* logits;              // [num_tokens, num_experts] dtype; rows of masked tokens are not read
+    const float* expert_bias;        // [num_experts] or null
+    const bool* mask;                // [num_tokens] or null; true: the token chooses no expert (index -1, weight 0)
+    void* topk_idx;                  // [num_tokens, num_topk], by descending selection score
+    float* topk_weights;             // [num_tokens, num_topk]
+    int32_t* num_tokens_per_expert;  // [num_experts]
+};
+
+struct GateBackwardParams {
+    GateOptions options;
+    const void* logits;               // [num_tokens, num_experts] dtype
+    const void* topk_idx;             // [num_tokens, num_topk]; rows of -1 get a zero gradient
+    const float* grad_topk_weights;   // [num_tokens, num_topk]
+    void* grad_logits;                // [num_tokens, num_experts] dtype
+};
+
+// On a GPU. Also of the token's experts as a row, and where it goes, if wanted.
+constexpr int kMaxGateExperts = 1024;
+
+struct GpuGateParams {
+    GateParams gate;           // num_tokens_per_expert: [num_experts + num_ranks], zeros before; the rest is num_tokens_per_rank
+    float* probs;              // [num_tokens, num_experts] weights, 0 where not chosen; or null
+    bool* routing_map;         // [num_tokens, num_experts], with probs
+    int num_ranks;             // divides num_experts; 0: no layout
+    bool* is_token_in_rank;    // [num_tokens, num_ranks], or null
+    int32_t* next_counts;      // [num_experts + num_ranks] to be zeroed, for the next launch; or null
+    unsigned long long* failure;  // host memory; the last non-finite number found, as below
+};
+
+struct GpuGateBackwardParams {
+    GateBackwardParams gate;  // grad_topk_weights: or null
+    const float* grad_probs;  // [num_tokens, num_experts], or null
+};
+
+// bias -= rate * sign(count - mean(counts)), a layer a row.
+struct GpuExpertBiasParams {
+    int num_layers, num_experts;
+    bool is_int64;
+    const void* num_tokens_per_expert;  // [num_layers, num_experts] int64 or int32
+    float* expert_bias;                 // [num_layers, num_experts]
+    float update_rate;
+};
+
+// A non-finite number that the gate has found, in one word, so that no reader sees half of it: token << 16 | what << 12 | expert.
+enum class GateFailure : int { kNone = 0, kNan, kInf, kMinusInf, kBias = 4 };  // kBias: added where it was a bias
+constexpr int kFailureTokenShift = 16, kFailureWhatShift = 12;
+
+// Guards memory; callers that want friendlier messages check before.
+inline void check_gate_options(const GateOptions& o) {
+    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
+    const bool valid = element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk &&
+                       o.num_topk <= o.num_experts && group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 &&
+                       o.topk_groups <= o.num_groups && int64_t{group_size} * o.topk_groups >= o.num_topk &&
+                       (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
+    if (valid) return;
+    const auto str = [](int64_t value) { return std::to_string(value); };
+    throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
+                                ", num_topk " + str(o.num_topk) + ", num_groups " + str(o.num_groups) + ", topk_groups " +
+                                str(o.topk_groups) + ", group_score_topk " + str(o.group_score_topk));
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,125 @@
+// What the gate's forward and backward share: rows of logits, score functions, sums over a warp.
+#pragma once
+
+#include "common/gate_params.h"
+#include "cuda/device/rows.cuh"
+
+namespace deepep_moe {
+
+constexpr int kQuad = 4;  // neighbouring experts that a lane loads at once
+
+// ---- rows ----
+
+__device__ inline float load_number(const void* from, DType dtype, int64_t at) {
+    if (dtype == DType::kBFloat16) return load_bf16(static_cast<const __nv_bfloat16*>(from)[at]);
+    if (dtype == DType::kFloat16) return load_fp16(static_cast<const __half*>(from)[at]);
+    return static_cast<const float*>(from)[at];
+}
+
+__device__ inline void store_number(void* to, DType dtype, int64_t at, float x) {
+    if (dtype == DType::kBFloat16)
+        static_cast<__nv_bfloat16*>(to)[at] = store_bf16(x);
+    else if (dtype == DType::kFloat16)
+        static_cast<__half*>(to)[at] = store_fp16(x);
+    else
+        static_cast<float*>(to)[at] = x;
+}
+
+// Numbers at ... at + count of `from`, 4 at most, as fp32; 0 for the others. One load where count is 4 and `is_aligned` says that quads lie
+// where one can fetch them.
+__device__ __noinline__ inline uint4 load_any_quad(const void* from, DType dtype, int64_t at, int count) {
+    float x[kQuad];
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) x[i] = i < count ? load_number(from, dtype, at + i) : 0.0f;
+    return Piece<DType::kFloat32>::store(x);
+}
+
+__device__ __forceinline__ uint4 load_half_quad(uint2 raw, bool is_bfloat) {
+    float x[2 * kQuad];
+    if (is_bfloat)
+        Piece<DType::kBFloat16>::load(make_uint4(raw.x, raw.y, 0, 0), x);
+    else
+        Piece<DType::kFloat16>::load(make_uint4(raw.x, raw.y, 0, 0), x);
+    return Piece<DType::kFloat32>::store(x);
+}
+
+__device__ __forceinline__ uint4 load_quad(const void* from, DType dtype, int64_t at, int count, bool is_aligned) {
+    if (count <= 0) return make_uint4(0, 0, 0, 0);
+    if (!is_aligned) return load_any_quad(from, dtype, at, count);
+    if (dtype == DType::kFloat32) return *pieces(static_cast<const float*>(from) + at);
+    return load_half_quad(*reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(from) + at), dtype == DType::kBFloat16);
+}
+
+// A warp's work; in pieces of 16 bytes where the row lies in such.
+__device__ inline void zero_any_row(void* row, int64_t bytes) {
+    if (reinterpret_cast<uintptr_t>(row) % 16 == 0 && bytes % 16 == 0) return zero_row(row, bytes);
+#pragma unroll 1
+    for (int64_t i = threadIdx.x % 32; i < bytes; i += 32) static_cast<unsigned char*>(row)[i] = 0;
+}
+
+__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// ---- order: floats as integers in the same order, -0 equal to 0; none is 0 ----
+
+__device__ __forceinline__ uint32_t ordered(float x) {
+    const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float from_ordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// ---- a warp's reductions ----
+
+__device__ inline double warp_sum(double x) {
+#pragma unroll
+    for (int step = 16; step >= 1; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+    return x;
+}
+
+__device__ inline float warp_max(float x) { return from_ordered(__reduce_max_sync(kFullWarp, ordered(x))); }
+
+// ---- score functions, in double: within a unit or two in its last place, of which rounding to fp32 leaves nothing ----
+
+constexpr double kExpBound = 708.0;
+
+// exp(x) for |x| <= kExpBound: exp(x) = 2^n exp(r), x = n ln2 + r, |r| <= ln2 / 2, with ln2 in two parts and the Taylor series of degree 13,
+// as csrc/common/math.h has it.
+__device__ __forceinline__ double exp_of(double x) {
+    constexpr double kLog2E = 1.4426950408889634, kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
+    constexpr double kRound = 0x1.8p52;  // adding it leaves the nearest integer in the low bits
+    const double shifted = fma(x, kLog2E, kRound);
+    const double n = shifted - kRound;
+    const double r = fma(-n, kLn2Low, fma(-n, kLn2High, x));
+    double p = fma(1.0 / 6227020800.0, r, 1.0 / 479001600.0);
+    p = fma(p, r, 1.0 / 39916800.0);
+    p = fma(p, r, 1.0 / 3628800.0);
+    p = fma(p, r, 1.0 / 362880.0);
+    p = fma(p, r, 1.0 / 40320.0);
+    p = fma(p, r, 1.0 / 5040.0);
+    p = fma(p, r, 1.0 / 720.0);
+    p = fma(p, r, 1.0 / 120.0);
+    p = fma(p, r, 1.0 / 24.0);
+    p = fma(p, r, 1.0 / 6.0);
+    p = fma(p, r, 0.5);
+    p = fma(p, r, 1.0);
+    p = fma(p, r, 1.0);
+    return p * __longlong_as_double((__double_as_longlong(shifted) + 1023) << 52);
+}
+
+// Of a softmax's shifted logit, 0 or less.
+__device__ __forceinline__ double exp_of_shifted(float x, double largest) { return exp_of(fmax(static_cast<double>(x) - largest, -kExpBound)); }
+
+// Beyond the bounds the result, rounded to fp32, no longer changes. The reciprocal takes one step of third order: no division's branches.
+__device__ __forceinline__ double sigmoid_of(float x) {
+    constexpr float kBound = 128.0f;
+    const double divisor = 1.0 + exp_of(-static_cast<double>(fminf(fmaxf(x, -kBound), kBound)));
+    const double guess = approximate_reciprocal(divisor);
+    const double error = fma(-divisor, guess, 1.0);
+    return fma(guess, fma(error, error, error), guess);
+}
+
+__device__ __noinline__ inline double sqrt_softplus_of(float x) {
+    return sqrt(fmax(static_cast<double>(x), 0.0) + log1p(exp_of(fmax(-fabs(static_cast<double>(x)), -kExpBound))));
+}
+
+}  // namespace deepep_moe

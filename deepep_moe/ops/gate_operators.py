@@ -1,0 +1,212 @@
+"""The gate as PyTorch operators, with gradients and fake implementations; `deepep_moe.ops.gate` checks what comes here."""
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C, config
+from deepep_moe.ops.dense import shares_of, to_dense
+from deepep_moe.torch_ops import call, register
+
+GPU = "cuda"  # the type of the devices that the CUDA kernels serve
+DTYPES = {torch.float32: _C.DType.float32, torch.bfloat16: _C.DType.bfloat16, torch.float16: _C.DType.float16}
+_LIBRARY = torch.library.Library("deepep_moe", "FRAGMENT")
+_SETTINGS = (
+    "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
+    "str score_function, bool normalize, float routed_scaling_factor, ScalarType index_dtype"
+)
+# Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
+_next_counts: dict[tuple[Any, ...], Tensor] = {}
+
+
+@functools.lru_cache(maxsize=64)
+def _options(
+    num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype: torch.dtype, num_threads: int = 1
+) -> _C.GateOptions:
+    num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype = settings
+    return _C.GateOptions(
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        num_topk=num_topk,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        group_score_topk=group_score_topk,
+        score_function=score_function,
+        normalize=normalize,
+        routed_scaling_factor=routed_scaling_factor,
+        dtype=DTYPES[dtype],
+        index64=index_dtype == torch.int64,
+        num_threads=num_threads,
+    )
+
+
+def _ptr(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
+def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], num_topk)
+    return logits.new_empty(shape, dtype=index_dtype), logits.new_empty(shape, dtype=torch.float32)
+
+
+# ---- forward ----
+
+_LIBRARY.define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"gate_full({_SETTINGS}, bool dense, int num_ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+
+
+def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+    logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
+    if logits.device.type == GPU:
+        topk_idx, topk_weights, counts, *_ = _launch(logits, expert_bias, mask, settings, False, 0)
+        return topk_idx, topk_weights, counts
+    return _gate_cpu(logits, expert_bias, mask, settings)
+
+
+def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+    *settings, dense, num_ranks = settings  # type: ignore[assignment]
+    logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
+    num_experts = logits.shape[1]
+    if logits.device.type == GPU:
+        topk_idx, topk_weights, counts, probs, routing_map, in_rank = _launch(logits, expert_bias, mask, tuple(settings), dense, num_ranks)
+        return topk_idx, topk_weights, counts[:num_experts], probs, routing_map, counts[num_experts:], in_rank
+    topk_idx, topk_weights, num_tokens_per_expert = _gate_cpu(logits, expert_bias, mask, tuple(settings))
+    probs, routing_map = to_dense(topk_idx, topk_weights, num_experts) if dense else _dense_shapes(logits, dense)
+    in_rank = shares_of(topk_idx, num_experts, num_ranks) if num_ranks else routing_map.new_empty(logits.shape[0], 0)
+    return topk_idx, topk_weights, num_tokens_per_expert, probs, routing_map, in_rank.sum(0, dtype=torch.int32), in_rank
+
+
+def _dense_shapes(logits: Tensor, dense: bool) -> tuple[Tensor, Tensor]:
+    shape = logits.shape if dense else (0, logits.shape[1])
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.bool)
+
+
+def _gate_cpu(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    topk_idx, topk_weights = _empty_outputs(logits, settings[0], settings[-1])
+    num_tokens_per_expert = logits.new_empty(logits.shape[1], dtype=torch.int32)
+    _C.gate_forward(
+        _options(*logits.shape, settings, logits.dtype, config.num_threads()),
+        logits_ptr=logits.data_ptr(),
+        expert_bias_ptr=_ptr(expert_bias),
+        mask_ptr=_ptr(mask),
+        topk_idx_ptr=topk_idx.data_ptr(),
+        topk_weights_ptr=topk_weights.data_ptr(),
+        num_tokens_per_expert_ptr=num_tokens_per_expert.data_ptr(),
+    )
+    return topk_idx, topk_weights, num_tokens_per_expert
+
+
+def _launch(
+    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int
+) -> tuple[Tensor, ...]:
+    """`(topk_idx, topk_weights, counts of experts and ranks, probs, routing_map, is_token_in_rank)`."""
+    topk_idx, topk_weights = _empty_outputs(logits, settings[0], settings[-1])
+    probs, routing_map = _dense_shapes(logits, dense) if dense or num_ranks else (None, None)
+    in_rank = logits.new_empty(logits.shape[0], num_ranks, dtype=torch.bool) if dense or num_ranks else None
+    with on_device(logits):
+        stream = torch.cuda.current_stream(logits.device).cuda_stream
+        key, counts, next_counts = _take_counts(logits, logits.shape[1] + num_ranks, stream)
+        _C.gpu_gate_forward(
+            _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), expert_bias=_ptr(expert_bias), mask=_ptr(mask),
+            topk_idx=topk_idx.data_ptr(), topk_weights=topk_weights.data_ptr(), counts=counts.data_ptr(), next_counts=_ptr(next_counts),
+            probs=_ptr(probs) if dense else 0, routing_map=_ptr(routing_map) if dense else 0, num_ranks=num_ranks,
+            is_token_in_rank=_ptr(in_rank) if num_ranks else 0, stream=stream,
+        )  # fmt: skip
+    if next_counts is not None:
+        _next_counts[key] = next_counts
+    return topk_idx, topk_weights, counts, probs, routing_map, in_rank  # type: ignore[return-value]
+
+
+def _take_counts(logits: Tensor, size: int, stream: int) -> tuple[tuple[Any, ...], Tensor, Tensor | None]:
+    """Zeros for this launch, and memory that it zeroes for the next one. A CUDA graph brings its own, zeroed at every replay."""
+    key = (logits.device.index, stream, size, torch.is_inference_mode_enabled())
+    if len(logits) == 0 or torch.cuda.is_current_stream_capturing():
+        return key, logits.new_zeros(size, dtype=torch.int32), None
+    counts = _next_counts.pop(key, None)
+    if counts is None:
+        counts = logits.new_zeros(size, dtype=torch.int32)
+    return key, counts, torch.empty_like(counts)
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the tensor's GPU the current one."""
+    return contextlib.nullcontext() if tensor.device.index in (None, torch.cuda.current_device()) else torch.cuda.device(tensor.device)
+
+
+def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, num_topk: int, *settings: Any) -> tuple[Tensor, ...]:
+    return *_empty_outputs(logits, num_topk, settings[-1]), logits.new_empty(logits.shape[1], dtype=torch.int32)
+
+
+def _gate_full_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+    *settings, dense, num_ranks = settings  # type: ignore[assignment]
+    outputs = _gate_fake(logits, expert_bias, mask, *settings)
+    in_rank = logits.new_empty(logits.shape[0], num_ranks, dtype=torch.bool)
+    return *outputs, *_dense_shapes(logits, dense), logits.new_empty(num_ranks, dtype=torch.int32), in_rank
+
+
+# ---- backward ----
+
+_LIBRARY.define(
+    "gate_backward(Tensor? grad_topk_weights, Tensor? grad_probs, Tensor logits, Tensor topk_idx, str score_function, bool normalize, "
+    "float routed_scaling_factor) -> Tensor"
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[0], output[0])
+    ctx.weights, ctx.num_inputs = inputs[7:10], len(inputs)
+
+
+def _backward(
+    ctx: Any, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
+) -> tuple[Tensor | None, ...]:
+    grad_logits = None
+    if grad_topk_weights is not None or grad_probs is not None:
+        grad_logits = call("gate_backward", (grad_topk_weights, grad_probs, *ctx.saved_tensors), *ctx.weights)
+    return grad_logits, *[None] * (ctx.num_inputs - 1)
+
+
+def _gate_backward(
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
+) -> Tensor:
+    grad_topk_weights, grad_probs, logits, topk_idx = _contiguous(grad_topk_weights, grad_probs, logits, topk_idx)  # type: ignore[assignment]
+    grad_logits = torch.empty_like(logits)
+    settings = (topk_idx.shape[1], 1, 1, 1, *weights, topk_idx.dtype)
+    if logits.device.type == GPU:
+        with on_device(logits):
+            _C.gpu_gate_backward(
+                _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), topk_idx=topk_idx.data_ptr(), grad_topk_weights=_ptr(grad_topk_weights),
+                grad_probs=_ptr(grad_probs), grad_logits=grad_logits.data_ptr(),
+                stream=torch.cuda.current_stream(logits.device).cuda_stream,
+            )  # fmt: skip
+        return grad_logits
+    if grad_probs is not None:
+        lanes = grad_probs.gather(1, topk_idx.long().clamp(min=0))  # the kernel skips lanes without an expert
+        grad_topk_weights = lanes if grad_topk_weights is None else grad_topk_weights + lanes
+    _C.gate_backward(
+        _options(*logits.shape, settings, logits.dtype, config.num_threads()),
+        logits_ptr=logits.data_ptr(),
+        topk_idx_ptr=topk_idx.data_ptr(),
+        grad_topk_weights_ptr=_ptr(grad_topk_weights),
+        grad_logits_ptr=grad_logits.data_ptr(),
+    )
+    return grad_logits
+
+
+def _gate_backward_fake(
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+register("gate", _gate, _gate_fake, _save, _backward)
+register("gate_full", _gate_full, _gate_full_fake, _save, _backward)
+register("gate_backward", _gate_backward, _gate_backward_fake)
