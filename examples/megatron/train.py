@@ -30,6 +30,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare", choices=config.DISPATCHERS, help="train again with this dispatcher and compare the loss curves")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
+    parser.add_argument(
+        "--gate",
+        action=argparse.BooleanOptionalAction,
+        help="deepep_moe routes too (default: yes, but not with --compare: routing rounds the last bit in its own way, and training amplifies it)",
+    )
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")
@@ -60,6 +65,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     if config.TINY["num_moe_experts"] % arguments.ep:
         parser.error(f"--ep {arguments.ep} must divide the {config.TINY['num_moe_experts']} experts")
+    if arguments.gate is None:
+        arguments.gate = arguments.compare is None
     if arguments.compare == arguments.dispatcher:
         parser.error(f"--compare {arguments.compare} is the dispatcher of the first run; choose another")
     return arguments

@@ -37,6 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--expert-alignment", type=int, default=1, metavar="N", help="pad the rows of each expert to a multiple of this (default: 1)"
     )
+    parser.add_argument(
+        "--gate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="routers choose by the gate of deepep_moe where it can (default: yes); with --no-gate as without it",
+    )
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
     return parser
@@ -47,7 +53,12 @@ def main() -> None:
     options = parser.parse_args()
     if not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script!r} (current folder: {os.getcwd()})")
-    enable(num_max_tokens_per_rank=options.num_max_tokens_per_rank, backend=options.backend, expert_alignment=options.expert_alignment)
+    enable(
+        num_max_tokens_per_rank=options.num_max_tokens_per_rank,
+        backend=options.backend,
+        expert_alignment=options.expert_alignment,
+        gate=options.gate,
+    )
     # What `python script.py arguments` sets up: its arguments, and its folder first on the path, where `-m` had put the current one.
     sys.argv = [options.script, *options.arguments]
     if not sys.flags.safe_path:

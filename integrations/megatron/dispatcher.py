@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
+from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
 
 
@@ -56,7 +57,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
-        topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
+        choice = choice_for(routing_map)
+        if choice is None:
+            topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
+        else:
+            topk_idx, topk_weights = choice.topk_idx, choice.weights_for(probs)
         self.topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
         return (x.clone() if self._inputs_are_freed else x), topk_weights
 

@@ -13,6 +13,7 @@ from typing import Any
 from deepep_moe.backends.select import BACKENDS
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.megatron.buffers import BufferRegistry, Options
+from deepep_moe.integrations.megatron.patches import Patches
 
 BACKEND_NAME = "deepep_moe"
 _BACKEND_FIELD = "moe_flex_dispatcher_backend"
@@ -26,7 +27,7 @@ class _Enabled:
 
     options: Options
     registry: BufferRegistry
-    previous_class: type
+    patches: Patches
     previous_choices: Any
 
 
@@ -95,8 +96,8 @@ def _widen_choices() -> Any:
     return previous
 
 
-def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto", expert_alignment: int = 1) -> None:
-    """Make Megatron-Core's MoE layers able to dispatch through deepep_moe. Call it before arguments are parsed and models are built.
+def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto", expert_alignment: int = 1, gate: bool = True) -> None:
+    """Make Megatron-Core's MoE layers able to route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
     Which configuration then uses it:
 
@@ -110,7 +111,8 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
     `num_max_tokens_per_rank`: the most tokens one rank ever has in a forward (micro batch x sequence length, divided by the sizes of
     tensor (with sequence parallelism) and context parallelism); None: the largest of the first forward over all ranks, rounded up to a
     multiple of 128. `backend`: as for `deepep_moe.Buffer`. `expert_alignment`: rows of each expert are padded with zeros to a multiple
-    of this.
+    of this. `gate`: routers of those layers choose by `deepep_moe.ops.gate`, in one pass that serves the dispatch too; where it cannot
+    (logits that are not fp32, router replay, ...) a log line says why, and Megatron-Core's own routing is used, as with False.
 
     Raises ValueError for wrong values or when enabled already with others, EPError for an unsupported Megatron-Core, ImportError without
     one.
@@ -121,7 +123,7 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
-    options = Options(num_max_tokens_per_rank, backend, expert_alignment)
+    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate)
     if _enabled is not None:
         if _enabled.options != options:
             raise ValueError(f"already enabled with {_enabled.options}, asked for {options}; call disable() first")
@@ -129,14 +131,17 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
     _check_version()
     from megatron.core.transformer.moe import moe_layer
 
-    registry = BufferRegistry(options)
-    previous = moe_layer.MoEFlexTokenDispatcher
-    moe_layer.MoEFlexTokenDispatcher = _selecting_class(previous, registry)
-    _enabled = _Enabled(options, registry, previous, _widen_choices())
+    from deepep_moe.integrations.megatron.gating import serve_routers
+
+    registry, patches = BufferRegistry(options), Patches()
+    patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, registry))
+    if gate:
+        serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
+    _enabled = _Enabled(options, registry, patches, _widen_choices())
 
 
 def disable() -> None:
-    """Undo `enable()`: put the previous class and choices back and destroy the buffers. Without `enable()` nothing happens.
+    """Undo `enable()`: put back what Megatron-Core had and destroy the buffers. Without `enable()` nothing happens.
 
     Models built in between keep their dispatchers, which raise BufferDestroyedError when used. Call it before the process groups are
     destroyed.
@@ -144,10 +149,9 @@ def disable() -> None:
     global _enabled
     if _enabled is None:
         return
-    from megatron.core.transformer.moe import moe_layer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    moe_layer.MoEFlexTokenDispatcher = _enabled.previous_class
+    _enabled.patches.restore()
     if _enabled.previous_choices is not None:
         TransformerConfig.__dataclass_fields__[_BACKEND_FIELD].type = _enabled.previous_choices
     registry, _enabled = _enabled.registry, None

@@ -1,0 +1,118 @@
+"""Routers of our layers choose by the gate: as Megatron-Core's own routing does, or, said in the log, by that."""
+
+import logging
+
+import pytest
+import torch
+from megatron_cases import HIDDEN, NUM_EXPERTS, assert_same, build_layer, forward_backward, layer_config, model_parallel
+
+from deepep_moe.integrations.megatron.gating import choice_for
+from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None}
+SOFTMAX = NO_GROUPS | {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+ROUTINGS = {
+    "DeepSeek-V3": {},
+    "sigmoid, top-1": NO_GROUPS | {"moe_router_topk": 1},
+    "softmax of the chosen": SOFTMAX,
+    "softmax of all": SOFTMAX | {"moe_router_pre_softmax": True},
+    "softmax in groups": {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False},
+    "no auxiliary loss": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
+    "global and z loss": {"moe_router_load_balancing_type": ["global_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [1e-2, 1e-3], "moe_z_loss_coeff": 1e-3},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
+    "forced balance": {"moe_router_force_load_balancing": True},
+}  # fmt: skip
+
+
+def layer_of(sizes, **switches):
+    """A layer that dispatches through deepep_moe, with a bias that moves its choice."""
+    layer = build_layer(layer_config(**sizes, **selection(), **({"moe_router_dtype": "fp32"} | switches))).train()
+    if layer.router.expert_bias is not None:
+        layer.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, NUM_EXPERTS).roll(3))
+    return layer
+
+
+def routed(options, switches, *, num_ranks):
+    """What a router makes of one input, whether the gate chose, and what its layer makes of it."""
+    with model_parallel(ep=num_ranks, **options) as sizes:
+        layer = layer_of(sizes, **switches)
+        x = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(3))
+        given = x.clone().requires_grad_()
+        torch.manual_seed(5)
+        probs, routing_map = layer.router(given)
+        probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)))
+        results = {"probs": probs.detach(), "input gradient": given.grad, "weight gradient": layer.router.weight.grad.clone()}
+        if layer.router.local_tokens_per_expert is not None:
+            results["tokens per expert"] = layer.router.local_tokens_per_expert.clone()
+        torch.manual_seed(5)
+        through_layer = forward_backward(layer, x, torch.ones_like(x))
+        return routing_map, choice_for(routing_map) is not None, results, through_layer
+
+
+def equal_to_megatron(rank, num_ranks, name):
+    routing_map, is_ours, results, layer = routed({}, ROUTINGS[name], num_ranks=num_ranks)
+    expected_map, is_theirs_ours, expected, expected_layer = routed({"gate": False}, ROUTINGS[name], num_ranks=num_ranks)
+    assert not is_theirs_ours and is_ours == (name != "capacity")  # which makes a map of its own
+    assert torch.equal(routing_map, expected_map)
+    assert_same(results, expected, name)
+    assert_same(layer, expected_layer, name)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_equals_megatron(name):
+    run_ranks(equal_to_megatron, 1, name)
+
+
+def test_equals_megatron_on_two_ranks():
+    run_ranks(equal_to_megatron, 2, "DeepSeek-V3")
+
+
+def replayed(rank, num_ranks):
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    with model_parallel() as sizes:
+        router = layer_of(sizes, moe_enable_routing_replay=True).router
+        x = torch.randn(5, 1, HIDDEN)
+        free = router(x)[1]
+        assert choice_for(free) is not None
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        recorded = router(x)[1]
+        assert choice_for(recorded) is None and torch.equal(recorded, free)
+        assert torch.equal(RouterReplay.get_recorded_data()[0].sort(1).values, free.nonzero()[:, 1].view(5, 4))
+        RouterReplay.set_replay_data([torch.tensor([[7, 5, 1, 0]]).repeat(5, 1)])
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        assert router(x)[1].nonzero()[:, 1].view(5, 4).tolist() == [[0, 1, 5, 7]] * 5
+
+
+def test_router_replay():
+    pytest.importorskip("megatron.core.transformer.moe.router_replay")
+    run_ranks(replayed, 1)
+
+
+def said_why(rank, num_ranks):
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("deepep_moe").addHandler(handler)
+    logging.getLogger("deepep_moe").setLevel(logging.INFO)
+    with model_parallel() as sizes:
+        x = torch.randn(5, 1, HIDDEN)
+        for _ in range(2):
+            assert choice_for(layer_of(sizes, moe_router_dtype="fp64").router(x)[1]) is None
+        ours = [line for line in lines if "routing" in line]
+        assert len(ours) == 1 and "rounds scores to torch.float64" in ours[0] and "moe_router_dtype='fp32'" in ours[0]
+        layer = layer_of(sizes)
+        with pytest.raises(ValueError, match="logits must be finite, got (inf|nan) for token 0"):
+            layer.router(x / 0)
+        other = build_layer(layer_config(**sizes, moe_token_dispatcher_type="alltoall", moe_router_dtype="fp32"))
+        assert choice_for(other.router(x)[1]) is None and len([line for line in lines if "routing" in line]) == 1
+        changed = layer.router(x)[1]
+        changed[0, 0] = ~changed[0, 0]
+        assert choice_for(changed) is None
+
+
+def test_says_why_it_does_not_serve():
+    run_ranks(said_why, 1)
