@@ -236,6 +236,21 @@ def test_numbers_of_experts(device, num_experts, dtype):
     assert_close(run(device, logits, num_topk), reference.gate(logits, num_topk))
 
 
+@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "num_topk", "num_groups", "topk_groups"),
+    [(256, 8, 8, 4), (512, 8, 8, 4), (160, 6, 8, 3), (64, 6, 1, 1), (128, 8, 4, 2), (384, 8, 1, 1), (1024, 32, 64, 7), (96, 4, 3, 2)],
+)
+def test_shapes_of_models(device, num_experts, num_topk, num_groups, topk_groups, is_rounded):
+    generator = torch.Generator().manual_seed(16)
+    logits, bias = torch.randn(6, num_experts, generator=generator) * 2, torch.randn(num_experts, generator=generator) / 8
+    if is_rounded:  # many ties
+        logits, bias = logits.round(), (bias * 8).round() / 8
+    for options in ({}, {"expert_bias": bias}, {"expert_bias": bias, "score_function": "sqrtsoftplus", "group_score_topk": 3}):
+        options = {"num_groups": num_groups, "topk_groups": topk_groups, "routed_scaling_factor": 2.5, **options}
+        assert_close(run(device, logits, num_topk, **options), reference.gate(logits, num_topk, **options))
+
+
 @given(case=cases(), dense=st.booleans(), with_ranks=st.booleans())
 @settings(deadline=None, max_examples=FEW // 2)
 def test_full_gate_equals_reference(device, case, dense, with_ranks):
@@ -470,21 +485,41 @@ def test_gpu_refuses_options_that_would_leave_memory():
 # ---- torch.compile and the operator's registration
 
 
-def test_compiles_as_one_graph():
+@pytest.mark.parametrize("is_full", [False, True])
+def test_compiles_as_one_graph(device, is_full):
     def loss(logits, bias):
-        output = ops.gate(logits * 2, 4, num_groups=4, topk_groups=2, expert_bias=bias)
+        options = {"num_groups": 4, "topk_groups": 2, "expert_bias": bias}
+        if is_full:
+            output = ops.gate_full(logits * 2, 4, dense=True, num_ranks=2, **options)
+            return (output.probs * output.routing_map).square().sum(), output.num_tokens_per_rank
+        output = ops.gate(logits * 2, 4, **options)
         probs, routing_map = ops.to_dense(output.topk_idx, output.topk_weights, 16)
         return (probs * routing_map).square().sum(), output.num_tokens_per_expert
 
     generator = torch.Generator().manual_seed(5)
-    bias = torch.randn(16, generator=generator)
-    eager, compiled = (torch.randn(9, 16, generator=generator.manual_seed(6)).requires_grad_() for _ in range(2))
+    bias = torch.randn(16, generator=generator).to(device)
+    eager, compiled = (torch.randn(9, 16, generator=generator.manual_seed(6)).to(device).requires_grad_() for _ in range(2))
     expected, counts = loss(eager, bias)
     output, compiled_counts = torch.compile(loss, fullgraph=True, backend="aot_eager")(compiled, bias)
     expected.backward()
     output.backward()
     assert torch.equal(output, expected) and torch.equal(compiled_counts, counts)
     assert torch.equal(eager.grad, compiled.grad)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_count_anew():
+    device = torch.device("cuda", torch.cuda.current_device())
+    logits = torch.zeros(5, 12, device=device)
+    ops.gate(logits, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = ops.gate(logits, 2)
+    for shift in (0, 3):
+        logits.copy_(torch.arange(12).roll(shift).float())
+        graph.replay()
+        expected = reference.gate(logits.cpu(), 2)
+        assert_close([tensor.cpu() for tensor in output], expected)
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
