@@ -236,7 +236,7 @@ def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Ten
 
 
 def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
-    """Make `implementation` the operator `name`, which is defined, and the way of `call`. `save` and `backward`: its gradient, if it has one."""
+    """Make `implementation` that of the operator `name`, which is defined, and of `call`. `save`, `backward`: its gradient, if any."""
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
     if backward is None:

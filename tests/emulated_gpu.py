@@ -18,7 +18,7 @@ ROOMS = ("common", "cpu", "cuda", "runtime", "bindings")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-DDEEPEP_MOE_CUDA=1"]
 TESTS = ("tests/test_nvlink.py", "tests/test_exchange.py", "tests/test_autograd.py", "tests/test_quant.py", "tests/test_stress.py",
          "tests/test_gate.py", "tests/test_router.py")  # fmt: skip
-NEEDS_A_GPU = "cuda_graph or dead_peer"
+NEEDS_A_GPU = "cuda_graph or dead_peer or one_graph"
 
 
 def is_chosen() -> bool:

@@ -14,7 +14,19 @@ import torch
 from test_package import RECORD_FIELDS
 
 from deepep_moe import Buffer
-from deepep_moe.bench import link, measure, operations, overlap, overlap_measure, overlap_report, report, timing, verify
+from deepep_moe.bench import (
+    gate_gpu,
+    gate_rivals,
+    link,
+    measure,
+    operations,
+    overlap,
+    overlap_measure,
+    overlap_report,
+    report,
+    timing,
+    verify,
+)
 from deepep_moe.bench.__main__ import _with_command
 from deepep_moe.bench.overlap_measure import BesideGemms, Overlap, Schedule
 from deepep_moe.bench.overlap_report import Bar
@@ -315,6 +327,41 @@ def test_wrong_operations_are_not_timed():
 
 
 # ---- options and refusals ----
+
+
+def test_gate_and_its_rivals_agree():
+    shape, generator = gate_rivals.Shape(9, 16, 4, 4, 2), torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(9, 16, generator=generator), torch.randn(16, generator=generator) * 0.1
+    for dense in (False, True):
+        expected, chosen = gate_rivals.ours(shape, dense)(logits, bias)
+        for name, make in gate_rivals.RIVALS.items():
+            gate = None if name == "torch.compile" else make(shape, dense)
+            if gate is not None:
+                weights, theirs = gate(logits, bias)
+                torch.testing.assert_close(weights.sort(1).values, expected.sort(1).values, rtol=1e-5, atol=1e-6, check_dtype=False)
+                assert torch.equal(theirs.sort(1).values, chosen.sort(1).values), name
+
+
+def test_gate_records_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(gate_gpu, "kernel_us", lambda call, repeats: [4.0 if call() is not None else 0.0] * repeats)
+    monkeypatch.setattr(gate_gpu, "called_us", lambda call, repeats: 20.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(gate_rivals, "RIVALS", {"torch operators": gate_rivals.operators, "missing": lambda *_: None})
+    records = gate_gpu.run(gate_rivals.Shape(9, 16, 4, 4, 2), torch.float32, 2, torch.device("cpu"))
+    assert [r["op"] for r in records] == ["gate", "gate_backward", "gate dense", "gate_backward dense"]
+    lanes, logits = 9 * 4 * 12, 9 * 16 * 4
+    assert [r["bytes_moved"] for r in records] == [logits + lanes, logits + lanes, logits + 9 * 16 * 5 + lanes, logits + lanes]
+    for r in records:
+        assert set(r) >= RECORD_FIELDS
+        assert (r["us_median"], r["rival_us"], r["us_called"], r["num_tokens"], r["num_experts"]) == (4.0, 4.0, 20.0, 9, 16)
+        assert (r["hardware"], r["rival"], r["ratio"], r["num_groups"]) == ("a GPU", "torch operators", 1.0, 4)
+    assert len(list(gate_gpu.sweep(8))) == 36
+
+
+@pytest.mark.gpu
+def test_gate_is_timed_on_a_gpu():
+    records = gate_gpu.run(gate_rivals.Shape(64, 16, 4, 4, 2), torch.float32, 2, torch.device("cuda", 0))
+    assert all(0 < r["us_median"] < 1e6 and 0 < r["us_called"] < 1e6 for r in records)
 
 
 def test_commands():

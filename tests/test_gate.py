@@ -18,8 +18,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # Examples of random tests. The emulated GPU takes milliseconds for a token.
-FEW = 30 if emulated_gpu.is_chosen() else 150
-MANY_TOKENS = 20 if emulated_gpu.is_chosen() else 150
+FEW = 60 if emulated_gpu.is_chosen() else 150
+MANY_TOKENS = 40 if emulated_gpu.is_chosen() else 150
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -206,7 +206,9 @@ def test_gradient_matches_finite_differences(device, score_function, normalize):
         for expert in range(7):
             delta = torch.zeros(3, 7)
             delta[token, expert] = step
-            high, low = ((run(device, x.detach(), 4, **options).topk_weights.double() * grad).sum() for x in (logits + delta, logits - delta))
+            high, low = (
+                (run(device, x.detach(), 4, **options).topk_weights.double() * grad).sum() for x in (logits + delta, logits - delta)
+            )
             numeric[token, expert] = (high - low) / (2 * step)
     torch.testing.assert_close(ours, numeric, atol=2e-4, rtol=1e-3)
 
@@ -232,6 +234,21 @@ def test_numbers_of_experts(device, num_experts, dtype):
     logits = torch.randn(5, num_experts + 1, generator=torch.Generator().manual_seed(12)).to(dtype)[:, 1:]
     num_topk = min(9, num_experts)
     assert_close(run(device, logits, num_topk), reference.gate(logits, num_topk))
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "num_topk", "num_groups", "topk_groups"),
+    [(256, 8, 8, 4), (512, 8, 8, 4), (160, 6, 8, 3), (64, 6, 1, 1), (128, 8, 4, 2), (384, 8, 1, 1), (1024, 32, 64, 7), (96, 4, 3, 2)],
+)
+def test_shapes_of_models(device, num_experts, num_topk, num_groups, topk_groups, is_rounded):
+    generator = torch.Generator().manual_seed(16)
+    logits, bias = torch.randn(6, num_experts, generator=generator) * 2, torch.randn(num_experts, generator=generator) / 8
+    if is_rounded:  # many ties
+        logits, bias = logits.round(), (bias * 8).round() / 8
+    for options in ({}, {"expert_bias": bias}, {"expert_bias": bias, "score_function": "sqrtsoftplus", "group_score_topk": 3}):
+        options = {"num_groups": num_groups, "topk_groups": topk_groups, "routed_scaling_factor": 2.5, **options}
+        assert_close(run(device, logits, num_topk, **options), reference.gate(logits, num_topk, **options))
 
 
 @given(case=cases(), dense=st.booleans(), with_ranks=st.booleans())
@@ -267,6 +284,13 @@ def test_gradients_of_lanes_and_of_the_dense_pair_add_up(device, score_function)
         grads += [torch.autograd.grad((probs * grad_dense).sum() + (output.topk_weights * grad_lanes).sum(), leaf)[0]]
     torch.testing.assert_close(grads[0], grads[2])
     torch.testing.assert_close(grads[1], grads[3])
+
+
+def test_second_derivatives_are_refused(device):
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(15)).requires_grad_()
+    (grad,) = torch.autograd.grad(run(device, logits, 2).topk_weights[0, 0], logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
 
 
 def test_nodes_per_token_by_hand():
@@ -369,7 +393,11 @@ LOGITS = torch.zeros(4, 12)
         ({"expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias must be finite, got inf for expert 0"),
         ({"mask": torch.zeros(4)}, TypeError, "mask must be torch.bool, got torch.float32"),
         ({"logits": LOGITS.to("meta")}, ValueError, "logits must be on the CPU or a CUDA device, got meta"),
-        ({"mask": torch.zeros(4, dtype=torch.bool, device="meta")}, ValueError, r"mask must be on cpu as logits are, got meta; move it with .to\(logits.device\)"),
+        (
+            {"mask": torch.zeros(4, dtype=torch.bool, device="meta")},
+            ValueError,
+            r"mask must be on cpu as logits are, got meta; move it with .to\(logits.device\)",
+        ),
     ],
 )
 def test_wrong_arguments(changes, error, message):
@@ -457,21 +485,41 @@ def test_gpu_refuses_options_that_would_leave_memory():
 # ---- torch.compile and the operator's registration
 
 
-def test_compiles_as_one_graph():
+@pytest.mark.parametrize("is_full", [False, True])
+def test_compiles_as_one_graph(device, is_full):
     def loss(logits, bias):
-        output = ops.gate(logits * 2, 4, num_groups=4, topk_groups=2, expert_bias=bias)
+        options = {"num_groups": 4, "topk_groups": 2, "expert_bias": bias}
+        if is_full:
+            output = ops.gate_full(logits * 2, 4, dense=True, num_ranks=2, **options)
+            return (output.probs * output.routing_map).square().sum(), output.num_tokens_per_rank
+        output = ops.gate(logits * 2, 4, **options)
         probs, routing_map = ops.to_dense(output.topk_idx, output.topk_weights, 16)
         return (probs * routing_map).square().sum(), output.num_tokens_per_expert
 
     generator = torch.Generator().manual_seed(5)
-    bias = torch.randn(16, generator=generator)
-    eager, compiled = (torch.randn(9, 16, generator=generator.manual_seed(6)).requires_grad_() for _ in range(2))
+    bias = torch.randn(16, generator=generator).to(device)
+    eager, compiled = (torch.randn(9, 16, generator=generator.manual_seed(6)).to(device).requires_grad_() for _ in range(2))
     expected, counts = loss(eager, bias)
     output, compiled_counts = torch.compile(loss, fullgraph=True, backend="aot_eager")(compiled, bias)
     expected.backward()
     output.backward()
     assert torch.equal(output, expected) and torch.equal(compiled_counts, counts)
     assert torch.equal(eager.grad, compiled.grad)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_count_anew():
+    device = torch.device("cuda", torch.cuda.current_device())
+    logits = torch.zeros(5, 12, device=device)
+    ops.gate(logits, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = ops.gate(logits, 2)
+    for shift in (0, 3):
+        logits.copy_(torch.arange(12).roll(shift).float())
+        graph.replay()
+        expected = reference.gate(logits.cpu(), 2)
+        assert_close([tensor.cpu() for tensor in output], expected)
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)

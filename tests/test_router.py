@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from exchange_cases import device_of
 
 from deepep_moe import ops
 from deepep_moe.nn import Router
@@ -79,6 +80,43 @@ def test_update_expert_bias_by_hand():
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"must have the shape of expert_bias \[4\], got \[3\]"):
         ops.update_expert_bias(bias, counts[:3], 0.25)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_update_expert_bias_of_all_layers(device, dtype):
+    device, generator = device_of("nvlink" if device == "cuda" else "shm", 0), torch.Generator().manual_seed(3)
+    counts = torch.randint(0, 9, (11, 70), generator=generator, dtype=dtype)
+    counts[4] = 7  # nothing to move
+    bias = torch.randn(11, 70, generator=generator)
+    expected = bias + 0.001 * torch.sign(counts.double().mean(1, keepdim=True) - counts).float()
+    ours = bias.to(device)
+    ops.update_expert_bias(ours, counts.to(device), 0.001)
+    torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=1e-7)
+    assert torch.equal(ours.cpu()[4], bias[4])
+    one_by_one = bias.to(device)
+    for layer in range(11):
+        ops.update_expert_bias(one_by_one[layer], counts[layer].to(device), 0.001)
+    assert torch.equal(one_by_one, ours)
+
+
+@pytest.mark.parametrize(
+    ("bias", "counts", "error", "message"),
+    [
+        (torch.zeros(4).half(), torch.zeros(4).int(), TypeError, "expert_bias must be torch.float32, got torch.float16"),
+        (torch.zeros(4), torch.zeros(4), TypeError, "num_tokens_per_expert must be torch.int64 or torch.int32, got torch.float32"),
+        (torch.zeros(2, 4).t(), torch.zeros(4, 2).int(), ValueError, r"expert_bias must be contiguous .*, got shape \[4, 2\]"),
+        (
+            torch.zeros(4),
+            torch.zeros(4, device="meta").int(),
+            ValueError,
+            "num_tokens_per_expert must be on cpu as expert_bias is, got meta",
+        ),
+    ],
+)
+def test_update_expert_bias_errors(bias, counts, error, message):
+    with pytest.raises(error, match=message):
+        ops.update_expert_bias(bias, counts, 0.1)
 
 
 def test_update_expert_bias_sums_over_the_group(tmp_path):

@@ -15,7 +15,8 @@ constexpr int kLoads = 4;  // quads that a lane has in flight
 struct Sizes {
     int quads, chunk;                  // of a lane, experts in them
     int group_size, group_lanes;       // lanes that look at a group together: a power of two
-    int lane_members;                  // experts of a group that one of them looks at
+    int lane_members;                  // experts of a group that one of them looks at, at most
+    bool has_member_quads;             // always as many, in quads
     int num_counts;                    // experts and ranks
     int count_words, words_of_warp;    // shared memory, in words
     bool is_aligned;                   // quads of logits and bias
@@ -26,17 +27,25 @@ struct Launch {
     Sizes sizes;
 };
 
-// f(expert) for a lane's share of a group. Groups begin at different members, as these lie in different banks.
+// f(expert) for a lane's share of a group: `lane_members` neighbours. Groups begin at different ones, as these lie in different banks.
 template <class F>
 __device__ __forceinline__ void for_members(const Sizes& s, int group, int member, const F& f) {
     int at = group < s.lane_members ? group : 0;
 #pragma unroll 1
     for (int i = 0; i < s.lane_members; ++i) {
-        const int offset = at * s.group_lanes + member;
+        const int offset = member * s.lane_members + at;
         if (offset < s.group_size) f(group * s.group_size + offset);
         if (++at == s.lane_members) at = 0;
     }
 }
+
+struct BestTwo {
+    uint32_t best = 0, second = 0;
+    __device__ __forceinline__ void add(uint32_t key) {
+        second = max(second, min(best, key));
+        best = max(best, key);
+    }
+};
 
 // What happens seldom stays out of the way, and takes no address of what lies in registers.
 __device__ bool is_finite_after_all(const Launch& launch, int64_t token);
@@ -169,25 +178,39 @@ struct Gate {
 #pragma unroll 1
         for (int first = 0; first < o.num_groups; first += step) {
             const int group = min(first + lane / s.group_lanes, o.num_groups - 1);
-            if (num_better_groups(group, member) >= o.topk_groups) for_members(s, group, member, [&](int expert) { keys[expert] = 0; });
+            if (num_better_groups(group, member) >= o.topk_groups) drop(group, member);
         }
         __syncwarp();
     }
 
     __device__ float score_of_best_two(int group, int member) const {
-        uint32_t best = 0, second = 0;
-        for_members(s, group, member, [&](int expert) {
-            const uint32_t key = keys[expert];
-            second = max(second, min(best, key));
-            best = max(best, key);
-        });
+        BestTwo two;
+        if (s.has_member_quads)
+            for_member_quads(group, member, [&](uint4& key) { two.add(key.x), two.add(key.y), two.add(key.z), two.add(key.w); });
+        else
+            for_members(s, group, member, [&](int expert) { two.add(keys[expert]); });
 #pragma unroll 1
         for (int step = 1; step < s.group_lanes; step *= 2) {
-            const uint32_t other = __shfl_xor_sync(kFullWarp, best, step), other_second = __shfl_xor_sync(kFullWarp, second, step);
-            second = max(min(best, other), max(second, other_second));
-            best = max(best, other);
+            const uint32_t best = __shfl_xor_sync(kFullWarp, two.best, step), second = __shfl_xor_sync(kFullWarp, two.second, step);
+            two.add(best);
+            two.second = max(two.second, second);
         }
-        return o.group_score_topk == 1 ? from_ordered(best) : __fadd_rn(from_ordered(best), from_ordered(second));
+        return o.group_score_topk == 1 ? from_ordered(two.best) : __fadd_rn(from_ordered(two.best), from_ordered(two.second));
+    }
+
+    // The same share, four keys at a time.
+    template <class F>
+    __device__ void for_member_quads(int group, int member, const F& f) const {
+        uint32_t* first = keys + group * s.group_size + member * s.lane_members;
+#pragma unroll 1
+        for (int i = 0; i < s.lane_members; i += kQuad) f(*pieces(first + i));
+    }
+
+    __device__ void drop(int group, int member) const {
+        if (s.has_member_quads)
+            for_member_quads(group, member, [](uint4& key) { key = make_uint4(0, 0, 0, 0); });
+        else
+            for_members(s, group, member, [&](int expert) { keys[expert] = 0; });
     }
 
     __device__ int num_better_groups(int group, int member) const {
@@ -354,6 +377,7 @@ Sizes sizes_of(const GpuGateParams& p) {
     s.group_lanes = 32;
     while (s.group_lanes > 1 && s.group_lanes * o.num_groups > 32) s.group_lanes /= 2;
     s.lane_members = divide_up(s.group_size, s.group_lanes);
+    s.has_member_quads = s.group_size % (s.group_lanes * kQuad) == 0;
     s.num_counts = o.num_experts + p.num_ranks;
     s.count_words = divide_up(s.num_counts, 4) * 4;
     s.words_of_warp = 2 * 32 * s.chunk + divide_up(o.num_groups, 4) * 4;

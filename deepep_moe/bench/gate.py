@@ -1,32 +1,17 @@
-"""Benchmark of the CPU gate against the same computation in PyTorch operators."""
+"""Benchmark of the gate against the same computation in PyTorch operators; on a GPU also compiled, and against the routers of
+Megatron-Core and Transformer Engine where they are installed."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import config, ops
+from deepep_moe.bench import gate_gpu
+from deepep_moe.bench.gate_rivals import Shape, torch_gate
 from deepep_moe.bench.records import record, time_us, write_json
-
-
-def torch_gate(
-    logits: Tensor, num_topk: int, num_groups: int, topk_groups: int, expert_bias: Tensor, routed_scaling_factor: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rival: what training frameworks do with PyTorch operators in fp32, with the outputs of `ops.gate`."""
-    num_tokens, num_experts = logits.shape
-    scores = logits.float().sigmoid()
-    selection = scores + expert_bias
-    if topk_groups < num_groups:
-        group_scores = selection.view(num_tokens, num_groups, -1).topk(2, dim=2).values.sum(dim=2)
-        chosen = group_scores.topk(topk_groups, dim=1, sorted=False).indices
-        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, False)
-        selection = selection.masked_fill(excluded.repeat_interleave(num_experts // num_groups, dim=1), -torch.inf)
-    topk_idx = selection.topk(num_topk, dim=1).indices
-    topk_weights = scores.gather(1, topk_idx)
-    topk_weights = topk_weights / (topk_weights.sum(dim=1, keepdim=True) + 1e-20) * routed_scaling_factor
-    return topk_idx, topk_weights, torch.bincount(topk_idx.view(-1), minlength=num_experts)
 
 
 def run(
@@ -88,14 +73,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = [("num-tokens", 4096), ("num-experts", 256), ("num-topk", 8), ("num-groups", 8), ("topk-groups", 4), ("repeats", 50)]
     for name, default in defaults:
         parser.add_argument(f"--{name}", type=int, default=default)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--sweep", action="store_true", help="on a GPU: 128 to 32768 tokens, 64 to 512 experts, with and without groups")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
 
 
 def main(options: argparse.Namespace) -> None:
     """Prints one line per record and writes all of them to `--json`."""
-    names = ("num_tokens", "num_experts", "num_topk", "num_groups", "topk_groups", "repeats")
-    records = run(**{name: getattr(options, name) for name in names}, dtype=getattr(torch, options.dtype))
-    for r in records:
-        print(f"{r['op']:14} {r['us_median']:9.0f} us (p10 {r['us_p10']:.0f}, p90 {r['us_p90']:.0f}), {r['gbps']:.2f} GB/s", end="")
-        print(f"; {r['rival']} {r['rival_us']:.0f} us, {r['ratio']:.1f}x; {r['num_threads']} threads, {r['hardware']}")
+    run_all = _run_on_gpu if options.device == "cuda" else _run_on_cpu
+    records = []
+    for r in run_all(options):
+        print(f"{r['op']:19} {r['us_median']:9.1f} us (p10 {r['us_p10']:.1f}, p90 {r['us_p90']:.1f}), {r['gbps']:.2f} GB/s", end="")
+        print(f"; {r['rival']} {r['rival_us']:.1f} us, {r['ratio']:.1f}x", end="")
+        if "us_called" in r:
+            print(f"; as called {r['us_called']:.1f} and {r['rival_us_called']:.1f} us", end="")
+        print(f"; {r['num_tokens']} tokens, {r['num_experts']} experts in {r['num_groups']} groups; {r['hardware']}", flush=True)
+        records.append(r)
     write_json(options.json, records)
+
+
+def _run_on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    names = ("num_tokens", "num_experts", "num_topk", "num_groups", "topk_groups", "repeats")
+    yield from run(**{name: getattr(options, name) for name in names}, dtype=getattr(torch, options.dtype))
+
+
+def _run_on_gpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    one = Shape(*(getattr(options, name) for name in Shape._fields))
+    for shape in gate_gpu.sweep(options.num_topk) if options.sweep else [one]:
+        yield from gate_gpu.run(shape, getattr(torch, options.dtype), options.repeats, device)

@@ -77,8 +77,8 @@ def gate(
         num_groups: groups of experts; divides `num_experts`. 1: no limit.
         topk_groups: groups a token may choose from; together they hold at least `num_topk` experts.
         group_score_topk: experts that make a group's score. DeepSeek-V3: 2. Megatron-Core: `num_topk // topk_groups`.
-        score_function: "sigmoid" (DeepSeek-V3); "sqrtsoftplus", the root of log(1 + exp(x)); "softmax" over all experts; or "softmax_topk": the choice is by logits and the
-            weights are the softmax over the chosen ones (Mixtral; Megatron-Core's default).
+        score_function: "sigmoid" (DeepSeek-V3); "sqrtsoftplus", the root of log(1 + exp(x)); "softmax" over all experts; or
+            "softmax_topk": the choice is by logits and the weights are the softmax over the chosen ones (Mixtral; Megatron-Core's default).
         expert_bias: `[num_experts]` fp32, moves the choice only (arXiv 2408.15664).
         normalize: divide the weights by their sum + 1e-20. Without effect for "softmax_topk", whose weights have sum 1.
         routed_scaling_factor: multiplies the weights.
@@ -109,7 +109,7 @@ def gate_full(logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: 
     Raises:
         TypeError, ValueError: as `gate`; `num_ranks` does not divide the experts.
     """
-    defaults: dict[str, Any] = {**gate.__kwdefaults__}
+    defaults: dict[str, Any] = gate.__kwdefaults__  # type: ignore[assignment]
     if unknown := options.keys() - defaults.keys():
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}")
     options = defaults | options
@@ -118,9 +118,9 @@ def gate_full(logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: 
     if num_ranks < 0 or (num_ranks > 0 and num_experts % num_ranks):
         raise ValueError(f"num_ranks must divide the {num_experts} experts, got {num_ranks}")
     tensors = (logits, options["expert_bias"], options["mask"])
-    outputs = call("gate_full", tensors, *arguments, dense, num_ranks)
-    is_wanted = (True, True, True, dense, dense, num_ranks > 0, num_ranks > 0)
-    return FullGateOutput(*(output if wanted else None for output, wanted in zip(outputs, is_wanted, strict=True)))
+    topk_idx, topk_weights, num_tokens_per_expert, *rest = call("gate_full", tensors, *arguments, dense, num_ranks)
+    pair, layout = rest[:2] if dense else (None, None), rest[2:] if num_ranks else (None, None)
+    return FullGateOutput(topk_idx, topk_weights, num_tokens_per_expert, *pair, *layout)
 
 
 def check_gate(device: torch.device | int | None = None) -> None:
@@ -131,7 +131,9 @@ def check_gate(device: torch.device | int | None = None) -> None:
         _C.gpu_gate_check()
 
 
-def _checked(logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, normalize: Any, **options: Any) -> tuple[Any, ...]:
+def _checked(
+    logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, normalize: Any, **options: Any
+) -> tuple[Any, ...]:
     """The arguments of the operator `gate` that follow its tensors."""
     _check_tensors(logits, expert_bias, mask, index_dtype)
     check_options(logits.shape[1], num_topk, **options)
@@ -206,6 +208,8 @@ def _check_device(logits: Tensor, **others: Tensor | None) -> None:
     if logits.device.type != gate_operators.GPU:
         return
     if not hasattr(_C, "gpu_gate_forward"):
-        raise ValueError(f"logits are on {logits.device} and this build of deepep_moe has no CUDA kernels: rebuild it where nvcc is found")
+        raise ValueError(f"logits are on {logits.device} and this build has no CUDA kernels: build deepep_moe where nvcc is found")
     if logits.shape[1] > _C.MAX_GPU_GATE_EXPERTS:
-        raise ValueError(f"logits must have at most {_C.MAX_GPU_GATE_EXPERTS} experts on a GPU, got {logits.shape[1]}; move them with .cpu()")
+        raise ValueError(
+            f"logits must have at most {_C.MAX_GPU_GATE_EXPERTS} experts on a GPU, got {logits.shape[1]}; move them with .cpu()"
+        )

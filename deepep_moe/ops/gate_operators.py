@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deepep_moe import _C, config
 from deepep_moe.ops.dense import shares_of, to_dense
@@ -23,9 +24,7 @@ _next_counts: dict[tuple[Any, ...], Tensor] = {}
 
 
 @functools.lru_cache(maxsize=64)
-def _options(
-    num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype: torch.dtype, num_threads: int = 1
-) -> _C.GateOptions:
+def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype: torch.dtype, num_threads: int = 1) -> _C.GateOptions:
     num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype = settings
     return _C.GateOptions(
         num_tokens=num_tokens,
@@ -165,6 +164,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.weights, ctx.num_inputs = inputs[7:10], len(inputs)
 
 
+@once_differentiable
 def _backward(
     ctx: Any, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
 ) -> tuple[Tensor | None, ...]:
@@ -174,17 +174,15 @@ def _backward(
     return grad_logits, *[None] * (ctx.num_inputs - 1)
 
 
-def _gate_backward(
-    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
-) -> Tensor:
+def _gate_backward(grad_topk_weights: Tensor | None, grad_probs: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any) -> Tensor:
     grad_topk_weights, grad_probs, logits, topk_idx = _contiguous(grad_topk_weights, grad_probs, logits, topk_idx)  # type: ignore[assignment]
     grad_logits = torch.empty_like(logits)
     settings = (topk_idx.shape[1], 1, 1, 1, *weights, topk_idx.dtype)
     if logits.device.type == GPU:
         with on_device(logits):
             _C.gpu_gate_backward(
-                _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), topk_idx=topk_idx.data_ptr(), grad_topk_weights=_ptr(grad_topk_weights),
-                grad_probs=_ptr(grad_probs), grad_logits=grad_logits.data_ptr(),
+                _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), topk_idx=topk_idx.data_ptr(),
+                grad_topk_weights=_ptr(grad_topk_weights), grad_probs=_ptr(grad_probs), grad_logits=grad_logits.data_ptr(),
                 stream=torch.cuda.current_stream(logits.device).cuda_stream,
             )  # fmt: skip
         return grad_logits

@@ -1,0 +1,126 @@
+"""The gate on a GPU: time of its kernels, and as called."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe.bench import gate_rivals
+from deepep_moe.bench.gate_rivals import Gate, Shape
+from deepep_moe.bench.records import record
+
+TOKENS, EXPERTS, GROUPS = (128, 512, 2048, 4096, 8192, 32768), (64, 256, 512), ((1, 1), (8, 4))
+_QUEUED = 20  # calls that wait on the device for their turn
+_WARMUP = 3
+
+
+def sweep(num_topk: int) -> Iterator[Shape]:
+    """The shapes of the full benchmark."""
+    for num_tokens in TOKENS:
+        for num_experts in EXPERTS:
+            for num_groups, topk_groups in GROUPS:
+                yield Shape(num_tokens, num_experts, num_topk, num_groups, topk_groups)
+
+
+def kernel_us(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Device time of a call in microseconds, `repeats` times: the mean of 20 calls that have been queued while the device was busy, so the
+    host does not count, and launches follow each other as closely as they can."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    host_s = min(_wall_us(lambda: [call() for _ in range(_QUEUED)], 3)) * 1e-6
+    cycles = int((2 * host_s + 1e-3) * _cycles_per_s())
+    times = []
+    for _ in range(repeats):
+        torch.cuda._sleep(cycles)
+        start.record()
+        for _ in range(_QUEUED):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / _QUEUED)
+    return times
+
+
+def called_us(call: Callable[[], Any], repeats: int) -> float:
+    """Median wall time in microseconds from an idle device until it has the result."""
+
+    def run() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return statistics.median(_wall_us(run, repeats))
+
+
+def _wall_us(call: Callable[[], Any], repeats: int) -> list[float]:
+    times = []
+    for _ in range(_WARMUP + repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    torch.cuda.synchronize()
+    return times[_WARMUP:]
+
+
+def _cycles_per_s() -> float:
+    """Of the clock that `torch.cuda._sleep` counts."""
+    probe = 2_000_000
+    torch.cuda._sleep(probe)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    torch.cuda._sleep(probe)
+    torch.cuda.synchronize()
+    return probe / (time.perf_counter() - begin)
+
+
+def _backward(gate: Gate, logits: Tensor, bias: Tensor) -> Callable[[], Any]:
+    leaf = logits.detach().requires_grad_()
+    weights = gate(leaf, bias)[0]
+    grad = torch.randn_like(weights)
+    return lambda: torch.autograd.grad(weights, leaf, grad, retain_graph=True)
+
+
+def calls(gate: Gate, logits: Tensor, bias: Tensor, dense: bool) -> dict[str, Callable[[], Any]]:
+    """What is timed, by the name of the operation."""
+    suffix = " dense" if dense else ""
+    return {f"gate{suffix}": lambda: gate(logits, bias), f"gate_backward{suffix}": _backward(gate, logits, bias)}
+
+
+def _bytes(op: str, logits: Tensor, num_topk: int) -> int:
+    """Each input and output once."""
+    lanes, pair = len(logits) * num_topk * (8 + 4), logits.numel() * (4 + 1)
+    if op.startswith("gate_backward"):
+        return logits.nbytes + lanes  # of the logits only those of the lanes are read
+    return logits.nbytes + lanes + (pair if op.endswith("dense") else 0)
+
+
+def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) -> list[dict[str, Any]]:
+    """One record for each operation and rival: kernel times, and `us_called`, `rival_us_called` with the host's part.
+
+    Operations: gate, gate_backward; "dense" with the pair of weights and map of all experts instead of lanes alone.
+    """
+    torch._functorch.config.donated_buffer = False  # backwards are run again and again
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(shape.num_tokens, shape.num_experts, generator=generator).to(device, dtype)
+    bias = (torch.randn(shape.num_experts, generator=generator) * 0.1).to(device)
+    settings = {"backend": "cuda", "num_ranks": 1, "dtype": str(dtype).removeprefix("torch."), **shape._asdict()}
+    extra = {"num_groups": shape.num_groups, "topk_groups": shape.topk_groups, "hardware": torch.cuda.get_device_name(device)}
+    records = []
+    for dense in (False, True):
+        times = _times(gate_rivals.ours(shape, dense), logits, bias, dense, repeats)
+        for rival, make in gate_rivals.RIVALS.items():
+            gate = make(shape, dense)
+            if gate is None:
+                continue
+            rival_times = _times(gate, logits, bias, dense, repeats)
+            for op, (kernel, called) in times.items():
+                called_too = {"us_called": called, "rival_us_called": rival_times[op][1]}
+                moved = _bytes(op, logits, shape.num_topk)
+                records.append(record(op, settings, kernel, moved, rival=rival, rival_times=rival_times[op][0], **called_too, **extra))
+    return records
+
+
+def _times(gate: Gate, logits: Tensor, bias: Tensor, dense: bool, repeats: int) -> dict[str, tuple[list[float], float]]:
+    return {op: (kernel_us(call, repeats), called_us(call, repeats)) for op, call in calls(gate, logits, bias, dense).items()}
