@@ -9,11 +9,11 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kLoads = 4;  // quads that a lane has in flight
+constexpr int kLoads = 2;  // quads of logits, and of biases, that a lane has in flight
 
 // What all warps know: sizes that follow from the options.
 struct Sizes {
-    int quads, chunk;                  // of a lane, experts in them
+    int chunk;                         // experts of a lane, in quads
     int group_size, group_lanes;       // lanes that look at a group together: a power of two
     int lane_members;                  // experts of a group that one of them looks at, at most
     bool has_member_quads;             // always as many, in quads
@@ -67,7 +67,7 @@ struct Gate {
           scores(reinterpret_cast<float*>(shared) + s.count_words + threadIdx.x / 32 * s.words_of_warp),
           keys(reinterpret_cast<uint32_t*>(scores) + 32 * s.chunk), group_keys(keys + 32 * s.chunk) {}
 
-    // Lane k returns with the token's k-th expert, -1 where it has none.
+    // Lane k has the token's k-th expert, -1 where there is none.
     __device__ void route(int64_t token) const {
         int expert = -1;
         float weight = 0.0f;
@@ -96,8 +96,7 @@ struct Gate {
         for (int first = lane * s.chunk; first < (lane + 1) * s.chunk; first += kQuad) {
             float x[kQuad], bias[kQuad];
             Piece<DType::kFloat32>::load(*pieces(scores + first), x);
-            const int num_biases = p.gate.expert_bias == nullptr ? 0 : o.num_experts - first;
-            Piece<DType::kFloat32>::load(load_quad(p.gate.expert_bias, DType::kFloat32, first, num_biases, s.is_aligned), bias);
+            Piece<DType::kFloat32>::load(*pieces(keys + first), bias);
             score_quad(x, largest, factor);
             uint32_t key[kQuad];
 #pragma unroll
@@ -113,24 +112,26 @@ struct Gate {
         return __ballot_sync(kFullWarp, not_finite != 0.0f) == 0 || is_finite_after_all(launch, token);
     }
 
-    // The token's logits to shared memory, each lane its own.
+    // The token's logits to shared memory, and the bias to where the keys will be: each lane its own, all of them in flight at once.
     __device__ void load(int64_t token, float& not_finite) const {
-        const int first_expert = lane * s.chunk;
+        const int begin = lane * s.chunk, end = begin + s.chunk, num_biases = p.gate.expert_bias == nullptr ? 0 : o.num_experts;
         const int64_t row = token * o.num_experts;
 #pragma unroll 1
-        for (int first = first_expert; first < first_expert + s.chunk; first += kLoads * kQuad) {
-            uint4 raw[kLoads];
+        for (int first = begin; first < end; first += kLoads * kQuad) {
+            uint4 logits[kLoads], bias[kLoads];
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-                const int expert = first + i * kQuad, end = min(o.num_experts, first_expert + s.chunk);
-                raw[i] = load_quad(p.gate.logits, o.dtype, row + expert, end - expert, s.is_aligned);
+                const int expert = first + i * kQuad;
+                logits[i] = load_quad(p.gate.logits, o.dtype, row + expert, min(o.num_experts, end) - expert, s.is_aligned);
+                bias[i] = load_quad(p.gate.expert_bias, DType::kFloat32, expert, min(num_biases, end) - expert, s.is_aligned);
             }
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-                if (first + i * kQuad >= first_expert + s.chunk) continue;
-                *pieces(scores + first + i * kQuad) = raw[i];
+                if (first + i * kQuad >= end) continue;
+                *pieces(scores + first + i * kQuad) = logits[i];
+                *pieces(keys + first + i * kQuad) = bias[i];
                 float x[kQuad];
-                Piece<DType::kFloat32>::load(raw[i], x);
+                Piece<DType::kFloat32>::load(logits[i], x);
 #pragma unroll
                 for (int j = 0; j < kQuad; ++j) not_finite = __fmaf_rn(x[j], 0.0f, not_finite);
             }
@@ -371,8 +372,7 @@ bool is_quad_aligned(const void* numbers, DType dtype) { return reinterpret_cast
 Sizes sizes_of(const GpuGateParams& p) {
     const GateOptions& o = p.gate.options;
     Sizes s{};
-    s.quads = divide_up(o.num_experts, 32 * kQuad);
-    s.chunk = s.quads * kQuad;
+    s.chunk = divide_up(o.num_experts, 32 * kQuad) * kQuad;
     s.group_size = o.num_experts / o.num_groups;
     s.group_lanes = 32;
     while (s.group_lanes > 1 && s.group_lanes * o.num_groups > 32) s.group_lanes /= 2;

@@ -19,18 +19,23 @@ struct Gradient {
         : p(p), o(p.gate.options), lane(threadIdx.x % 32), token(token), row(token * o.num_experts) {}
 
     __device__ void run() const {
+        const bool is_dense = o.score_function == ScoreFunction::kSoftmax;
+        if (!is_dense) zero();
         const int expert = load_expert();
-        const unsigned chosen = __ballot_sync(kFullWarp, expert >= 0);
-        const bool is_dense = o.score_function == ScoreFunction::kSoftmax && chosen != 0;
-        if (!is_dense) zero_any_row(static_cast<std::byte*>(p.gate.grad_logits) + row * number_bytes(), o.num_experts * number_bytes());
-        if (chosen == 0) return;
+        if (__ballot_sync(kFullWarp, expert >= 0) == 0) {
+            if (is_dense) zero();
+            return;
+        }
         const float logit = expert >= 0 ? load_number(p.gate.logits, o.dtype, row + expert) : 0.0f;
         const double grad = load_grad(expert), grad_logit = is_dense ? of_softmax(logit, grad, expert) : of_chosen(logit, grad, expert);
         __syncwarp();
         if (expert >= 0) store_number(p.gate.grad_logits, o.dtype, row + expert, static_cast<float>(grad_logit));
     }
 
-    __device__ int number_bytes() const { return o.dtype == DType::kFloat32 ? 4 : 2; }
+    __device__ void zero() const {
+        const int number_bytes = o.dtype == DType::kFloat32 ? 4 : 2;
+        zero_any_row(static_cast<std::byte*>(p.gate.grad_logits) + row * number_bytes, o.num_experts * number_bytes);
+    }
 
     // -1: none.
     __device__ int load_expert() const {

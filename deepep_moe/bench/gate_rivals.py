@@ -68,6 +68,7 @@ def operators(shape: Shape, dense: bool) -> Gate:
 
 
 def compiled(shape: Shape, dense: bool) -> Gate:
+    torch.compiler.reset()  # the code of earlier shapes counts against a limit, beyond which nothing is compiled
     return torch.compile(operators(shape, dense), dynamic=False)
 
 

@@ -1,5 +1,6 @@
 """Routers of our layers choose by the gate: as Megatron-Core's own routing does, or, said in the log, by that."""
 
+import importlib.metadata
 import logging
 
 import pytest
@@ -11,6 +12,8 @@ from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
+if importlib.metadata.version("megatron-core").startswith("0.13."):
+    pytest.skip("megatron-core 0.13 has no function that the gate could stand for", allow_module_level=True)
 
 NO_GROUPS = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None}
 SOFTMAX = NO_GROUPS | {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
@@ -37,11 +40,14 @@ def layer_of(sizes, **switches):
 
 def routed(options, switches, *, num_ranks):
     """What a router makes of one input, whether the gate chose, and what its layer makes of it."""
+    from megatron.core.transformer.moe import moe_utils
+
     with model_parallel(ep=num_ranks, **options) as sizes:
         layer = layer_of(sizes, **switches)
         x = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(3))
         given = x.clone().requires_grad_()
         torch.manual_seed(5)
+        moe_utils.RandomSTE.generator = None  # of random logits; 0.15 keeps it
         probs, routing_map = layer.router(given)
         probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)))
         results = {"probs": probs.detach(), "input gradient": given.grad, "weight gradient": layer.router.weight.grad.clone()}
