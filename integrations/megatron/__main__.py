@@ -40,8 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gate",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="routers choose by the gate of deepep_moe where it can (default: yes); with --no-gate as without it",
+        help="routers choose by the gate of deepep_moe where it can (default: on the CPU); with --no-gate as without it",
     )
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
