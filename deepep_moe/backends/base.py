@@ -84,8 +84,11 @@ class Rows:
     recv_x_scales: Tensor
     recv_topk_weights: Tensor
 
-    def first(self, num_rows: int) -> "Rows":
-        return Rows(self.recv_x[:num_rows], self.recv_x_scales[:num_rows], self.recv_topk_weights[:num_rows])
+    def shrink(self, num_rows: int) -> None:
+        """Keeps the first rows only, in place: views would be refused as operands of in-place operations where there are gradients."""
+        for tensor in (self.recv_x, self.recv_x_scales, self.recv_topk_weights):
+            if tensor.shape[0] > num_rows:
+                tensor.resize_(num_rows, *tensor.shape[1:])
 
 
 Move = Callable[[], None]

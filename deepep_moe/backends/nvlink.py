@@ -116,7 +116,9 @@ class NvlinkBackend:
             if not args.mode.is_split:
                 self._communicator.end_dispatch(params, stream)
         elif counts.num_rows < room:
-            rows, recv_topk_idx = rows.first(counts.num_rows), None if recv_topk_idx is None else recv_topk_idx[: counts.num_rows]
+            rows.shrink(counts.num_rows)
+            if recv_topk_idx is not None:
+                recv_topk_idx.resize_(counts.num_rows, self.settings.num_topk)
         self._remember(args, counts.num_rows)
         handle = self._completed(handle, counts.num_rows, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
         return rows, handle, partial(self._end, args, params, rows, handle) if args.mode.is_split else lambda: None
