@@ -107,7 +107,8 @@ struct Kernel {
         }
     }
 
-    // Part of a row that a task of `reduce` is about; peer: -1 past the last.
+    // Part of a row that a task of `reduce` is about; peer: -1 past the last. Finds it as RankTask does, which made the compiler spill a
+    // register of the sums.
     struct Remote {
         int peer = -1, index = 0, part = 0;
         Rows rows;

@@ -111,7 +111,7 @@ def gate_full(logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: 
     """
     defaults: dict[str, Any] = gate.__kwdefaults__  # type: ignore[assignment]
     if unknown := options.keys() - defaults.keys():
-        raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}")
+        raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, {', '.join(defaults)}")
     options = defaults | options
     arguments = _checked(logits, num_topk, **options)
     num_experts = logits.shape[1]

@@ -124,6 +124,8 @@ def enable(
     for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("expert_alignment", expert_alignment)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    if gate is not None and not isinstance(gate, bool):
+        raise ValueError(f"gate must be True, False or None, got {gate!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
     options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate)

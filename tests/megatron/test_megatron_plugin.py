@@ -66,6 +66,11 @@ def test_enable_refuses_numbers_below_one(option):
         enable(**{option: 0})
 
 
+def test_enable_refuses_what_is_no_switch():
+    with pytest.raises(ValueError, match="gate must be True, False or None, got 0"):
+        enable(gate=0)
+
+
 def _refused(match: str, error: type[Exception] = ValueError, **changes) -> None:
     """A layer of ours with these settings (set late, past Megatron's own checks) is refused with this message."""
     config = layer_config(**selection())
