@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config as autograd_config
 from torch import Tensor
 
 from deepep_moe.bench import gate_rivals
@@ -101,7 +102,7 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
 
     Operations: gate, gate_backward; "dense" with the pair of weights and map of all experts instead of lanes alone.
     """
-    torch._functorch.config.donated_buffer = False  # backwards are run again and again
+    autograd_config.donated_buffer = False  # backwards are run again and again
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(shape.num_tokens, shape.num_experts, generator=generator).to(device, dtype)
     bias = (torch.randn(shape.num_experts, generator=generator) * 0.1).to(device)

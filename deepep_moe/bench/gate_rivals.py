@@ -62,7 +62,10 @@ def ours(shape: Shape, dense: bool) -> Gate:
 def operators(shape: Shape, dense: bool) -> Gate:
     def gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         topk_idx, topk_weights, _ = torch_gate(logits, shape.num_topk, shape.num_groups, shape.topk_groups, bias, SCALING)
-        return ops.to_dense(topk_idx, topk_weights, shape.num_experts) if dense else (topk_weights, topk_idx)
+        if not dense:
+            return topk_weights, topk_idx
+        probs = torch.zeros_like(logits, dtype=topk_weights.dtype).scatter(1, topk_idx, topk_weights)
+        return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, topk_idx, True)
 
     return gate
 

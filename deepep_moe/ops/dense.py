@@ -21,7 +21,7 @@ def to_dense(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> tuple[
     shape = (topk_idx.shape[0], num_experts)
     probs = topk_weights.new_zeros(shape).scatter_add(1, columns, topk_weights.masked_fill(~chosen, 0))
     # Added, not assigned: a lane without an expert must not clear column 0.
-    routing_map = topk_idx.new_zeros(shape, dtype=torch.int8).scatter_add(1, columns, chosen.to(torch.int8)) > 0
+    routing_map = topk_idx.new_zeros(shape, dtype=torch.int32).scatter_add(1, columns, chosen.int()) > 0
     return probs, routing_map
 
 

@@ -33,7 +33,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gate",
         action=argparse.BooleanOptionalAction,
-        help="deepep_moe routes too (default: on the CPU, without --compare: it rounds last bits in its own way, which training amplifies)",
+        help="deepep_moe routes too (default: without --compare: it rounds last bits in its own way, which training amplifies)",
     )
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
@@ -65,8 +65,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         )
     if config.TINY["num_moe_experts"] % arguments.ep:
         parser.error(f"--ep {arguments.ep} must divide the {config.TINY['num_moe_experts']} experts")
-    if arguments.gate is None and arguments.compare is not None:
-        arguments.gate = False
+    if arguments.gate is None:
+        arguments.gate = arguments.compare is None
     if arguments.compare == arguments.dispatcher:
         parser.error(f"--compare {arguments.compare} is the dispatcher of the first run; choose another")
     return arguments

@@ -21,7 +21,7 @@ class Settings:
     dispatcher: str = "deepep_moe"
     device: str = "cpu"
     backend: str = "auto"
-    gate: bool | None = None
+    gate: bool = True
     steps: int = 400
     seed: int = 1234
     seq_length: int = 128

@@ -40,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gate",
         action=argparse.BooleanOptionalAction,
-        help="routers choose by the gate of deepep_moe where it can (default: on the CPU); with --no-gate as without it",
+        default=True,
+        help="routers choose by the gate of deepep_moe where it can (default), or as without it",
     )
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")

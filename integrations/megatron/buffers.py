@@ -20,7 +20,7 @@ class Options:
     num_max_tokens_per_rank: int | None = None
     backend: str = "auto"
     expert_alignment: int = 1
-    gate: bool | None = None
+    gate: bool = True
 
 
 class BufferRegistry:

@@ -47,8 +47,8 @@ def choice_for(routing_map: torch.Tensor) -> Choice | None:
     return choice if choice is not None and choice.versions[1] == routing_map._version else None
 
 
-def serve_routers(patches: Patches, is_served: Callable[[Any], bool], *, on_gpus: bool) -> None:
-    """Make the gate choose for routers whose config `is_served`, wherever it can (and, on GPUs, may); where not, one log line says why.
+def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
+    """Make the gate choose for routers whose config `is_served`, wherever it can; where not, one log line says why.
 
     Megatron-Core's routing is done as before for logits that are not fp32 (it rounds scores to their dtype before it chooses), while a
     router replays or records, for fused routing of TransformerEngine, and for arguments that came after 0.19.
@@ -64,7 +64,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool], *, on_gpus
 
     def choose(*args: Any, **kwargs: Any) -> Any:
         call = parameters.bind(*args, **kwargs)
-        reason = _refusal(call.arguments, on_gpus) if served[-1] else None
+        reason = _refusal(call.arguments) if served[-1] else None
         if reason is not None and reason not in said:
             said.add(reason)
             _log.info("Megatron-Core's own routing is used: %s", reason)
@@ -81,12 +81,10 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool], *, on_gpus
     patches.set(router.TopKRouter, "routing", route)
 
 
-def _refusal(given: dict[str, Any], on_gpus: bool) -> str | None:
+def _refusal(given: dict[str, Any]) -> str | None:
     """Why the gate cannot choose with these arguments of Megatron-Core's function; None: it can."""
     logits, score_function = given["logits"], given.get("score_function", "softmax")
     replay = given.get("router_replay")
-    if logits.is_cuda and not on_gpus:
-        return "the gate's kernels have run on no GPU yet; enable(gate=True) uses them"
     if logits.dtype != torch.float32:
         return f"it rounds scores to {logits.dtype} before it chooses; moe_router_dtype='fp32' keeps them, and the gate serves it"
     if given.get("fused"):

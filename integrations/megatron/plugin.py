@@ -96,9 +96,7 @@ def _widen_choices() -> Any:
     return previous
 
 
-def enable(
-    *, num_max_tokens_per_rank: int | None = None, backend: str = "auto", expert_alignment: int = 1, gate: bool | None = None
-) -> None:
+def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto", expert_alignment: int = 1, gate: bool = True) -> None:
     """Make Megatron-Core's MoE layers able to route and dispatch through deepep_moe. Call it before arguments are parsed and models built.
 
     Which configuration then uses it:
@@ -114,8 +112,7 @@ def enable(
     tensor (with sequence parallelism) and context parallelism); None: the largest of the first forward over all ranks, rounded up to a
     multiple of 128. `backend`: as for `deepep_moe.Buffer`. `expert_alignment`: rows of each expert are padded with zeros to a multiple
     of this. `gate`: routers of those layers choose by `deepep_moe.ops.gate`, in one pass that serves the dispatch too; where it cannot
-    (logits that are not fp32, router replay, ...) a log line says why, and Megatron-Core's own routing is used, as with False. None:
-    on the CPU only, as the gate's kernels have run on no GPU yet.
+    (logits that are not fp32, router replay, ...) a log line says why, and Megatron-Core's own routing is used, as with False.
 
     Raises ValueError for wrong values or when enabled already with others, EPError for an unsupported Megatron-Core, ImportError without
     one.
@@ -124,8 +121,8 @@ def enable(
     for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("expert_alignment", expert_alignment)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
-    if gate is not None and not isinstance(gate, bool):
-        raise ValueError(f"gate must be True, False or None, got {gate!r}")
+    if not isinstance(gate, bool):
+        raise ValueError(f"gate must be True or False, got {gate!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
     options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate)
@@ -140,8 +137,8 @@ def enable(
 
     registry, patches = BufferRegistry(options), Patches()
     patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, registry))
-    if gate is not False:
-        serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config), on_gpus=gate is True)
+    if gate:
+        serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
     _enabled = _Enabled(options, registry, patches, _widen_choices())
 
 

@@ -40,18 +40,18 @@ def layer_of(sizes, **switches):
     return layer
 
 
-def routed(options, switches, *, num_ranks):
+def routed(options, switches, *, num_ranks, device):
     """What a router makes of one input, whether the gate chose, and what its layer makes of it."""
     from megatron.core.transformer.moe import moe_utils
 
-    with model_parallel(ep=num_ranks, **options) as sizes:
+    with model_parallel(device, ep=num_ranks, **options) as sizes:
         layer = layer_of(sizes, **switches)
-        x = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(3))
+        x = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(3)).to(device)
         given = x.clone().requires_grad_()
         torch.manual_seed(5)
         moe_utils.RandomSTE.generator = None  # of random logits; 0.15 keeps it
         probs, routing_map = layer.router(given)
-        probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)))
+        probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)).to(device))
         results = {"probs": probs.detach(), "input gradient": given.grad, "weight gradient": layer.router.weight.grad.clone()}
         if layer.router.local_tokens_per_expert is not None:
             results["tokens per expert"] = layer.router.local_tokens_per_expert.clone()
@@ -60,9 +60,9 @@ def routed(options, switches, *, num_ranks):
         return routing_map, choice_for(routing_map) is not None, results, through_layer
 
 
-def equal_to_megatron(rank, num_ranks, name):
-    routing_map, is_ours, results, layer = routed({}, ROUTINGS[name], num_ranks=num_ranks)
-    expected_map, is_theirs_ours, expected, expected_layer = routed({"gate": False}, ROUTINGS[name], num_ranks=num_ranks)
+def equal_to_megatron(rank, num_ranks, name, device="cpu"):
+    routing_map, is_ours, results, layer = routed({}, ROUTINGS[name], num_ranks=num_ranks, device=device)
+    expected_map, is_theirs_ours, expected, expected_layer = routed({"gate": False}, ROUTINGS[name], num_ranks=num_ranks, device=device)
     assert not is_theirs_ours and is_ours == (name != "capacity")  # which makes a map of its own
     assert torch.equal(routing_map, expected_map)
     assert_same(results, expected, name)
@@ -76,6 +76,16 @@ def test_equals_megatron(name):
 
 def test_equals_megatron_on_two_ranks():
     run_ranks(equal_to_megatron, 2, "DeepSeek-V3")
+
+
+def all_equal_to_megatron(rank, num_ranks):
+    for name in ROUTINGS:
+        equal_to_megatron(rank, num_ranks, name, "cuda")
+
+
+@pytest.mark.gpu
+def test_equals_megatron_on_a_gpu():
+    run_ranks(all_equal_to_megatron, 1)
 
 
 def replayed(rank, num_ranks):

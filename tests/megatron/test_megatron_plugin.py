@@ -67,7 +67,7 @@ def test_enable_refuses_numbers_below_one(option):
 
 
 def test_enable_refuses_what_is_no_switch():
-    with pytest.raises(ValueError, match="gate must be True, False or None, got 0"):
+    with pytest.raises(ValueError, match="gate must be True or False, got 0"):
         enable(gate=0)
 
 

@@ -35,15 +35,22 @@ __device__ __forceinline__ void add_release_local(unsigned long long* counter, u
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
 }
 
-// For words that only this block reads.
-__device__ __forceinline__ unsigned long long load_acquire_block(const unsigned long long* word) {
-    unsigned long long value;
-    asm volatile("ld.acquire.cta.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+// For words in shared memory that hand something over within a block: taken in exchange for `value`, put where there is `expected`.
+__device__ __forceinline__ unsigned long long exchange_acquire_block(unsigned long long* word, unsigned long long value) {
+    unsigned long long old;
+    asm volatile("atom.acquire.cta.shared.exch.b64 %0, [%1], %2;" : "=l"(old) : "r"(shared_address(word)), "l"(value) : "memory");
+    return old;
 }
 
-__device__ __forceinline__ void store_release_block(unsigned long long* word, unsigned long long value) {
-    asm volatile("st.release.cta.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+__device__ __forceinline__ bool replace_release_block(unsigned long long* word, unsigned long long expected, unsigned long long value) {
+    unsigned long long old;
+    asm volatile("atom.release.cta.shared.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(old)
+                 : "r"(shared_address(word)), "l"(expected), "l"(value)
+                 : "memory");
+    return old == expected;
 }
 
 // For a word that says all there is to say, and announces nothing written by this kernel.
@@ -79,8 +86,6 @@ __device__ __forceinline__ double approximate_reciprocal(double x) {
 #endif
 
 #if DEEPEP_MOE_BULK_COPIES
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // A barrier that one arrival, and the bytes it announces, complete.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier) {

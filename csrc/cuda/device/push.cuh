@@ -26,14 +26,13 @@ public:
     __device__ void serve(int num_warps, unsigned long long sequence) const {
         const int lane = threadIdx.x % 32;
         while (num_warps > 0) {
-            const unsigned long long word = load_acquire_block(words_ + lane);
+            const unsigned long long word = exchange_acquire_block(words_ + lane, 0);
             if (__ballot_sync(kFullWarp, word != 0) == 0) {
                 pause_ns(kPauseNs);
                 continue;
             }
             fence_system();
             if (word != 0 && word != kEnd) store_relaxed(reinterpret_cast<unsigned long long*>(word), sequence);
-            if (word != 0) store_release_block(words_ + lane, 0);
             num_warps -= __popc(__ballot_sync(kFullWarp, word == kEnd));
         }
     }
@@ -45,8 +44,7 @@ private:
 
     __device__ void post(unsigned long long value) {
         unsigned long long* word = words_ + threadIdx.x / 32 * kWordsOfWarp + next_;
-        while (load_acquire_block(word) != 0) pause_ns(kPauseNs);
-        store_release_block(word, value);
+        while (!replace_release_block(word, 0, value)) pause_ns(kPauseNs);
         next_ = (next_ + 1) % kWordsOfWarp;
     }
 

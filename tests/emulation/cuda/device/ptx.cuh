@@ -30,8 +30,14 @@ inline unsigned long long load_relaxed(const unsigned long long* word) { return 
 inline void store_release(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
 inline void store_release_local(unsigned long long* flag, unsigned long long value) { store_release(flag, value); }
 inline void add_release_local(unsigned long long* counter, unsigned long long value) { __atomic_fetch_add(counter, value, __ATOMIC_RELEASE); }
-inline unsigned long long load_acquire_block(const unsigned long long* word) { return load_acquire(word); }
-inline void store_release_block(unsigned long long* word, unsigned long long value) { store_release(word, value); }
+inline unsigned long long exchange_acquire_block(unsigned long long* word, unsigned long long value) {
+    emulation::yield();
+    return __atomic_exchange_n(word, value, __ATOMIC_ACQUIRE);
+}
+inline bool replace_release_block(unsigned long long* word, unsigned long long expected, unsigned long long value) {
+    emulation::yield();
+    return __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
 inline void store_relaxed(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned long long now_ns() {
