@@ -43,7 +43,7 @@ struct GateOptions {
 
 struct GateParams {
     GateOptions options;
-    const void* logits;              // [num_tokens, num_experts] dtype; rows of masked tokens are not read
+    const void* logits;              // [num_tokens, num_experts] dtype; rows of masked tokens have no effect
     const float* expert_bias;        // [num_experts] or null
     const bool* mask;                // [num_tokens] or null; true: the token chooses no expert (index -1, weight 0)
     void* topk_idx;                  // [num_tokens, num_topk], by descending selection score

@@ -224,11 +224,11 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ G
     const Kernel<kType> kernel(p);
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {
         kernel.template send<Ring>();
-        return end_after_kernel_before();
+        return wait_for_kernel_before();
     }
     if (p.reduces) kernel.reduce();
     if (p.finishes) kernel.finish();
-    end_after_kernel_before();
+    wait_for_kernel_before();
 }
 
 template <DType kType>

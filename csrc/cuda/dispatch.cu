@@ -220,7 +220,7 @@ __device__ void play_role(const GpuDispatchParams& p) {
 template <class Ring>
 __global__ void __launch_bounds__(32 * kMaxWarps, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
     play_role<Ring>(p);
-    end_after_kernel_before();
+    wait_for_kernel_before();
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The gate's forward, a token a warp: scores in double precision, group-limited top-k, weights and counts, defined in common/gate_params.h.
-// Each lane owns `chunk` neighbouring experts, whose scores and selection keys lie in shared memory, so that others can look at them.
+// Each lane owns a share of neighbouring experts, of one group if it can be, and knows the best two of them.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/scores.cuh"
 #include "cuda/launch.h"
@@ -7,19 +7,21 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kBlocksPerMultiprocessor = 4;
-constexpr int kLoads = 2;  // quads of logits, and of biases, that a lane has in flight
+constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kMaxQuads = 8, kMaxShare = kMaxQuads * kQuad;  // of a lane
+
+constexpr int blocks_per_sm(int quads) { return quads <= 2 ? 2 : 1; }  // so many registers has a thread
 
 // What all warps know: sizes that follow from the options.
 struct Sizes {
-    int chunk;                         // experts of a lane, in quads
-    int group_size, group_lanes;       // lanes that look at a group together: a power of two
-    int lane_members;                  // experts of a group that one of them looks at, at most
-    bool has_member_quads;             // always as many, in quads
-    int num_counts;                    // experts and ranks
-    int count_words, words_of_warp;    // shared memory, in words
-    bool is_aligned;                   // quads of logits and bias
+    int share;                       // experts of a lane, at most
+    int set_size, set_shift;         // neighbouring experts that 2^set_shift lanes own together: a group, or all
+    bool sets_are_groups;            // otherwise groups are searched in shared memory, `search_lanes` a group
+    int search_lanes, search_share;
+    bool is_full;                    // all lanes own as many as fit
+    int num_counts;                  // experts and ranks
+    int count_words, words_of_warp;  // shared memory, in words
+    bool is_aligned;                 // quads of logits and bias
 };
 
 struct Launch {
@@ -27,55 +29,75 @@ struct Launch {
     Sizes sizes;
 };
 
-// f(expert) for a lane's share of a group: `lane_members` neighbours. Groups begin at different ones, as these lie in different banks.
-template <class F>
-__device__ __forceinline__ void for_members(const Sizes& s, int group, int member, const F& f) {
-    int at = group < s.lane_members ? group : 0;
-#pragma unroll 1
-    for (int i = 0; i < s.lane_members; ++i) {
-        const int offset = member * s.lane_members + at;
-        if (offset < s.group_size) f(group * s.group_size + offset);
-        if (++at == s.lane_members) at = 0;
-    }
-}
+// What happens seldom stays out of the way, and takes no address of what lies in registers.
+__device__ bool is_finite_after_all(const Launch& launch, int64_t token);
+__device__ float score_of(float x, ScoreFunction function, double largest, double factor);
+__device__ void limit_groups(uint32_t* keys, uint32_t* group_keys, const Launch& launch);
 
+// Where a lane's numbers lie in shared memory: in quads, [kQuads, 32, kQuad].
+__device__ __forceinline__ unsigned place_of(unsigned lane, unsigned at) { return (32 * (at / kQuad) + lane) * kQuad + at % kQuad; }
+
+// The best two of a lane's experts. Key 0: none.
 struct BestTwo {
     uint32_t best = 0, second = 0;
-    __device__ __forceinline__ void add(uint32_t key) {
+    unsigned best_at = 0, second_at = 0;  // in the lane's share
+
+    __device__ __forceinline__ void add(uint32_t key, unsigned at) {
+        const bool is_best = key > best, is_second = key > second;
+        second_at = is_best ? best_at : is_second ? at : second_at;
         second = max(second, min(best, key));
+        best_at = is_best ? at : best_at;
         best = max(best, key);
     }
 };
 
-// What happens seldom stays out of the way, and takes no address of what lies in registers.
-__device__ bool is_finite_after_all(const Launch& launch, int64_t token);
-__device__ float score_of_best(const Launch& launch, const uint32_t* keys, int group, int member);
-
+template <int kQuads>
 struct Gate {
+    static constexpr int kShare = kQuads * kQuad;
+
     const Launch& launch;
     const GpuGateParams& p;
     const GateOptions& o;
     const Sizes& s;
-    const int lane;
+    const int lane, set, member;  // this is a set's lane number `member`
+    const int first, num_own;     // experts of this lane
+    float bias[kShare];           // theirs
     int32_t* const counts;        // shared memory [num_experts + num_ranks], of the block
-    float* const scores;          // shared memory [32 * chunk]: logits, then scores; of this warp, as all that follows
-    uint32_t* const keys;         // [32 * chunk] selection scores as ordered integers; 0: cannot be chosen
-    uint32_t* const group_keys;   // [num_groups]
+    float* const scores;          // of this warp, as what follows
+    uint32_t* const keys;
+    uint32_t* const group_keys;   // [num_groups]; unused where sets are groups
 
     __device__ Gate(const Launch& launch, int32_t* shared)
-        : launch(launch), p(launch.params), o(p.gate.options), s(launch.sizes), lane(threadIdx.x % 32), counts(shared),
+        : launch(launch), p(launch.params), o(p.gate.options), s(launch.sizes), lane(threadIdx.x % 32), set(lane >> s.set_shift),
+          member(lane - (set << s.set_shift)), first(first_expert(lane)),
+          num_own(set * s.set_size < o.num_experts ? min(s.share, s.set_size - member * s.share) : 0), bias{}, counts(shared),
           scores(reinterpret_cast<float*>(shared) + s.count_words + threadIdx.x / 32 * s.words_of_warp),
-          keys(reinterpret_cast<uint32_t*>(scores) + 32 * s.chunk), group_keys(keys + 32 * s.chunk) {}
+          keys(reinterpret_cast<uint32_t*>(scores) + 32 * kShare), group_keys(keys + 32 * kShare) {}
+
+    __device__ int first_expert(int of_lane) const {
+        const int of_set = of_lane >> s.set_shift;
+        return of_set * s.set_size + (of_lane - (of_set << s.set_shift)) * s.share;
+    }
+
+    __device__ void fetch_bias() {
+        if (p.gate.expert_bias != nullptr) load_quads(p.gate.expert_bias, DType::kFloat32, first, num_own, s.is_aligned, bias);
+    }
+
+    // The lane's logits of a token, as fp32; 0 behind them.
+    __device__ void fetch(int64_t token, float (&logits)[kShare]) const {
+        const int count = token < o.num_tokens ? num_own : 0;
+        load_quads(p.gate.logits, o.dtype, token * o.num_experts + first, count, s.is_aligned, logits);
+    }
 
     // Lane k has the token's k-th expert, -1 where there is none.
-    __device__ void route(int64_t token) const {
+    __device__ void route(int64_t token, float (&logits)[kShare]) const {
         int expert = -1;
         float weight = 0.0f;
         const bool is_masked = p.gate.mask != nullptr && p.gate.mask[token];
-        if (!is_masked && score(token)) {
-            if (o.topk_groups < o.num_groups) limit_groups();
-            expert = choose();
-            weight = weigh(expert);
+        if (!is_masked && score(token, logits)) {
+            const unsigned chosen = choose();
+            if (lane < o.num_topk) expert = first_expert(chosen / kMaxShare) + chosen % kMaxShare;
+            weight = weigh(expert, chosen);
         }
         if (expert >= 0) atomicAdd(counts + expert, 1);
         write_lanes(token, expert, weight);
@@ -84,189 +106,145 @@ struct Gate {
         __syncwarp();
     }
 
-    // ---- scores ----
+    // ---- scores, and selection scores as ordered integers; 0: cannot be chosen ----
 
-    // False, with the failure told, where a logit or the bias is not finite.
-    __device__ bool score(int64_t token) const {
-        float not_finite = 0.0f;  // NaN once something was not
-        load(token, not_finite);
-        double largest = 0.0, factor = 0.0;
-        if (o.score_function == ScoreFunction::kSoftmax) sum_exponentials(largest, factor);
-#pragma unroll 1
-        for (int first = lane * s.chunk; first < (lane + 1) * s.chunk; first += kQuad) {
-            float x[kQuad], bias[kQuad];
-            Piece<DType::kFloat32>::load(*pieces(scores + first), x);
-            Piece<DType::kFloat32>::load(*pieces(keys + first), bias);
-            score_quad(x, largest, factor);
-            uint32_t key[kQuad];
+    // False, with the failure told, where a logit or the bias is not finite. Logits become scores.
+    __device__ bool score(int64_t token, float (&x)[kShare]) const {
+        float largest_logit = 0.0f, largest_bias = 0.0f;
 #pragma unroll
-            for (int i = 0; i < kQuad; ++i) {
-                const float selection = __fadd_rn(x[i], bias[i]);
-                not_finite = __fmaf_rn(selection, 0.0f, not_finite);
-                key[i] = first + i < o.num_experts ? ordered(selection) : 0;
-            }
-            *pieces(scores + first) = Piece<DType::kFloat32>::store(x);
-            *pieces(keys + first) = make_uint4(key[0], key[1], key[2], key[3]);
+        for (int i = 0; i < kShare; ++i) {
+            largest_logit = max_or_nan(largest_logit, fabsf(x[i]));
+            largest_bias = max_or_nan(largest_bias, fabsf(bias[i]));
+        }
+        const bool is_usual = largest_logit <= kSigmoidBound && largest_bias < INFINITY;
+        if (__ballot_sync(kFullWarp, !is_usual) != 0) {
+            if (!is_finite_after_all(launch, token)) return false;
+#pragma unroll
+            for (int i = 0; i < kShare; ++i)
+                if (o.score_function == ScoreFunction::kSigmoid) x[i] = bounded(x[i]);
+        }
+        to_scores(x);
+        uint32_t key[kShare];
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) key[i] = ordered(__fadd_rn(__fadd_rn(x[i], bias[i]), 0.0f));  // -0 is 0
+        if (!s.is_full) {
+#pragma unroll
+            for (int i = 0; i < kShare; ++i) key[i] = i < num_own ? key[i] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kShare; i += kQuad) {
+            *pieces(scores + place_of(lane, i)) = Piece<DType::kFloat32>::store(x + i);
+            *pieces(keys + place_of(lane, i)) = make_uint4(key[i], key[i + 1], key[i + 2], key[i + 3]);
         }
         __syncwarp();
-        return __ballot_sync(kFullWarp, not_finite != 0.0f) == 0 || is_finite_after_all(launch, token);
+        return true;
     }
 
-    // The token's logits to shared memory, and the bias to where the keys will be: each lane its own, all of them in flight at once.
-    __device__ void load(int64_t token, float& not_finite) const {
-        const int begin = lane * s.chunk, end = begin + s.chunk, num_biases = p.gate.expert_bias == nullptr ? 0 : o.num_experts;
-        const int64_t row = token * o.num_experts;
-#pragma unroll 1
-        for (int first = begin; first < end; first += kLoads * kQuad) {
-            uint4 logits[kLoads], bias[kLoads];
+    __device__ void to_scores(float (&x)[kShare]) const {
+        if (o.score_function == ScoreFunction::kSigmoid) {
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int expert = first + i * kQuad;
-                logits[i] = load_quad(p.gate.logits, o.dtype, row + expert, min(o.num_experts, end) - expert, s.is_aligned);
-                bias[i] = load_quad(p.gate.expert_bias, DType::kFloat32, expert, min(num_biases, end) - expert, s.is_aligned);
-            }
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                if (first + i * kQuad >= end) continue;
-                *pieces(scores + first + i * kQuad) = logits[i];
-                *pieces(keys + first + i * kQuad) = bias[i];
-                float x[kQuad];
-                Piece<DType::kFloat32>::load(logits[i], x);
-#pragma unroll
-                for (int j = 0; j < kQuad; ++j) not_finite = __fmaf_rn(x[j], 0.0f, not_finite);
-            }
+            for (int i = 0; i < kShare; ++i) x[i] = static_cast<float>(sigmoid_of(x[i]));
+            return;
         }
+        double largest = 0.0, factor = 0.0;
+        if (o.score_function == ScoreFunction::kSoftmax) sum_exponentials(x, largest, factor);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) x[i] = score_of(x[i], o.score_function, largest, factor);
     }
 
     // Of a softmax over all experts: the largest logit, and what exponentials are to be multiplied with.
-    __device__ void sum_exponentials(double& largest, double& factor) const {
-        const int begin = lane * s.chunk, end = min(begin + s.chunk, o.num_experts);
+    __device__ void sum_exponentials(const float (&x)[kShare], double& largest, double& factor) const {
         float mine = -INFINITY;
-#pragma unroll 1
-        for (int expert = begin; expert < end; ++expert) mine = fmaxf(mine, scores[expert]);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) mine = i < num_own ? fmaxf(mine, x[i]) : mine;
         largest = warp_max(mine);
         double sum = 0.0;
-#pragma unroll 1
-        for (int expert = begin; expert < end; ++expert) sum += exp_of_shifted(scores[expert], largest);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) sum += i < num_own ? exp_of_shifted(x[i], largest) : 0.0;
         factor = 1.0 / warp_sum(sum);
     }
 
-    __device__ void score_quad(float (&x)[kQuad], double largest, double factor) const {
-        if (o.score_function == ScoreFunction::kSigmoid) {
-#pragma unroll
-            for (int i = 0; i < kQuad; ++i) x[i] = static_cast<float>(sigmoid_of(x[i]));
-        } else if (o.score_function == ScoreFunction::kSoftmax) {
-#pragma unroll
-            for (int i = 0; i < kQuad; ++i) x[i] = static_cast<float>(exp_of_shifted(x[i], largest) * factor);
-        } else if (o.score_function == ScoreFunction::kSqrtSoftplus) {
-#pragma unroll
-            for (int i = 0; i < kQuad; ++i) x[i] = static_cast<float>(sqrt_softplus_of(x[i]));
-        }
-    }
+    // ---- top-k: every lane knows its best two experts; the best of all wins, and its owner's next best takes its place ----
 
-    // ---- groups: `group_lanes` lanes a group, as many groups at a time as that makes ----
-
-    // Takes the experts out of the choice that are not in one of the token's best groups.
-    __device__ void limit_groups() const {
-        const int member = lane % s.group_lanes, step = 32 / s.group_lanes;
-#pragma unroll 1
-        for (int first = 0; first < o.num_groups; first += step) {
-            const int group = min(first + lane / s.group_lanes, o.num_groups - 1);  // one too many is done twice
-            const float score = o.group_score_topk <= 2 ? score_of_best_two(group, member) : score_of_best(launch, keys, group, member);
-            if (member == 0) group_keys[group] = ordered(score);
-        }
-        __syncwarp();
-#pragma unroll 1
-        for (int first = 0; first < o.num_groups; first += step) {
-            const int group = min(first + lane / s.group_lanes, o.num_groups - 1);
-            if (num_better_groups(group, member) >= o.topk_groups) drop(group, member);
-        }
-        __syncwarp();
-    }
-
-    __device__ float score_of_best_two(int group, int member) const {
-        BestTwo two;
-        if (s.has_member_quads)
-            for_member_quads(group, member, [&](uint4& key) { two.add(key.x), two.add(key.y), two.add(key.z), two.add(key.w); });
-        else
-            for_members(s, group, member, [&](int expert) { two.add(keys[expert]); });
-#pragma unroll 1
-        for (int step = 1; step < s.group_lanes; step *= 2) {
-            const uint32_t best = __shfl_xor_sync(kFullWarp, two.best, step), second = __shfl_xor_sync(kFullWarp, two.second, step);
-            two.add(best);
-            two.second = max(two.second, second);
-        }
-        return o.group_score_topk == 1 ? from_ordered(two.best) : __fadd_rn(from_ordered(two.best), from_ordered(two.second));
-    }
-
-    // The same share, four keys at a time.
-    template <class F>
-    __device__ void for_member_quads(int group, int member, const F& f) const {
-        uint32_t* first = keys + group * s.group_size + member * s.lane_members;
-#pragma unroll 1
-        for (int i = 0; i < s.lane_members; i += kQuad) f(*pieces(first + i));
-    }
-
-    __device__ void drop(int group, int member) const {
-        if (s.has_member_quads)
-            for_member_quads(group, member, [](uint4& key) { key = make_uint4(0, 0, 0, 0); });
-        else
-            for_members(s, group, member, [&](int expert) { keys[expert] = 0; });
-    }
-
-    __device__ int num_better_groups(int group, int member) const {
-        const uint32_t key = group_keys[group];
-        int better = 0;
-#pragma unroll 1
-        for (int other = member; other < o.num_groups; other += s.group_lanes)
-            better += group_keys[other] > key || (group_keys[other] == key && other < group);
-#pragma unroll 1
-        for (int step = 1; step < s.group_lanes; step *= 2) better += __shfl_xor_sync(kFullWarp, better, step);
-        return better;
-    }
-
-    // ---- top-k: every lane knows its best expert; the best of these wins, and its owner's next best takes its place ----
-
-    __device__ int choose() const {
-        uint32_t best = 0;
-        int best_expert = lane * s.chunk, chosen = -1;
-#pragma unroll 1
-        for (int first = lane * s.chunk; first < (lane + 1) * s.chunk; first += kQuad) {
-            const uint4 key = *pieces(keys + first);
-            if (key.x > best) best = key.x, best_expert = first;
-            if (key.y > best) best = key.y, best_expert = first + 1;
-            if (key.z > best) best = key.z, best_expert = first + 2;
-            if (key.w > best) best = key.w, best_expert = first + 3;
-        }
+    // Lane k: the lane that owns the k-th expert times kMaxShare, plus the expert's number there.
+    __device__ unsigned choose() const {
+        const bool is_limited = o.topk_groups < o.num_groups;
+        if (is_limited && !s.sets_are_groups) limit_groups(keys, group_keys, launch);
+        BestTwo two = best_two();
+        if (is_limited && s.sets_are_groups && !is_in_best_groups(two)) two = BestTwo();
+        unsigned chosen = 0;
 #pragma unroll 1
         for (int k = 0; k < o.num_topk; ++k) {
-            const uint32_t top = __reduce_max_sync(kFullWarp, best);
-            const int owner = __ffs(__ballot_sync(kFullWarp, best == top)) - 1;  // of equals the first lane has the lowest experts
-            const int winner = __shfl_sync(kFullWarp, best_expert, owner);
+            const uint32_t top = __reduce_max_sync(kFullWarp, two.best);
+            const unsigned mine = lane * kMaxShare + two.best_at;  // of equals the first lane has the lowest experts
+            const unsigned winner = __reduce_min_sync(kFullWarp, two.best == top ? mine : ~0u);
             if (lane == k) chosen = winner;
-            // The owner's experts, one a lane, and always the same lane for one expert.
-            const int expert = owner * s.chunk + lane;
-            if (expert == winner) keys[expert] = 0;
-            const uint32_t key = lane < s.chunk ? keys[expert] : 0;
-            const uint32_t next = __reduce_max_sync(kFullWarp, key);
-            const int first = __ffs(__ballot_sync(kFullWarp, key == next)) - 1;
-            if (lane == owner) best = next, best_expert = owner * s.chunk + first;
+            const bool is_mine = mine == winner;
+            if (__ballot_sync(kFullWarp, is_mine && two.second == 0) != 0) {
+                const BestTwo next = best_behind(top, winner);
+                if (is_mine) two = next;
+            } else if (is_mine) {
+                two.best = two.second, two.best_at = two.second_at, two.second = 0;
+            }
         }
         return chosen;
     }
 
+    __device__ BestTwo best_two() const {
+        BestTwo two;
+#pragma unroll
+        for (unsigned i = 0; i < kShare; i += kQuad) {
+            const uint4 key = *pieces(keys + place_of(lane, i));
+            two.add(key.x, i), two.add(key.y, i + 1), two.add(key.z, i + 2), two.add(key.w, i + 3);
+        }
+        return two;
+    }
+
+    // The best of the winner's lane that is behind the winner, whose key is `top`.
+    __device__ BestTwo best_behind(uint32_t top, unsigned winner) const {
+        const unsigned at = winner % kMaxShare;
+        const uint32_t key = lane < kShare ? keys[place_of(winner / kMaxShare, lane)] : 0;
+        const bool is_behind = (key < top) | ((key == top) & (lane > at));
+        BestTwo next;
+        next.best = __reduce_max_sync(kFullWarp, is_behind ? key : 0);
+        next.best_at = __ffs(__ballot_sync(kFullWarp, is_behind && key == next.best)) - 1;
+        return next;
+    }
+
+    // Does this lane's group stay?
+    __device__ bool is_in_best_groups(const BestTwo& two) const {
+        uint32_t best = two.best, second = two.second;
+#pragma unroll 1
+        for (int step = 1; step < 1 << s.set_shift; step *= 2) {
+            const uint32_t other = __shfl_xor_sync(kFullWarp, best, step);
+            second = max(max(second, __shfl_xor_sync(kFullWarp, second, step)), min(best, other));
+            best = max(best, other);
+        }
+        const uint32_t mine = o.group_score_topk == 1 ? best : ordered(__fadd_rn(from_ordered(best), from_ordered(second)));
+        int better = 0;
+#pragma unroll 1
+        for (int other = member; other < o.num_groups + member; other += 1 << s.set_shift) {
+            const uint32_t theirs = __shfl_sync(kFullWarp, mine, other << s.set_shift);
+            better += (other < o.num_groups) & ((theirs > mine) | ((theirs == mine) & (other < set)));
+        }
+#pragma unroll 1
+        for (int step = 1; step < 1 << s.set_shift; step *= 2) better += __shfl_xor_sync(kFullWarp, better, step);
+        return better < o.topk_groups;
+    }
+
     // ---- weights and what is written ----
 
-    __device__ float weigh(int expert) const {
-        const float chosen = expert >= 0 ? scores[expert] : -INFINITY;
-        double weight = expert >= 0 ? chosen : 0.0f, epsilon = kWeightEpsilon;
+    __device__ float weigh(int expert, unsigned chosen) const {
+        const unsigned owner = chosen / kMaxShare, at = chosen % kMaxShare;
+        const float score = expert >= 0 ? scores[place_of(owner, at)] : -INFINITY;
+        double weight = expert >= 0 ? score : 0.0f, epsilon = kWeightEpsilon;
         const bool is_softmax = o.score_function == ScoreFunction::kSoftmaxTopk;
         if (is_softmax) {
-            const float largest = warp_max(chosen);
-            weight = expert >= 0 ? exp_of_shifted(chosen, largest) : 0.0;
+            const float largest = warp_max(score);
+            weight = expert >= 0 ? exp_of_shifted(score, largest) : 0.0;
             epsilon = 0.0;
         }
-        if (is_softmax || o.normalize) weight /= warp_sum(weight) + epsilon;
+        if (is_softmax || o.normalize) weight *= reciprocal_of(warp_sum(weight, o.num_topk) + epsilon);
         return static_cast<float>(weight * o.routed_scaling_factor);
     }
 
@@ -328,39 +306,93 @@ __device__ __noinline__ bool is_finite_after_all(const Launch& launch, int64_t t
     return true;
 }
 
-// Of any number of experts, one after the other: the best that is behind the one before.
-__device__ __noinline__ float score_of_best(const Launch& launch, const uint32_t* keys, int group, int member) {
+__device__ __noinline__ float score_of(float x, ScoreFunction function, double largest, double factor) {
+    if (function == ScoreFunction::kSoftmax) return static_cast<float>(exp_of_shifted(x, largest) * factor);
+    return function == ScoreFunction::kSqrtSoftplus ? static_cast<float>(sqrt_softplus_of(x)) : x;
+}
+
+// ---- groups in shared memory: `search_lanes` lanes a group, as many groups at a time as that makes ----
+
+// f(expert, key) for a lane's share of a group.
+template <class F>
+__device__ __forceinline__ void for_members(uint32_t* keys, const Launch& launch, int group, int member, const F& f) {
     const Sizes& s = launch.sizes;
+    const int group_size = launch.params.gate.options.num_experts / launch.params.gate.options.num_groups;
+#pragma unroll 1
+    for (int i = member * s.search_share; i < min((member + 1) * s.search_share, group_size); ++i) {
+        const int expert = group * group_size + i;
+        f(expert, keys[place_of(expert / s.share, expert % s.share)]);
+    }
+}
+
+// The sum of a group's best, one after the other: the best that is behind the one before.
+__device__ float score_of_group(uint32_t* keys, const Launch& launch, int group, int member) {
     unsigned long long bound = ~0ull;
     float sum = 0.0f;
 #pragma unroll 1
     for (int n = 0; n < launch.params.gate.options.group_score_topk; ++n) {
         unsigned long long best = 0;  // the key above, the complement of the index below: the larger, the better
-        for_members(s, group, member, [&](int expert) {
-            const unsigned long long key = static_cast<unsigned long long>(keys[expert]) << 32 | static_cast<uint32_t>(~expert);
-            if (key < bound) best = max(best, key);
+        for_members(keys, launch, group, member, [&](int expert, uint32_t& key) {
+            const unsigned long long both = static_cast<unsigned long long>(key) << 32 | static_cast<uint32_t>(~expert);
+            if (both < bound) best = max(best, both);
         });
 #pragma unroll 1
-        for (int step = 1; step < s.group_lanes; step *= 2) best = max(best, __shfl_xor_sync(kFullWarp, best, step));
-        sum = __fadd_rn(sum, from_ordered(static_cast<uint32_t>(best >> 32)));
+        for (int step = 1; step < launch.sizes.search_lanes; step *= 2) best = max(best, __shfl_xor_sync(kFullWarp, best, step));
+        const float next = from_ordered(static_cast<uint32_t>(best >> 32));
+        sum = n == 0 ? next : __fadd_rn(sum, next);
         bound = best;
     }
     return sum;
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) gate(const __grid_constant__ Launch launch) {
+// Where a lane's experts are of several groups, or more than two of a group count: takes those out of the choice that are not in the best.
+__device__ __noinline__ void limit_groups(uint32_t* keys, uint32_t* group_keys, const Launch& launch) {
+    const Sizes& s = launch.sizes;
+    const GateOptions& o = launch.params.gate.options;
+    const int lane = threadIdx.x % 32, member = lane % s.search_lanes, step = 32 / s.search_lanes;
+    const auto group_of = [&](int first) { return min(first + lane / s.search_lanes, o.num_groups - 1); };  // one too many is done twice
+#pragma unroll 1
+    for (int first = 0; first < o.num_groups; first += step) {
+        const float score = score_of_group(keys, launch, group_of(first), member);
+        if (member == 0) group_keys[group_of(first)] = ordered(score);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < o.num_groups; first += step) {
+        const int group = group_of(first);
+        const uint32_t key = group_keys[group];
+        int better = 0;
+#pragma unroll 1
+        for (int other = 0; other < o.num_groups; ++other) better += group_keys[other] > key || (group_keys[other] == key && other < group);
+        if (better >= o.topk_groups) for_members(keys, launch, group, member, [](int, uint32_t& key) { key = 0; });
+    }
+    __syncwarp();
+}
+
+// ---- the kernel ----
+
+template <int kQuads>
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(kQuads)) gate(const __grid_constant__ Launch launch) {
     const GpuGateParams& p = launch.params;
     const int num_counts = launch.sizes.num_counts;
     int32_t* const counts = shared_memory<int32_t>();
+    Gate<kQuads> warp(launch, counts);
+    const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+    int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
+    wait_for_kernel_before();
+    float logits[kQuads * kQuad];
+    warp.fetch(token, logits);
+    warp.fetch_bias();
 #pragma unroll 1
     for (int i = blockIdx.x * kThreads + threadIdx.x; p.next_counts != nullptr && i < num_counts; i += gridDim.x * kThreads) p.next_counts[i] = 0;
     __syncthreads();
-    const Gate warp(launch, counts);
-    const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
 #pragma unroll 1
-    for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; token < p.gate.options.num_tokens; token += step) warp.route(token);
+    for (; token < p.gate.options.num_tokens; token += step) {
+        warp.route(token, logits);
+        if (token + step < p.gate.options.num_tokens) warp.fetch(token + step, logits);
+    }
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_counts; i += kThreads)
@@ -369,33 +401,64 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) gate(const
 
 bool is_quad_aligned(const void* numbers, DType dtype) { return reinterpret_cast<uintptr_t>(numbers) % (kQuad * element_bytes(dtype)) == 0; }
 
+// A power of two, so that this many lanes for each of `num` fit into a warp, or 1.
+int lanes_for_each(int num) {
+    int lanes = 32;
+    while (lanes > 1 && lanes * num > 32) lanes /= 2;
+    return lanes;
+}
+
+// Of `size` neighbours, in quads if they are.
+int share_of(int size, int lanes) {
+    const int unit = size % kQuad == 0 ? kQuad : 1;
+    return divide_up(size / unit, lanes) * unit;
+}
+
 Sizes sizes_of(const GpuGateParams& p) {
     const GateOptions& o = p.gate.options;
+    const bool is_limited = o.topk_groups < o.num_groups;
+    const int group_size = o.num_experts / o.num_groups;
     Sizes s{};
-    s.chunk = divide_up(o.num_experts, 32 * kQuad) * kQuad;
-    s.group_size = o.num_experts / o.num_groups;
-    s.group_lanes = 32;
-    while (s.group_lanes > 1 && s.group_lanes * o.num_groups > 32) s.group_lanes /= 2;
-    s.lane_members = divide_up(s.group_size, s.group_lanes);
-    s.has_member_quads = s.group_size % (s.group_lanes * kQuad) == 0;
+    s.search_lanes = lanes_for_each(o.num_groups);
+    s.search_share = divide_up(group_size, s.search_lanes);
+    s.sets_are_groups = is_limited && o.num_groups <= 32 && o.group_score_topk <= 2 && share_of(group_size, s.search_lanes) <= kMaxShare;
+    s.set_size = s.sets_are_groups ? group_size : o.num_experts;
+    const int set_lanes = s.sets_are_groups ? s.search_lanes : 32;
+    while (1 << s.set_shift < set_lanes) ++s.set_shift;
+    s.share = share_of(s.set_size, set_lanes);
     s.num_counts = o.num_experts + p.num_ranks;
     s.count_words = divide_up(s.num_counts, 4) * 4;
-    s.words_of_warp = 2 * 32 * s.chunk + divide_up(o.num_groups, 4) * 4;
-    s.is_aligned = o.num_experts % kQuad == 0 && is_quad_aligned(p.gate.logits, o.dtype) && is_quad_aligned(p.gate.expert_bias, DType::kFloat32);
+    s.is_aligned = s.set_size % kQuad == 0 && is_quad_aligned(p.gate.logits, o.dtype) && is_quad_aligned(p.gate.expert_bias, DType::kFloat32);
     return s;
+}
+
+template <int kQuads>
+void launch_gate_of(Launch params, void* stream) {
+    const GateOptions& o = params.params.gate.options;
+    Sizes& s = params.sizes;
+    const bool has_group_keys = o.topk_groups < o.num_groups && !s.sets_are_groups;
+    s.is_full = s.share == kQuads * kQuad && (o.num_experts / s.set_size) << s.set_shift == 32 && s.share << s.set_shift == s.set_size;
+    s.words_of_warp = 2 * 32 * kQuads * kQuad + (has_group_keys ? divide_up(o.num_groups, 4) * 4 : 0);
+    int device = 0, num_multiprocessors = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (status != cudaSuccess) throw std::runtime_error(std::string("launch of gate failed: ") + cudaGetErrorString(status));
+    const int64_t wanted = divide_up(o.num_tokens, kWarps), most = int64_t{blocks_per_sm(kQuads)} * num_multiprocessors;
+    const int64_t shared_bytes = int64_t{4} * (s.count_words + kWarps * s.words_of_warp);
+    if (wanted > 0) launch<gate<kQuads>>("gate", static_cast<int>(wanted < most ? wanted : most), kThreads, shared_bytes, params, stream, can_start_early(stream));
 }
 
 }  // namespace
 
 void launch_gate(const GpuGateParams& p, void* stream) {
     const Launch params{p, sizes_of(p)};
-    int device = 0, num_multiprocessors = 0;
-    cudaError_t status = cudaGetDevice(&device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (status != cudaSuccess) throw std::runtime_error(std::string("launch of gate failed: ") + cudaGetErrorString(status));
-    const int64_t wanted = divide_up(p.gate.options.num_tokens, kWarps), most = int64_t{kBlocksPerMultiprocessor} * num_multiprocessors;
-    const int64_t shared_bytes = int64_t{4} * (params.sizes.count_words + kWarps * params.sizes.words_of_warp);
-    if (wanted > 0) launch<gate>("gate", static_cast<int>(wanted < most ? wanted : most), kThreads, shared_bytes, params, stream);
+    const int quads = divide_up(params.sizes.share, kQuad);
+    static_assert(kMaxGateExperts <= 32 * kMaxShare);
+    if (quads == 1) return launch_gate_of<1>(params, stream);
+    if (quads == 2) return launch_gate_of<2>(params, stream);
+    if (quads == 3) return launch_gate_of<3>(params, stream);
+    if (quads == 4) return launch_gate_of<4>(params, stream);
+    launch_gate_of<kMaxQuads>(params, stream);
 }
 
 }  // namespace deepep_moe

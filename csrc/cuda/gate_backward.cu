@@ -70,9 +70,9 @@ struct Gradient {
         }
         if (o.score_function == ScoreFunction::kSqrtSoftplus) {
             const double score = sqrt_softplus_of(logit);
-            return of_score(grad, score, expert) * sigmoid_of(logit) / (2.0 * score);
+            return of_score(grad, score, expert) * sigmoid_of(bounded(logit)) / (2.0 * score);
         }
-        const double score = sigmoid_of(logit);
+        const double score = sigmoid_of(bounded(logit));
         return of_score(grad, score, expert) * score * (1.0 - score);
     }
 
@@ -98,6 +98,7 @@ struct Gradient {
 
 __global__ void __launch_bounds__(kThreads) gate_backward(const __grid_constant__ GpuGateBackwardParams p) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+    wait_for_kernel_before();
     if (token < p.gate.options.num_tokens) Gradient(p, token).run();
 }
 
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) gate_backward(const __grid_constant_
 
 void launch_gate_backward(const GpuGateBackwardParams& p, void* stream) {
     const int64_t blocks = divide_up(p.gate.options.num_tokens, kThreads / 32);
-    if (blocks > 0) launch<gate_backward>("gate_backward", static_cast<int>(blocks), kThreads, 0, p, stream);
+    if (blocks > 0) launch<gate_backward>("gate_backward", static_cast<int>(blocks), kThreads, 0, p, stream, can_start_early(stream));
 }
 
 }  // namespace deepep_moe

@@ -88,6 +88,10 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     const uint64_t* all = emulation::exchange(value);
     return static_cast<unsigned>(*std::max_element(all, all + 32));
 }
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+    const uint64_t* all = emulation::exchange(value);
+    return static_cast<unsigned>(*std::min_element(all, all + 32));
+}
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
 inline unsigned __match_any_sync(unsigned, int value) {
     const uint64_t* all = emulation::exchange(static_cast<uint32_t>(value));

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron_cases import HIDDEN, NUM_EXPERTS, assert_same, build_layer, forward_backward, layer_config, model_parallel
 
+from deepep_moe.integrations.megatron import plugin
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -40,52 +41,47 @@ def layer_of(sizes, **switches):
     return layer
 
 
-def routed(options, switches, *, num_ranks, device):
-    """What a router makes of one input, whether the gate chose, and what its layer makes of it."""
+def routed(sizes, switches, device):
+    """Did the gate choose; the routing map; what else a router makes of one input; and what its layer makes of it."""
     from megatron.core.transformer.moe import moe_utils
 
-    with model_parallel(device, ep=num_ranks, **options) as sizes:
-        layer = layer_of(sizes, **switches)
-        x = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(3)).to(device)
-        given = x.clone().requires_grad_()
-        torch.manual_seed(5)
-        moe_utils.RandomSTE.generator = None  # of random logits; 0.15 keeps it
-        probs, routing_map = layer.router(given)
-        probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)).to(device))
-        results = {"probs": probs.detach(), "input gradient": given.grad, "weight gradient": layer.router.weight.grad.clone()}
-        if layer.router.local_tokens_per_expert is not None:
-            results["tokens per expert"] = layer.router.local_tokens_per_expert.clone()
-        torch.manual_seed(5)
-        through_layer = forward_backward(layer, x, torch.ones_like(x))
-        return routing_map, choice_for(routing_map) is not None, results, through_layer
+    layer = layer_of(sizes, **switches).to(device)
+    x = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(3)).to(device)
+    given = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    moe_utils.RandomSTE.generator = None  # of random logits; 0.15 keeps it
+    probs, routing_map = layer.router(given)
+    probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)).to(device))
+    results = {"probs": probs, "input gradient": given.grad, "weight gradient": layer.router.weight.grad}
+    if layer.router.local_tokens_per_expert is not None:
+        results["tokens per expert"] = layer.router.local_tokens_per_expert
+    results = {name: value.detach().clone() for name, value in results.items()}
+    torch.manual_seed(5)
+    return choice_for(routing_map) is not None, routing_map, results, forward_backward(layer, x, torch.ones_like(x))
 
 
-def equal_to_megatron(rank, num_ranks, name, device="cpu"):
-    routing_map, is_ours, results, layer = routed({}, ROUTINGS[name], num_ranks=num_ranks, device=device)
-    expected_map, is_theirs_ours, expected, expected_layer = routed({"gate": False}, ROUTINGS[name], num_ranks=num_ranks, device=device)
-    assert not is_theirs_ours and is_ours == (name != "capacity")  # which makes a map of its own
-    assert torch.equal(routing_map, expected_map)
-    assert_same(results, expected, name)
-    assert_same(layer, expected_layer, name)
+def equal_to_megatron(rank, num_ranks, names, device):
+    with model_parallel(device, ep=num_ranks) as sizes:
+        ours = {name: routed(sizes, ROUTINGS[name], device) for name in names}
+        plugin.disable()
+        plugin.enable(gate=False)
+        for name in names:
+            is_ours, routing_map, results, layer = ours[name]
+            is_theirs_ours, expected_map, expected, expected_layer = routed(sizes, ROUTINGS[name], device)
+            assert not is_theirs_ours and is_ours == (name != "capacity")  # which makes a map of its own
+            assert torch.equal(routing_map, expected_map)
+            assert_same(results, expected, f"{name}, rank {rank}")
+            assert_same(layer, expected_layer, f"{name}, rank {rank}")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_equals_megatron(name):
-    run_ranks(equal_to_megatron, 1, name)
+def test_equals_megatron(name, device):
+    run_ranks(equal_to_megatron, 1, [name], device)
 
 
 def test_equals_megatron_on_two_ranks():
-    run_ranks(equal_to_megatron, 2, "DeepSeek-V3")
-
-
-def all_equal_to_megatron(rank, num_ranks):
-    for name in ROUTINGS:
-        equal_to_megatron(rank, num_ranks, name, "cuda")
-
-
-@pytest.mark.gpu
-def test_equals_megatron_on_a_gpu():
-    run_ranks(all_equal_to_megatron, 1)
+    run_ranks(equal_to_megatron, 2, ["DeepSeek-V3"], "cpu")
 
 
 def replayed(rank, num_ranks):

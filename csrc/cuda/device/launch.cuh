@@ -28,7 +28,20 @@ cudaError_t prepare() {
     return status;
 }
 
-// early: once the kernel before it on the stream says let_next_kernel_start.
+// May a kernel start before the one before it on the stream has ended? Graphs keep the order that a stream has.
+inline bool can_start_early(void* stream) {
+    static std::atomic<int> generations[kMaxDevices] = {};
+    int device = 0, generation = 0;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return false;
+    if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) return false;
+    generation = generations[device].load(std::memory_order_relaxed);
+    if (generation == 0 && cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess)
+        generations[device].store(generation, std::memory_order_relaxed);
+    return generation >= 9;
+}
+
+// early: once the kernel before it on the stream says let_next_kernel_start, or as its blocks end.
 template <auto kKernel, class Params>
 void launch(const char* name, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool early = false) {
     cudaError_t status = prepare<kKernel>();

@@ -77,6 +77,12 @@ __device__ __forceinline__ double approximate_reciprocal(double x) {
     return y;
 }
 
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 // ---- bulk copies (sm_90): from and to shared memory, 16-byte aligned, in multiples of 16 bytes ----
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -151,8 +157,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// At its end, so that what comes after this kernel comes after both.
-__device__ __forceinline__ void end_after_kernel_before() {
+// Of a kernel that starts early: until the one before it has ended. Also where it needs nothing of that one, by its own end at the latest, so
+// that what comes after this kernel comes after both.
+__device__ __forceinline__ void wait_for_kernel_before() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

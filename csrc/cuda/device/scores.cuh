@@ -25,29 +25,33 @@ __device__ inline void store_number(void* to, DType dtype, int64_t at, float x) 
         static_cast<float*>(to)[at] = x;
 }
 
-// Numbers at ... at + count of `from`, 4 at most, as fp32; 0 for the others. One load where count is 4 and `is_aligned` says that quads lie
-// where one can fetch them.
-__device__ __noinline__ inline uint4 load_any_quad(const void* from, DType dtype, int64_t at, int count) {
-    float x[kQuad];
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) x[i] = i < count ? load_number(from, dtype, at + i) : 0.0f;
-    return Piece<DType::kFloat32>::store(x);
-}
-
-__device__ __forceinline__ uint4 load_half_quad(uint2 raw, bool is_bfloat) {
+__device__ __forceinline__ void load_half_quad(uint2 raw, bool is_bfloat, float* to) {
     float x[2 * kQuad];
     if (is_bfloat)
         Piece<DType::kBFloat16>::load(make_uint4(raw.x, raw.y, 0, 0), x);
     else
         Piece<DType::kFloat16>::load(make_uint4(raw.x, raw.y, 0, 0), x);
-    return Piece<DType::kFloat32>::store(x);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) to[i] = x[i];
 }
 
-__device__ __forceinline__ uint4 load_quad(const void* from, DType dtype, int64_t at, int count, bool is_aligned) {
-    if (count <= 0) return make_uint4(0, 0, 0, 0);
-    if (!is_aligned) return load_any_quad(from, dtype, at, count);
-    if (dtype == DType::kFloat32) return *pieces(static_cast<const float*>(from) + at);
-    return load_half_quad(*reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(from) + at), dtype == DType::kBFloat16);
+// Numbers at ... at + count of `from`, as fp32; 0 behind them. A load a quad where `is_aligned` says that they are quads, and lie where one
+// can fetch them.
+template <int kCount>
+__device__ __forceinline__ void load_quads(const void* from, DType dtype, int64_t at, int count, bool is_aligned, float (&to)[kCount]) {
+    static_assert(kCount % kQuad == 0);
+    if (!is_aligned) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[i] = i < count ? load_number(from, dtype, at + i) : 0.0f;
+    } else if (dtype == DType::kFloat32) {
+        const uint4* quads = pieces(static_cast<const float*>(from) + at);
+#pragma unroll
+        for (int i = 0; i < kCount; i += kQuad) Piece<DType::kFloat32>::load(i < count ? quads[i / kQuad] : uint4{}, to + i);
+    } else {
+        const uint2* quads = reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(from) + at);
+#pragma unroll
+        for (int i = 0; i < kCount; i += kQuad) load_half_quad(i < count ? quads[i / kQuad] : uint2{}, dtype == DType::kBFloat16, to + i);
+    }
 }
 
 // A warp's work; in pieces of 16 bytes where the row lies in such.
@@ -59,20 +63,25 @@ __device__ inline void zero_any_row(void* row, int64_t bytes) {
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// ---- order: floats as integers in the same order, -0 equal to 0; none is 0 ----
+// ---- order: floats as integers in the same order, -0 before 0; none is 0 ----
 
 __device__ __forceinline__ uint32_t ordered(float x) {
-    const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const uint32_t bits = __float_as_uint(x);
+    return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
 __device__ __forceinline__ float from_ordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 // ---- a warp's reductions ----
 
-__device__ inline double warp_sum(double x) {
+// Over the first `num_lanes`, which know it then; the others have 0.
+__device__ __forceinline__ double warp_sum(double x, int num_lanes = 32) {
 #pragma unroll
-    for (int step = 16; step >= 1; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+    for (int step = 1; step < 8; step *= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+    if (num_lanes > 8) {
+#pragma unroll
+        for (int step = 8; step < 32; step *= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+    }
     return x;
 }
 
@@ -103,20 +112,25 @@ __device__ __forceinline__ double exp_of(double x) {
     p = fma(p, r, 0.5);
     p = fma(p, r, 1.0);
     p = fma(p, r, 1.0);
-    return p * __longlong_as_double((__double_as_longlong(shifted) + 1023) << 52);
+    return __longlong_as_double(__double_as_longlong(p) + (__double_as_longlong(shifted) << 52));  // 2^n at least 2^-1021
 }
 
 // Of a softmax's shifted logit, 0 or less.
 __device__ __forceinline__ double exp_of_shifted(float x, double largest) { return exp_of(fmax(static_cast<double>(x) - largest, -kExpBound)); }
 
-// Beyond the bounds the result, rounded to fp32, no longer changes. The reciprocal takes one step of third order: no division's branches.
-__device__ __forceinline__ double sigmoid_of(float x) {
-    constexpr float kBound = 128.0f;
-    const double divisor = 1.0 + exp_of(-static_cast<double>(fminf(fmaxf(x, -kBound), kBound)));
-    const double guess = approximate_reciprocal(divisor);
-    const double error = fma(-divisor, guess, 1.0);
+// Of a normal number, with one step of third order: no division's branches.
+__device__ __forceinline__ double reciprocal_of(double x) {
+    const double guess = approximate_reciprocal(x);
+    const double error = fma(-x, guess, 1.0);
     return fma(guess, fma(error, error, error), guess);
 }
+
+constexpr float kSigmoidBound = 128.0f;  // beyond it the result, rounded to fp32, no longer changes
+
+// For |x| <= kSigmoidBound.
+__device__ __forceinline__ double sigmoid_of(float x) { return reciprocal_of(1.0 + exp_of(-static_cast<double>(x))); }
+
+__device__ __forceinline__ float bounded(float x) { return fminf(fmaxf(x, -kSigmoidBound), kSigmoidBound); }
 
 __device__ __noinline__ inline double sqrt_softplus_of(float x) {
     return sqrt(fmax(static_cast<double>(x), 0.0) + log1p(exp_of(fmax(-fabs(static_cast<double>(x)), -kExpBound))));

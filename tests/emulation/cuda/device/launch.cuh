@@ -8,6 +8,8 @@
 
 namespace deepep_moe {
 
+inline bool can_start_early(void*) { return false; }
+
 template <auto kKernel, class Params>
 void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*, bool = false) {
     emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kKernel(params); });
