@@ -1,5 +1,6 @@
-// Where this rank's tokens go, in one launch: each block counts a segment of the tokens, the last one done exchanges the sums with all
-// ranks, and all blocks then give every token its slots. Positions come from ballots and prefix sums, so they are the same in every run.
+// Where this rank's tokens go, in one launch: each block counts a segment of the tokens, the last one done adds them up, all blocks give
+// every token its slots, and that last one exchanges the sums with all ranks. Positions come from ballots and prefix sums: the same in
+// every run.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"
@@ -188,6 +189,7 @@ struct Plan {
             if (lane == 0 && !met) failed = true;
             let_next_kernel_start();
         }
+        if (!refuses) place();  // before the counts of others: the senders wait for this block's tokens too
         if (!p.cached && !gather()) failed = true;
         __syncthreads();
         const bool is_counted = !p.cached && !failed;
@@ -318,7 +320,7 @@ struct Plan {
         counts->ready = 1;
     }
 
-    // ---- all blocks again ----
+    // ---- all blocks: the others once the sums are there ----
 
     __device__ bool wait_until_summed() const {
         __shared__ int ok;
@@ -356,10 +358,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ 
     const Plan plan(p, shared_memory<int32_t>(), &num_rows);
     if (blockIdx.x == 0) plan.enter();
     plan.count();
-    if (is_last_block(&p.context.state->num_counted, gridDim.x))
-        plan.exchange();
-    else
-        let_next_kernel_start();
+    if (is_last_block(&p.context.state->num_counted, gridDim.x)) return plan.exchange();
+    let_next_kernel_start();
     if (plan.wait_until_summed()) plan.place();
 }
 

@@ -116,9 +116,10 @@ private:
         ring_.flush(drain);
         ring_.template settle<0>();
         if (lane_ != 0) return;
+        fence_system();
 #pragma unroll
-        for (int i = kRowsBehindFlag - 1; i >= 0; --i)
-            if (flags_[i] != nullptr) due_.add(flags_[i]);
+        for (int i = 0; i < kRowsBehindFlag; ++i)
+            if (flags_[i] != nullptr) store_relaxed(flags_[i], context_.state->sequence);
         due_.end();
     }
 
