@@ -261,7 +261,8 @@ class Buffer:
         """Raise what a GPU has reported of earlier calls: those of a CUDA graph, and those whose host waits for nothing, as with
         `num_recv_rows`, fail without a word until then or until the buffer's next call. Not collective; does not wait for the GPU.
 
-        Raises EPCapacityError, EPTimeoutError, EPPeerError, EPMismatchError, or ValueError for a bad routing.
+        Raises EPCapacityError, EPTimeoutError, EPPeerError, EPMismatchError, or ValueError for a bad routing or, found by this process's
+        gate, a logit or expert bias that is not finite.
         """
         self._alive().check()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
 
-from deepep_moe import _C, Buffer, reference
+from deepep_moe import _C, Buffer, ops, reference
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
@@ -313,6 +313,22 @@ def exceeded_bound(rank, num_ranks):
         buffer.check()
     buffer.check()
     buffer.dispatch(x, idx)
+
+
+def non_finite_gate(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank)
+    logits = torch.zeros(len(x), 4, device=x.device)
+    logits[2, 3] = float("nan")
+    assert ops.gate(logits, 2).topk_idx[2].tolist() == [-1, -1]
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="logits must be finite, got nan for token 2, expert 3 in an earlier call of the gate on the GPU"):
+        buffer.check()
+    buffer.check()
+    buffer.dispatch(x, idx)
+
+
+def test_check_looks_at_the_gate_too():
+    run_ranks(non_finite_gate, 1)
 
 
 def test_exceeded_bound():

@@ -186,6 +186,7 @@ class NvlinkBackend:
 
     def check(self) -> None:
         self._communicator.check()
+        _C.gpu_gate_check()
 
     def abort(self, message: str) -> None:
         self.num_calls += 1
