@@ -55,8 +55,9 @@ struct GpuRouting {
 };
 
 // How a plan divides tokens among its warps, and the number of its blocks.
-constexpr int tokens_per_warp(int num_tokens) { return divide_up(divide_up(num_tokens, kMaxSegments), kPlanThreads) * 32; }
-constexpr int num_segments(int num_tokens) { return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens) * (kPlanThreads / 32)); }
+constexpr int kPlanWarps = kPlanThreads / 32, kTokensAtOnce = 16;
+constexpr int tokens_per_warp(int num_tokens) { return divide_up(num_tokens, kMaxSegments * kPlanWarps * kTokensAtOnce) * kTokensAtOnce; }
+constexpr int num_segments(int num_tokens) { return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens) * kPlanWarps); }
 
 struct GpuPlanParams {
     GpuContext context;

@@ -27,8 +27,8 @@ constexpr int kMaxGpuRanks = 8;
 constexpr int kChunkSlots = 4;           // rows that a warp sends at a time and one flag announces
 constexpr int kReducedSlots = 8;         // rows of the outbox that a sending warp waits for at a time
 constexpr int kArrivedStride = 16;       // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
-constexpr int kPlanThreads = 256;        // of one block of the plan, which counts one segment of the tokens
-constexpr int kMaxSegments = 128;        // blocks of the plan; all must be on the GPU at once
+constexpr int kPlanThreads = 512;        // of one block of the plan, which counts one segment of the tokens
+constexpr int kMaxSegments = 64;         // blocks of the plan; all must be on the GPU at once
 constexpr int kMaxReasonBytes = 240;
 constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
 

@@ -8,7 +8,6 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kWarps = kPlanThreads / 32;
 constexpr int kLoads = 8;        // that a thread has in flight
 constexpr int kQuickLooks = 32;  // at words of peers, before each is waited for with a deadline
 
@@ -41,7 +40,7 @@ struct Plan {
     const int columns, num_local, warp, lane;
     const unsigned long long sequence;
     const int warp_begin, warp_end;      // this warp's tokens
-    int32_t* const warp_counts;          // shared memory [kWarps, columns]: tokens of each warp
+    int32_t* const warp_counts;          // shared memory [kPlanWarps, columns]: tokens of each warp
     int32_t* const all_counts;           // [num_ranks, columns] of each rank, in its place later
     int32_t* const experts;              // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
     const Workspace own;
@@ -50,8 +49,8 @@ struct Plan {
     __device__ Plan(const GpuPlanParams& p, int32_t* shared, int* num_rows)
         : p(p), c(p.context), config(c.config), r(p.routing), columns(c.layout.columns),
           num_local(config.num_experts / config.num_ranks), warp(threadIdx.x / 32), lane(threadIdx.x % 32), sequence(c.state->sequence + 1),
-          warp_begin((blockIdx.x * kWarps + warp) * r.tokens_per_warp), warp_end(min(warp_begin + r.tokens_per_warp, r.num_tokens)),
-          warp_counts(shared), all_counts(shared), experts(shared + kWarps * columns + warp * 32 * config.num_topk), own(c, c.rank),
+          warp_begin((blockIdx.x * kPlanWarps + warp) * r.tokens_per_warp), warp_end(min(warp_begin + r.tokens_per_warp, r.num_tokens)),
+          warp_counts(shared), all_counts(shared), experts(shared + kPlanWarps * columns + warp * 32 * config.num_topk), own(c, c.rank),
           num_rows(num_rows) {}
 
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
@@ -78,7 +77,7 @@ struct Plan {
 
     __device__ void count() const {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < kWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
+        for (int i = threadIdx.x; i < kPlanWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
 #pragma unroll 1
         for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_reduced; i += gridDim.x * kPlanThreads)
             r.reduced[i] = 0;  // a combine is a call along a handle
@@ -100,8 +99,8 @@ struct Plan {
         for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
             int total = 0;
 #pragma unroll
-            for (int w = 0; w < kWarps; ++w) {
-                r.warp_counts[(static_cast<int>(blockIdx.x) * kWarps + w) * columns + column] = total;
+            for (int w = 0; w < kPlanWarps; ++w) {
+                r.warp_counts[(static_cast<int>(blockIdx.x) * kPlanWarps + w) * columns + column] = total;
                 total += warp_counts[w * columns + column];
             }
             r.segment_counts[static_cast<int>(blockIdx.x) * columns + column] = total;
@@ -183,7 +182,7 @@ struct Plan {
         for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, refuses);
         __syncthreads();
         if (threadIdx.x == 0) let_place();
-        if (warp == kWarps - 1) {
+        if (warp == kPlanWarps - 1) {
             const bool met = __all_sync(kFullWarp, (lane >= config.num_ranks || meet(lane)) && !refuses);
             if (lane == 0 && met) store_release_local(&c.state->met, c.plan);
             if (lane == 0 && !met) failed = true;
@@ -196,7 +195,7 @@ struct Plan {
         if (is_counted && warp < config.num_ranks) lay_out(warp);
         __syncthreads();
         if (threadIdx.x == 0 && !failed) store_release_local(&c.state->counted, c.plan);
-        if (is_counted && warp == kWarps - 1) tell();
+        if (is_counted && warp == kPlanWarps - 1) tell();
     }
 
     // Replaces the counts of each segment by the sums of those before it, and sends the total. A rank that refuses sends a word for that.
@@ -351,9 +350,9 @@ struct Plan {
     }
 };
 
-static_assert(kMaxGpuRanks <= kWarps, "a warp a rank lays out its experts");
+static_assert(kMaxGpuRanks <= kPlanWarps, "a warp a rank lays out its experts");
 
-__global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ GpuPlanParams p) {
+__global__ void __launch_bounds__(kPlanThreads, 1) plan(const __grid_constant__ GpuPlanParams p) {
     __shared__ int num_rows;
     const Plan plan(p, shared_memory<int32_t>(), &num_rows);
     if (blockIdx.x == 0) plan.enter();
@@ -366,7 +365,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2) plan(const __grid_constant__ 
 }  // namespace
 
 int64_t plan_shared_bytes(const GpuWorkspaceConfig& config) {
-    return static_cast<int64_t>(sizeof(int32_t)) * kWarps * (config.num_experts + config.num_ranks + 32 * config.num_topk);
+    return static_cast<int64_t>(sizeof(int32_t)) * kPlanWarps * (config.num_experts + config.num_ranks + 32 * config.num_topk);
 }
 
 int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config) {

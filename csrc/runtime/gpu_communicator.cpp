@@ -115,7 +115,7 @@ void GpuCommunicator::allocate_scratch() {
     const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
                                                  words(&r.reduced, config_.num_ranks * layout_.num_reduced),
                                                  words(&r.segment_counts, kMaxSegments * layout_.columns),
-                                                 words(&r.warp_counts, kMaxSegments * kPlanThreads / 32 * layout_.columns),
+                                                 words(&r.warp_counts, kMaxSegments * kPlanWarps * layout_.columns),
                                                  words(&r.index_in_warp, n * config_.num_topk),
                                                  words(&r.expert_row_base, config_.num_experts),
                                                  words(&r.send_slot, n * config_.num_ranks),

@@ -129,7 +129,7 @@ __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source
 // This rank's tokens before `token`'s warp of the plan that count in `column`.
 __device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int token, int column) {
     const int warp = token / r.tokens_per_warp, columns = c.layout.columns;
-    return __ldcg(&r.segment_counts[warp / (kPlanThreads / 32) * columns + column]) + __ldcg(&r.warp_counts[warp * columns + column]);
+    return __ldcg(&r.segment_counts[warp / kPlanWarps * columns + column]) + __ldcg(&r.warp_counts[warp * columns + column]);
 }
 
 struct Workspace {
