@@ -57,4 +57,4 @@ def stress(rank, num_ranks, backend, rounds):
 
 @pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_random_routings(backend):
-    run_ranks(stress, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=60 + ROUNDS / 20)
+    run_ranks(stress, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=120 + ROUNDS / 10)
