@@ -58,6 +58,10 @@ class BufferRegistry:
     def __len__(self) -> int:
         return len(self._buffers)
 
+    def backends(self) -> list[str]:
+        """Those of all buffers, each once."""
+        return sorted({buffer.backend for buffer in self._buffers.values()})
+
     def destroy(self) -> None:
         """Destroy all buffers. The next `get` constructs new ones."""
         atexit.unregister(self.destroy)

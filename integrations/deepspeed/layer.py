@@ -58,7 +58,7 @@ class PackedMOELayer(MOELayer):
         """
         num_topk, num_tokens = routing.topk_idx.shape
         rows = x.expand(num_topk, *x.shape).reshape(-1, x.shape[1]).contiguous()
-        combined = self._exchange(rows, routing.topk_idx.reshape(-1, 1), None, num_tokens).view(num_topk, num_tokens, -1)
+        combined = self._exchange(rows, routing.topk_idx.reshape(-1, 1), None, num_tokens).view(num_topk, *x.shape)
         return weighed_sum(combined, routing.topk_weights)
 
     def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:

@@ -72,12 +72,17 @@ class Model(nn.Module):
         self.input, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        h, l_aux = self.input(x), 0.0
+    def predict(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prediction and the layers' balance losses."""
+        h, l_aux = self.input(x), torch.zeros(())
         for layer in self.layers:
-            y, l, _ = layer(h)
-            h, l_aux = h + y, l_aux + l
-        return nn.functional.mse_loss(self.output(h).float(), target.float()) + 0.01 * l_aux
+            y, layer_aux, _ = layer(h)
+            h, l_aux = h + y, l_aux + layer_aux
+        return self.output(h), l_aux
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        y, l_aux = self.predict(x)
+        return nn.functional.mse_loss(y.float(), target.float()) + 0.01 * l_aux
 
 
 def make_model(case: Case) -> Model:
