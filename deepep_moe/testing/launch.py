@@ -27,7 +27,8 @@ def _worker(fn: Callable[..., Any], rank: int, num_ranks: int, store: str, timeo
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    # As torchrun has them, and LOCAL_SIZE as DeepSpeed's launcher has it.
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
     try:
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)

@@ -4,8 +4,6 @@ What the example, the benchmark and the tests share; a training script has set u
 """
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
 from deepep_moe.integrations.megatron.plugin import disable, enable
 from deepep_moe.integrations.megatron.without_te import disable_without_te, enable_without_te
+from deepep_moe.integrations.process_groups import default_group
 
 DEVICES = ("cpu", "cuda")
 
@@ -62,27 +61,13 @@ def _set_up_gpu(undo: contextlib.ExitStack) -> torch.device:
         raise ValueError(f"{num_ranks} ranks need a GPU each, this process sees {num_gpus}; start fewer, or make more visible")
     torch.cuda.set_device(rank)
     if dist.get_backend() != "nccl":
-        undo.enter_context(_default_group("nccl"))
+        undo.enter_context(default_group("nccl"))
     enable_without_te()
     undo.callback(disable_without_te)
     # Megatron compiles small functions with torch.compile, which takes seconds in each process and again for new shapes.
     torch.compiler.set_stance("force_eager")
     undo.callback(torch.compiler.set_stance, "default")
     return torch.device("cuda", rank)
-
-
-@contextlib.contextmanager
-def _default_group(backend: str) -> Iterator[None]:
-    """A default process group over another backend in place of the present one; none afterwards."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    folder = [tempfile.mkdtemp(prefix="deepep_moe_") if rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    dist.destroy_process_group()
-    dist.init_process_group(backend, init_method=f"file://{folder[0]}/store", rank=rank, world_size=num_ranks)
-    yield
-    dist.destroy_process_group()
-    if rank == 0:
-        shutil.rmtree(str(folder[0]), ignore_errors=True)
 
 
 def _initialize(undo: contextlib.ExitStack, *, ep: int, tp: int, etp: int, seed: int) -> None:

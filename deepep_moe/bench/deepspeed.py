@@ -1,0 +1,297 @@
+"""Benchmark of DeepSpeed's MoE layer, forward and backward, with packed tokens through deepep_moe and with its own padded slots.
+
+In one run, in turns, on the same inputs, gate and experts: "exchange" is the layer with experts that cost nothing (rows return as they
+came), so gate, encoding, both all-to-alls and decoding are in it; "layer" has experts of two matrices. "exact" and "fast" are the modes of
+deepep_moe (see replace_moe_layers); "deepspeed" is the layer's own forward. Results are compared first. Times are of the slowest rank.
+
+Without options: on the CPU, 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, in fp32 and bf16; on GPUs, all of them, hidden 4096,
+top-2 and top-8 of 64 experts, in bf16.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepep_moe.bench.exchange import DTYPES
+from deepep_moe.bench.megatron import PARTS, Clock, Pass, difference
+from deepep_moe.bench.records import cpu_name, record, spread, write_json
+from deepep_moe.testing import run_ranks
+
+DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
+_WARMUP = 3
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"backend": "auto", "hidden": 1024, "ffn_hidden": 512, "num_experts": 16, "num_topk": [2], "dtype": ["fp32", "bf16"]},
+    "cuda": {"backend": "nvlink", "hidden": 4096, "ffn_hidden": 2048, "num_experts": 64, "num_topk": [2, 8], "dtype": ["bf16"]},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs")
+    parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
+    parser.add_argument("--num-ranks", type=int, help="expert-parallel size; default all GPUs, on the CPU 2")
+    for name in ("hidden", "ffn-hidden", "num-experts"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--num-tokens", type=int, default=4096)
+    parser.add_argument("--num-topk", type=int, nargs="+")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), nargs="+")
+    parser.add_argument("--capacity-factor", type=float, default=1.25, help="of DeepSpeed's gates: what exceeds it is dropped")
+    parser.add_argument("--repeats", type=int, default=20)
+
+
+class LayerPass(Pass):
+    """A forward and a backward of a MoE layer, its loss for the balance included. Gates draw the same random numbers every time."""
+
+    def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
+        super().__init__(self._run, cotangent, {"input": x} | dict(layer.named_parameters()))
+        self._layer, self._x = layer, x
+        self._l_aux: Tensor | None = None
+
+    def _run(self) -> Tensor:
+        torch.manual_seed(dist.get_rank())
+        output, self._l_aux, _ = self._layer(self._x)
+        return output
+
+    def backward(self) -> None:
+        assert self._output is not None and self._l_aux is not None
+        torch.autograd.backward([self._output, self._l_aux], [self._cotangent, torch.ones_like(self._l_aux)])
+
+    def clear(self) -> None:
+        super().clear()
+        self._l_aux = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One of the shapes of a run."""
+
+    num_topk: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"top-{self.num_topk} {self.dtype}"
+
+
+@dataclass
+class Measured:
+    """Of one rank and shape."""
+
+    backend: str
+    hardware: str
+    versions: str
+    link_bytes: dict[str, int]
+    """Bytes this rank has to send in a dispatch, by mode."""
+    differences: dict[str, dict[str, dict[str, float]]]
+    """By what is timed, mode, kind of result: the largest difference from DeepSpeed's."""
+    times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
+    """By what is timed and layer: an entry per turn, as `Clock.times` has them."""
+
+
+def kind_of(name: str) -> str:
+    """ "deepspeed_moe.experts.deepspeed_experts.3.up.weight" -> "experts"."""
+    return name.removeprefix("deepspeed_moe.").split(".")[0]
+
+
+def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
+    """By mode, then by kind of result: the largest difference from DeepSpeed's."""
+    expected = passes[DEEPSPEED].results()
+    found: dict[str, dict[str, float]] = {}
+    for mode in MODES:
+        kinds = found.setdefault(mode, {})
+        for name, value in passes[mode].results().items():
+            distance = difference(value.float(), expected[name].float())
+            kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), distance) if distance == distance else distance
+    return found
+
+
+def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict[str, int]:
+    """By mode: a row for each expert elsewhere, or for each other rank, that a token goes to. topk_idx [num_tokens, num_topk]."""
+    ranks = topk_idx.div(num_local_experts, rounding_mode="floor")
+    elsewhere = (topk_idx >= 0) & (ranks != dist.get_rank())
+    per_rank = [((ranks == rank) & elsewhere).any(1).sum() for rank in range(dist.get_world_size())]
+    return {"exact": int(elsewhere.sum()) * row_bytes, "fast": int(sum(per_rank)) * row_bytes}
+
+
+def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shape, Measured]:
+    """What one rank does: build, compare, time in turns."""
+    from deepep_moe.integrations.deepspeed.ranks import engine_ready  # type: ignore[import-not-found]
+
+    with engine_ready(options.device) as device:
+        shapes = [Shape(num_topk, dtype) for num_topk in options.num_topk for dtype in options.dtype]
+        return {shape: _measure(shape, rank, num_ranks, options, device) for shape in shapes}
+
+
+def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
+    from deepep_moe.integrations.deepspeed.buffers import shared  # type: ignore[import-not-found]
+    from deepep_moe.integrations.deepspeed.layers import FeedForward, experts_of, sharing_layers  # type: ignore[import-not-found]
+
+    generator, size, dtype = torch.Generator().manual_seed(rank), (options.num_tokens, options.hidden), DTYPES[shape.dtype]
+    x, cotangent = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
+    x.requires_grad_()
+    settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "capacity_factor", "backend")}
+    settings |= {"num_topk": shape.num_topk, "ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens}
+    torch.manual_seed(1)
+    layers = {
+        what: sharing_layers(expert, device=device, dtype=dtype, **settings)
+        for what, expert in (("exchange", nn.Identity()), ("layer", FeedForward(options.hidden, options.ffn_hidden)))
+    }
+    passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
+    differences = {what: compare(of_one) for what, of_one in passes.items()}
+    torch.manual_seed(rank)
+    topk_idx = experts_of(layers["exchange"][DEEPSPEED], x)
+    sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
+    measured = Measured(shared.backends()[0], *_describe(device, num_ranks), sent, differences)
+    _time(passes, measured, options, device)
+    shared.destroy()
+    return measured
+
+
+def _time(passes: dict[str, dict[str, LayerPass]], measured: Measured, options: argparse.Namespace, device: torch.device) -> None:
+    clock = Clock(device)
+    gc.collect()
+    gc.freeze()  # collections stay short
+    for turn in range(_WARMUP + options.repeats):
+        for what, of_one in passes.items():
+            for kind, timed in of_one.items():
+                times = clock.times(timed)
+                if turn >= _WARMUP:
+                    measured.times.setdefault((what, kind), []).append(times)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+def _describe(device: torch.device, num_ranks: int) -> tuple[str, str]:
+    """Hardware and versions."""
+    versions = f"deepspeed {metadata.version('deepspeed')}, torch {torch.__version__}"
+    if device.type == "cpu":
+        return cpu_name(), versions
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}", f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+# ---- report ----
+
+
+def tolerance(shape: Shape) -> float:
+    """Most that results may differ, relative to the largest entry: roundings of sums of top-k terms and of products of matrices, whose
+    rows DeepSpeed pads."""
+    return 2 * (shape.num_topk + 2) * torch.finfo(DTYPES[shape.dtype]).eps
+
+
+def slowest(ranks: list[Measured]) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """By what is timed and layer, then by part: the maximum over ranks in every turn."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for key in ranks[0].times:
+        turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
+        found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
+    return found
+
+
+def disagreements(ranks: list[Measured], shape: Shape) -> list[str]:
+    """What differs from DeepSpeed's by more than rounding; NaN does."""
+    return sorted(
+        {
+            f"{shape}, {what}, {mode}: {kind} differs by {value:.1e}, more than rounding ({tolerance(shape):.1e})"
+            for rank in ranks
+            for what, modes in rank.differences.items()
+            for mode, kinds in modes.items()
+            for kind, value in kinds.items()
+            if not value <= tolerance(shape)
+        }
+    )
+
+
+def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A record per thing timed, mode and part."""
+    first, times = ranks[0], slowest(ranks)
+    dtype = str(DTYPES[shape.dtype]).removeprefix("torch.")
+    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
+    settings |= {"num_topk": shape.num_topk, "dtype": dtype}
+    records = []
+    for what in first.differences:
+        for mode in MODES:
+            for part in PARTS:
+                num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
+                extra = {
+                    "hardware": first.hardware,
+                    "rival_versions": first.versions,
+                    "capacity_factor": options.capacity_factor,
+                    "ffn_hidden": options.ffn_hidden if what == "layer" else None,
+                    "differences": first.differences[what][mode],
+                }
+                op = f"deepspeed {what} {mode} {shape} {part}"
+                ours, theirs = times[what, mode][part], times[what, DEEPSPEED][part]
+                records.append(record(op, settings, ours, num_bytes, rival=DEEPSPEED, rival_times=theirs, **extra))
+    return records
+
+
+def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> None:
+    first, times = ranks[0], slowest(ranks)
+    print(
+        f"\nMoE, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {shape.dtype} a rank, top-{shape.num_topk} of "
+        f"{options.num_experts} experts, capacity factor {options.capacity_factor:g}, ffn {options.ffn_hidden}; "
+        f"deepep_moe backend {first.backend}"
+    )
+    print(f"{'ms, median (p10 to p90)':28}" + "".join(f"{part:>26}" for part in PARTS) + f"{'faster than deepspeed':>24}")
+    for (what, kind), of_one in times.items():
+        theirs, ours = times[what, DEEPSPEED][PARTS[2]], of_one[PARTS[2]]
+        ratio = "" if kind == DEEPSPEED else f"{statistics.median(theirs) / statistics.median(ours):23.2f}x"
+        print(f"{what + ', ' + kind:28}" + "".join(f"{_cell(of_one[part]):>26}" for part in PARTS) + ratio)
+    print("largest difference from deepspeed on rank 0, relative to the largest entry:")
+    for what, modes in first.differences.items():
+        for mode, kinds in modes.items():
+            print(f"  {what}, {mode}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in kinds.items()))
+
+
+def _cell(times: list[float]) -> str:
+    median, p10, p90 = (value / 1e3 for value in spread(times))
+    return f"{median:.1f} ({p10:.1f} to {p90:.1f})"
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Fill in what depends on the machine. Raises ValueError for options that do not fit."""
+    num_gpus = torch.cuda.device_count()
+    options.device = options.device or ("cuda" if num_gpus else "cpu")
+    options.num_ranks = options.num_ranks or (num_gpus if options.device == "cuda" else 2)
+    for name, value in _DEFAULTS[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.device == "cuda" and not 0 < options.num_ranks <= num_gpus:
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {max(1, options.num_ranks)} ranks, this machine has {num_gpus}; "
+            "give --num-ranks, or --device cpu"
+        )
+    fits = all(0 < num_topk <= options.num_experts for num_topk in options.num_topk)
+    if options.num_experts % options.num_ranks or not fits or options.repeats < 1:
+        raise ValueError(
+            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, each of --num-topk "
+            f"{options.num_topk} 1 to the experts, --repeats {options.repeats} at least 1"
+        )
+
+
+def main(options: argparse.Namespace) -> None:
+    """Prints a table per shape and writes the records to `--json`; exits with 1 where results disagree."""
+    try:
+        resolve(options)
+    except ValueError as error:
+        sys.exit(str(error))
+    ranks = run_ranks(measure, options.num_ranks, options, timeout_s=1800)
+    shapes = {shape: [rank[shape] for rank in ranks] for shape in ranks[0]}
+    first = next(iter(shapes.values()))[0]
+    print(f"{first.hardware}; {first.versions}")
+    records, wrong = [], []
+    for shape, of_one in shapes.items():
+        show(of_one, shape, options)
+        records += records_of(of_one, shape, options)
+        wrong += disagreements(of_one, shape)
+    write_json(options.json, records)
+    if wrong:
+        sys.exit("; ".join(wrong))

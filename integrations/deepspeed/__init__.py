@@ -1,0 +1,12 @@
+"""deepep_moe under the MoE layers of DeepSpeed 0.14.5 to 0.19.8 (`deepspeed.moe.layer.MoE`).
+
+From code: `replace_moe_layers(model)` before or after `deepspeed.initialize`, `restore_moe_layers(model)` to undo it. From ds_config:
+`deepep_moe.integrations.deepspeed.initialize(...)` in place of `deepspeed.initialize(...)`, with `"deepep_moe": {"enabled": true}`.
+Parameters, state dicts, gates, optimizer groups and checkpoints stay DeepSpeed's own.
+
+Importing this package does not import DeepSpeed.
+"""
+
+from deepep_moe.integrations.deepspeed.plugin import initialize, replace_moe_layers, restore_moe_layers
+
+__all__ = ["initialize", "replace_moe_layers", "restore_moe_layers"]

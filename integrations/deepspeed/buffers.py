@@ -1,0 +1,79 @@
+"""The buffers that the MoE layers of one process share."""
+
+import atexit
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from deepep_moe.buffer import Buffer
+from deepep_moe.integrations.deepspeed.options import Options
+
+# Bounds agreed at run time are rounded up to a multiple of this, so that slightly longer batches still fit.
+_HEADROOM = 128
+# Backends of CPU tensors need no bound: their memory does not depend on it.
+_UNBOUNDED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a swapped layer was given: the options, and the most that layers sharing its buffer need."""
+
+    options: Options
+    num_local_experts: int
+    """Experts of a rank in the buffer: the largest count of the layers that share it."""
+    num_topk: int
+    """Experts of a token, of the layer with most."""
+
+    @property
+    def lanes(self) -> int:
+        """Experts of a row in the buffer: exact mode sends a row for each."""
+        return 1 if self.options.exact else self.num_topk
+
+
+class BufferRegistry:
+    """One buffer per (group, hidden) and plan. Layers that share one run one after another, in any dtype."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple, Buffer] = {}
+
+    def get(self, group: dist.ProcessGroup, num_tokens: int, hidden: int, plan: Plan, device: torch.device) -> Buffer:
+        """The buffer, constructed by the first call, which every rank of `group` must make together. Raises what `Buffer` raises."""
+        key = (group, hidden, plan, device.type)
+        if key not in self._buffers:
+            self._buffers[key] = self._make(group, num_tokens, hidden, plan, device)
+        return self._buffers[key]
+
+    def _make(self, group: dist.ProcessGroup, num_tokens: int, hidden: int, plan: Plan, device: torch.device) -> Buffer:
+        options = plan.options
+        if device.type == "cpu":
+            bound = _UNBOUNDED
+        else:
+            bound = (options.num_max_tokens_per_rank or _agree(group, num_tokens, device)) * (plan.num_topk if options.exact else 1)
+        if not self._buffers:
+            atexit.register(self.destroy)
+        num_experts = plan.num_local_experts * dist.get_world_size(group)
+        return Buffer(group, bound, hidden, num_experts, plan.lanes, backend=options.backend, num_sms=options.num_sms)
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def backends(self) -> list[str]:
+        """Those of all buffers, each once."""
+        return sorted({buffer.backend for buffer in self._buffers.values()})
+
+    def destroy(self) -> None:
+        """Destroy all buffers. The next `get` constructs new ones."""
+        atexit.unregister(self.destroy)
+        while self._buffers:
+            self._buffers.popitem()[1].destroy()
+
+
+def _agree(group: dist.ProcessGroup, num_tokens: int, device: torch.device) -> int:
+    """The largest `num_tokens` of the group, rounded up. Collective."""
+    largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return -(-int(largest.item()) // _HEADROOM) * _HEADROOM
+
+
+shared = BufferRegistry()

@@ -1,0 +1,140 @@
+"""DeepSpeed's MOELayer with another way for its tokens: packed rows through a shared `Buffer` instead of padded slots."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import Tensor
+
+from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
+from deepep_moe.handle import DispatchOutput
+from deepep_moe.integrations.deepspeed.buffers import Plan, shared
+from deepep_moe.integrations.deepspeed.options import Options
+from deepep_moe.integrations.deepspeed.routing import Routing, route
+from deepep_moe.integrations.deepspeed.weighing import weighed_sum
+
+_log = logging.getLogger(__name__)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PackedMOELayer(MOELayer):
+    """A MOELayer whose forward dispatches and combines; everything else, its state included, is DeepSpeed's.
+
+    Layers are made MOELayers and given this class (`replace_moe_layers`), so modules, parameters, hooks and state dict are the same
+    objects. Where packed rows cannot serve, DeepSpeed's forward runs, and one log line says why.
+    """
+
+    deepep_moe_plan: Plan | None = None
+
+    def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        """inputs: x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
+
+        Returns the shape of x in the dtype of the experts' outputs, and sets `l_aux` and `exp_counts`. Collective over the layer's
+        expert-parallel group, in which numbers of tokens may differ. Raises as `Buffer.dispatch` and as the gate.
+        """
+        reason = why_stock(self, inputs[0])
+        if reason is not None:
+            say_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}")
+            return super().forward(*inputs, **kwargs)
+        with self._timed(MOE_TIMER, "time_moe"):
+            x = inputs[0].reshape(-1, inputs[0].shape[-1])
+            routing = route(self.gate, x, inputs[1] if len(inputs) > 1 else None)
+            self.l_aux, self.exp_counts = routing.l_aux, routing.exp_counts
+            exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
+            return exchange(x, routing).view(inputs[0].shape)
+
+    def _exchange_exact(self, x: Tensor, routing: Routing) -> Tensor:
+        """A row per (lane, token) there and back, each copied as it is; weighed and summed here as DeepSpeed does.
+
+        Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
+        """
+        num_topk, num_tokens = routing.topk_idx.shape
+        rows = x.expand(num_topk, *x.shape).reshape(-1, x.shape[1]).contiguous()
+        combined = self._exchange(rows, routing.topk_idx.reshape(-1, 1), None, num_tokens).view(num_topk, *x.shape)
+        return weighed_sum(combined, routing.topk_weights)
+
+    def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
+        """A row per (rank, token) there and back; the experts' rank weighs and sums."""
+        num_missing = plan_of(self).num_topk - len(routing.topk_idx)  # of a layer that shares the buffer and has more
+        idx = torch.nn.functional.pad(routing.topk_idx.t(), (0, num_missing), value=-1).contiguous()
+        weights = torch.nn.functional.pad(routing.topk_weights.t(), (0, num_missing)).contiguous()
+        return self._exchange(x.contiguous(), idx, weights, len(x))
+
+    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> Tensor:
+        """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes] -> the experts' outputs, summed over lanes, shaped as x."""
+        plan = plan_of(self)
+        buffer = shared.get(self.ep_group, num_tokens, x.shape[1], plan, x.device)
+        with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
+            out = buffer.dispatch(x, widened(topk_idx, self.num_local_experts, plan.num_local_experts), topk_weights)
+        y = self._run_experts(out)
+        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
+            return buffer.combine(y, out.handle, out.recv_topk_weights)
+
+    def _run_experts(self, out: DispatchOutput) -> Tensor:
+        """Every local expert, with no rows too: so each has a gradient on every rank."""
+        outputs = []
+        groups_of_rows = out.recv_x.split(out.handle.num_rows_per_expert_list)  # those beyond this layer's experts are empty
+        for expert, rows in zip(self.experts.deepspeed_experts, groups_of_rows, strict=False):
+            y = expert(rows.view(1, 1, *rows.shape))
+            y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
+            outputs.append(y.reshape(rows.shape))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
+
+    @contextlib.contextmanager
+    def _timed(self, timer: str, attribute: str) -> Iterator[None]:
+        """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
+        if self.wall_clock_breakdown:
+            self.timers(timer).start()
+        yield
+        if self.wall_clock_breakdown:
+            self.timers(timer).stop()
+            setattr(self, attribute, self.timers(timer).elapsed(reset=False))
+
+
+def plan_of(layer: PackedMOELayer) -> Plan:
+    """The layer's, or one of its own with the default options: the class may also stand where models are built."""
+    if layer.deepep_moe_plan is None:
+        layer.deepep_moe_plan = Plan(Options(), layer.num_local_experts, layer.gate.k)
+    return layer.deepep_moe_plan
+
+
+def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -> Tensor:
+    """Experts' numbers in a buffer with `num_buffer_experts` a rank, of which a layer with fewer uses the first of each rank."""
+    if num_local_experts == num_buffer_experts:
+        return topk_idx
+    idx = topk_idx.div(num_local_experts, rounding_mode="floor") * num_buffer_experts + topk_idx % num_local_experts
+    return torch.where(topk_idx < 0, topk_idx, idx)
+
+
+def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
+    """The reason that packed rows cannot serve this layer, or None. The same on every rank of its group."""
+    tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
+    if tensor_parallel > 1:
+        return f"the model is tensor parallel over {tensor_parallel} ranks (mpu), which share their tokens"
+    if layer.use_tutel:
+        return "the layer was made with use_tutel=True; leave it out"
+    if layer.ep_group is None:
+        return "the layer has no expert-parallel group yet; deepspeed.initialize makes it"
+    if not isinstance(layer.experts, Experts):
+        return f"experts are of {type(layer.experts).__name__}, not of deepspeed.moe.experts.Experts"
+    if x.dtype not in _DTYPES or x.shape[-1] * x.element_size() % ROW_ALIGNMENT:
+        return f"rows of {x.shape[-1]} {x.dtype} are no multiple of {ROW_ALIGNMENT} bytes of float32, bfloat16 or float16"
+    most = min(MAX_TOPK, layer.num_local_experts * layer.ep_size)
+    if not plan_of(layer).options.exact and layer.gate.k > most:
+        return f"top-{layer.gate.k} is more than the {most} experts of a token that fast mode serves here; use exact=True"
+    return None
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """A warning on rank 0, the first time only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(message)

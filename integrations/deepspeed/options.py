@@ -1,0 +1,65 @@
+"""What a user may choose: arguments of `replace_moe_layers`, keys of the section "deepep_moe" of ds_config."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from deepep_moe.backends.select import BACKENDS
+
+SECTION = "deepep_moe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
+
+    exact: rows come back one per (token, expert) and are weighed and summed as DeepSpeed does, so results repeat its bits (fp32, top-1
+        and top-2, DeepSpeed 0.19.4 and newer). False: experts' ranks weigh and add up the rows of a token first, so a token crosses a
+        link once per rank; equal within rounding.
+    backend, num_sms: as for `deepep_moe.Buffer`.
+    num_max_tokens_per_rank: GPUs only: most tokens of one rank in a forward; None: the largest of the first forward, rounded up.
+    """
+
+    exact: bool = True
+    backend: str = "auto"
+    num_max_tokens_per_rank: int | None = None
+    num_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.exact, bool):
+            raise TypeError(f"exact must be true or false, got {self.exact!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {list(BACKENDS)}, got {self.backend!r}")
+        for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be a whole number or null, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def options_of(ds_config: Mapping[str, Any]) -> Options | None:
+    """Those of the section "deepep_moe" of a ds_config; None where it has none or says `"enabled": false`.
+
+    Raises ValueError for keys that it does not know and TypeError or ValueError for values, naming the section.
+    """
+    section = ds_config.get(SECTION)
+    if section is None:
+        return None
+    if not isinstance(section, Mapping):
+        raise TypeError(f'"{SECTION}" of ds_config must be a dictionary such as {{"enabled": true}}, got {section!r}')
+    known = ["enabled", *(field.name for field in dataclasses.fields(Options))]
+    unknown = sorted(set(section) - set(known))
+    if unknown:
+        raise ValueError(f'"{SECTION}" of ds_config has unknown keys {unknown}; the known ones are {known}')
+    values = dict(section)
+    enabled = values.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise TypeError(f'"{SECTION}" of ds_config: enabled must be true or false, got {enabled!r}')
+    try:
+        options = Options(**values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f'"{SECTION}" of ds_config: {error}') from None
+    return options if enabled else None

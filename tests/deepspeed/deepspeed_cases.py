@@ -1,0 +1,174 @@
+"""What the DeepSpeed tests share: layers, a model, ten steps of an engine, and the comparison of two runs. Runs in workers."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepep_moe.integrations.deepspeed import replace_moe_layers
+from deepep_moe.integrations.deepspeed.ranks import engine_ready
+
+HIDDEN = 32
+STEPS = 10
+
+__all__ = ["HIDDEN", "STEPS", "Case", "assert_equal", "build_engine", "engine_ready", "make_moe", "run_layer", "run_steps"]
+
+
+class Expert(nn.Module):
+    """A feed-forward network without biases: their gradients are plain sums of rows, which padding with zeros regroups."""
+
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 48, bias=bias), nn.Linear(48, HIDDEN, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def make_moe(num_experts: int = 8, *, k: int = 2, ep: int = 2, expert: nn.Module | None = None, **options: Any) -> nn.Module:
+    """A `deepspeed.moe.layer.MoE`, its weights drawn from PyTorch's state."""
+    from deepspeed.moe.layer import MoE
+
+    return MoE(HIDDEN, expert or Expert(), num_experts=num_experts, ep_size=ep, k=k, **options)
+
+
+def run_layer(layer: nn.Module, x: torch.Tensor, cotangent: torch.Tensor, *extra: Any, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Output, l_aux, counts, input gradient and every parameter gradient of one pass, random numbers from `seed`."""
+    layer.zero_grad()
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    output, l_aux, counts = layer(x, *extra)
+    ((output * cotangent).float().sum() + l_aux).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    return {"output": output.detach(), "l_aux": l_aux.detach(), "counts": counts, "input gradient": x.grad} | gradients
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of an engine."""
+
+    zero: int = 0
+    k: int = 2
+    ep: int = 2
+    drop_tokens: bool = True
+    use_residual: bool = False
+    bf16: bool = False
+    noisy_gate_policy: str | None = None
+    accumulation: int = 1
+    exact: bool = True
+    tolerance: float = 0.0
+    """Most that losses and gradients may differ, relative to the entry's largest; 0: equal to the bit."""
+
+
+class Model(nn.Module):
+    """Two MoE layers between dense ones; returns the loss of predicting `target`."""
+
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__()
+        self.input, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(layers)
+
+    def predict(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prediction and the layers' balance losses."""
+        h, l_aux = self.input(x), torch.zeros(())
+        for layer in self.layers:
+            y, layer_aux, _ = layer(h)
+            h, l_aux = h + y, l_aux + layer_aux
+        return self.output(h), l_aux
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        y, l_aux = self.predict(x)
+        return nn.functional.mse_loss(y.float(), target.float()) + 0.01 * l_aux
+
+
+def make_model(case: Case) -> Model:
+    torch.manual_seed(7)
+    options = {"drop_tokens": case.drop_tokens, "use_residual": case.use_residual, "noisy_gate_policy": case.noisy_gate_policy}
+    return Model([make_moe(4, k=case.k, ep=case.ep, **options) for _ in range(2)])
+
+
+def ds_config(case: Case) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": case.zero, "reduce_scatter": True, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    return config | ({"bf16": {"enabled": True}} if case.bf16 else {})
+
+
+def build_engine(case: Case, ours: bool, *, model: nn.Module | None = None, **arguments: Any) -> Any:
+    """An engine of DeepSpeed, its MoE layers swapped or not."""
+    import deepspeed
+
+    model = model or make_model(case)
+    arguments = {"model_parameters": model.parameters(), "config": ds_config(case)} | arguments
+    engine = deepspeed.initialize(model=model, **arguments)[0]
+    if ours:
+        assert replace_moe_layers(engine, exact=case.exact) == sum(hasattr(module, "gate") for module in engine.module.modules())
+    return engine
+
+
+@contextlib.contextmanager
+def recorded_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's gradients before they are reduced, in every stage of ZeRO."""
+    found: dict[str, torch.Tensor] = {}
+    handles = []
+    for name, parameter in engine.module.named_parameters():
+        handles.append(parameter.register_hook(lambda grad, name=name: found.__setitem__(name, grad.clone())))
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def run_steps(engine: Any, rank: int, steps: range | int = STEPS, num_tokens: int = 64) -> dict[str, torch.Tensor]:
+    """Losses of every micro step, gradients of the last, parameters at the end."""
+    losses = []
+    dtype = next(engine.module.parameters()).dtype
+    with recorded_gradients(engine) as gradients:
+        for step in range(steps) if isinstance(steps, int) else steps:
+            for micro in range(engine.gradient_accumulation_steps()):
+                generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+                x, target = (torch.randn(2, num_tokens, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+                torch.manual_seed(step)
+                loss = engine(x, target)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+    state = {"parameter " + name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return {"losses": torch.stack(losses)} | {"gradient " + name: grad for name, grad in gradients.items()} | state
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 0.0) -> float:
+    """All entries equal, to the bit or up to `tolerance` of the entry's largest; returns the largest difference."""
+    assert set(actual) == set(expected), f"{context}: {set(actual) ^ set(expected)} are in one run only"
+    worst = 0.0
+    for name, want in expected.items():
+        assert actual[name].dtype == want.dtype and actual[name].shape == want.shape, f"{context}: {name} has another form"
+        assert torch.isfinite(actual[name].float()).all(), f"{context}: {name} is not finite"
+        scale = max(float(want.double().abs().max()) if want.numel() else 0.0, 1e-6)
+        difference = float((actual[name].double() - want.double()).abs().max()) / scale if want.numel() else 0.0
+        assert difference <= tolerance, f"{context}: {name} differs by {difference:.2e} of its scale {scale:.3g}, allowed {tolerance:.0e}"
+        worst = max(worst, difference)
+    return worst
+
+
+@contextlib.contextmanager
+def logged(name: str = "deepep_moe") -> Iterator[list[str]]:
+    """Messages of the library meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield messages
+    logger.removeHandler(handler)
+    logger.setLevel(level)

@@ -1,0 +1,249 @@
+"""One swapped layer: by hand, with other numbers of tokens on every rank, and where DeepSpeed's forward runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_cases import HIDDEN, Case, Expert, assert_equal, build_engine, engine_ready, logged, make_moe, run_layer
+from torch import nn
+
+from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
+from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.testing.launch import RankFailedError, run_ranks
+
+pytest.importorskip("deepspeed")
+
+
+class Times(nn.Module):
+    """An expert that multiplies by a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        assert x.dim() == 4 and x.shape[:2] == (1, 1), f"experts expect [1, 1, rows, hidden], got {list(x.shape)}"
+        return x * self.factor
+
+
+def times_layer(rank: int, num_ranks: int, **options):
+    """Expert e of 4 multiplies by e + 1; a token goes where its first four columns are largest."""
+    layer = make_moe(4, ep=num_ranks, expert=Times(), **options)
+    layer.set_deepspeed_parallelism()
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.copy_(100 * torch.eye(4, HIDDEN))
+        for i, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+            expert.factor.fill_(rank * layer.num_local_experts + i + 1)
+    replace_moe_layers(layer)
+    return layer
+
+
+def _by_hand_worker(rank: int, num_ranks: int) -> None:
+    with engine_ready():
+        layer = times_layer(rank, num_ranks, k=1, use_rts=False)
+        # Rank 0 has fewer tokens than the least capacity, 4, which DeepSpeed refuses; rank 1 has none.
+        chosen = [[3, 0, 3], []][rank]
+        x = torch.zeros(len(chosen), HIDDEN)
+        x[range(len(chosen)), chosen] = 2.0  # softmax is 1 to the bit: exp(-200) is 0 in fp32
+        x.requires_grad_()
+        y, l_aux, counts = layer(x)
+        assert torch.equal(y, x.detach() * torch.tensor(chosen).add(1).view(-1, 1)), f"rank {rank}: {y}"
+        assert counts.tolist() == [[1, 0, 0, 2], [0, 0, 0, 0]][rank]
+        # Of 3 tokens a third goes to expert 0 and two thirds to 3, in probabilities and in counts: 4 * (1/9 + 4/9).
+        torch.testing.assert_close(l_aux, torch.tensor([20 / 9, 0.0][rank]))
+        (y.sum() + l_aux).backward()
+        assert torch.equal(x.grad, torch.tensor(chosen).add(1.0).view(-1, 1).expand(len(chosen), HIDDEN))
+        factors = [expert.factor.grad.item() for expert in layer.deepspeed_moe.experts.deepspeed_experts]
+        assert factors == [[2.0, 0.0], [0.0, 4.0]][rank], "the sum of the rows of its tokens; 0 without any, not None"
+        assert layer.deepspeed_moe.gate.wg.weight.grad.shape == (4, HIDDEN)
+        assert layer.deepspeed_moe.gate.min_capacity == 4 and layer.deepspeed_moe.gate.ep_group is not None, "as they were"
+
+
+def test_by_hand():
+    run_ranks(_by_hand_worker, 2)
+
+
+def _nowhere_worker(rank: int, num_ranks: int) -> None:
+    with engine_ready():
+        layer = times_layer(rank, num_ranks, k=2)
+        for exact in (True, False):
+            replace_moe_layers(layer, exact=exact)
+            x = torch.empty(0, 5, HIDDEN, requires_grad=True)
+            y, l_aux, _ = layer(x)
+            assert y.shape == (0, 5, HIDDEN) and l_aux == 0
+            (y.sum() + l_aux).backward()
+            for name, parameter in layer.named_parameters():
+                assert torch.equal(parameter.grad, torch.zeros_like(parameter)), f"rank {rank}, exact {exact}: {name}"
+
+
+def test_no_rank_has_tokens():
+    run_ranks(_nowhere_worker, 2)
+
+
+# ---- other numbers of tokens on every rank ----
+
+
+def _uneven_worker(rank: int, num_ranks: int, ours: bool) -> list[list[float]]:
+    with engine_ready():
+        return [_train_uneven(rank, num_ranks, build_engine(Case(zero=2, k=2, exact=exact), ours)) for exact in (True, False)]
+
+
+def _train_uneven(rank: int, num_ranks: int, engine) -> list[float]:
+    losses = []
+    for step in range(6):
+        num_tokens = (17 * rank + 23 * step) % 40 if (rank + step) % 3 else 0
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(1, num_tokens, HIDDEN, generator=generator)
+        # The mean over the tokens of all ranks: engines average over ranks.
+        total = torch.tensor(num_tokens)
+        dist.all_reduce(total)
+        y, l_aux = engine.module.predict(x)
+        loss = (y - 0.5 * x).square().sum() * num_ranks / (HIDDEN * total) + 0.01 * l_aux
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach() / num_ranks
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    for name, parameter in engine.module.named_parameters():
+        assert torch.isfinite(parameter).all(), f"rank {rank}: {name}"
+    return losses
+
+
+def test_uneven_tokens_fail_in_deepspeed():
+    """gloo ends the process, NCCL would hang: ranks exchange blocks of different sizes."""
+    with pytest.raises(RankFailedError):
+        run_ranks(_uneven_worker, 2, False, timeout_s=60)
+
+
+def test_uneven_tokens_train():
+    exact, fast = run_ranks(_uneven_worker, 2, True)[0]
+    assert exact[-1] < 0.9 * exact[0], exact
+    assert fast == pytest.approx(exact, rel=1e-4)
+
+
+# ---- where DeepSpeed's forward runs ----
+
+
+def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
+    from deepspeed.utils import groups
+
+    x, cotangent = torch.randn(20, HIDDEN), torch.randn(20, HIDDEN)
+    with engine_ready(), logged() as messages:
+        layer = make_moe(k=2, ep=num_ranks, expert=Expert())
+        layer.set_deepspeed_parallelism()
+        fp64 = [layer.double()]
+        want = run_layer(fp64[0], x.double(), cotangent.double())
+        replace_moe_layers(layer)
+        for _ in range(2):
+            assert_equal(run_layer(layer, x.double(), cotangent.double()), want, "fp64")
+        layer.float()
+
+        own = make_moe(k=1, ep=1)  # whose groups nobody made
+        replace_moe_layers(own)
+        own(x)
+
+        class Parallel:
+            def get_tensor_model_parallel_world_size(self):
+                return 2
+
+        from deepep_moe.integrations.deepspeed.layer import why_stock
+
+        moe = layer.deepspeed_moe
+        assert why_stock(moe, x) is None
+        reasons: list[str] = []
+        groups.mpu = Parallel()
+        reasons.append(str(why_stock(moe, x)))
+        groups.mpu = None
+        moe.use_tutel = True
+        reasons.append(str(why_stock(moe, x)))
+        moe.use_tutel = False
+        replace_moe_layers(layer, exact=False)
+        moe.gate.k = 9
+        reasons.append(str(why_stock(moe, x)))
+        assert len(shared) == 0, "nothing was exchanged"
+    return [line for line in messages if line.startswith("DeepSpeed's own")], reasons
+
+
+def test_where_deepspeeds_forward_runs_one_line_says_why():
+    (said, reasons), (elsewhere, _) = run_ranks(_stock_worker, 2)
+    assert said == [
+        "DeepSpeed's own MoE forward runs, without deepep_moe: rows of 32 torch.float64 are no multiple of 16 bytes of float32, bfloat16 "
+        "or float16",
+        "DeepSpeed's own MoE forward runs, without deepep_moe: the layer has no expert-parallel group yet; deepspeed.initialize makes it",
+    ]
+    assert reasons == [
+        "the model is tensor parallel over 2 ranks (mpu), which share their tokens",
+        "the layer was made with use_tutel=True; leave it out",
+        "top-9 is more than the 8 experts of a token that fast mode serves here; use exact=True",
+    ]
+    assert elsewhere == [], "rank 0 speaks"
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            raise ArithmeticError("this expert cannot go on")
+        return x * self.weight
+
+
+def _failing_worker(rank: int, num_ranks: int) -> str:
+    with engine_ready():
+        layer = make_moe(k=2, expert=Failing())
+        layer.set_deepspeed_parallelism()
+        replace_moe_layers(layer)
+        try:
+            layer(torch.randn(20, HIDDEN))
+        except Exception as error:
+            restore_moe_layers(layer)  # what the end of a training script would do
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def test_an_expert_that_fails_leaves_nobody_waiting():
+    peer, culprit = run_ranks(_failing_worker, 2, timeout_s=60)
+    assert culprit == "ArithmeticError: this expert cannot go on"
+    assert peer.startswith("EP") and "rank 1" in peer, peer
+
+
+def _timed_worker(rank: int, num_ranks: int) -> None:
+    with engine_ready():
+        layer = make_moe(k=2, ep=num_ranks)
+        layer.set_deepspeed_parallelism()
+        replace_moe_layers(layer)
+        moe = layer.deepspeed_moe
+        moe(torch.randn(20, HIDDEN))  # used_token may be left out
+        assert (moe.time_moe, moe.time_falltoall, moe.time_salltoall) == (0.0, 0.0, 0.0)
+        moe.wall_clock_breakdown = True
+        layer(torch.randn(20, HIDDEN))
+        assert moe.time_moe > moe.time_falltoall > 0 and moe.time_salltoall > 0, "milliseconds, for the engine's report"
+
+
+def test_wall_clock_breakdown():
+    run_ranks(_timed_worker, 2)
+
+
+def _built_worker(rank: int, num_ranks: int) -> None:
+    """The class may stand where MoE builds its layers: how upstream's own tests are run with it."""
+    import deepspeed.moe.layer as module
+
+    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+
+    x, cotangent = torch.randn(20, HIDDEN), torch.randn(20, HIDDEN)
+    with engine_ready():
+        passes = []
+        for kind in (module.MOELayer, PackedMOELayer):
+            module.MOELayer = kind
+            torch.manual_seed(3)
+            layer = make_moe(k=2, ep=num_ranks)
+            layer.set_deepspeed_parallelism()
+            assert type(layer.deepspeed_moe) is kind
+            passes.append(run_layer(layer, x, cotangent))
+        assert_equal(*passes, f"rank {rank}")
+        assert len(shared) == 1
+
+
+def test_layers_built_swapped():
+    run_ranks(_built_worker, 2)

@@ -1,0 +1,149 @@
+"""Swapped layers against DeepSpeed's own: losses, every gradient, ten optimizer steps."""
+
+import pytest
+import torch
+from deepspeed_cases import HIDDEN, STEPS, Case, Expert, assert_equal, build_engine, engine_ready, make_moe, run_layer, run_steps
+from torch import nn
+
+from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
+from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("deepspeed")
+
+# With k = 4, sums of four in fp32 are added in another order in the backward; ten steps of AdamW repeat such an error, and divide small
+# gradients by their own size. In bf16 a rounding is 2^-8, and matrix products of other shapes round other bits.
+REORDERED, BF16 = 2e-4, 0.1
+
+TWO_RANKS = [
+    Case(zero=0, k=1),
+    Case(zero=1, k=1, drop_tokens=False, use_residual=True),
+    Case(zero=2, k=2, use_residual=True, accumulation=2),
+    Case(zero=2, k=2, drop_tokens=False, exact=False, tolerance=REORDERED),
+    Case(zero=1, k=4, tolerance=REORDERED),
+    Case(zero=0, k=4, drop_tokens=False, ep=1, tolerance=REORDERED),
+    Case(zero=2, k=1, ep=1, noisy_gate_policy="RSample"),
+    Case(zero=2, k=2, bf16=True, tolerance=BF16),
+    Case(zero=1, k=1, bf16=True, exact=False, drop_tokens=False, tolerance=BF16),
+]
+FOUR_RANKS = [
+    Case(zero=2, k=2, ep=4),
+    Case(zero=1, k=1, ep=2, drop_tokens=False, use_residual=True),
+    Case(zero=0, k=4, ep=4, exact=False, drop_tokens=False, tolerance=REORDERED),
+]
+
+
+def _steps_worker(rank: int, num_ranks: int, cases: list[Case]) -> dict[str, float]:
+    worst = {}
+    with engine_ready():
+        for case in cases:
+            runs = [run_steps(build_engine(case, ours), rank, num_tokens=128 // num_ranks) for ours in (True, False)]
+            assert len(runs[0]["losses"]) == STEPS * case.accumulation and runs[0]["losses"].std() > 0
+            worst[str(case)] = assert_equal(*runs, f"{case}, rank {rank}", tolerance=case.tolerance)
+    return worst
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
+def test_ten_steps_equal_deepspeed(num_ranks, cases):
+    for name, value in run_ranks(_steps_worker, num_ranks, cases, timeout_s=400)[0].items():
+        print(f"{value:.1e} {name}")
+
+
+def _passes_worker(rank: int, num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    x, cotangent = (torch.randn(3, 40, HIDDEN, generator=generator) for _ in range(2))
+    used = torch.rand(120, generator=generator) < 0.7
+    with engine_ready():
+        for k, options, extra in (
+            (1, {}, ()),
+            (1, {}, (used,)),
+            (1, {"use_rts": False, "noisy_gate_policy": "Jitter"}, ()),
+            (2, {"capacity_factor": 0.3}, ()),
+            (2, {"top2_2nd_expert_sampling": False, "drop_tokens": False}, ()),
+        ):
+            torch.manual_seed(1)
+            layer = make_moe(k=k, ep=num_ranks, **options)
+            layer.set_deepspeed_parallelism()
+            for training in (True, False):
+                layer.train(training)
+                passes = []
+                for swapped in (False, True):
+                    (replace_moe_layers if swapped else restore_moe_layers)(layer)
+                    passes.append(run_layer(layer, x, cotangent, *extra))
+                assert_equal(*passes, f"k {k}, {options}, training {training}, rank {rank}")
+
+
+def test_passes_repeat_the_bits():
+    """Outputs, losses, counts, every gradient, exact mode: gates of all kinds, masked tokens, nearly everything dropped, evaluation."""
+    run_ranks(_passes_worker, 2)
+
+
+class Doubling(nn.Module):
+    """An expert whose bits do not depend on how many rows it gets. Returns a pair, as Megatron's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((HIDDEN,), 1.5))
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale), None
+
+
+def _bf16_worker(rank: int, num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    x, cotangent = (torch.randn(300, HIDDEN, generator=generator).bfloat16() for _ in range(2))
+    with engine_ready():
+        for k in (1, 2, 4):
+            layer = make_moe(k=k, ep=num_ranks, expert=Doubling()).bfloat16()
+            layer.set_deepspeed_parallelism()
+            passes = [run_layer(layer, x, cotangent)]
+            replace_moe_layers(layer)
+            passes.append(run_layer(layer, x, cotangent))
+            same = ("output", "l_aux", "counts", "deepspeed_moe.gate.wg.weight") + (("input gradient",) if k < 4 else ())
+            assert_equal(*({name: run[name] for name in same} for run in passes), f"bf16, k {k}, rank {rank}")
+            assert_equal(*passes, f"bf16, k {k}, rank {rank}", tolerance=2e-2)
+
+
+def test_bf16_rows_are_weighed_like_deepspeed_does():
+    run_ranks(_bf16_worker, 2)
+
+
+def _sizes_worker(rank: int, num_ranks: int) -> None:
+    """Layers of other expert counts, top-k and group sizes in one model share what they can."""
+    generator = torch.Generator().manual_seed(rank)
+    x, cotangent = (torch.randn(2, 30, HIDDEN, generator=generator) for _ in range(2))
+    with engine_ready():
+        torch.manual_seed(1)
+        layers = nn.ModuleList([make_moe(8, k=2), make_moe(4, k=1), make_moe(12, k=3), make_moe(4, k=1, ep=1)])
+        for layer in layers:
+            layer.set_deepspeed_parallelism()
+        want = [run_layer(layer, x, cotangent) for layer in layers]
+        for exact in (True, False):
+            assert replace_moe_layers(layers, exact=exact) == 4
+            for i, layer in enumerate(layers):
+                assert_equal(run_layer(layer, x, cotangent), want[i], f"layer {i}, exact {exact}, rank {rank}", tolerance=2e-6)
+        assert len(shared) == 4, "a buffer per group and mode"
+        assert restore_moe_layers(layers) == 4 and len(shared) == 0
+
+
+def test_layers_of_several_sizes_share_buffers():
+    run_ranks(_sizes_worker, 2)
+
+
+def _recomputed_worker(rank: int, num_ranks: int) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    generator = torch.Generator().manual_seed(rank)
+    x, cotangent = (torch.randn(60, HIDDEN, generator=generator) for _ in range(2))
+    with engine_ready():
+        layer = make_moe(k=2, expert=Expert(bias=True))
+        layer.set_deepspeed_parallelism()
+        replace_moe_layers(layer)
+        want = run_layer(layer, x, cotangent)
+        forward = layer.forward
+        layer.forward = lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+        assert_equal(run_layer(layer, x, cotangent), want, f"recomputed, rank {rank}")
+
+
+def test_recomputed_layers_repeat_the_bits():
+    run_ranks(_recomputed_worker, 2)

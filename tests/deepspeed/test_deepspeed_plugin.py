@@ -1,0 +1,190 @@
+"""Switching on and off, what is refused, ds_config, checkpoints, optimizer groups."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed_cases import HIDDEN, Case, assert_equal, build_engine, ds_config, engine_ready, logged, make_model, make_moe, run_steps
+
+from deepep_moe.errors import EPError
+from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
+from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.options import Options, options_of
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("deepspeed")
+
+
+# ---- options ----
+
+
+def test_section():
+    assert options_of({}) is None and options_of({"deepep_moe": {"enabled": False, "exact": False}}) is None
+    assert options_of({"deepep_moe": {}}) == options_of({"deepep_moe": {"enabled": True}}) == Options()
+    chosen = {"exact": False, "backend": "collective", "num_max_tokens_per_rank": 64, "num_sms": 0}
+    assert options_of({"deepep_moe": {"enabled": True, **chosen}}) == Options(**chosen)
+
+
+@pytest.mark.parametrize(
+    ("section", "error", "message"),
+    [
+        (True, TypeError, r'"deepep_moe" of ds_config must be a dictionary such as \{"enabled": true\}, got True'),
+        (
+            {"exakt": True, "enable": True},
+            ValueError,
+            r"has unknown keys \['enable', 'exakt'\]; the known ones are \['enabled', 'exact', 'backend', 'num_max_tokens_per_rank', "
+            r"'num_sms'\]",
+        ),
+        ({"enabled": "yes"}, TypeError, "enabled must be true or false, got 'yes'"),
+        ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact must be true or false, got 1'),
+        ({"backend": "nccl"}, ValueError, r"backend must be one of \['auto', 'shm', .*\], got 'nccl'"),
+        ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank must be at least 1, got 0"),
+        ({"num_sms": "all"}, TypeError, "num_sms must be a whole number or null, got 'all'"),
+        ({"num_sms": -1, "enabled": False}, ValueError, "num_sms must be at least 0, got -1"),
+    ],
+)
+def test_section_refused(section, error, message):
+    with pytest.raises(error, match=message):
+        options_of({"deepep_moe": section})
+
+
+def test_old_deepspeed_is_refused(monkeypatch):
+    import deepspeed
+
+    monkeypatch.setattr(deepspeed, "__version__", "0.14.4+abc")
+    with pytest.raises(EPError, match=r"needs deepspeed 0.14.5 or newer, found 0.14.4\+abc; pip install 'deepspeed>=0.14.5'"):
+        replace_moe_layers(torch.nn.Linear(1, 1))
+    monkeypatch.setattr(deepspeed, "__version__", "0.20.0")
+    with logged() as messages:
+        assert replace_moe_layers(torch.nn.Linear(1, 1)) == 0
+    assert messages == [
+        "deepspeed 0.20.0 is newer than the newest deepep_moe was tested with (0.19.8)",
+        "0 MoE layers dispatch through deepep_moe (exact mode)",
+    ]
+
+
+# ---- on and off ----
+
+
+def _swap_worker(rank: int, num_ranks: int) -> None:
+    from deepspeed.moe.sharded_moe import MOELayer
+
+    class Own(MOELayer):
+        pass
+
+    with engine_ready():
+        layers = torch.nn.ModuleList([make_moe(), make_moe()])
+        state, modules = {name: id(value) for name, value in layers.state_dict(keep_vars=True).items()}, list(map(id, layers.modules()))
+        assert replace_moe_layers(layers) == 2
+        assert {name: id(value) for name, value in layers.state_dict(keep_vars=True).items()} == state
+        assert list(map(id, layers.modules())) == modules and isinstance(layers[0].deepspeed_moe, MOELayer)
+        for layer in layers:
+            layer.set_deepspeed_parallelism()
+            layer(torch.randn(8, HIDDEN))
+        assert len(shared) == 1
+        assert restore_moe_layers(layers[0]) == 1 and len(shared) == 1, "the other layer still has its buffer"
+        assert restore_moe_layers(layers) == 1 and len(shared) == 0
+        assert all(type(layer.deepspeed_moe) is MOELayer and "deepep_moe_plan" not in vars(layer.deepspeed_moe) for layer in layers)
+        assert restore_moe_layers(layers) == 0
+
+        layers[0].deepspeed_moe.__class__ = Own
+        with logged() as messages:
+            assert replace_moe_layers(layers, exact=False) == 1
+        assert messages == [
+            "MoE layers of ['Own'] keep their own forward: deepep_moe swaps deepspeed's MOELayer only",
+            "1 MoE layers dispatch through deepep_moe (fast mode)",
+        ] * (rank == 0)
+        with pytest.raises(ValueError, match="backend must be one of"):
+            replace_moe_layers(layers, backend="nccl")
+
+
+def test_swapping_changes_the_forward_only():
+    run_ranks(_swap_worker, 2)
+
+
+def _config_worker(rank: int, num_ranks: int, folder: str) -> None:
+    case = Case(zero=2)
+    config = ds_config(case) | {"deepep_moe": {"enabled": True, "exact": False, "backend": "collective"}}
+    path = Path(folder) / f"{rank}.json"
+    path.write_text(json.dumps(config))
+    with engine_ready():
+        for given in (config, str(path)):
+            model = make_model(case)
+            engine, optimizer, *_ = initialize(model=model, model_parameters=model.parameters(), config=given)
+            assert optimizer is engine.optimizer
+            plan = engine.module.layers[1].deepspeed_moe.deepep_moe_plan
+            assert plan.options == Options(exact=False, backend="collective")
+            run_steps(engine, rank, 1)
+        assert shared.backends() == ["collective"]
+
+        model = make_model(case)
+        engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))
+        assert type(engine.module.layers[0].deepspeed_moe).__name__ == "MOELayer", "no section, no change"
+        with pytest.raises(ValueError, match="unknown keys"):
+            initialize(model=make_model(case), config=ds_config(case) | {"deepep_moe": {"on": True}})
+
+
+def test_initialize_honours_ds_config(tmp_path):
+    run_ranks(_config_worker, 2, str(tmp_path))
+
+
+def _before_worker(rank: int, num_ranks: int) -> None:
+    """Swapped before deepspeed.initialize; with an optimizer and parameter groups of the user's own."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    case = Case(zero=2, k=2)
+    runs = []
+    with engine_ready():
+        for ours in (True, False):
+            model = make_model(case)
+            if ours:
+                replace_moe_layers(model)
+            groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+            assert [group["name"] for group in groups] == ["all", "ep_size_2"]
+            engine = build_engine(case, False, model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), model_parameters=groups)
+            assert type(engine.module.layers[0].deepspeed_moe).__name__ == ("PackedMOELayer" if ours else "MOELayer")
+            runs.append(run_steps(engine, rank))
+    assert_equal(*runs, f"own optimizer, rank {rank}")
+
+
+def test_before_initialize_with_own_optimizer_groups():
+    run_ranks(_before_worker, 2)
+
+
+# ---- checkpoints ----
+
+
+def _checkpoint_worker(rank: int, num_ranks: int, folder: str) -> None:
+    with engine_ready():
+        for case in (Case(zero=2, k=2), Case(zero=0, k=1)):
+            runs, files = [], []
+            for saved_by_us in (True, False):
+                where = f"{folder}/{case.zero}_{saved_by_us}"
+                first = build_engine(case, saved_by_us)
+                run_steps(first, rank, 3)
+                first.save_checkpoint(where, tag="three")
+                second = build_engine(case, not saved_by_us, model=_other_weights(case))
+                path, _ = second.load_checkpoint(where, tag="three")
+                assert path is not None, f"{case}: nothing was loaded"
+                runs.append(run_steps(second, rank, range(3, 6)))
+                files.append(sorted(file.name for file in Path(where, "three").iterdir()))
+            straight = build_engine(case, False)
+            run_steps(straight, rank, 3)
+            runs.append(run_steps(straight, rank, range(3, 6)))
+            assert files[0] == files[1] and sum("expert_" in name for name in files[0]) >= 8, files
+            assert_equal(runs[0], runs[2], f"{case}: saved by deepep_moe, loaded by DeepSpeed, rank {rank}")
+            assert_equal(runs[1], runs[2], f"{case}: saved by DeepSpeed, loaded by deepep_moe, rank {rank}")
+
+
+def _other_weights(case: Case) -> torch.nn.Module:
+    """NaN everywhere: what a checkpoint does not hold would show."""
+    model = make_model(case)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+def test_checkpoints_both_ways(tmp_path):
+    run_ranks(_checkpoint_worker, 2, str(tmp_path))
