@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepep_moe.backends.weigh import weigh_backward
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.handle import DispatchHandle
 
@@ -228,11 +229,16 @@ def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Ten
     )  # fmt: skip
     grad_weights = None
     if ctx.with_weights:
-        x, weights = rest
-        grad_weights = (grad_x.float() * x.float()).sum(1)
-        grad_x = (grad_x.float() * weights[:, None]).to(x.dtype)
+        grad_x, grad_weights = call("weigh_backward", (grad_x, *rest))
     grad_bias = grad_combined_x if ctx.with_bias else None
     return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, *[None] * 9
+
+
+_library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")
+
+
+def _fake_weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weights)
 
 
 def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
@@ -256,3 +262,4 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
 register("dispatch", dispatch, _fake_dispatch, _save_dispatch, _dispatch_backward)
 register("dispatch_cached", dispatch_cached, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
 register("combine", combine, _fake_combine, _save_combine, _combine_backward)
+register("weigh_backward", weigh_backward, _fake_weigh_backward)

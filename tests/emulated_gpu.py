@@ -17,7 +17,7 @@ VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
 ROOMS = ("common", "cpu", "cuda", "runtime", "bindings")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-DDEEPEP_MOE_CUDA=1"]
 TESTS = ("tests/test_nvlink.py", "tests/test_exchange.py", "tests/test_autograd.py", "tests/test_quant.py", "tests/test_stress.py",
-         "tests/test_gate.py", "tests/test_router.py")  # fmt: skip
+         "tests/test_gate.py", "tests/test_router.py", "tests/test_weigh.py")  # fmt: skip
 NEEDS_A_GPU = "cuda_graph or dead_peer or one_graph"
 
 
@@ -71,7 +71,7 @@ def install() -> None:
     """Make this process believe in the device: its tensors lie in CPU memory."""
     import torch
 
-    from deepep_moe.backends import nvlink
+    from deepep_moe.backends import nvlink, weigh
     from deepep_moe.ops import balance, gate_operators
 
     stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None, wait_event=lambda _: None)
@@ -80,7 +80,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda device=None: stream
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.is_current_stream_capturing = lambda: False
-    gate_operators.GPU = balance.GPU = "cpu"
+    gate_operators.GPU = balance.GPU = weigh.GPU = "cpu"
     nvlink.torch = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
     nvlink.torch.device = lambda *_: torch.device("cpu")
     nvlink.torch.cuda = SimpleNamespace(

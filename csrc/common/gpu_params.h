@@ -122,6 +122,15 @@ struct GpuCombineParams {
     DEEPEP_MOE_HD int64_t tail_bytes() const { return has_lane_values ? 4 * context.config.num_topk : 0; }
 };
 
+struct GpuWeighParams {
+    int64_t num_rows, hidden;   // rows of whole 16 bytes
+    DType dtype;
+    const std::byte *grad, *x;  // [num_rows, hidden]
+    const float* weights;       // [num_rows]
+    std::byte* grad_x;          // [num_rows, hidden]
+    float* grad_weights;        // [num_rows]
+};
+
 struct GpuQuantizeParams {
     int64_t num_rows, hidden;  // hidden: a multiple of 8
     DType dtype;               // of x

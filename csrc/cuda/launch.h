@@ -13,6 +13,7 @@ int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config);
 void launch_dispatch(const GpuDispatchParams& params, void* stream, bool early);
 void launch_combine(const GpuCombineParams& params, void* stream, bool early);
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
+void launch_weigh_backward(const GpuWeighParams& params, void* stream);
 void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
 void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
