@@ -78,6 +78,11 @@ class Case:
     """Most that losses and gradients may differ, relative to the entry's largest; 0: equal to the bit."""
 
 
+def serves(case: Case) -> bool:
+    """Whether the installed DeepSpeed can. Before 0.15 it has no k above 2; up to 0.18, such k without dropping end in an error."""
+    return case.k <= 2 or (most_experts() > 2 and (case.drop_tokens or repeats_bits()))
+
+
 class Model(nn.Module):
     """Two MoE layers between dense ones; returns the loss of predicting `target`."""
 
@@ -160,7 +165,7 @@ def run_steps(engine: Any, rank: int, steps: range | int = STEPS, num_tokens: in
 
 
 def assert_equal(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 0.0, rounding: float = 2e-5
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], context: str, *, tolerance: float = 0.0, rounding: float = 1e-4
 ) -> float:
     """All entries equal, to the bit or up to `tolerance` of the entry's largest; returns the largest difference.
 

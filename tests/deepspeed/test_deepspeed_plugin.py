@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_cases import HIDDEN, Case, assert_equal, build_engine, ds_config, engine_ready, logged, make_model, make_moe, run_steps
+from deepspeed_cases import (
+    HIDDEN,
+    Case,
+    assert_equal,
+    build_engine,
+    ds_config,
+    engine_ready,
+    logged,
+    make_model,
+    make_moe,
+    repeats_bits,
+    run_steps,
+)
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
@@ -159,7 +171,8 @@ def test_before_initialize_with_own_optimizer_groups():
 def _checkpoint_worker(rank: int, num_ranks: int, folder: str) -> None:
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so
     with engine_ready():
-        for case in (Case(zero=2, k=2), Case(zero=0, k=1)):
+        # Old versions do not load the checkpoints of ZeRO 0 that they save with fp32 parameters.
+        for case in (Case(zero=2, k=2), Case(zero=0 if repeats_bits() else 1, k=1)):
             runs, files = [], []
             for saved_by_us in (True, False):
                 where = f"{folder}/{case.zero}_{saved_by_us}"
