@@ -1,5 +1,6 @@
 # make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed)
 # make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
+# make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
 # make test   installs, builds, runs every test that needs no GPU
 # PIP_ARGS    options for pip, such as the index of PyTorch's CPU builds, which are much smaller than the default ones
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
@@ -12,15 +13,15 @@ NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 # On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
-INSTALL := -c constraints.txt -e ".[megatron,dev]"
+INSTALL := -c constraints.txt -e ".[megatron,deepspeed,dev]"
 ifeq ($(DEVICE),cuda)
 ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
 SHARED := $(shell $(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")))')
-INSTALL := -e ".[megatron]"
+INSTALL := -e ".[megatron,deepspeed]"
 endif
 endif
 
-.PHONY: demo test lint bench clean install
+.PHONY: demo demo-deepspeed test lint bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
@@ -47,6 +48,9 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(SCRIPT) examples/megatron/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --dispatcher deepep_moe --compare alltoall --out runs/demo $(DEMO_ARGS)
 
+demo-deepspeed: $(STAMP)
+	$(SCRIPT) examples/deepspeed/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-deepspeed $(DEMO_ARGS)
+
 test: $(STAMP)
 	$(RUN) pytest $(PYTEST_ARGS)
 
@@ -58,6 +62,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(RUN) deepep_moe.bench
 	$(RUN) deepep_moe.bench gate
+	$(RUN) deepep_moe.bench deepspeed --device cpu
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info deepep_moe/_C*.so

@@ -135,6 +135,7 @@ with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs
             "deepep_moe.bench",
             "deepep_moe.testing",
             "deepep_moe.integrations",
+            "deepep_moe.integrations.deepspeed",
             "deepep_moe.integrations.megatron",
         ],
         package_dir={"deepep_moe": "deepep_moe", "deepep_moe.integrations": "integrations"},

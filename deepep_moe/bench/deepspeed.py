@@ -181,9 +181,9 @@ def _describe(device: torch.device, num_ranks: int) -> tuple[str, str]:
 
 
 def tolerance(shape: Shape) -> float:
-    """Most that results may differ, relative to the largest entry: roundings of sums of top-k terms and of products of matrices, whose
-    rows DeepSpeed pads."""
-    return 2 * (shape.num_topk + 2) * torch.finfo(DTYPES[shape.dtype]).eps
+    """Most that results may differ, relative to the largest entry, and far less than a wrong row makes. DeepSpeed pads the rows of the
+    experts' matrix products, which regroups their sums; gradients of the gate are differences of such sums."""
+    return {"fp32": 1e-4, "bf16": 6e-2}[shape.dtype]
 
 
 def slowest(ranks: list[Measured]) -> dict[tuple[str, str], dict[str, list[float]]]:

@@ -12,12 +12,15 @@ import sys
 from pathlib import Path
 
 import config
-import data
-import report
 import torch
 import worker
 
 from deepep_moe.testing.launch import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+import data
+import report
 
 # Rounding apart, another dispatcher must not change training. One fp32 rounding of a loss near 5 is 5e-7.
 _TOLERANCE = 1e-4
@@ -72,7 +75,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _run(settings: worker.Settings, num_ranks: int) -> worker.Result:
+def _run(settings: worker.Settings, num_ranks: int) -> report.Result:
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
     else:

@@ -1,17 +1,22 @@
 """What one rank does: build the model, train it, measure."""
 
 import math
+import sys
 import time
 import warnings
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import config
-import data
 import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+import data
+from report import Result
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,6 @@ class Settings:
     tp: int = 1
     etp: int = 1
     progress: bool = True
-
-
-@dataclass
-class Result:
-    """What rank 0 measured. `load` [steps, moe_layers, num_experts]: tokens each expert got, over all ranks."""
-
-    settings: Settings
-    losses: list[float] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
-    load: Any = None
-    seconds: float = 0.0
-    backend: str = ""
 
 
 class Trainer:
@@ -113,7 +106,7 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
     settings = trainer.settings
     data_rank = parallel_state.get_data_parallel_rank()
     num_tokens = settings.num_sequences * settings.seq_length * num_ranks // settings.tp
-    result, load = Result(settings), []
+    result, load = Result(settings.dispatcher), []
     bar = tqdm(total=settings.steps, desc=settings.dispatcher, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
     start = time.perf_counter()
     for step in range(settings.steps):

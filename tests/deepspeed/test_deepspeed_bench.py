@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed_cases import repeats_bits
 
 from deepep_moe.bench import deepspeed as bench
 from deepep_moe.testing import run_ranks
@@ -51,6 +52,8 @@ def test_records(tmp_path):
         row_bytes = 32 * {"float32": 4, "bfloat16": 2}[r["dtype"]]
         assert r["bytes_moved"] % row_bytes == 0 and 0 < r["bytes_moved"] <= 24 * 2 * 4 * row_bytes
         assert set(r["differences"]) == {"output", "input", "gate"} | ({"experts"} if "layer" in r["op"] else set())
+    if not repeats_bits():
+        return
     exact = [r["differences"] for r in records if r["op"].startswith("deepspeed exchange exact")]
     assert all(value == 0 for differences in exact for value in differences.values()), "to the bit, where experts change nothing"
 
@@ -82,7 +85,7 @@ def test_disagreement_fails(value, monkeypatch, capsys):
     monkeypatch.setattr(bench, "run_ranks", lambda *_, **__: [{shape: _measured(0.0, [1.0] * 3)}, {shape: _measured(value, [1.0] * 3)}])
     options = options_of("--device", "cpu")
     options.json = None
-    with pytest.raises(SystemExit, match=r"top-2 bf16, exchange, fast: output differs by .*, more than rounding \(6.2e-02\)"):
+    with pytest.raises(SystemExit, match=r"top-2 bf16, exchange, fast: output differs by .*, more than rounding \(6.0e-02\)"):
         bench.main(options)
     assert "exchange, fast" in capsys.readouterr().out
 

@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from deepspeed_cases import HIDDEN, STEPS, Case, Expert, assert_equal, build_engine, engine_ready, make_moe, run_layer, run_steps
+from deepspeed_cases import (
+    HIDDEN,
+    STEPS,
+    Case,
+    Expert,
+    assert_equal,
+    build_engine,
+    engine_ready,
+    make_moe,
+    most_experts,
+    run_layer,
+    run_steps,
+    serves,
+)
 from torch import nn
 
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
@@ -14,6 +27,7 @@ pytest.importorskip("deepspeed")
 # With k = 4, sums of four in fp32 are added in another order in the backward; ten steps of AdamW repeat such an error, and divide small
 # gradients by their own size. In bf16 a rounding is 2^-8, and matrix products of other shapes round other bits.
 REORDERED, BF16 = 2e-4, 0.1
+STEPS_APART = 2e-3  # after ten steps of a DeepSpeed that rounds otherwise in each
 
 TWO_RANKS = [
     Case(zero=0, k=1),
@@ -36,10 +50,10 @@ FOUR_RANKS = [
 def _steps_worker(rank: int, num_ranks: int, cases: list[Case]) -> dict[str, float]:
     worst = {}
     with engine_ready():
-        for case in cases:
+        for case in filter(serves, cases):
             runs = [run_steps(build_engine(case, ours), rank, num_tokens=128 // num_ranks) for ours in (True, False)]
             assert len(runs[0]["losses"]) == STEPS * case.accumulation and runs[0]["losses"].std() > 0
-            worst[str(case)] = assert_equal(*runs, f"{case}, rank {rank}", tolerance=case.tolerance)
+            worst[str(case)] = assert_equal(*runs, f"{case}, rank {rank}", tolerance=case.tolerance, rounding=STEPS_APART)
     return worst
 
 
@@ -93,14 +107,14 @@ def _bf16_worker(rank: int, num_ranks: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     x, cotangent = (torch.randn(300, HIDDEN, generator=generator).bfloat16() for _ in range(2))
     with engine_ready():
-        for k in (1, 2, 4):
+        for k in (k for k in (1, 2, 4) if k <= most_experts()):
             layer = make_moe(k=k, ep=num_ranks, expert=Doubling()).bfloat16()
             layer.set_deepspeed_parallelism()
             passes = [run_layer(layer, x, cotangent)]
             replace_moe_layers(layer)
             passes.append(run_layer(layer, x, cotangent))
             same = ("output", "l_aux", "counts", "deepspeed_moe.gate.wg.weight") + (("input gradient",) if k < 4 else ())
-            assert_equal(*({name: run[name] for name in same} for run in passes), f"bf16, k {k}, rank {rank}")
+            assert_equal(*({name: run[name] for name in same} for run in passes), f"bf16, k {k}, rank {rank}", rounding=2e-2)
             assert_equal(*passes, f"bf16, k {k}, rank {rank}", tolerance=2e-2)
 
 
@@ -114,7 +128,8 @@ def _sizes_worker(rank: int, num_ranks: int) -> None:
     x, cotangent = (torch.randn(2, 30, HIDDEN, generator=generator) for _ in range(2))
     with engine_ready():
         torch.manual_seed(1)
-        layers = nn.ModuleList([make_moe(8, k=2), make_moe(4, k=1), make_moe(12, k=3), make_moe(4, k=1, ep=1)])
+        k = min(3, most_experts())
+        layers = nn.ModuleList([make_moe(8, k=2), make_moe(4, k=1), make_moe(12, k=k), make_moe(4, k=1, ep=1)])
         for layer in layers:
             layer.set_deepspeed_parallelism()
         want = [run_layer(layer, x, cotangent) for layer in layers]

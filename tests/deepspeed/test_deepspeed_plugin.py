@@ -1,11 +1,24 @@
 """Switching on and off, what is refused, ds_config, checkpoints, optimizer groups."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from deepspeed_cases import HIDDEN, Case, assert_equal, build_engine, ds_config, engine_ready, logged, make_model, make_moe, run_steps
+from deepspeed_cases import (
+    HIDDEN,
+    Case,
+    assert_equal,
+    build_engine,
+    ds_config,
+    engine_ready,
+    logged,
+    make_model,
+    make_moe,
+    repeats_bits,
+    run_steps,
+)
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
@@ -145,7 +158,7 @@ def _before_worker(rank: int, num_ranks: int) -> None:
             engine = build_engine(case, False, model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), model_parameters=groups)
             assert type(engine.module.layers[0].deepspeed_moe).__name__ == ("PackedMOELayer" if ours else "MOELayer")
             runs.append(run_steps(engine, rank))
-    assert_equal(*runs, f"own optimizer, rank {rank}")
+    assert_equal(*runs, f"own optimizer, rank {rank}", rounding=2e-3)
 
 
 def test_before_initialize_with_own_optimizer_groups():
@@ -156,8 +169,10 @@ def test_before_initialize_with_own_optimizer_groups():
 
 
 def _checkpoint_worker(rank: int, num_ranks: int, folder: str) -> None:
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so
     with engine_ready():
-        for case in (Case(zero=2, k=2), Case(zero=0, k=1)):
+        # Old versions do not load the checkpoints of ZeRO 0 that they save with fp32 parameters.
+        for case in (Case(zero=2, k=2), Case(zero=0 if repeats_bits() else 1, k=1)):
             runs, files = [], []
             for saved_by_us in (True, False):
                 where = f"{folder}/{case.zero}_{saved_by_us}"
@@ -173,8 +188,8 @@ def _checkpoint_worker(rank: int, num_ranks: int, folder: str) -> None:
             run_steps(straight, rank, 3)
             runs.append(run_steps(straight, rank, range(3, 6)))
             assert files[0] == files[1] and sum("expert_" in name for name in files[0]) >= 8, files
-            assert_equal(runs[0], runs[2], f"{case}: saved by deepep_moe, loaded by DeepSpeed, rank {rank}")
-            assert_equal(runs[1], runs[2], f"{case}: saved by DeepSpeed, loaded by deepep_moe, rank {rank}")
+            assert_equal(runs[0], runs[2], f"{case}: saved by deepep_moe, loaded by DeepSpeed, rank {rank}", rounding=2e-3)
+            assert_equal(runs[1], runs[2], f"{case}: saved by DeepSpeed, loaded by deepep_moe, rank {rank}", rounding=2e-3)
 
 
 def _other_weights(case: Case) -> torch.nn.Module:

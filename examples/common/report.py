@@ -1,15 +1,27 @@
 """What a run leaves behind: metrics.jsonl, loss.png, expert_load.png and a table."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from worker import Result
 
 # Colours that stay apart for colour-blind readers; ours in front.
 _COLOURS = ("#1f5fa8", "#e08a1e")
 _GREY = "#5f6368"
+
+
+@dataclass
+class Result:
+    """What rank 0 measured. `load` [steps, moe_layers, num_experts]: tokens each expert got, over all ranks."""
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    load: Any = None
+    seconds: float = 0.0
+    backend: str = ""
 
 
 def write_metrics(results: list[Result], path: Path) -> None:
@@ -17,7 +29,7 @@ def write_metrics(results: list[Result], path: Path) -> None:
     with path.open("w") as file:
         for result in results:
             for step, (loss, tokens_per_s) in enumerate(zip(result.losses, result.tokens_per_s, strict=True)):
-                record = {"step": step, "loss": loss, "tokens_per_s": round(tokens_per_s, 1), "dispatcher": result.settings.dispatcher}
+                record = {"step": step, "loss": loss, "tokens_per_s": round(tokens_per_s, 1), "dispatcher": result.name}
                 file.write(json.dumps(record) + "\n")
 
 
@@ -42,7 +54,7 @@ def plot_loss(results: list[Result], entropy: float, path: Path) -> None:
     # The reference lies under ours as a broad pale line, so that both can be seen where they agree.
     styles = ({"linewidth": 1.6, "zorder": 3}, {"linewidth": 5, "alpha": 0.45, "zorder": 2})
     for result, colour, style in zip(results, _COLOURS, styles, strict=False):
-        axes.plot(range(1, len(result.losses) + 1), result.losses, color=colour, label=result.settings.dispatcher, **style)
+        axes.plot(range(1, len(result.losses) + 1), result.losses, color=colour, label=result.name, **style)
     axes.axhline(entropy, color=_GREY, linestyle="--", linewidth=1.2)
     num_steps = len(results[0].losses)
     axes.annotate(f"unigram entropy {entropy:.2f}", (num_steps, entropy), (0, 4), textcoords="offset points", ha="right", color=_GREY)
@@ -91,7 +103,7 @@ def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
 def table(results: list[Result], entropy: float) -> str:
     """The closing table, a column per run."""
     rows = [
-        ("dispatcher", [result.settings.dispatcher for result in results]),
+        ("dispatcher", [result.name for result in results]),
         ("backend", [result.backend for result in results]),
         ("steps", [str(len(result.losses)) for result in results]),
         ("first loss", [f"{result.losses[0]:.4f}" for result in results]),

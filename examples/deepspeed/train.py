@@ -1,0 +1,123 @@
+"""Train a small DeepSeek-V3 with DeepSpeed on CPU ranks or GPUs, with its MoE layers swapped and with its own, and exchange checkpoints.
+
+python examples/deepspeed/train.py                     # two ranks, ZeRO-2, EP 2, a few minutes, writes runs/demo-deepspeed
+python examples/deepspeed/train.py --no-compare        # the swapped layers only
+python examples/deepspeed/train.py --device cuda       # on all GPUs of this machine
+"""
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import model
+import numpy as np
+import torch
+import worker
+
+from deepep_moe.testing.launch import run_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+import data
+import report
+
+# Bits of sums over rows differ where DeepSpeed pads, and routing amplifies a last bit: README.md says how far curves part.
+_TOLERANCE = 0.03
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    defaults = worker.Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="train again with DeepSpeed's own layers")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
+    parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
+    parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=defaults.exact, help="mode of deepep_moe")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=defaults.zero, help="stage of ZeRO")
+    parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
+    parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks)")
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--lr", type=float, default=defaults.lr)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-deepspeed"), help="folder for metrics.jsonl, plots and checkpoints")
+    arguments = parser.parse_args(argv)
+    num_gpus = torch.cuda.device_count()
+    if arguments.num_ranks is None:
+        arguments.num_ranks = num_gpus if arguments.device == "cuda" else 2
+    if arguments.device == "cuda" and not 0 < arguments.num_ranks <= num_gpus:
+        parser.error(
+            f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
+            "give --num-ranks, or --device cpu"
+        )
+    arguments.ep = arguments.num_ranks if arguments.ep is None else arguments.ep
+    for name in ("num_ranks", "ep", "steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(arguments, name)}")
+    if arguments.num_ranks % arguments.ep or model.Sizes().num_experts % arguments.ep:
+        parser.error(f"--ep {arguments.ep} must divide --num-ranks {arguments.num_ranks} and the {model.Sizes().num_experts} experts")
+    return arguments
+
+
+def _cross(runs: list[worker.Settings], num_ranks: int) -> dict[tuple[str, str], float]:
+    """By who saved and who loads: the loss on the same text."""
+    found = {}
+    for saved in runs:
+        for loads in runs:
+            settings = dataclasses.replace(loads, checkpoint=saved.checkpoint)
+            found[saved.dispatcher, loads.dispatcher] = run_ranks(
+                worker.evaluate, num_ranks, settings, timeout_s=600, start_method="spawn"
+            )[0]
+    return found
+
+
+def _check_curves(results: list[report.Result]) -> bool:
+    """Say how far the curves are apart. True where their ends agree."""
+    ends = [float(np.mean(result.losses[-10:])) for result in results]
+    difference = report.max_difference(results)
+    first = next((i for i, pair in enumerate(zip(*(r.losses for r in results), strict=True)) if pair[0] != pair[1]), None)
+    where = "all steps are equal to the bit" if first is None else f"equal to the bit for {first} steps, at most {difference:.1e} apart"
+    agree = abs(ends[0] - ends[1]) <= _TOLERANCE
+    verdict = "agree" if agree else "DIFFER"
+    print(f"loss curves of {results[0].name} and {results[1].name} {verdict}: {where}; last 10 steps {ends[0]:.4f} and {ends[1]:.4f}")
+    return agree
+
+
+def _check_checkpoints(losses: dict[tuple[str, str], float]) -> bool:
+    """Say what both make of each checkpoint. True where both compute the same loss."""
+    agree = True
+    for (saved, loads), loss in losses.items():
+        same = abs(loss - losses[saved, saved]) <= 1e-5
+        agree = agree and same
+        print(f"checkpoint saved by {saved:<10} loaded by {loads:<10} loss {loss:.6f}{'' if same else '  DIFFERS'}")
+    return agree
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 1 where compared curves or checkpoints differ."""
+    arguments = _arguments(argv)
+    fields = {field.name for field in dataclasses.fields(worker.Settings)}
+    settings = worker.Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+    if settings.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed would take a GPU it sees
+    names = [worker.OURS] + ([worker.DEEPSPEED] if arguments.compare else [])
+    runs = [dataclasses.replace(settings, dispatcher=name, checkpoint=str(arguments.out / "checkpoints" / name)) for name in names]
+    # Generous: the limit is for ranks that hang, not for slow machines.
+    timeout_s = 300.0 + 20.0 * settings.steps
+    results = [run_ranks(worker.train, arguments.num_ranks, run, timeout_s=timeout_s, start_method="spawn")[0] for run in runs]
+
+    entropy = data.unigram_entropy(data.load_corpus())
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report.write_metrics(results, arguments.out / "metrics.jsonl")
+    report.plot_loss(results, entropy, arguments.out / "loss.png")
+    report.plot_expert_load(results[0], arguments.out / "expert_load.png")
+    print(report.table(results, entropy))
+    print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png, checkpoints")
+    if not arguments.compare:
+        return 0
+    agree = [_check_curves(results), _check_checkpoints(_cross(runs, arguments.num_ranks))]
+    return 0 if all(agree) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

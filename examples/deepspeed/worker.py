@@ -1,0 +1,141 @@
+"""What one rank does: build the model and the engine, train, measure, save; and load what the other way has saved."""
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import model
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+import data
+from report import Result
+
+OURS, DEEPSPEED = "deepep_moe", "deepspeed"
+_TAG = "trained"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. `dispatcher`: "deepep_moe" or "deepspeed"; `checkpoint`: a folder to save to at the end."""
+
+    dispatcher: str = OURS
+    device: str = "cpu"
+    backend: str = "auto"
+    exact: bool = True
+    zero: int = 2
+    ep: int = 2
+    steps: int = 300
+    seed: int = 1234
+    seq_length: int = 128
+    num_sequences: int = 8
+    lr: float = 3e-3
+    balance: float = 1e-2
+    checkpoint: str = ""
+    progress: bool = True
+
+
+def ds_config(settings: Settings) -> dict[str, Any]:
+    """What a user of DeepSpeed has, and the one section that swaps the layers."""
+    return {
+        "train_micro_batch_size_per_gpu": settings.num_sequences,
+        "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": settings.zero, "reduce_scatter": True, "contiguous_gradients": True},
+        "steps_per_print": 10**9,
+        "deepep_moe": {"enabled": settings.dispatcher == OURS, "backend": settings.backend, "exact": settings.exact},
+    }
+
+
+def build_engine(settings: Settings) -> Any:
+    """The engine; without `"deepep_moe"` in its config, `initialize` is deepspeed.initialize."""
+    from deepep_moe.integrations.deepspeed import initialize
+
+    torch.manual_seed(settings.seed + dist.get_rank())  # experts differ from rank to rank; the engine broadcasts the rest
+    built = model.Model(model.Sizes(), settings.ep)
+    return initialize(model=built, model_parameters=built.parameters(), config=ds_config(settings))[0]
+
+
+def _learning_rate(settings: Settings, step: int) -> float:
+    """Linear warmup over the first tenth, then a cosine to a tenth of the peak."""
+    warmup = max(1, settings.steps // 10)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, settings.steps - warmup)
+    return settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def _batch(corpus: np.ndarray, settings: Settings, step: int, device: torch.device) -> torch.Tensor:
+    numbers = {"seed": settings.seed, "step": step, "rank": dist.get_rank()}
+    return data.batch(corpus, settings.num_sequences, settings.seq_length, **numbers).to(device)
+
+
+def _step(engine: Any, tokens: torch.Tensor, settings: Settings, step: int) -> tuple[float, np.ndarray]:
+    """One optimizer step on tokens [num_sequences, seq_length + 1] -> (loss over all ranks, load [moe_layers, num_experts])."""
+    torch.manual_seed(step)  # gates draw random numbers
+    loss, l_aux, load = engine(tokens)
+    engine.backward(loss + settings.balance * l_aux)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = _learning_rate(settings, step)
+    engine.step()
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    dist.all_reduce(load)
+    return mean.item(), load.cpu().numpy().astype(np.int64)
+
+
+def _loop(engine: Any, settings: Settings, device: torch.device) -> Result:
+    corpus, rank = data.load_corpus(), dist.get_rank()
+    num_tokens = settings.num_sequences * settings.seq_length * dist.get_world_size()
+    result, load = Result(settings.dispatcher), []
+    bar = tqdm(total=settings.steps, desc=settings.dispatcher, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
+    start = time.perf_counter()
+    for step in range(settings.steps):
+        tokens = _batch(corpus, settings, step, device)
+        begin = time.perf_counter()
+        loss, step_load = _step(engine, tokens, settings, step)
+        result.losses.append(loss)
+        result.tokens_per_s.append(num_tokens / (time.perf_counter() - begin))
+        load.append(step_load)
+        bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
+        bar.update()
+    bar.close()
+    result.seconds, result.load = time.perf_counter() - start, np.stack(load)
+    return result
+
+
+def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
+    """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
+    from deepep_moe.integrations.deepspeed.buffers import shared
+    from deepep_moe.integrations.deepspeed.ranks import engine_ready
+
+    with engine_ready(settings.device) as device:
+        engine = build_engine(settings)
+        result = _loop(engine, settings, device)
+        result.backend = shared.backends()[0] if settings.dispatcher == OURS else dist.get_backend()
+        if settings.checkpoint:
+            engine.save_checkpoint(settings.checkpoint, tag=_TAG)
+    return result if rank == 0 else None
+
+
+def evaluate(rank: int, num_ranks: int, settings: Settings) -> float:
+    """The loss of the checkpoint in `settings.checkpoint` on text of its own, through the dispatcher of `settings`."""
+    from deepep_moe.integrations.deepspeed.ranks import engine_ready
+
+    with engine_ready(settings.device) as device, torch.no_grad():
+        engine = build_engine(settings)
+        path, _ = engine.load_checkpoint(settings.checkpoint, tag=_TAG)
+        if path is None:
+            raise FileNotFoundError(f"no checkpoint of DeepSpeed in {settings.checkpoint!r}; run the training first")
+        engine.eval()
+        corpus = data.load_corpus()
+        losses = [engine(_batch(corpus, settings, 10**6 + i, device))[0] for i in range(4)]
+        mean = torch.stack(losses).mean() / num_ranks
+        dist.all_reduce(mean)
+    return mean.item()

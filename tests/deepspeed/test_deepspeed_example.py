@@ -1,0 +1,37 @@
+"""The training example: it learns, both ways learn the same, checkpoints go both ways, and it leaves the files it promises."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+STEPS = 16
+
+
+def test_training_learns_and_equals_deepspeed(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "deepspeed" / "train.py"), "--steps", str(STEPS)]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss curves of deepep_moe and deepspeed agree" in done.stdout
+    losses = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("checkpoint saved by")]
+    assert len(losses) == 4 and losses[0] == losses[1] and losses[2] == losses[3], done.stdout
+
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["dispatcher"], r["step"]) for r in records] == [
+        (name, step) for name in ("deepep_moe", "deepspeed") for step in range(STEPS)
+    ]
+    losses = [record["loss"] for record in records[:STEPS]]
+    assert abs(losses[0] - math.log(256)) < 0.2 and losses[-1] < losses[0] - 1.5
+    assert losses[0] == records[STEPS]["loss"], "the first step has the bits of DeepSpeed's"
+    for name in ("loss.png", "expert_load.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"deepep_moe", "deepspeed"}
