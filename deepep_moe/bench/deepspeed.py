@@ -1,8 +1,9 @@
 """Benchmark of DeepSpeed's MoE layer, forward and backward, with packed tokens through deepep_moe and with its own padded slots.
 
 In one run, in turns, on the same inputs, gate and experts: "exchange" is the layer with experts that cost nothing (rows return as they
-came), so gate, encoding, both all-to-alls and decoding are in it; "layer" has experts of two matrices. "exact" and "fast" are the modes of
-deepep_moe (see replace_moe_layers); "deepspeed" is the layer's own forward. Results are compared first. Times are of the slowest rank.
+came), so gate, encoding, both all-to-alls and decoding are in it; "communication" is what is left of it without the gate, whose median is
+taken off; "layer" has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers); "deepspeed" is the
+layer's own forward. Results are compared first. Times are of the slowest rank.
 
 Without options: on the CPU, 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, in fp32 and bf16; on GPUs, all of them, hidden 4096,
 top-2 and top-8 of 64 experts, in bf16.
@@ -55,7 +56,7 @@ class LayerPass(Pass):
         self._l_aux: Tensor | None = None
 
     def _run(self) -> Tensor:
-        torch.manual_seed(dist.get_rank())
+        reseed(self._x.device)
         output, self._l_aux, _ = self._layer(self._x)
         return output
 
@@ -66,6 +67,25 @@ class LayerPass(Pass):
     def clear(self) -> None:
         super().clear()
         self._l_aux = None
+
+
+class GatePass(LayerPass):
+    """The same of the layer's gate alone."""
+
+    def _run(self) -> Tensor:
+        from deepep_moe.integrations.deepspeed.routing import route  # type: ignore[import-not-found]
+
+        reseed(self._x.device)
+        routing = route(self._layer.deepspeed_moe.gate, self._x, None)
+        self._l_aux = routing.l_aux
+        return routing.topk_weights
+
+
+def reseed(device: torch.device) -> None:
+    """The generators that gates draw from; `torch.manual_seed` takes a millisecond for those of all devices."""
+    torch.default_generator.manual_seed(dist.get_rank())
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(dist.get_rank())
 
 
 @dataclass(frozen=True)
@@ -148,6 +168,8 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     topk_idx = experts_of(layers["exchange"][DEEPSPEED], x)
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     measured = Measured(shared.backends()[0], *_describe(device, num_ranks), sent, differences)
+    layer = layers["exchange"][DEEPSPEED]
+    passes["gate"] = {"gate": GatePass(layer, x, cotangent.new_ones((shape.num_topk, len(x)), dtype=torch.float32))}
     _time(passes, measured, options, device)
     shared.destroy()
     return measured
@@ -192,6 +214,10 @@ def slowest(ranks: list[Measured]) -> dict[tuple[str, str], dict[str, list[float
     for key in ranks[0].times:
         turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
         found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
+    gate = {part: statistics.median(times) for part, times in found["gate", "gate"].items()}
+    for kind in (*MODES, DEEPSPEED):
+        exchange = found["exchange", kind]
+        found["communication", kind] = {part: [time - gate[part] for time in exchange[part]] for part in PARTS}
     return found
 
 
@@ -216,7 +242,7 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
     settings |= {"num_topk": shape.num_topk, "dtype": dtype}
     records = []
-    for what in first.differences:
+    for what in (*first.differences, "communication"):
         for mode in MODES:
             for part in PARTS:
                 num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
@@ -225,7 +251,7 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
                     "rival_versions": first.versions,
                     "capacity_factor": options.capacity_factor,
                     "ffn_hidden": options.ffn_hidden if what == "layer" else None,
-                    "differences": first.differences[what][mode],
+                    "differences": first.differences["layer" if what == "layer" else "exchange"][mode],
                 }
                 op = f"deepspeed {what} {mode} {shape} {part}"
                 ours, theirs = times[what, mode][part], times[what, DEEPSPEED][part]
@@ -242,8 +268,9 @@ def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> No
     )
     print(f"{'ms, median (p10 to p90)':28}" + "".join(f"{part:>26}" for part in PARTS) + f"{'faster than deepspeed':>24}")
     for (what, kind), of_one in times.items():
-        theirs, ours = times[what, DEEPSPEED][PARTS[2]], of_one[PARTS[2]]
-        ratio = "" if kind == DEEPSPEED else f"{statistics.median(theirs) / statistics.median(ours):23.2f}x"
+        ratio = ""
+        if kind in MODES:
+            ratio = f"{statistics.median(times[what, DEEPSPEED][PARTS[2]]) / statistics.median(of_one[PARTS[2]]):23.2f}x"
         print(f"{what + ', ' + kind:28}" + "".join(f"{_cell(of_one[part]):>26}" for part in PARTS) + ratio)
     print("largest difference from deepspeed on rank 0, relative to the largest entry:")
     for what, modes in first.differences.items():

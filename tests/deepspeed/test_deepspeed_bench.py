@@ -42,7 +42,7 @@ def test_records(tmp_path):
     assert [r["op"] for r in records] == [
         f"deepspeed {what} {mode} top-2 {dtype} {part}"
         for dtype in ("fp32", "bf16")
-        for what in ("exchange", "layer")
+        for what in ("exchange", "layer", "communication")
         for mode in ("exact", "fast")
         for part in PARTS
     ]
@@ -68,7 +68,7 @@ def test_link_bytes():
 
 
 def _measured(value: float, *times: list[float]) -> bench.Measured:
-    turns = {("exchange", kind): list(times) for kind in ("exact", "fast", "deepspeed")}
+    turns = {("exchange", kind): list(times) for kind in ("exact", "fast", "deepspeed")} | {("gate", "gate"): [[0.5, 0.25, 0.75]]}
     differences = {"exchange": {"exact": {"output": 0.0}, "fast": {"output": value}}}
     return bench.Measured("shm", "here", "these", {"exact": 640, "fast": 320}, differences, turns)
 
@@ -77,6 +77,8 @@ def test_the_slowest_rank_counts():
     ranks = [_measured(0.0, [1.0, 5.0, 6.0], [3.0, 1.0, 4.0]), _measured(0.0, [2.0, 2.0, 4.0], [2.0, 2.0, 4.0])]
     found = bench.slowest(ranks)["exchange", "exact"]
     assert found == {"forward": [2.0, 3.0], "backward": [5.0, 2.0], "forward+backward": [6.0, 4.0]}
+    found = bench.slowest(ranks)["communication", "exact"]
+    assert found == {"forward": [1.5, 2.5], "backward": [4.75, 1.75], "forward+backward": [5.25, 3.25]}
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
