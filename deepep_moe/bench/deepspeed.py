@@ -163,7 +163,11 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
         for what, expert in (("exchange", nn.Identity()), ("layer", FeedForward(options.hidden, options.ffn_hidden)))
     }
     passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
+    for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # copies of one, which a gate need not tell apart
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     differences = {what: compare(of_one) for what, of_one in passes.items()}
+    for kinds in differences["exchange"].values():
+        del kinds["gate"]  # experts that are all the same leave nothing of its gradient but rounding
     torch.manual_seed(rank)
     topk_idx = experts_of(layers["exchange"][DEEPSPEED], x)
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
