@@ -22,7 +22,8 @@ def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Te
     grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         _C.gpu_weigh_backward(
-            grad=grad.data_ptr(), x=x.data_ptr(), weights=weights.data_ptr(), grad_x=grad_x.data_ptr(), grad_weights=grad_weights.data_ptr(),
+            grad=grad.data_ptr(), x=x.data_ptr(), weights=weights.data_ptr(), grad_x=grad_x.data_ptr(),
+            grad_weights=grad_weights.data_ptr(),
             num_rows=x.shape[0], hidden=x.shape[1], dtype=getattr(_C.DType, DTYPE_NAMES[x.dtype]),
             stream=torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
