@@ -42,9 +42,26 @@ DEEPEP_MOE_INLINE double sqrt_softplus(float x) {
     return std::sqrt(std::max<double>(x, 0.0) + std::log1p(exp_bounded(-magnitude)));
 }
 
-// Softmax of a row in double. The sum runs over kLanes interleaved partial sums, so that it vectorizes in a fixed order.
-DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __restrict probs, int n) {
+// d sqrt(log(1 + exp(x))) / dx, from that root.
+DEEPEP_MOE_INLINE double sqrt_softplus_slope(float x, double root) { return sigmoid(x) / (2.0 * root); }
+
+// Divides a row by its sum + epsilon. The sum runs over kLanes interleaved partial sums, so that it vectorizes in a fixed order.
+DEEPEP_MOE_INLINE double divide_by_sum(double* __restrict row, int n, double epsilon) {
     constexpr int kLanes = 8;
+    double partial[kLanes] = {};
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) partial[lane] += row[i + lane];
+    }
+    double sum = epsilon;
+    for (int lane = 0; lane < kLanes; ++lane) sum += partial[lane];
+    for (; i < n; ++i) sum += row[i];
+    for (int j = 0; j < n; ++j) row[j] /= sum;
+    return sum;
+}
+
+// Softmax of a row in double.
+DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __restrict probs, int n) {
     int32_t largest_bits = ordered_bits(logits[0]);
     for (int i = 1; i < n; ++i) largest_bits = std::max(largest_bits, ordered_bits(logits[i]));
     const double largest = from_ordered_bits(largest_bits);
@@ -52,15 +69,7 @@ DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __res
         const double shifted = logits[i] - largest;
         probs[i] = exp_bounded(shifted < -kExpLimit ? -kExpLimit : shifted);
     }
-    double partial[kLanes] = {};
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) partial[lane] += probs[i + lane];
-    }
-    double sum = 0.0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += partial[lane];
-    for (; i < n; ++i) sum += probs[i];
-    for (int j = 0; j < n; ++j) probs[j] /= sum;
+    divide_by_sum(probs, n, 0.0);
 }
 
 // Softmax over the lanes of one token, in lane order.
