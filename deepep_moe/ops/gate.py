@@ -172,15 +172,10 @@ def check_options(
         )
     if topk_groups < num_groups and not 1 <= group_score_topk <= group_size:
         raise ValueError(f"group_score_topk must be 1 to the {group_size} experts of a group, got {group_score_topk}")
-    check_score_function(score_function)
-    if not math.isfinite(routed_scaling_factor):
-        raise ValueError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
-
-
-def check_score_function(score_function: str) -> None:
-    """Raises ValueError for an unknown name."""
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function must be one of {', '.join(SCORE_FUNCTIONS)}, got {score_function!r}")
+    if not math.isfinite(routed_scaling_factor):
+        raise ValueError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
 
 
 def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, index_dtype: torch.dtype) -> None:
