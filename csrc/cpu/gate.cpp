@@ -137,13 +137,15 @@ DEEPEP_MOE_INLINE void weigh_experts(const GateOptions& o, const float* scores, 
 // All experts' shares, from the token's scores.
 DEEPEP_MOE_INLINE void share_row(ScoreFunction function, const float* __restrict scores, double* __restrict values, float* __restrict shares,
                                  int n) {
-    if (function == ScoreFunction::kSoftmaxTopk) {
+    if (function == ScoreFunction::kSoftmax) {
+        std::copy_n(scores, n, shares);
+    } else if (function == ScoreFunction::kSoftmaxTopk) {
         softmax_row(scores, values, n);
+        for (int i = 0; i < n; ++i) shares[i] = static_cast<float>(values[i]);
     } else {
-        for (int i = 0; i < n; ++i) values[i] = scores[i];
-        if (function != ScoreFunction::kSoftmax) divide_by_sum(values, n, kWeightEpsilon);
+        const double divisor = sum_of(n, [&](int i) { return static_cast<double>(scores[i]); }) + kWeightEpsilon;
+        for (int i = 0; i < n; ++i) shares[i] = static_cast<float>(scores[i] / divisor);
     }
-    for (int i = 0; i < n; ++i) shares[i] = static_cast<float>(values[i]);
 }
 
 DEEPEP_MOE_CLONES

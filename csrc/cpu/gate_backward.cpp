@@ -41,71 +41,79 @@ DEEPEP_MOE_INLINE void grad_scores(const double* scores, bool normalize, Lanes& 
     for (int k = 0; k < lanes.count; ++k) lanes.grads[k] = (lanes.grads[k] - dot / divisor) / divisor;
 }
 
-DEEPEP_MOE_INLINE void grad_sigmoid(const GateOptions& o, const float* logits, Lanes& lanes, double* grad_row) {
+DEEPEP_MOE_INLINE void grad_sigmoid(const GateOptions& o, const float* logits, Lanes& lanes, float* grad_row) {
     double scores[kMaxTopk];
     for (int k = 0; k < lanes.count; ++k) scores[k] = sigmoid(logits[lanes.experts[k]]);
     grad_scores(scores, o.normalize, lanes);
-    std::fill_n(grad_row, o.num_experts, 0.0);
-    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = lanes.grads[k] * scores[k] * (1.0 - scores[k]);
+    std::fill_n(grad_row, o.num_experts, 0.0f);
+    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(lanes.grads[k] * scores[k] * (1.0 - scores[k]));
 }
 
-DEEPEP_MOE_INLINE void grad_sqrt_softplus(const GateOptions& o, const float* logits, Lanes& lanes, double* grad_row) {
+DEEPEP_MOE_INLINE void grad_sqrt_softplus(const GateOptions& o, const float* logits, Lanes& lanes, float* grad_row) {
     double scores[kMaxTopk];
     for (int k = 0; k < lanes.count; ++k) scores[k] = sqrt_softplus(logits[lanes.experts[k]]);
     grad_scores(scores, o.normalize, lanes);
-    std::fill_n(grad_row, o.num_experts, 0.0);
+    std::fill_n(grad_row, o.num_experts, 0.0f);
     for (int k = 0; k < lanes.count; ++k)
-        grad_row[lanes.experts[k]] = lanes.grads[k] * sqrt_softplus_slope(logits[lanes.experts[k]], scores[k]);
+        grad_row[lanes.experts[k]] = static_cast<float>(lanes.grads[k] * sqrt_softplus_slope(logits[lanes.experts[k]], scores[k]));
 }
 
-DEEPEP_MOE_INLINE void grad_softmax_topk(const GateOptions& o, const float* logits, const Lanes& lanes, double* grad_row) {
+DEEPEP_MOE_INLINE void grad_softmax_topk(const GateOptions& o, const float* logits, const Lanes& lanes, float* grad_row) {
     float chosen[kMaxTopk];
     double probs[kMaxTopk], dot = 0.0;
     for (int k = 0; k < lanes.count; ++k) chosen[k] = logits[lanes.experts[k]];
     softmax_lanes(chosen, probs, lanes.count);
     for (int k = 0; k < lanes.count; ++k) dot += lanes.grads[k] * probs[k];
-    std::fill_n(grad_row, o.num_experts, 0.0);
-    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = probs[k] * (lanes.grads[k] - dot);
+    std::fill_n(grad_row, o.num_experts, 0.0f);
+    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(probs[k] * (lanes.grads[k] - dot));
 }
 
-DEEPEP_MOE_INLINE void grad_softmax(const GateOptions& o, const float* logits, Lanes& lanes, double* probs, double* grad_row) {
+DEEPEP_MOE_INLINE void grad_softmax(const GateOptions& o, const float* logits, Lanes& lanes, double* probs, float* grad_row) {
     double scores[kMaxTopk], dot = 0.0;
     softmax_row(logits, probs, o.num_experts);
     for (int k = 0; k < lanes.count; ++k) scores[k] = probs[lanes.experts[k]];
     grad_scores(scores, o.normalize, lanes);
     for (int k = 0; k < lanes.count; ++k) dot += lanes.grads[k] * scores[k];
-    for (int i = 0; i < o.num_experts; ++i) grad_row[i] = -dot * probs[i];
-    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = scores[k] * (lanes.grads[k] - dot);
+    for (int i = 0; i < o.num_experts; ++i) grad_row[i] = static_cast<float>(-dot * probs[i]);
+    for (int k = 0; k < lanes.count; ++k) grad_row[lanes.experts[k]] = static_cast<float>(scores[k] * (lanes.grads[k] - dot));
 }
 
-// Adds the gradient that comes through the shares f(x) / sum(f(x)), where f is the score or, of softmax functions, the exponential.
-DEEPEP_MOE_INLINE void add_grad_shares(const GateOptions& o, const float* logits, const float* grads, double* shares, double* grad_row) {
+// What a row of gradients is made of.
+struct RowState {
+    explicit RowState(int num_experts) : logits(num_experts), grads(num_experts), values(num_experts), slopes(num_experts) {}
+
+    std::vector<float> logits, grads;
+    std::vector<double> values, slopes;  // of the function that shares are made of, and of its derivative
+};
+
+// Adds the gradient through the shares f(x) / sum(f), where f is the score or, of softmax functions, the exponential.
+DEEPEP_MOE_INLINE void add_grad_shares(const GateOptions& o, const float* __restrict logits, const float* __restrict grad_shares,
+                                       RowState& state) {
     const int n = o.num_experts;
-    const bool is_exponential = o.score_function == ScoreFunction::kSoftmax || o.score_function == ScoreFunction::kSoftmaxTopk;
-    double sum = 1.0, dot = 0.0;
-    if (is_exponential) {
-        softmax_row(logits, shares, n);
+    double *__restrict values = state.values.data(), *__restrict slopes = state.slopes.data();
+    if (o.score_function == ScoreFunction::kSigmoid) {
+        for (int i = 0; i < n; ++i) values[i] = sigmoid(logits[i]);
+        for (int i = 0; i < n; ++i) slopes[i] = values[i] * (1.0 - values[i]);
+    } else if (o.score_function == ScoreFunction::kSqrtSoftplus) {
+        for (int i = 0; i < n; ++i) values[i] = sqrt_softplus(logits[i]);
+        for (int i = 0; i < n; ++i) slopes[i] = sqrt_softplus_slope(logits[i], values[i]);
     } else {
-        const bool is_sigmoid = o.score_function == ScoreFunction::kSigmoid;
-        for (int i = 0; i < n; ++i) shares[i] = is_sigmoid ? sigmoid(logits[i]) : sqrt_softplus(logits[i]);
-        sum = divide_by_sum(shares, n, kWeightEpsilon);
+        softmax_row(logits, values, n);  // is divided by the sum
+        std::copy_n(values, n, slopes);
     }
-    for (int i = 0; i < n; ++i) dot += grads[i] * shares[i];
-    for (int i = 0; i < n; ++i) {
-        const double score = shares[i] * sum;
-        const double slope = is_exponential                                ? shares[i]
-                             : o.score_function == ScoreFunction::kSigmoid ? shares[i] * (1.0 - score)
-                                                                           : sqrt_softplus_slope(logits[i], score) / sum;
-        grad_row[i] += (grads[i] - dot) * slope;
-    }
+    const bool is_softmax = o.score_function == ScoreFunction::kSoftmax || o.score_function == ScoreFunction::kSoftmaxTopk;
+    const double divisor = is_softmax ? 1.0 : sum_of(n, [&](int i) { return values[i]; }) + kWeightEpsilon;
+    const double mean = sum_of(n, [&](int i) { return grad_shares[i] * values[i]; }) / divisor;
+    float* __restrict grads = state.grads.data();
+    for (int i = 0; i < n; ++i) grads[i] += static_cast<float>((grad_shares[i] - mean) * slopes[i] / divisor);
 }
 
 template <class T>
-DEEPEP_MOE_INLINE void store_row(const double* row, void* out, int64_t offset, int n) {
-    for (int i = 0; i < n; ++i) static_cast<typename T::Storage*>(out)[offset + i] = T::store(static_cast<float>(row[i]));
+DEEPEP_MOE_INLINE void store_row(const float* row, void* out, int64_t offset, int n) {
+    for (int i = 0; i < n; ++i) static_cast<typename T::Storage*>(out)[offset + i] = T::store(row[i]);
 }
 
-DEEPEP_MOE_INLINE void store_grad(const GateBackwardParams& params, int64_t token, const double* row) {
+DEEPEP_MOE_INLINE void store_grad(const GateBackwardParams& params, int64_t token, const float* row) {
     const int n = params.options.num_experts;
     switch (params.options.dtype) {
         case DType::kBFloat16: return store_row<BFloat16>(row, params.grad_logits, token * n, n);
@@ -117,23 +125,22 @@ DEEPEP_MOE_INLINE void store_grad(const GateBackwardParams& params, int64_t toke
 DEEPEP_MOE_CLONES
 void backward_range(const GateBackwardParams& params, int64_t begin, int64_t end) {
     const GateOptions& o = params.options;
-    std::vector<float> buffer(o.num_experts);
-    std::vector<double> probs(o.num_experts), grad_row(o.num_experts);
+    RowState state(o.num_experts);
+    float* const grad_row = state.grads.data();
     Lanes lanes;
     for (int64_t token = begin; token < end; ++token) {
         load_lanes(params, token, lanes);
         if (lanes.count == 0) {
-            std::fill_n(grad_row.data(), o.num_experts, 0.0);
+            std::fill_n(grad_row, o.num_experts, 0.0f);
         } else {
-            const float* logits = logits_row(params.logits, o.dtype, token, o.num_experts, buffer.data());
-            if (o.score_function == ScoreFunction::kSigmoid) grad_sigmoid(o, logits, lanes, grad_row.data());
-            if (o.score_function == ScoreFunction::kSqrtSoftplus) grad_sqrt_softplus(o, logits, lanes, grad_row.data());
-            if (o.score_function == ScoreFunction::kSoftmax) grad_softmax(o, logits, lanes, probs.data(), grad_row.data());
-            if (o.score_function == ScoreFunction::kSoftmaxTopk) grad_softmax_topk(o, logits, lanes, grad_row.data());
-            const float* grads = params.grad_shares ? params.grad_shares + token * o.num_experts : nullptr;
-            if (grads) add_grad_shares(o, logits, grads, probs.data(), grad_row.data());
+            const float* logits = logits_row(params.logits, o.dtype, token, o.num_experts, state.logits.data());
+            if (o.score_function == ScoreFunction::kSigmoid) grad_sigmoid(o, logits, lanes, grad_row);
+            if (o.score_function == ScoreFunction::kSqrtSoftplus) grad_sqrt_softplus(o, logits, lanes, grad_row);
+            if (o.score_function == ScoreFunction::kSoftmax) grad_softmax(o, logits, lanes, state.values.data(), grad_row);
+            if (o.score_function == ScoreFunction::kSoftmaxTopk) grad_softmax_topk(o, logits, lanes, grad_row);
+            if (params.grad_shares) add_grad_shares(o, logits, params.grad_shares + token * o.num_experts, state);
         }
-        store_grad(params, token, grad_row.data());
+        store_grad(params, token, grad_row);
     }
 }
 

@@ -45,18 +45,18 @@ DEEPEP_MOE_INLINE double sqrt_softplus(float x) {
 // d sqrt(log(1 + exp(x))) / dx, from that root.
 DEEPEP_MOE_INLINE double sqrt_softplus_slope(float x, double root) { return sigmoid(x) / (2.0 * root); }
 
-// Divides a row by its sum + epsilon. The sum runs over kLanes interleaved partial sums, so that it vectorizes in a fixed order.
-DEEPEP_MOE_INLINE double divide_by_sum(double* __restrict row, int n, double epsilon) {
+// Sum of term(i) for i < n, over kLanes interleaved partial sums, so that it vectorizes in a fixed order.
+template <class Term>
+DEEPEP_MOE_INLINE double sum_of(int n, const Term& term) {
     constexpr int kLanes = 8;
     double partial[kLanes] = {};
     int i = 0;
     for (; i + kLanes <= n; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) partial[lane] += row[i + lane];
+        for (int lane = 0; lane < kLanes; ++lane) partial[lane] += term(i + lane);
     }
-    double sum = epsilon;
+    double sum = 0.0;
     for (int lane = 0; lane < kLanes; ++lane) sum += partial[lane];
-    for (; i < n; ++i) sum += row[i];
-    for (int j = 0; j < n; ++j) row[j] /= sum;
+    for (; i < n; ++i) sum += term(i);
     return sum;
 }
 
@@ -69,7 +69,8 @@ DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __res
         const double shifted = logits[i] - largest;
         probs[i] = exp_bounded(shifted < -kExpLimit ? -kExpLimit : shifted);
     }
-    divide_by_sum(probs, n, 0.0);
+    const double sum = sum_of(n, [&](int i) { return probs[i]; });
+    for (int i = 0; i < n; ++i) probs[i] /= sum;
 }
 
 // Softmax over the lanes of one token, in lane order.

@@ -126,8 +126,9 @@ def gate_full(
         raise ValueError(f"num_ranks must divide the {num_experts} experts, got {num_ranks}")
     tensors = (logits, options["expert_bias"], options["mask"])
     topk_idx, topk_weights, num_tokens_per_expert, *rest = call("gate_full", tensors, *arguments, dense, num_ranks, shares)
-    pair, layout = rest[:2] if dense else (None, None), rest[2:4] if num_ranks else (None, None)
-    return FullGateOutput(topk_idx, topk_weights, num_tokens_per_expert, *pair, *layout, rest[4] if shares else None)
+    wanted = (dense, dense, num_ranks > 0, num_ranks > 0, shares)
+    forms = (tensor if is_wanted else None for tensor, is_wanted in zip(rest, wanted, strict=True))
+    return FullGateOutput(topk_idx, topk_weights, num_tokens_per_expert, *forms)
 
 
 def check_gate(device: torch.device | int | None = None) -> None:
