@@ -259,9 +259,10 @@ def gate_forward(
     topk_idx_ptr: int,
     topk_weights_ptr: int,
     num_tokens_per_expert_ptr: int,
+    shares_ptr: int,
 ) -> None: ...
 def gate_backward(
-    options: GateOptions, *, logits_ptr: int, topk_idx_ptr: int, grad_topk_weights_ptr: int, grad_logits_ptr: int
+    options: GateOptions, *, logits_ptr: int, topk_idx_ptr: int, grad_topk_weights_ptr: int, grad_shares_ptr: int, grad_logits_ptr: int
 ) -> None: ...
 
 # the gate on a GPU (csrc/common/gate_params.h), only where the build found nvcc
@@ -281,6 +282,7 @@ def gpu_gate_forward(
     routing_map: int,
     num_ranks: int,
     is_token_in_rank: int,
+    shares: int,
     stream: int,
 ) -> None: ...
 def gpu_gate_backward(
@@ -290,6 +292,7 @@ def gpu_gate_backward(
     topk_idx: int,
     grad_topk_weights: int,
     grad_probs: int,
+    grad_shares: int,
     grad_logits: int,
     stream: int,
 ) -> None: ...

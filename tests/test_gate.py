@@ -54,9 +54,13 @@ def assert_close(output, expected):
     """The choice and the counts equal, weights within a unit in the last place."""
     assert torch.equal(output[0], expected[0]), f"topk_idx: {output[0]} is not {expected[0]}"
     assert torch.equal(output[2], expected[2]), f"num_tokens_per_expert: {output[2]} is not {expected[2]}"
-    got, want = output[1], expected[1]
+    assert_nearby("topk_weights", output[1], expected[1])
+
+
+def assert_nearby(name, got, want):
+    """Within a unit in the last place."""
     nearby = (got == want) | (got == want.nextafter(torch.tensor(torch.inf))) | (got == want.nextafter(torch.tensor(-torch.inf)))
-    assert nearby.all(), f"topk_weights: {got[~nearby]} is not {want[~nearby]}"
+    assert nearby.all(), f"{name}: {got[~nearby]} is not {want[~nearby]}"
 
 
 # ---- small enough to compute by hand
@@ -91,6 +95,43 @@ def test_softmax_by_hand(device, score_function):
     assert output.topk_idx.tolist() == [[2, 1]]
     expected = [[4 / 8, 3 / 8]] if score_function == "softmax" else [[4 / 7, 3 / 7]]
     torch.testing.assert_close(output.topk_weights, torch.tensor(expected))
+
+
+def shares_of(device, logits, num_topk=1, **options):
+    return run(device, logits, num_topk, function=ops.gate_full, shares=True, **options).shares
+
+
+def test_shares_by_hand(device):
+    logits = torch.tensor([[0.0, math.log(3), -math.log(3)]])  # scores 1/2, 3/4, 1/4
+    expected = torch.tensor([[1 / 3, 1 / 2, 1 / 6]])
+    torch.testing.assert_close(shares_of(device, logits), expected)
+    # Nothing but the scores counts.
+    options = {"expert_bias": torch.tensor([0.0, 0.0, 5.0]), "normalize": False, "routed_scaling_factor": 2.5, "num_groups": 3}
+    torch.testing.assert_close(shares_of(device, logits, 2, topk_groups=2, group_score_topk=1, **options), expected)
+    logits = torch.tensor([[math.log(math.e - 1), math.log(math.e**4 - 1), -200.0]])  # scores 1, 2, almost 0
+    torch.testing.assert_close(shares_of(device, logits, score_function="sqrtsoftplus"), torch.tensor([[1 / 3, 2 / 3, 0.0]]))
+    logits = torch.tensor([[0.0, math.log(3), math.log(4)]])
+    for score_function in ("softmax", "softmax_topk"):
+        torch.testing.assert_close(shares_of(device, logits, score_function=score_function), torch.tensor([[1 / 8, 3 / 8, 4 / 8]]))
+
+
+def test_gradient_of_shares_by_hand(device):
+    logits = torch.tensor([[0.0, math.log(3), -math.log(3)]], requires_grad=True)  # scores 1/2, 3/4, 1/4, their sum 3/2
+    (grad,) = torch.autograd.grad(shares_of(device, logits)[0, 0], logits)
+    # d (s0 / S) = ds0 / S - s0 / S^2 dS, and ds = s (1 - s) dx = 1/4, 3/16, 3/16
+    torch.testing.assert_close(grad, torch.tensor([[1 / 4 * (2 / 3 - 2 / 9), -3 / 16 * 2 / 9, -3 / 16 * 2 / 9]]))
+    logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)  # shares 1/4, 3/4
+    (grad,) = torch.autograd.grad(shares_of(device, logits, score_function="softmax")[0, 0], logits)
+    torch.testing.assert_close(grad, torch.tensor([[3 / 16, -3 / 16]]))
+
+
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_masked_tokens_have_no_shares(device, score_function):
+    logits = torch.tensor([[1.0, 2.0], [math.nan, math.inf], [2.0, 1.0]], requires_grad=True)
+    shares = shares_of(device, logits, mask=torch.tensor([False, True, False]), score_function=score_function)
+    torch.testing.assert_close(shares.sum(1), torch.tensor([1.0, 0.0, 1.0]))
+    (grad,) = torch.autograd.grad((shares * torch.tensor([3.0, 1.0])).sum(), logits)
+    assert grad[1].tolist() == [0.0, 0.0] and (grad[[0, 2]] != 0).all()
 
 
 def test_groups_by_hand(device):
@@ -138,7 +179,22 @@ def test_no_tokens(device):
 def test_logits_far_out(device, score_function):
     logits = torch.tensor([[3e38, -3e38, 800.0, -800.0, 90.0, -90.0, 17.4, -100.0]])
     options = {"score_function": score_function, "normalize": False}
-    assert_close(run(device, logits, 8, **options), reference.gate(logits, 8, **options))
+    output = run(device, logits, 8, function=ops.gate_full, shares=True, **options)
+    assert_close(output[:3], reference.gate(logits, 8, **options))
+    assert_nearby("shares", output.shares, reference.gate_shares(logits, score_function=score_function))
+
+
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+def test_gradients_of_logits_far_out(device, score_function):
+    """Where scores no longer change, and nothing may become huge or NaN."""
+    logits = torch.tensor([[0.0, -3e38, 3e38, -150.0, -800.0], [-150.0, -300.0, -800.0, -3e38, -1e5]], requires_grad=True)
+    generator = torch.Generator().manual_seed(18)
+    for normalize in (True, False):
+        output = run(device, logits, 5, function=ops.gate_full, shares=True, score_function=score_function, normalize=normalize)
+        for result in (output.topk_weights, output.shares):
+            grad_result = torch.randn(result.shape, generator=generator)
+            (grad,) = torch.autograd.grad((result * grad_result).sum(), logits, retain_graph=True)
+            assert grad.isfinite().all() and (grad[:, 1:].abs() < 1e-9).all(), f"{grad}"
 
 
 # ---- the definition, bit for bit
@@ -192,24 +248,51 @@ def test_gradient_matches_reference(device, case):
     torch.testing.assert_close(ours.grad, expected.grad, atol=atol, rtol=rtol)
 
 
+@given(case=cases(), of_others=st.booleans())
+@settings(deadline=None, max_examples=FEW // 2)
+def test_gradient_of_shares_matches_reference(device, case, of_others):
+    """By itself, and added to those through the weights and the dense pair."""
+    logits, options = case
+    # The sum of the reference's gradients is to be rounded once, as ours is.
+    ours, expected = logits.clone().requires_grad_(), logits.float().requires_grad_()
+    output = run(device, ours, function=ops.gate_full, dense=True, shares=True, **options)
+    topk_idx, topk_weights, _ = reference.gate(expected, **options)
+    shares = reference.gate_shares(expected, score_function=options["score_function"], mask=options["mask"])
+    generator = torch.Generator().manual_seed(0)
+    grad, dense, lanes = (torch.randn(of.shape, generator=generator) for of in (shares, shares, topk_weights))
+
+    def loss(shares, probs, weights):
+        of_shares = (shares * grad).sum()
+        return of_shares + (probs * dense).sum() + (weights * lanes).sum() if of_others else of_shares
+
+    loss(output.shares, output.probs, output.topk_weights).backward()
+    loss(shares, ops.to_dense(topk_idx, topk_weights, logits.shape[1])[0], topk_weights).backward()
+    assert ours.grad.dtype == logits.dtype
+    atol, rtol = (2e-6, 1e-5) if logits.dtype == torch.float32 else (1e-3, 1e-2)
+    torch.testing.assert_close(ours.grad.float(), expected.grad, atol=atol, rtol=rtol)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_gradient_matches_finite_differences(device, score_function, normalize):
     generator = torch.Generator().manual_seed(1)
     # Far enough apart that a step does not change the choice.
     logits, grad = torch.rand(3, 7, generator=generator).argsort() / 2 - 1.5, torch.randn(3, 4, generator=generator)
+    grad_shares = torch.randn(3, 7, generator=generator)
     options = {"score_function": score_function, "normalize": normalize, "routed_scaling_factor": 1.5}
+
+    def loss(logits):
+        output = run(device, logits, 4, function=ops.gate_full, shares=True, **options)
+        return (output.topk_weights.double() * grad).sum() + (output.shares.double() * grad_shares).sum()
+
     logits.requires_grad_()
-    (ours,) = torch.autograd.grad((run(device, logits, 4, **options).topk_weights * grad).sum(), logits)
+    (ours,) = torch.autograd.grad(loss(logits), logits)
     step, numeric = 1e-2, torch.zeros(3, 7)
     for token in range(3):
         for expert in range(7):
             delta = torch.zeros(3, 7)
             delta[token, expert] = step
-            high, low = (
-                (run(device, x.detach(), 4, **options).topk_weights.double() * grad).sum() for x in (logits + delta, logits - delta)
-            )
-            numeric[token, expert] = (high - low) / (2 * step)
+            numeric[token, expert] = (loss((logits + delta).detach()) - loss((logits - delta).detach())) / (2 * step)
     torch.testing.assert_close(ours, numeric, atol=2e-4, rtol=1e-3)
 
 
@@ -233,7 +316,10 @@ def test_numbers_of_experts(device, num_experts, dtype):
     """On a GPU: more than one quad a lane, quads that are not aligned, lanes without experts."""
     logits = torch.randn(5, num_experts + 1, generator=torch.Generator().manual_seed(12)).to(dtype)[:, 1:]
     num_topk = min(9, num_experts)
-    assert_close(run(device, logits, num_topk), reference.gate(logits, num_topk))
+    for score_function in ("sigmoid", "softmax_topk"):
+        output = run(device, logits, num_topk, function=ops.gate_full, shares=True, score_function=score_function)
+        assert_close(output[:3], reference.gate(logits, num_topk, score_function=score_function))
+        assert_nearby("shares", output.shares, reference.gate_shares(logits, score_function=score_function))
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])
@@ -248,21 +334,28 @@ def test_shapes_of_models(device, num_experts, num_topk, num_groups, topk_groups
         logits, bias = logits.round(), (bias * 8).round() / 8
     for options in ({}, {"expert_bias": bias}, {"expert_bias": bias, "score_function": "sqrtsoftplus", "group_score_topk": 3}):
         options = {"num_groups": num_groups, "topk_groups": topk_groups, "routed_scaling_factor": 2.5, **options}
-        assert_close(run(device, logits, num_topk, **options), reference.gate(logits, num_topk, **options))
+        output = run(device, logits, num_topk, function=ops.gate_full, shares=True, **options)
+        assert_close(output[:3], reference.gate(logits, num_topk, **options))
+        shares = reference.gate_shares(logits, score_function=options.get("score_function", "sigmoid"))
+        assert_nearby("shares", output.shares, shares)
 
 
-@given(case=cases(), dense=st.booleans(), with_ranks=st.booleans())
+@given(case=cases(), dense=st.booleans(), with_ranks=st.booleans(), with_shares=st.booleans())
 @settings(deadline=None, max_examples=FEW // 2)
-def test_full_gate_equals_reference(device, case, dense, with_ranks):
+def test_full_gate_equals_reference(device, case, dense, with_ranks, with_shares):
     logits, options = case
     num_ranks = options["num_groups"] if with_ranks else 0
-    output = run(device, logits, function=ops.gate_full, dense=dense, num_ranks=num_ranks, **options)
+    output = run(device, logits, function=ops.gate_full, dense=dense, num_ranks=num_ranks, shares=with_shares, **options)
     expected = reference.gate(logits, **options)
     assert_close(output[:3], expected)
     probs, routing_map = ops.to_dense(output.topk_idx, output.topk_weights, logits.shape[1]) if dense else (None, None)
     per_rank, _, in_rank = reference.layout(expected[0], num_ranks, logits.shape[1]) if with_ranks else (None, None, None)
-    for got, want in zip(output[3:], (probs, routing_map, per_rank, in_rank), strict=True):
+    for got, want in zip(output[3:-1], (probs, routing_map, per_rank, in_rank), strict=True):
         assert (got is None and want is None) or torch.equal(got, want), f"{got} is not {want}"
+    assert (output.shares is not None) == with_shares
+    if with_shares:
+        expected_shares = reference.gate_shares(logits, score_function=options["score_function"], mask=options["mask"])
+        assert_nearby("shares", output.shares, expected_shares)
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
@@ -288,9 +381,11 @@ def test_gradients_of_lanes_and_of_the_dense_pair_add_up(device, score_function)
 
 def test_second_derivatives_are_refused(device):
     logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(15)).requires_grad_()
-    (grad,) = torch.autograd.grad(run(device, logits, 2).topk_weights[0, 0], logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        grad.sum().backward()
+    output = run(device, logits, 2, function=ops.gate_full, shares=True)
+    for result in (output.topk_weights, output.shares):
+        (grad,) = torch.autograd.grad(result[0, 0], logits, create_graph=True)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            grad.sum().backward()
 
 
 def test_nodes_per_token_by_hand():
@@ -336,7 +431,8 @@ def native_options(**changes):
 def test_native_functions_write_every_element_and_nothing_else():
     logits = torch.randn(100, 12, generator=torch.Generator().manual_seed(4))
     idx, weights = torch.full((102, 3), -77, dtype=torch.int32), torch.full((102, 3), math.nan)
-    counts, grad_logits = torch.full((14,), -77, dtype=torch.int32), torch.full((102, 12), math.nan)
+    counts = torch.full((14,), -77, dtype=torch.int32)
+    shares, grad_logits = torch.full((102, 12), math.nan), torch.full((102, 12), math.nan)
     _C.gate_forward(
         native_options(),
         logits_ptr=logits.data_ptr(),
@@ -345,26 +441,33 @@ def test_native_functions_write_every_element_and_nothing_else():
         topk_idx_ptr=idx[1:].data_ptr(),
         topk_weights_ptr=weights[1:].data_ptr(),
         num_tokens_per_expert_ptr=counts[1:].data_ptr(),
+        shares_ptr=shares[1:].data_ptr(),
     )
     expected = reference.gate(logits, 3, num_groups=4, topk_groups=2, index_dtype=torch.int32)
     assert_equal((idx[1:-1], weights[1:-1], counts[1:-1]), expected)
-    grad = torch.ones(100, 3)
-    _C.gate_backward(
-        native_options(),
-        logits_ptr=logits.data_ptr(),
-        topk_idx_ptr=idx[1:].data_ptr(),
-        grad_topk_weights_ptr=grad.data_ptr(),
-        grad_logits_ptr=grad_logits[1:].data_ptr(),
-    )
-    assert not grad_logits[1:-1].isnan().any()
+    assert_nearby("shares", shares[1:-1], reference.gate_shares(logits))
+    grad = torch.ones(100, 12)
+    for of_weights, of_shares in ((True, False), (False, True), (True, True)):
+        grad_logits[1:-1] = math.nan
+        _C.gate_backward(
+            native_options(),
+            logits_ptr=logits.data_ptr(),
+            topk_idx_ptr=idx[1:].data_ptr(),
+            grad_topk_weights_ptr=grad.data_ptr() if of_weights else 0,
+            grad_shares_ptr=grad.data_ptr() if of_shares else 0,
+            grad_logits_ptr=grad_logits[1:].data_ptr(),
+        )
+        assert not grad_logits[1:-1].isnan().any()
     assert (idx[[0, -1]] == -77).all() and (counts[[0, -1]] == -77).all()
-    assert weights[[0, -1]].isnan().all() and grad_logits[[0, -1]].isnan().all()
+    assert weights[[0, -1]].isnan().all() and shares[[0, -1]].isnan().all() and grad_logits[[0, -1]].isnan().all()
 
 
 @pytest.mark.parametrize("changes", [{"num_topk": 33}, {"num_topk": 0}, {"num_groups": 5}, {"num_groups": 0}, {"group_score_topk": 4}])
 def test_native_functions_refuse_what_would_leave_memory(changes):
     with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12"):
-        _C.gate_backward(native_options(**changes), logits_ptr=0, topk_idx_ptr=0, grad_topk_weights_ptr=0, grad_logits_ptr=0)
+        _C.gate_backward(
+            native_options(**changes), logits_ptr=0, topk_idx_ptr=0, grad_topk_weights_ptr=0, grad_shares_ptr=0, grad_logits_ptr=0
+        )
 
 
 # ---- errors
@@ -432,8 +535,9 @@ def test_gpu_names_non_finite_logits_at_the_next_look(value, dtype):
     message = rf"logits must be finite, got -?{abs(value)} for token 11, expert 17 in an earlier call of the gate on the GPU"
 
     def route():
-        output = run(device, logits, 2)
+        output = run(device, logits, 2, function=ops.gate_full, shares=True)
         assert output.topk_idx[11].tolist() == [-1, -1] and output.topk_weights[11].tolist() == [0, 0]
+        torch.testing.assert_close(output.shares.sum(1), (torch.arange(20) != 11).float())
         assert output.num_tokens_per_expert.tolist() == [19, 19] + [0] * 22
 
     route()
@@ -475,7 +579,7 @@ def test_gpu_takes_sums_with_the_bias_that_are_infinite():
 @pytest.mark.gpu
 def test_gpu_refuses_options_that_would_leave_memory():
     device_of("nvlink", 0)
-    pointers = dict.fromkeys(("logits", "topk_idx", "grad_topk_weights", "grad_probs", "grad_logits", "stream"), 0)
+    pointers = dict.fromkeys(("logits", "topk_idx", "grad_topk_weights", "grad_probs", "grad_shares", "grad_logits", "stream"), 0)
     with pytest.raises(ValueError, match="gate options out of bounds: num_experts 1040, at most 1024 on a GPU"):
         _C.gpu_gate_backward(native_options(num_experts=1040), **pointers)
     with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12, num_topk 33"):
@@ -490,8 +594,8 @@ def test_compiles_as_one_graph(device, is_full):
     def loss(logits, bias):
         options = {"num_groups": 4, "topk_groups": 2, "expert_bias": bias}
         if is_full:
-            output = ops.gate_full(logits * 2, 4, dense=True, num_ranks=2, **options)
-            return (output.probs * output.routing_map).square().sum(), output.num_tokens_per_rank
+            output = ops.gate_full(logits * 2, 4, dense=True, num_ranks=2, shares=True, **options)
+            return (output.probs * output.routing_map).square().sum() + output.shares.square().sum(), output.num_tokens_per_rank
         output = ops.gate(logits * 2, 4, **options)
         probs, routing_map = ops.to_dense(output.topk_idx, output.topk_weights, 16)
         return (probs * routing_map).square().sum(), output.num_tokens_per_expert
@@ -527,13 +631,15 @@ def test_opcheck(score_function):
     logits, topk_idx = torch.randn(5, 8), torch.tensor([[0, 3]] * 5)
     gate_arguments = (None, torch.zeros(5, dtype=torch.bool), 2, 4, 2, 1, score_function, True, 1.0, torch.int64)
     torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits, *gate_arguments))
-    torch.library.opcheck(torch.ops.deepep_moe.gate_full.default, (logits, *gate_arguments, True, 4))
+    for wanted in ((True, 4, True), (False, 0, True), (False, 4, False)):
+        torch.library.opcheck(torch.ops.deepep_moe.gate_full.default, (logits, *gate_arguments, *wanted))
     # Its check of compiled gradients adds up all outputs, which fails on integer ones.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits.requires_grad_(), *gate_arguments), test_utils=utils)
-    torch.library.opcheck(
-        torch.ops.deepep_moe.gate_backward.default, (torch.randn(5, 2), None, logits.detach(), topk_idx, score_function, True, 1.0)
-    )
+    lanes, dense = torch.randn(5, 2), torch.randn(5, 8)
+    for grads in ((lanes, None, None), (lanes, dense, dense), (None, None, dense)):
+        arguments = (*grads, logits.detach(), topk_idx, score_function, True, 1.0)
+        torch.library.opcheck(torch.ops.deepep_moe.gate_backward.default, arguments)
 
 
 # ---- to_dense

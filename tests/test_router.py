@@ -1,12 +1,13 @@
-"""The router module, the update of the expert bias, and the sequence-wise auxiliary loss."""
+"""The router module, the update of the expert bias, and the auxiliary losses of sequences and of the global batch."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import device_of
 
-from deepep_moe import ops
+from deepep_moe import ops, reference
 from deepep_moe.nn import Router
+from deepep_moe.testing.launch import run_ranks
 
 
 def make_router(**options):
@@ -130,46 +131,121 @@ def test_update_expert_bias_sums_over_the_group(tmp_path):
         dist.destroy_process_group()
 
 
+# ---- auxiliary losses
+
+
 def test_sequence_aux_loss_by_hand():
-    # One sequence of two tokens over two experts, scores (1/2, 1/2) and (3/4, 1/4), both choosing expert 0: f = (2, 0), P_0 = 5/8.
-    logits = torch.tensor([[0.0, 0.0], [1.0986123, -1.0986123]])
-    topk_idx = torch.tensor([[0], [0]])
-    assert ops.sequence_aux_loss(logits, topk_idx, 2, coefficient=0.1).item() == pytest.approx(0.125)
+    # One sequence of two tokens over two experts, both choosing expert 0: f = (2, 0), P_0 = 5/8.
+    shares, topk_idx = torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[0], [0]])
+    assert ops.sequence_aux_loss(shares, topk_idx, 2, coefficient=0.1).item() == pytest.approx(0.125)
     # As two sequences: f = (2, 0) in each, P_0 = 1/2 and 3/4.
-    assert ops.sequence_aux_loss(logits, topk_idx, [1, 1], coefficient=0.1).item() == pytest.approx(0.125)
-    assert ops.sequence_aux_loss(logits, torch.tensor([[1], [0]]), 1, coefficient=1.0).item() == pytest.approx((1 + 1.5) / 2)
+    assert ops.sequence_aux_loss(shares, topk_idx, [1, 1], coefficient=0.1).item() == pytest.approx(0.125)
+    assert ops.sequence_aux_loss(shares, torch.tensor([[1], [0]]), 1, coefficient=1.0).item() == pytest.approx((1 + 1.5) / 2)
 
 
-@pytest.mark.parametrize("score_function", ["sigmoid", "softmax"])
-def test_sequence_aux_loss_of_balanced_choices_is_the_coefficient(score_function):
-    logits, topk_idx = torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]])
-    loss = ops.sequence_aux_loss(logits, topk_idx, 4, coefficient=0.5, score_function=score_function)
-    assert loss.item() == pytest.approx(0.5)
+def test_global_aux_loss_by_hand():
+    # As above: f = (1, 0), of which num_experts times P_0 = 5/8 is the loss.
+    shares, topk_idx = torch.tensor([[0.5, 0.5], [0.75, 0.25]], requires_grad=True), torch.tensor([[0], [0]])
+    counts = torch.tensor([2, 0], dtype=torch.int32)
+    loss = ops.global_aux_loss(shares, topk_idx, counts, coefficient=0.1)
+    assert loss.item() == pytest.approx(0.125)
+    loss.backward()  # coefficient * num_experts * f_i / num_tokens
+    torch.testing.assert_close(shares.grad, torch.tensor([[0.1, 0.0], [0.1, 0.0]]))
+    # With choices of other micro-batches f = (1/4, 3/4), P = (5/8, 3/8).
+    counts = torch.tensor([2, 6], dtype=torch.int32)
+    loss = ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)
+    assert loss.item() == pytest.approx(2 * (1 / 4 * 5 / 8 + 3 / 4 * 3 / 8))
+    assert counts.tolist() == [2, 6]
 
 
-def test_sequence_aux_loss_equals_the_formula_and_ignores_masked_tokens():
-    torch.manual_seed(1)
-    logits, lengths, mask = torch.randn(12, 6), [5, 7], torch.tensor([False] * 4 + [True] + [False] * 7)
-    topk_idx = ops.gate(logits, 2, mask=mask).topk_idx
-    expected = 0.0
-    for tokens in (range(4), range(5, 12)):
-        scores = logits[list(tokens)].sigmoid()
-        for expert in range(6):
-            frequency = 6 / (2 * len(tokens)) * sum(expert in topk_idx[token].tolist() for token in tokens)
-            expected += frequency * (scores / scores.sum(1, keepdim=True))[:, expert].mean().item() / 2
-    logits[4] = float("nan")
-    logits.requires_grad_()
-    loss = ops.sequence_aux_loss(logits, topk_idx, lengths, coefficient=1.0)
-    assert loss.item() == pytest.approx(expected)
+def test_aux_losses_of_balanced_choices_are_the_coefficient():
+    shares, topk_idx = torch.full((4, 4), 0.25), torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]])
+    assert ops.sequence_aux_loss(shares, topk_idx, 4, coefficient=0.5).item() == pytest.approx(0.5)
+    assert ops.global_aux_loss(shares, topk_idx, torch.full((4,), 2), coefficient=0.5).item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("score_function", ["sigmoid", "sqrtsoftplus", "softmax"])
+def test_aux_losses_equal_the_formulas_and_ignore_masked_tokens(device, score_function):
+    device = device_of("nvlink" if device == "cuda" else "shm", 0)
+    logits, mask = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)), torch.arange(12) == 4
+    logits[4] = torch.nan
+    leaf, expected = logits.to(device).requires_grad_(), logits.clone().requires_grad_()
+    output = ops.gate_full(leaf, 2, mask=mask.to(device), score_function=score_function, shares=True)
+    shares, topk_idx = reference.gate_shares(expected, score_function=score_function, mask=mask), output.topk_idx.tolist()
+
+    def loss_of(tokens):
+        chosen = [sum(expert in topk_idx[token] for token in tokens) for expert in range(6)]
+        return sum(6 / (2 * len(tokens)) * chosen[expert] * shares[list(tokens), expert].mean() for expert in range(6))
+
+    all_tokens = (*range(4), *range(5, 12))
+    losses = (
+        (
+            ops.sequence_aux_loss(output.shares, output.topk_idx, [5, 7], coefficient=3.0),
+            3 * (loss_of(range(4)) + loss_of(range(5, 12))) / 2,
+        ),
+        (ops.sequence_aux_loss(output.shares, output.topk_idx, 12, coefficient=1.0), loss_of(all_tokens)),
+        (ops.global_aux_loss(output.shares, output.topk_idx, output.num_tokens_per_expert, coefficient=1.0), loss_of(all_tokens)),
+    )
+    for ours, theirs in losses:
+        torch.testing.assert_close(ours.cpu(), theirs)
+        (grad,), (wanted,) = torch.autograd.grad(ours, leaf, retain_graph=True), torch.autograd.grad(theirs, expected, retain_graph=True)
+        torch.testing.assert_close(grad.cpu(), wanted, atol=1e-7, rtol=1e-5)
+        assert grad[4].tolist() == [0.0] * 6
+
+
+def test_aux_losses_without_tokens():
+    shares, topk_idx = torch.zeros(0, 4, requires_grad=True), torch.zeros(0, 2, dtype=torch.int32)
+    for num_tokens in (3, [], [0, 0]):
+        assert ops.sequence_aux_loss(shares, topk_idx, num_tokens, coefficient=1.0).item() == 0
+    loss = ops.global_aux_loss(shares, topk_idx, torch.zeros(4, dtype=torch.int32), coefficient=1.0)
     loss.backward()
-    assert logits.grad.isfinite().all() and logits.grad[4].tolist() == [0.0] * 6
+    assert loss.item() == 0 and shares.grad.shape == (0, 4)
 
 
-def test_sequence_aux_loss_errors():
-    logits, topk_idx = torch.zeros(4, 4), torch.zeros(4, 1, dtype=torch.int64)
+def test_aux_losses_compile():
+    shares, topk_idx = torch.rand(6, 4, requires_grad=True), torch.tensor([[0, 1]] * 6)
+
+    def losses(shares, topk_idx):
+        counts = torch.tensor([6, 6, 0, 0])
+        whole = ops.sequence_aux_loss(shares, topk_idx, 3, coefficient=1.0) + ops.sequence_aux_loss(
+            shares, topk_idx, [2, 4], coefficient=1.0
+        )
+        return whole + ops.global_aux_loss(shares, topk_idx, counts, coefficient=1.0)
+
+    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")(shares, topk_idx)
+    torch.testing.assert_close(compiled, losses(shares, topk_idx))
+
+
+def global_loss_on_ranks(rank, num_ranks):
+    """The mean over the ranks of losses and of gradients is what one rank makes of all tokens."""
+    logits = torch.randn(num_ranks, 10, 6, generator=torch.Generator().manual_seed(2))
+    losses, grads = [], []
+    for part, group in ((logits[rank], dist.group.WORLD), (logits.flatten(0, 1), None)):
+        leaf = part.clone().requires_grad_()
+        output = ops.gate_full(leaf, 2, shares=True)
+        losses.append(ops.global_aux_loss(output.shares, output.topk_idx, output.num_tokens_per_expert, coefficient=1.0, group=group))
+        grads += torch.autograd.grad(losses[-1], leaf)
+    mean = losses[0].detach() / num_ranks
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean, losses[1])
+    torch.testing.assert_close(grads[0] / num_ranks, grads[1].view(num_ranks, 10, 6)[rank])
+
+
+def test_global_aux_loss_on_two_ranks():
+    run_ranks(global_loss_on_ranks, 2)
+
+
+def test_aux_loss_errors():
+    shares, topk_idx, counts = torch.zeros(4, 4), torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     with pytest.raises(ValueError, match="must divide the 4 tokens, got 3"):
-        ops.sequence_aux_loss(logits, topk_idx, 3, coefficient=1.0)
+        ops.sequence_aux_loss(shares, topk_idx, 3, coefficient=1.0)
     with pytest.raises(ValueError, match="must add up to the 4 tokens, got a sum of 5"):
-        ops.sequence_aux_loss(logits, topk_idx, [2, 3], coefficient=1.0)
-    with pytest.raises(ValueError, match="score_function must be one of sigmoid, sqrtsoftplus, softmax, softmax_topk, got 'relu'"):
-        ops.sequence_aux_loss(logits, topk_idx, 2, coefficient=1.0, score_function="relu")
+        ops.sequence_aux_loss(shares, topk_idx, [2, 3], coefficient=1.0)
+    message = r"shares must be \[num_tokens, num_experts\] and topk_idx \[num_tokens, num_topk\], got \[3, 4\] and \[4, 1\]; gate_full"
+    with pytest.raises(ValueError, match=message):
+        ops.sequence_aux_loss(shares[:3], topk_idx, 2, coefficient=1.0)
+    with pytest.raises(ValueError, match=message):
+        ops.global_aux_loss(shares[:3], topk_idx, counts, coefficient=1.0)
+    with pytest.raises(ValueError, match=r"num_tokens_per_expert must be \[4\], as shares have it, got shape \[3\]"):
+        ops.global_aux_loss(shares, topk_idx, counts[:3], coefficient=1.0)

@@ -43,7 +43,7 @@ T* as(uintptr_t ptr) {
 }
 
 void forward(const GateOptions& options, uintptr_t logits_ptr, uintptr_t expert_bias_ptr, uintptr_t mask_ptr, uintptr_t topk_idx_ptr,
-             uintptr_t topk_weights_ptr, uintptr_t num_tokens_per_expert_ptr) {
+             uintptr_t topk_weights_ptr, uintptr_t num_tokens_per_expert_ptr, uintptr_t shares_ptr) {
     const GateParams params{
         .options = options,
         .logits = as<void>(logits_ptr),
@@ -52,18 +52,20 @@ void forward(const GateOptions& options, uintptr_t logits_ptr, uintptr_t expert_
         .topk_idx = as<void>(topk_idx_ptr),
         .topk_weights = as<float>(topk_weights_ptr),
         .num_tokens_per_expert = as<int32_t>(num_tokens_per_expert_ptr),
+        .shares = as<float>(shares_ptr),
     };
     const py::gil_scoped_release release;
     gate_forward(params);
 }
 
 void backward(const GateOptions& options, uintptr_t logits_ptr, uintptr_t topk_idx_ptr, uintptr_t grad_topk_weights_ptr,
-              uintptr_t grad_logits_ptr) {
+              uintptr_t grad_shares_ptr, uintptr_t grad_logits_ptr) {
     const GateBackwardParams params{
         .options = options,
         .logits = as<void>(logits_ptr),
         .topk_idx = as<void>(topk_idx_ptr),
         .grad_topk_weights = as<float>(grad_topk_weights_ptr),
+        .grad_shares = as<float>(grad_shares_ptr),
         .grad_logits = as<void>(grad_logits_ptr),
     };
     const py::gil_scoped_release release;
@@ -78,7 +80,8 @@ void bind_gate(py::module_& m) {
              py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
              py::arg("routed_scaling_factor"), py::arg("dtype"), py::arg("index64"), py::arg("num_threads"));
     m.def("gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits_ptr"), py::arg("expert_bias_ptr"),
-          py::arg("mask_ptr"), py::arg("topk_idx_ptr"), py::arg("topk_weights_ptr"), py::arg("num_tokens_per_expert_ptr"));
+          py::arg("mask_ptr"), py::arg("topk_idx_ptr"), py::arg("topk_weights_ptr"), py::arg("num_tokens_per_expert_ptr"),
+          py::arg("shares_ptr"));
     m.def("gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits_ptr"), py::arg("topk_idx_ptr"),
-          py::arg("grad_topk_weights_ptr"), py::arg("grad_logits_ptr"));
+          py::arg("grad_topk_weights_ptr"), py::arg("grad_shares_ptr"), py::arg("grad_logits_ptr"));
 }

@@ -52,20 +52,21 @@ void check_gpu_options(const GateOptions& o, int num_ranks) {
 
 void forward(const GateOptions& options, uintptr_t logits, uintptr_t expert_bias, uintptr_t mask, uintptr_t topk_idx, uintptr_t topk_weights,
              uintptr_t counts, uintptr_t next_counts, uintptr_t probs, uintptr_t routing_map, int num_ranks, uintptr_t is_token_in_rank,
-             uintptr_t stream) {
+             uintptr_t shares, uintptr_t stream) {
     check();
     check_gpu_options(options, num_ranks);
     const GateParams gate{options,          as<void>(logits),        as<float>(expert_bias), as<bool>(mask),
-                          as<void>(topk_idx), as<float>(topk_weights), as<int32_t>(counts)};
+                          as<void>(topk_idx), as<float>(topk_weights), as<int32_t>(counts), as<float>(shares)};
     launch_gate({gate, as<float>(probs), as<bool>(routing_map), num_ranks, as<bool>(is_token_in_rank), as<int32_t>(next_counts), failure_word()},
                 as<void>(stream));
 }
 
 void backward(const GateOptions& options, uintptr_t logits, uintptr_t topk_idx, uintptr_t grad_topk_weights, uintptr_t grad_probs,
-              uintptr_t grad_logits, uintptr_t stream) {
+              uintptr_t grad_shares, uintptr_t grad_logits, uintptr_t stream) {
     check();
     check_gpu_options(options, 0);
-    const GateBackwardParams gate{options, as<void>(logits), as<void>(topk_idx), as<float>(grad_topk_weights), as<void>(grad_logits)};
+    const GateBackwardParams gate{options, as<void>(logits), as<void>(topk_idx), as<float>(grad_topk_weights), as<float>(grad_shares),
+                                  as<void>(grad_logits)};
     launch_gate_backward({gate, as<float>(grad_probs)}, as<void>(stream));
 }
 
@@ -80,9 +81,9 @@ void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
     m.def("gpu_gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"),
           py::arg("topk_idx"), py::arg("topk_weights"), py::arg("counts"), py::arg("next_counts"), py::arg("probs"), py::arg("routing_map"),
-          py::arg("num_ranks"), py::arg("is_token_in_rank"), py::arg("stream"));
+          py::arg("num_ranks"), py::arg("is_token_in_rank"), py::arg("shares"), py::arg("stream"));
     m.def("gpu_gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"), py::arg("grad_topk_weights"),
-          py::arg("grad_probs"), py::arg("grad_logits"), py::arg("stream"));
+          py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("stream"));
     m.def("gpu_gate_check", &check);
     m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_layers"), py::arg("num_experts"),
           py::arg("num_tokens_per_expert"), py::arg("is_int64"), py::arg("expert_bias"), py::arg("update_rate"), py::arg("stream"));

@@ -7,6 +7,8 @@
 //               groups stay, among equals the lower index; experts of the others cannot be chosen
 //   weights     in double from the chosen fp32 scores w: w / (sum + 1e-20) if normalize (kSoftmaxTopk: softmax over the chosen),
 //               times routed_scaling_factor, rounded once to fp32; sums run over lanes in order
+//   shares      in double from all fp32 scores s: s / (sum + 1e-20), rounded once to fp32, the sum in any order; of both softmax
+//               functions the softmax over all experts
 #pragma once
 
 #include <cstdint>
@@ -49,13 +51,15 @@ struct GateParams {
     void* topk_idx;                  // [num_tokens, num_topk], by descending selection score
     float* topk_weights;             // [num_tokens, num_topk]
     int32_t* num_tokens_per_expert;  // [num_experts]
+    float* shares;                   // [num_tokens, num_experts], 0 in rows of tokens that choose no expert; or null
 };
 
 struct GateBackwardParams {
     GateOptions options;
     const void* logits;               // [num_tokens, num_experts] dtype
     const void* topk_idx;             // [num_tokens, num_topk]; rows of -1 get a zero gradient
-    const float* grad_topk_weights;   // [num_tokens, num_topk]
+    const float* grad_topk_weights;   // [num_tokens, num_topk], or null
+    const float* grad_shares;         // [num_tokens, num_experts], or null
     void* grad_logits;                // [num_tokens, num_experts] dtype
 };
 
@@ -73,7 +77,7 @@ struct GpuGateParams {
 };
 
 struct GpuGateBackwardParams {
-    GateBackwardParams gate;  // grad_topk_weights: or null
+    GateBackwardParams gate;
     const float* grad_probs;  // [num_tokens, num_experts], or null
 };
 

@@ -134,6 +134,20 @@ DEEPEP_MOE_INLINE void weigh_experts(const GateOptions& o, const float* scores, 
     for (int k = 0; k < o.num_topk; ++k) weights[k] = static_cast<float>(values[k] * o.routed_scaling_factor);
 }
 
+// All experts' shares, from the token's scores.
+DEEPEP_MOE_INLINE void share_row(ScoreFunction function, const float* __restrict scores, double* __restrict values, float* __restrict shares,
+                                 int n) {
+    if (function == ScoreFunction::kSoftmax) {
+        std::copy_n(scores, n, shares);
+    } else if (function == ScoreFunction::kSoftmaxTopk) {
+        softmax_row(scores, values, n);
+        for (int i = 0; i < n; ++i) shares[i] = static_cast<float>(values[i]);
+    } else {
+        const double divisor = sum_of(n, [&](int i) { return static_cast<double>(scores[i]); }) + kWeightEpsilon;
+        for (int i = 0; i < n; ++i) shares[i] = static_cast<float>(scores[i] / divisor);
+    }
+}
+
 DEEPEP_MOE_CLONES
 void gate_range(const GateParams& params, int64_t begin, int64_t end, RangeState& state) {
     const GateOptions& o = params.options;
@@ -143,6 +157,7 @@ void gate_range(const GateParams& params, int64_t begin, int64_t end, RangeState
         if (params.mask && params.mask[token]) {
             for (int k = 0; k < o.num_topk; ++k) store_index(params.topk_idx, o.index64, row + k, -1);
             std::fill_n(params.topk_weights + row, o.num_topk, 0.0f);
+            if (params.shares) std::fill_n(params.shares + token * o.num_experts, o.num_experts, 0.0f);
             continue;
         }
         const float* logits = logits_row(params.logits, o.dtype, token, o.num_experts, state.logits.data());
@@ -157,6 +172,8 @@ void gate_range(const GateParams& params, int64_t begin, int64_t end, RangeState
             store_index(params.topk_idx, o.index64, row + k, experts[k]);
             ++state.counts[experts[k]];
         }
+        float* const shares = params.shares ? params.shares + token * o.num_experts : nullptr;
+        if (shares) share_row(o.score_function, state.scores.data(), state.probs.data(), shares, o.num_experts);
     }
 }
 

@@ -42,9 +42,26 @@ DEEPEP_MOE_INLINE double sqrt_softplus(float x) {
     return std::sqrt(std::max<double>(x, 0.0) + std::log1p(exp_bounded(-magnitude)));
 }
 
-// Softmax of a row in double. The sum runs over kLanes interleaved partial sums, so that it vectorizes in a fixed order.
-DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __restrict probs, int n) {
+// d sqrt(log(1 + exp(x))) / dx, from that root.
+DEEPEP_MOE_INLINE double sqrt_softplus_slope(float x, double root) { return sigmoid(x) / (2.0 * root); }
+
+// Sum of term(i) for i < n, over kLanes interleaved partial sums, so that it vectorizes in a fixed order.
+template <class Term>
+DEEPEP_MOE_INLINE double sum_of(int n, const Term& term) {
     constexpr int kLanes = 8;
+    double partial[kLanes] = {};
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) partial[lane] += term(i + lane);
+    }
+    double sum = 0.0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += partial[lane];
+    for (; i < n; ++i) sum += term(i);
+    return sum;
+}
+
+// Softmax of a row in double.
+DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __restrict probs, int n) {
     int32_t largest_bits = ordered_bits(logits[0]);
     for (int i = 1; i < n; ++i) largest_bits = std::max(largest_bits, ordered_bits(logits[i]));
     const double largest = from_ordered_bits(largest_bits);
@@ -52,15 +69,8 @@ DEEPEP_MOE_INLINE void softmax_row(const float* __restrict logits, double* __res
         const double shifted = logits[i] - largest;
         probs[i] = exp_bounded(shifted < -kExpLimit ? -kExpLimit : shifted);
     }
-    double partial[kLanes] = {};
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) partial[lane] += probs[i + lane];
-    }
-    double sum = 0.0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += partial[lane];
-    for (; i < n; ++i) sum += probs[i];
-    for (int j = 0; j < n; ++j) probs[j] /= sum;
+    const double sum = sum_of(n, [&](int i) { return probs[i]; });
+    for (int i = 0; i < n; ++i) probs[i] /= sum;
 }
 
 // Softmax over the lanes of one token, in lane order.

@@ -21,7 +21,7 @@ struct Sizes {
     bool is_full;                    // all lanes own as many as fit
     int num_counts;                  // experts and ranks
     int count_words, words_of_warp;  // shared memory, in words
-    bool is_aligned;                 // quads of logits and bias
+    bool is_aligned;                 // quads of logits, bias and shares
 };
 
 struct Launch {
@@ -33,6 +33,7 @@ struct Launch {
 __device__ bool is_finite_after_all(const Launch& launch, int64_t token);
 __device__ float score_of(float x, ScoreFunction function, double largest, double factor);
 __device__ void limit_groups(uint32_t* keys, uint32_t* group_keys, const Launch& launch);
+__device__ void write_shares(const float* scores, const Launch& launch, int64_t token, int first, int num_own, bool is_routed);
 
 // Where a lane's numbers lie in shared memory: in quads, [kQuads, 32, kQuad].
 __device__ __forceinline__ unsigned place_of(unsigned lane, unsigned at) { return (32 * (at / kQuad) + lane) * kQuad + at % kQuad; }
@@ -103,6 +104,7 @@ struct Gate {
         write_lanes(token, expert, weight);
         if (p.probs != nullptr) write_row(token, expert, weight);
         if (p.num_ranks > 0) write_ranks(token, expert);
+        if (p.gate.shares != nullptr) write_shares(scores, launch, token, first, num_own, __shfl_sync(kFullWarp, expert, 0) >= 0);
         __syncwarp();
     }
 
@@ -311,6 +313,38 @@ __device__ __noinline__ float score_of(float x, ScoreFunction function, double l
     return function == ScoreFunction::kSqrtSoftplus ? static_cast<float>(sqrt_softplus_of(x)) : x;
 }
 
+// Each lane those of its experts, from their scores in shared memory.
+__device__ __noinline__ void write_shares(const float* scores, const Launch& launch, int64_t token, int first, int num_own, bool is_routed) {
+    const GateOptions& o = launch.params.gate.options;
+    float* const row = launch.params.gate.shares + token * o.num_experts;
+    if (!is_routed) return zero_any_row(row, 4 * o.num_experts);
+    const int lane = threadIdx.x % 32;
+    const bool is_logit = o.score_function == ScoreFunction::kSoftmaxTopk;
+    float largest = -INFINITY;
+#pragma unroll 1
+    for (int i = 0; is_logit && i < num_own; ++i) largest = fmaxf(largest, scores[place_of(lane, i)]);
+    largest = warp_max(largest);
+    const auto part = [&](int i) {
+        const float score = scores[place_of(lane, i)];
+        return is_logit ? exp_of_shifted(score, largest) : score;
+    };
+    double sum = 0.0;
+#pragma unroll 1
+    for (int i = 0; i < num_own; ++i) sum += part(i);
+    sum = warp_sum(sum) + (is_logit ? 0.0 : kWeightEpsilon);
+    const double factor = o.score_function == ScoreFunction::kSoftmax ? 1.0 : reciprocal_of(sum);
+#pragma unroll 1
+    for (int i = 0; i < num_own; i += kQuad) {
+        float shares[kQuad];
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j) shares[j] = static_cast<float>(part(i + j) * factor);
+        if (launch.sizes.is_aligned) *pieces(row + first + i) = Piece<DType::kFloat32>::store(shares);
+#pragma unroll
+        for (int j = 0; j < kQuad; ++j)
+            if (!launch.sizes.is_aligned && i + j < num_own) row[first + i + j] = shares[j];
+    }
+}
+
 // ---- groups in shared memory: `search_lanes` lanes a group, as many groups at a time as that makes ----
 
 // f(expert, key) for a lane's share of a group.
@@ -428,7 +462,8 @@ Sizes sizes_of(const GpuGateParams& p) {
     s.share = share_of(s.set_size, set_lanes);
     s.num_counts = o.num_experts + p.num_ranks;
     s.count_words = divide_up(s.num_counts, 4) * 4;
-    s.is_aligned = s.set_size % kQuad == 0 && is_quad_aligned(p.gate.logits, o.dtype) && is_quad_aligned(p.gate.expert_bias, DType::kFloat32);
+    s.is_aligned = s.set_size % kQuad == 0 && is_quad_aligned(p.gate.logits, o.dtype) && is_quad_aligned(p.gate.expert_bias, DType::kFloat32) &&
+                   is_quad_aligned(p.gate.shares, DType::kFloat32);
     return s;
 }
 

@@ -1,5 +1,5 @@
 // The gate's backward, a token a warp and a chosen expert a lane, which recomputes its score from the logit. Rounding to fp32 counts as
-// the identity. Only a softmax over all experts has a gradient for the others.
+// the identity. Only shares and a softmax over all experts have a gradient for the others, and a kernel of its own.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/scores.cuh"
 #include "cuda/launch.h"
@@ -9,6 +9,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// kHasRow: all experts of the token have one, not the chosen ones alone.
+template <bool kHasRow>
 struct Gradient {
     const GpuGateBackwardParams& p;
     const GateOptions& o;
@@ -19,15 +21,15 @@ struct Gradient {
         : p(p), o(p.gate.options), lane(threadIdx.x % 32), token(token), row(token * o.num_experts) {}
 
     __device__ void run() const {
-        const bool is_dense = o.score_function == ScoreFunction::kSoftmax;
-        if (!is_dense) zero();
+        if (!kHasRow) zero();
         const int expert = load_expert();
         if (__ballot_sync(kFullWarp, expert >= 0) == 0) {
-            if (is_dense) zero();
+            if (kHasRow) zero();
             return;
         }
         const float logit = expert >= 0 ? load_number(p.gate.logits, o.dtype, row + expert) : 0.0f;
-        const double grad = load_grad(expert), grad_logit = is_dense ? of_softmax(logit, grad, expert) : of_chosen(logit, grad, expert);
+        const double grad = load_grad(expert);
+        const double grad_logit = kHasRow ? with_row(logit, grad, expert) : of_chosen(logit, grad, expert);
         __syncwarp();
         if (expert >= 0) store_number(p.gate.grad_logits, o.dtype, row + expert, static_cast<float>(grad_logit));
     }
@@ -68,45 +70,95 @@ struct Gradient {
             const double prob = exponential / warp_sum(exponential);
             return prob * (grad - warp_sum(grad * prob));
         }
-        if (o.score_function == ScoreFunction::kSqrtSoftplus) {
-            const double score = sqrt_softplus_of(logit);
-            return of_score(grad, score, expert) * sigmoid_of(bounded(logit)) / (2.0 * score);
+        const double score = part(logit, 0.0);
+        return of_score(grad, score, expert) * slope(logit, score);
+    }
+
+    // ---- rows: all experts have a share of f(logit) / sum(f), where f is the score or, of softmax functions, the exponential ----
+
+    __device__ bool is_exponential() const {
+        return o.score_function == ScoreFunction::kSoftmax || o.score_function == ScoreFunction::kSoftmaxTopk;
+    }
+
+    __device__ double part(float logit, double largest) const {
+        if (is_exponential()) return exp_of_shifted(logit, largest);
+        return o.score_function == ScoreFunction::kSqrtSoftplus ? sqrt_softplus_of(logit) : sigmoid_of(bounded(logit));
+    }
+
+    // Its derivative.
+    __device__ double slope(float logit, double value) const {
+        if (is_exponential()) return value;
+        return o.score_function == ScoreFunction::kSqrtSoftplus ? sqrt_softplus_slope(logit, value) : value * (1.0 - value);
+    }
+
+    __device__ float grad_share(int expert) const { return p.gate.grad_shares != nullptr ? p.gate.grad_shares[row + expert] : 0.0f; }
+
+    // What all of a row's gradients need: the largest logit of exponentials, 1 / sum(f), and the shares' dot product with their gradients.
+    struct Sums {
+        double largest, factor, dot;
+    };
+
+    __device__ Sums sum_row() const {
+        float largest = 0.0f;
+        if (is_exponential()) {
+            largest = -INFINITY;
+#pragma unroll 1
+            for (int i = lane; i < o.num_experts; i += 32) largest = fmaxf(largest, load_number(p.gate.logits, o.dtype, row + i));
+            largest = warp_max(largest);
         }
-        const double score = sigmoid_of(bounded(logit));
-        return of_score(grad, score, expert) * score * (1.0 - score);
+        double sum = 0.0, dot = 0.0;
+#pragma unroll 1
+        for (int i = lane; i < o.num_experts; i += 32) {
+            const double mine = part(load_number(p.gate.logits, o.dtype, row + i), largest);
+            sum += mine;
+            dot += grad_share(i) * mine;
+        }
+        const double factor = 1.0 / (warp_sum(sum) + (is_exponential() ? 0.0 : kWeightEpsilon));
+        return {largest, factor, warp_sum(dot) * factor};
+    }
+
+    __device__ double of_share(float logit, int expert, const Sums& sums) const {
+        return (grad_share(expert) - sums.dot) * sums.factor * slope(logit, part(logit, sums.largest));
     }
 
     // Writes the gradients of the experts that were not chosen, too.
-    __device__ double of_softmax(float logit, double grad, int expert) const {
-        float mine = -INFINITY;
-#pragma unroll 1
-        for (int i = lane; i < o.num_experts; i += 32) mine = fmaxf(mine, load_number(p.gate.logits, o.dtype, row + i));
-        const double largest = warp_max(mine);
-        double sum = 0.0;
-#pragma unroll 1
-        for (int i = lane; i < o.num_experts; i += 32) sum += exp_of_shifted(load_number(p.gate.logits, o.dtype, row + i), largest);
-        const double factor = 1.0 / warp_sum(sum), prob = exp_of_shifted(logit, largest) * factor;
-        const double of_prob = of_score(grad, prob, expert), dot = warp_sum(expert >= 0 ? of_prob * prob : 0.0);
+    __device__ double with_row(float logit, double grad, int expert) const {
+        Sums sums = sum_row();
+        double grad_logit = 0.0;
+        if (o.score_function == ScoreFunction::kSoftmax) {  // its score is the share, so that both gradients add up
+            const double prob = expert >= 0 ? exp_of_shifted(logit, sums.largest) * sums.factor : 0.0;
+            grad_logit = of_score(grad, prob, expert) * prob;
+            sums.dot += warp_sum(grad_logit);
+        } else {
+            grad_logit = of_chosen(logit, grad, expert);
+        }
 #pragma unroll 1
         for (int i = lane; i < o.num_experts; i += 32) {
-            const double other = exp_of_shifted(load_number(p.gate.logits, o.dtype, row + i), largest) * factor;
-            store_number(p.gate.grad_logits, o.dtype, row + i, static_cast<float>(-dot * other));
+            const double other = of_share(load_number(p.gate.logits, o.dtype, row + i), i, sums);
+            store_number(p.gate.grad_logits, o.dtype, row + i, static_cast<float>(other));
         }
-        return prob * (of_prob - dot);
+        return expert >= 0 ? grad_logit + of_share(logit, expert, sums) : 0.0;
     }
 };
 
+template <bool kHasRow>
 __global__ void __launch_bounds__(kThreads) gate_backward(const __grid_constant__ GpuGateBackwardParams p) {
     const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
     wait_for_kernel_before();
-    if (token < p.gate.options.num_tokens) Gradient(p, token).run();
+    if (token < p.gate.options.num_tokens) Gradient<kHasRow>(p, token).run();
+}
+
+template <bool kHasRow>
+void launch_gate_backward_of(const GpuGateBackwardParams& p, void* stream) {
+    const int64_t blocks = divide_up(p.gate.options.num_tokens, kThreads / 32);
+    if (blocks > 0) launch<gate_backward<kHasRow>>("gate_backward", static_cast<int>(blocks), kThreads, 0, p, stream, can_start_early(stream));
 }
 
 }  // namespace
 
 void launch_gate_backward(const GpuGateBackwardParams& p, void* stream) {
-    const int64_t blocks = divide_up(p.gate.options.num_tokens, kThreads / 32);
-    if (blocks > 0) launch<gate_backward>("gate_backward", static_cast<int>(blocks), kThreads, 0, p, stream, can_start_early(stream));
+    const bool has_row = p.gate.grad_shares != nullptr || p.gate.options.score_function == ScoreFunction::kSoftmax;
+    has_row ? launch_gate_backward_of<true>(p, stream) : launch_gate_backward_of<false>(p, stream);
 }
 
 }  // namespace deepep_moe

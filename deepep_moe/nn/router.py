@@ -102,7 +102,10 @@ class Router(nn.Module):
         return output
 
     def logits(self, x: Tensor) -> Tensor:
-        """`[num_tokens, num_experts]` in `compute_dtype`, differentiable; for auxiliary losses. Raises ValueError for another width."""
+        """`[num_tokens, num_experts]` in `compute_dtype`, differentiable. Raises ValueError for another width.
+
+        For auxiliary losses: `deepep_moe.ops.gate_full` makes the shares of them.
+        """
         if x.shape[-1] != self.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.hidden}")
         with torch.autocast(x.device.type, enabled=False):

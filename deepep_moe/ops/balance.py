@@ -1,4 +1,4 @@
-"""Load balancing of experts: the bias update without auxiliary loss, and the sequence-wise auxiliary loss."""
+"""Load balancing of experts: the bias update without auxiliary loss, and the auxiliary losses of sequences and of the global batch."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.ops.dense import to_dense
-from deepep_moe.ops.gate import check_score_function
 from deepep_moe.ops.gate_operators import GPU, on_device
 
 
@@ -64,66 +62,94 @@ def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:
         raise ValueError(f"num_tokens_per_expert must be on {expert_bias.device} as expert_bias is, got {num_tokens_per_expert.device}")
 
 
-def sequence_aux_loss(
-    logits: Tensor,
-    topk_idx: Tensor,
-    num_tokens_per_sequence: int | Sequence[int],
-    *,
-    coefficient: float,
-    score_function: str = "sigmoid",
-) -> Tensor:
+def sequence_aux_loss(shares: Tensor, topk_idx: Tensor, num_tokens_per_sequence: int | Sequence[int], *, coefficient: float) -> Tensor:
     """Complementary sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), averaged over the sequences.
 
     For each sequence of T tokens, `coefficient * sum_i f_i P_i` with `f_i = num_experts / (num_topk T) * (tokens that chose i)` and
-    `P_i` the mean over tokens of expert i's share of the token's scores.
+    `P_i` the mean over tokens of expert i's share of the token's scores. Balanced choices give `coefficient`.
 
     Args:
-        logits: `[num_tokens, num_experts]`; the loss is differentiable in them.
-        topk_idx: `[num_tokens, num_topk]` experts that count as chosen. The paper's are the best by score without bias. Rows of -1
-            (masked tokens) count neither as tokens nor in shares; their logits may hold anything.
+        shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` gives them; the loss is differentiable in them.
+        topk_idx: `[num_tokens, num_topk]` int64 or int32 experts that count as chosen. The paper's are the best by score, without bias
+            and groups. Rows of -1 (masked tokens) do not count as tokens.
         num_tokens_per_sequence: tokens of each sequence, in order, with sum num_tokens; or one number for all.
         coefficient: the paper's alpha; DeepSeek-V3 trains with 0.0001.
-        score_function: as in `gate`; both softmax variants mean the softmax over all experts.
 
     Returns:
-        fp32 scalar.
+        fp32 scalar, the same in every run: floats are added in a fixed order.
 
     Raises:
-        ValueError: the lengths do not add up to num_tokens, or the score function is unknown.
+        ValueError: the shapes do not match, or the lengths do not add up to num_tokens.
     """
-    check_score_function(score_function)
-    num_experts, num_topk = logits.shape[1], topk_idx.shape[1]
-    sequence = _sequence_of_token(num_tokens_per_sequence, logits)
-    num_sequences = int(sequence[-1]) + 1 if len(sequence) else 1
-    is_token = (topk_idx >= 0).any(dim=1)
-    _, chosen = to_dense(topk_idx, torch.zeros_like(topk_idx, dtype=torch.float32), num_experts)
-
-    logits = logits.float().masked_fill(~is_token[:, None], 0)
-    match score_function:
-        case "sigmoid":
-            scores = logits.sigmoid()
-        case "sqrtsoftplus":
-            scores = torch.nn.functional.softplus(logits).sqrt()
-        case _:
-            scores = logits.softmax(dim=1)
-    shares = scores / (scores.sum(dim=1, keepdim=True) + 1e-20) * is_token[:, None]
-
-    def per_sequence(values: Tensor) -> Tensor:
-        return values.new_zeros(num_sequences, *values.shape[1:]).index_add(0, sequence, values)
-
-    num_tokens = per_sequence(is_token.float()).clamp(min=1)[:, None]
-    frequencies = per_sequence(chosen.float()) * (num_experts / num_topk) / num_tokens
-    return coefficient * (frequencies * per_sequence(shares) / num_tokens).sum() / num_sequences
+    _check_shares(shares, topk_idx)
+    (num_tokens, num_experts), num_topk = shares.shape, topk_idx.shape[1]
+    sequence, num_sequences = _sequence_of_token(num_tokens_per_sequence, num_tokens, shares.device)
+    is_chosen = topk_idx >= 0
+    place = sequence[:, None] * num_experts + topk_idx.clamp(min=0)
+    # Only integers are scattered: whatever the order of their additions, the sum is the same.
+    counts = place.new_zeros(num_sequences * num_experts).scatter_add(0, place.flatten(), is_chosen.flatten().to(place.dtype))
+    lengths = place.new_zeros(num_sequences).scatter_add(0, sequence, is_chosen.any(dim=1).to(place.dtype)).clamp(min=1)
+    factors = counts.view(num_sequences, num_experts) / lengths[:, None].square() * (num_experts / num_topk)
+    return coefficient / max(num_sequences, 1) * (shares * factors[sequence]).sum()
 
 
-def _sequence_of_token(num_tokens_per_sequence: int | Sequence[int], logits: Tensor) -> Tensor:
-    """[num_tokens] int64: which sequence a token belongs to."""
-    num_tokens = logits.shape[0]
+def global_aux_loss(
+    shares: Tensor,
+    topk_idx: Tensor,
+    num_tokens_per_expert: Tensor,
+    *,
+    coefficient: float,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Balance loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6), with the choices of the global batch (arXiv 2501.11873).
+
+    `coefficient * num_experts * sum_i f_i P_i` with `f_i` the fraction of all choices, of all ranks, that are expert i, and `P_i` the
+    mean over the tokens of this call of expert i's share of the token's scores. Balanced choices give `coefficient`. The mean over the
+    ranks, to which data parallelism averages the gradients, is the loss of the global batch if ranks have equally many tokens.
+
+    Args:
+        shares: `[num_tokens, num_experts]` fp32, as `gate_full(..., shares=True)` gives them; the loss is differentiable in them, and
+            in nothing of the other ranks.
+        topk_idx: `[num_tokens, num_topk]` int64 or int32. Rows of -1 (masked tokens) do not count as tokens.
+        num_tokens_per_expert: `[num_experts]` int64 or int32 choices of each expert, as the gate gives them, or added up over the
+            micro-batches of a step so far; not changed.
+        coefficient: Switch Transformer trains with 0.01.
+        group: choices are summed over its ranks, in one all-reduce. None: `num_tokens_per_expert` is complete.
+
+    Returns:
+        fp32 scalar, the same in every run: floats are added in a fixed order.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    _check_shares(shares, topk_idx)
+    num_experts = shares.shape[1]
+    if list(num_tokens_per_expert.shape) != [num_experts]:
+        raise ValueError(f"num_tokens_per_expert must be [{num_experts}], as shares have it, got shape {list(num_tokens_per_expert.shape)}")
+    counts = num_tokens_per_expert.to(torch.int64, copy=True)
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    fractions = counts / counts.sum().clamp(min=1)
+    num_tokens = (topk_idx >= 0).any(dim=1).sum().clamp(min=1)
+    return coefficient * num_experts * (fractions * shares.sum(dim=0)).sum() / num_tokens
+
+
+def _check_shares(shares: Tensor, topk_idx: Tensor) -> None:
+    if shares.dim() != 2 or topk_idx.dim() != 2 or shares.shape[0] != topk_idx.shape[0]:
+        raise ValueError(
+            f"shares must be [num_tokens, num_experts] and topk_idx [num_tokens, num_topk], got {list(shares.shape)} and "
+            f"{list(topk_idx.shape)}; gate_full(..., shares=True) gives both"
+        )
+
+
+def _sequence_of_token(num_tokens_per_sequence: int | Sequence[int], num_tokens: int, device: torch.device) -> tuple[Tensor, int]:
+    """`[num_tokens]` int64: which sequence a token belongs to; and how many sequences there are."""
     if isinstance(num_tokens_per_sequence, int):
         if num_tokens_per_sequence < 1 or num_tokens % num_tokens_per_sequence:
             raise ValueError(f"num_tokens_per_sequence must divide the {num_tokens} tokens, got {num_tokens_per_sequence}")
-        return torch.arange(num_tokens, device=logits.device) // num_tokens_per_sequence
-    lengths = torch.as_tensor(num_tokens_per_sequence, device=logits.device)
-    if int(lengths.sum()) != num_tokens:
-        raise ValueError(f"num_tokens_per_sequence must add up to the {num_tokens} tokens, got a sum of {int(lengths.sum())}")
-    return torch.repeat_interleave(torch.arange(len(lengths), device=logits.device), lengths)
+        return torch.arange(num_tokens, device=device) // num_tokens_per_sequence, num_tokens // num_tokens_per_sequence
+    if sum(num_tokens_per_sequence) != num_tokens:
+        raise ValueError(f"num_tokens_per_sequence must add up to the {num_tokens} tokens, got a sum of {sum(num_tokens_per_sequence)}")
+    lengths = torch.tensor(num_tokens_per_sequence, dtype=torch.int64, device=device)
+    sequences = torch.arange(len(lengths), device=device)
+    return torch.repeat_interleave(sequences, lengths, output_size=num_tokens), len(lengths)

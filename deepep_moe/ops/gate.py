@@ -35,6 +35,7 @@ class FullGateOutput(NamedTuple):
     routing_map: `[num_tokens, num_experts]` bool, True where chosen.
     num_tokens_per_rank: `[num_ranks]` int32, tokens that go to the rank.
     is_token_in_rank: `[num_tokens, num_ranks]` bool.
+    shares: `[num_tokens, num_experts]` fp32, each expert's part of the token's scores, differentiable; 0 in rows of masked tokens.
     """
 
     topk_idx: Tensor
@@ -44,6 +45,7 @@ class FullGateOutput(NamedTuple):
     routing_map: Tensor | None
     num_tokens_per_rank: Tensor | None
     is_token_in_rank: Tensor | None
+    shares: Tensor | None
 
 
 def gate(
@@ -96,7 +98,9 @@ def gate(
     return GateOutput(*call("gate", (logits, expert_bias, mask), *arguments))
 
 
-def gate_full(logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: int = 0, **options: Any) -> FullGateOutput:
+def gate_full(
+    logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: int = 0, shares: bool = False, **options: Any
+) -> FullGateOutput:
     """`gate`, and in the same pass (on a GPU: the same launch) what else a router or a dispatch needs to know of the choice.
 
     Args:
@@ -104,6 +108,9 @@ def gate_full(logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: 
         dense: also the pair `(probs, routing_map)`, as `to_dense` makes it.
         num_ranks: also `num_tokens_per_rank` and `is_token_in_rank` of the experts in equal shares on so many ranks; divides
             `num_experts`. 0: not wanted.
+        shares: also `shares`, of which auxiliary losses are made: scores divided by the sum of the token's scores + 1e-20, and for both
+            softmax functions the softmax over all experts. In double from the scores in fp32, rounded once; `expert_bias`, groups,
+            `normalize` and `routed_scaling_factor` have no effect on them. `deepep_moe.reference.gate_shares` is the exact definition.
         options: the other arguments of `gate`.
 
     Raises:
@@ -111,16 +118,17 @@ def gate_full(logits: Tensor, num_topk: int, *, dense: bool = False, num_ranks: 
     """
     defaults: dict[str, Any] = gate.__kwdefaults__  # type: ignore[assignment]
     if unknown := options.keys() - defaults.keys():
-        raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, {', '.join(defaults)}")
+        raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
     arguments = _checked(logits, num_topk, **options)
     num_experts = logits.shape[1]
     if num_ranks < 0 or (num_ranks > 0 and num_experts % num_ranks):
         raise ValueError(f"num_ranks must divide the {num_experts} experts, got {num_ranks}")
     tensors = (logits, options["expert_bias"], options["mask"])
-    topk_idx, topk_weights, num_tokens_per_expert, *rest = call("gate_full", tensors, *arguments, dense, num_ranks)
-    pair, layout = rest[:2] if dense else (None, None), rest[2:] if num_ranks else (None, None)
-    return FullGateOutput(topk_idx, topk_weights, num_tokens_per_expert, *pair, *layout)
+    topk_idx, topk_weights, num_tokens_per_expert, *rest = call("gate_full", tensors, *arguments, dense, num_ranks, shares)
+    wanted = (dense, dense, num_ranks > 0, num_ranks > 0, shares)
+    forms = (tensor if is_wanted else None for tensor, is_wanted in zip(rest, wanted, strict=True))
+    return FullGateOutput(topk_idx, topk_weights, num_tokens_per_expert, *forms)
 
 
 def check_gate(device: torch.device | int | None = None) -> None:
@@ -165,15 +173,10 @@ def check_options(
         )
     if topk_groups < num_groups and not 1 <= group_score_topk <= group_size:
         raise ValueError(f"group_score_topk must be 1 to the {group_size} experts of a group, got {group_score_topk}")
-    check_score_function(score_function)
-    if not math.isfinite(routed_scaling_factor):
-        raise ValueError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
-
-
-def check_score_function(score_function: str) -> None:
-    """Raises ValueError for an unknown name."""
     if score_function not in SCORE_FUNCTIONS:
         raise ValueError(f"score_function must be one of {', '.join(SCORE_FUNCTIONS)}, got {score_function!r}")
+    if not math.isfinite(routed_scaling_factor):
+        raise ValueError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
 
 
 def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, index_dtype: torch.dtype) -> None:

@@ -58,36 +58,44 @@ def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> t
 # ---- forward ----
 
 _LIBRARY.define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"gate_full({_SETTINGS}, bool dense, int num_ranks) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 8)})")
 
 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
     logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
     if logits.device.type == GPU:
-        topk_idx, topk_weights, counts, *_ = _launch(logits, expert_bias, mask, settings, False, 0)
+        topk_idx, topk_weights, counts, *_ = _launch(logits, expert_bias, mask, settings, False, 0, None)
         return topk_idx, topk_weights, counts
-    return _gate_cpu(logits, expert_bias, mask, settings)
+    return _gate_cpu(logits, expert_bias, mask, settings, None)
 
 
 def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
-    *settings, dense, num_ranks = settings  # type: ignore[assignment]
+    *settings, dense, num_ranks, has_shares = settings  # type: ignore[assignment]
     logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
     num_experts = logits.shape[1]
+    shares = _dense_shape(logits, has_shares, torch.float32)
+    arguments = (logits, expert_bias, mask, tuple(settings))
+    wanted = shares if has_shares else None
     if logits.device.type == GPU:
-        topk_idx, topk_weights, counts, probs, routing_map, in_rank = _launch(logits, expert_bias, mask, tuple(settings), dense, num_ranks)
-        return topk_idx, topk_weights, counts[:num_experts], probs, routing_map, counts[num_experts:], in_rank
-    topk_idx, topk_weights, num_tokens_per_expert = _gate_cpu(logits, expert_bias, mask, tuple(settings))
+        topk_idx, topk_weights, counts, probs, routing_map, in_rank = _launch(*arguments, dense, num_ranks, wanted)
+        return topk_idx, topk_weights, counts[:num_experts], probs, routing_map, counts[num_experts:], in_rank, shares
+    topk_idx, topk_weights, num_tokens_per_expert = _gate_cpu(*arguments, wanted)
     probs, routing_map = to_dense(topk_idx, topk_weights, num_experts) if dense else _dense_shapes(logits, dense)
     in_rank = shares_of(topk_idx, num_experts, num_ranks) if num_ranks else routing_map.new_empty(logits.shape[0], 0)
-    return topk_idx, topk_weights, num_tokens_per_expert, probs, routing_map, in_rank.sum(0, dtype=torch.int32), in_rank
+    return topk_idx, topk_weights, num_tokens_per_expert, probs, routing_map, in_rank.sum(0, dtype=torch.int32), in_rank, shares
+
+
+def _dense_shape(logits: Tensor, is_wanted: bool, dtype: torch.dtype) -> Tensor:
+    return logits.new_empty(logits.shape if is_wanted else (0, logits.shape[1]), dtype=dtype)
 
 
 def _dense_shapes(logits: Tensor, dense: bool) -> tuple[Tensor, Tensor]:
-    shape = logits.shape if dense else (0, logits.shape[1])
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.bool)
+    return _dense_shape(logits, dense, torch.float32), _dense_shape(logits, dense, torch.bool)
 
 
-def _gate_cpu(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _gate_cpu(
+    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], shares: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     topk_idx, topk_weights = _empty_outputs(logits, settings[0], settings[-1])
     num_tokens_per_expert = logits.new_empty(logits.shape[1], dtype=torch.int32)
     _C.gate_forward(
@@ -98,13 +106,15 @@ def _gate_cpu(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, s
         topk_idx_ptr=topk_idx.data_ptr(),
         topk_weights_ptr=topk_weights.data_ptr(),
         num_tokens_per_expert_ptr=num_tokens_per_expert.data_ptr(),
+        shares_ptr=_ptr(shares),
     )
     return topk_idx, topk_weights, num_tokens_per_expert
 
 
 def _launch(
-    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int
-) -> tuple[Tensor, ...]:
+    logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, settings: tuple[Any, ...], dense: bool, num_ranks: int,
+    shares: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`(topk_idx, topk_weights, counts of experts and ranks, probs, routing_map, is_token_in_rank)`."""
     topk_idx, topk_weights = _empty_outputs(logits, settings[0], settings[-1])
     probs, routing_map = _dense_shapes(logits, dense) if dense or num_ranks else (None, None)
@@ -116,7 +126,7 @@ def _launch(
             _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), expert_bias=_ptr(expert_bias), mask=_ptr(mask),
             topk_idx=topk_idx.data_ptr(), topk_weights=topk_weights.data_ptr(), counts=counts.data_ptr(), next_counts=_ptr(next_counts),
             probs=_ptr(probs) if dense else 0, routing_map=_ptr(routing_map) if dense else 0, num_ranks=num_ranks,
-            is_token_in_rank=_ptr(in_rank) if num_ranks else 0, stream=stream,
+            is_token_in_rank=_ptr(in_rank) if num_ranks else 0, shares=_ptr(shares), stream=stream,
         )  # fmt: skip
     if next_counts is not None:
         _next_counts[key] = next_counts
@@ -144,17 +154,18 @@ def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
 
 
 def _gate_full_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
-    *settings, dense, num_ranks = settings  # type: ignore[assignment]
+    *settings, dense, num_ranks, shares = settings  # type: ignore[assignment]
     outputs = _gate_fake(logits, expert_bias, mask, *settings)
     in_rank = logits.new_empty(logits.shape[0], num_ranks, dtype=torch.bool)
-    return *outputs, *_dense_shapes(logits, dense), logits.new_empty(num_ranks, dtype=torch.int32), in_rank
+    per_rank = logits.new_empty(num_ranks, dtype=torch.int32)
+    return *outputs, *_dense_shapes(logits, dense), per_rank, in_rank, _dense_shape(logits, shares, torch.float32)
 
 
 # ---- backward ----
 
 _LIBRARY.define(
-    "gate_backward(Tensor? grad_topk_weights, Tensor? grad_probs, Tensor logits, Tensor topk_idx, str score_function, bool normalize, "
-    "float routed_scaling_factor) -> Tensor"
+    "gate_backward(Tensor? grad_topk_weights, Tensor? grad_probs, Tensor? grad_shares, Tensor logits, Tensor topk_idx, "
+    "str score_function, bool normalize, float routed_scaling_factor) -> Tensor"
 )
 
 
@@ -168,22 +179,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
 ) -> tuple[Tensor | None, ...]:
-    grad_logits = None
-    if grad_topk_weights is not None or grad_probs is not None:
-        grad_logits = call("gate_backward", (grad_topk_weights, grad_probs, *ctx.saved_tensors), *ctx.weights)
+    grad_shares, grad_logits = grads[-1] if grads else None, None
+    if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):
+        grad_logits = call("gate_backward", (grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors), *ctx.weights)
     return grad_logits, *[None] * (ctx.num_inputs - 1)
 
 
-def _gate_backward(grad_topk_weights: Tensor | None, grad_probs: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any) -> Tensor:
-    grad_topk_weights, grad_probs, logits, topk_idx = _contiguous(grad_topk_weights, grad_probs, logits, topk_idx)  # type: ignore[assignment]
+def _gate_backward(
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
+) -> Tensor:
+    grad_topk_weights, grad_probs, grad_shares = _contiguous(grad_topk_weights, grad_probs, grad_shares)
+    logits, topk_idx = _contiguous(logits, topk_idx)  # type: ignore[assignment]
     grad_logits = torch.empty_like(logits)
     settings = (topk_idx.shape[1], 1, 1, 1, *weights, topk_idx.dtype)
     if logits.device.type == GPU:
         with on_device(logits):
             _C.gpu_gate_backward(
                 _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), topk_idx=topk_idx.data_ptr(),
-                grad_topk_weights=_ptr(grad_topk_weights), grad_probs=_ptr(grad_probs), grad_logits=grad_logits.data_ptr(),
-                stream=torch.cuda.current_stream(logits.device).cuda_stream,
+                grad_topk_weights=_ptr(grad_topk_weights), grad_probs=_ptr(grad_probs), grad_shares=_ptr(grad_shares),
+                grad_logits=grad_logits.data_ptr(), stream=torch.cuda.current_stream(logits.device).cuda_stream,
             )  # fmt: skip
         return grad_logits
     if grad_probs is not None:
@@ -194,13 +208,14 @@ def _gate_backward(grad_topk_weights: Tensor | None, grad_probs: Tensor | None, 
         logits_ptr=logits.data_ptr(),
         topk_idx_ptr=topk_idx.data_ptr(),
         grad_topk_weights_ptr=_ptr(grad_topk_weights),
+        grad_shares_ptr=_ptr(grad_shares),
         grad_logits_ptr=grad_logits.data_ptr(),
     )
     return grad_logits
 
 
 def _gate_backward_fake(
-    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
 ) -> Tensor:
     return logits.new_empty(logits.shape)
 

@@ -41,6 +41,18 @@ def gate(
     return topk_idx.to(index_dtype), topk_weights, num_tokens_per_expert
 
 
+def gate_shares(logits: Tensor, *, score_function: str = "sigmoid", mask: Tensor | None = None) -> Tensor:
+    """What `deepep_moe.ops.gate_full` gives as `shares`: `[num_tokens, num_experts]` fp32; differentiable in `logits`."""
+    if mask is not None:
+        logits = logits.masked_fill(mask[:, None], 0)
+    if score_function in ("softmax", "softmax_topk"):
+        shares = logits.double().softmax(dim=1).float()
+    else:
+        scores = _scores(logits, score_function).double()
+        shares = (scores / (scores.sum(dim=1, keepdim=True) + 1e-20)).float()
+    return shares if mask is None else shares.masked_fill(mask[:, None], 0)
+
+
 def _scores(logits: Tensor, score_function: str) -> Tensor:
     """[num_tokens, num_experts] fp32, computed in double and rounded once."""
     match score_function:

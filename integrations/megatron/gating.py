@@ -2,7 +2,8 @@
 
 `TopKRouter.routing` calls `topk_routing_with_score_function`, which makes the dense pair (probs, routing_map); a flex dispatcher then
 looks for the experts in it. For routers of layers that dispatch through deepep_moe `serve_routers` puts one call of the gate in that
-place. It makes the pair too, for what else reads it (auxiliary losses, counts for the expert bias), and ties its own lists to it.
+place. It makes the pair too, for what else reads it (counts for the expert bias), and ties its own lists to it. Auxiliary losses call
+`compute_routing_scores_for_aux_loss` for scores of all experts and a choice by them; a second call of the gate makes those.
 """
 
 import inspect
@@ -17,12 +18,7 @@ from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.routing import weights_at
 from deepep_moe.ops.gate import gate_full
 
-_NAME = "topk_routing_with_score_function"
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map
-_SERVED = {
-    "logits", "topk", "use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function", "expert_bias", "fused",
-    "router_replay",
-}  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -48,27 +44,28 @@ def choice_for(routing_map: torch.Tensor) -> Choice | None:
 
 
 def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
-    """Make the gate choose for routers whose config `is_served`, wherever it can; where not, one log line says why.
+    """Make the gate choose for routers whose config `is_served`, and score for their auxiliary losses, wherever it can; where not, one log
+    line says why.
 
     Megatron-Core's routing is done as before for logits that are not fp32 (it rounds scores to their dtype before it chooses), while a
     router replays or records, for fused routing of TransformerEngine, and for arguments that came after 0.19.
     """
     from megatron.core.transformer.moe import router
 
-    original = getattr(router, _NAME, None)
-    if original is None:  # 0.13
-        _log.info("this Megatron-Core has no %s: its own routing is used", _NAME)
-        return
-    parameters, routing = inspect.signature(original), router.TopKRouter.routing
-    served, said = [False], set[str]()
+    routing, served, said = router.TopKRouter.routing, [False], set[str]()
 
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        call = parameters.bind(*args, **kwargs)
-        reason = _refusal(call.arguments) if served[-1] else None
-        if reason is not None and reason not in said:
-            said.add(reason)
-            _log.info("Megatron-Core's own routing is used: %s", reason)
-        return original(*args, **kwargs) if reason is not None or not served[-1] else _route(call.arguments)
+    def replacement(original: Callable[..., Any], ours: Callable[[dict[str, Any]], Any], known: set[str]) -> Callable[..., Any]:
+        parameters = inspect.signature(original)
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            given = parameters.bind(*args, **kwargs).arguments
+            reason = _refusal(given, known) if served[-1] else None
+            if reason is not None and reason not in said:
+                said.add(reason)
+                _log.info("Megatron-Core's own routing is used: %s", reason)
+            return original(*args, **kwargs) if reason is not None or not served[-1] else ours(given)
+
+        return choose
 
     def route(self: Any, *args: Any, **kwargs: Any) -> Any:
         served.append(is_served(self.config))
@@ -77,12 +74,17 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
         finally:
             served.pop()
 
-    patches.set(router, _NAME, choose)
+    for name, (ours, known) in _REPLACEMENTS.items():
+        original = getattr(router, name, None)
+        if original is None:  # 0.13
+            _log.info("this Megatron-Core has no %s: its own routing is used", name)
+        else:
+            patches.set(router, name, replacement(original, ours, known))
     patches.set(router.TopKRouter, "routing", route)
 
 
-def _refusal(given: dict[str, Any]) -> str | None:
-    """Why the gate cannot choose with these arguments of Megatron-Core's function; None: it can."""
+def _refusal(given: dict[str, Any], known: set[str]) -> str | None:
+    """Why the gate cannot serve a call with these arguments of Megatron-Core's function, of which it knows some; None: it can."""
     logits, score_function = given["logits"], given.get("score_function", "softmax")
     replay = given.get("router_replay")
     if logits.dtype != torch.float32:
@@ -97,12 +99,12 @@ def _refusal(given: dict[str, Any]) -> str | None:
         return "an expert bias has no effect on Megatron-Core's softmax routing"
     if given["topk"] > MAX_TOPK:
         return f"the gate chooses {MAX_TOPK} experts at most, moe_router_topk is {given['topk']}"
-    others = sorted(name for name, value in given.items() if name not in _SERVED and value is not None and value is not False)
+    others = sorted(name for name, value in given.items() if name not in known and value is not None and value is not False)
     return f"the gate does not know {', '.join(others)}" if others else None
 
 
 def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pair of Megatron-Core's function."""
+    """The pair of topk_routing_with_score_function."""
     topk, score_function = given["topk"], given.get("score_function", "softmax")
     groups = {}
     if given.get("group_topk"):
@@ -117,3 +119,25 @@ def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     assert out.probs is not None and out.routing_map is not None  # they were asked for
     setattr(out.routing_map, _CHOICE, Choice(out.probs, (out.probs._version, out.routing_map._version), out.topk_idx, out.topk_weights))
     return out.probs, out.routing_map
+
+
+def _score(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pair of compute_routing_scores_for_aux_loss: who would be chosen by scores alone, and each expert's share of the scores."""
+    out = gate_full(
+        given["logits"], given["topk"], dense=True, shares=True, score_function=given["score_function"], mask=given.get("padding_mask")
+    )
+    assert out.routing_map is not None and out.shares is not None  # they were asked for
+    return out.routing_map, out.shares
+
+
+_REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any]], Any], set[str]]] = {
+    "topk_routing_with_score_function": (
+        _route,
+        {
+            "logits", "topk", "use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function", "expert_bias", "fused",
+            "router_replay",
+        },
+    ),
+    "compute_routing_scores_for_aux_loss": (_score, {"logits", "topk", "score_function", "fused", "padding_mask"}),
+}  # fmt: skip
+"""Functions of Megatron-Core's router by name: ours instead, of their arguments, and which of those it knows."""

@@ -1,13 +1,15 @@
 """Routers of our layers choose by the gate: as Megatron-Core's own routing does, or, said in the log, by that."""
 
 import importlib.metadata
+import inspect
 import logging
+from unittest import mock
 
 import pytest
 import torch
 from megatron_cases import HIDDEN, NUM_EXPERTS, assert_same, build_layer, forward_backward, layer_config, model_parallel
 
-from deepep_moe.integrations.megatron import plugin
+from deepep_moe.integrations.megatron import gating, plugin
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -41,23 +43,42 @@ def layer_of(sizes, **switches):
     return layer
 
 
+def recorded(owner, name):
+    """A context that notes what the function returns, in the list that it gives."""
+    original, returned = getattr(owner, name), []
+
+    def note(*args, **kwargs):
+        returned.append(original(*args, **kwargs))
+        return returned[-1]
+
+    patch = mock.patch.object(owner, name, note)
+    return patch, returned
+
+
 def routed(sizes, switches, device):
-    """Did the gate choose; the routing map; what else a router makes of one input; and what its layer makes of it."""
-    from megatron.core.transformer.moe import moe_utils
+    """Did the gate choose, and score for auxiliary losses; the routing map; what else a router makes of one input; and what its layer
+    makes of it."""
+    from megatron.core.transformer.moe import moe_utils, router
 
     layer = layer_of(sizes, **switches).to(device)
     x = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(3)).to(device)
     given = x.clone().requires_grad_()
     torch.manual_seed(5)
     moe_utils.RandomSTE.generator = None  # of random logits; 0.15 keeps it
-    probs, routing_map = layer.router(given)
+    (noting_losses, losses), (noting_gates, gates) = recorded(router, "switch_load_balancing_loss_func"), recorded(gating, "gate_full")
+    with noting_losses, noting_gates:
+        probs, routing_map = layer.router(given)
+    results = {f"auxiliary loss {i}": loss for i, loss in enumerate(losses)}
+    # Attached losses have a gradient whatever that of the probs is.
+    of_losses = torch.autograd.grad(probs, layer.router.weight, torch.zeros_like(probs), retain_graph=True)[0]
     probs.backward(torch.randn(probs.shape, generator=torch.Generator().manual_seed(4)).to(device))
-    results = {"probs": probs, "input gradient": given.grad, "weight gradient": layer.router.weight.grad}
+    results |= {"probs": probs, "input gradient": given.grad, "weight gradient": layer.router.weight.grad, "gradient of losses": of_losses}
     if layer.router.local_tokens_per_expert is not None:
         results["tokens per expert"] = layer.router.local_tokens_per_expert
     results = {name: value.detach().clone() for name, value in results.items()}
     torch.manual_seed(5)
-    return choice_for(routing_map) is not None, routing_map, results, forward_backward(layer, x, torch.ones_like(x))
+    served = choice_for(routing_map) is not None, any(output.shares is not None for output in gates)
+    return served, routing_map, results, forward_backward(layer, x, torch.ones_like(x))
 
 
 def equal_to_megatron(rank, num_ranks, names, device):
@@ -66,9 +87,12 @@ def equal_to_megatron(rank, num_ranks, names, device):
         plugin.disable()
         plugin.enable(gate=False)
         for name in names:
-            is_ours, routing_map, results, layer = ours[name]
-            is_theirs_ours, expected_map, expected, expected_layer = routed(sizes, ROUTINGS[name], device)
-            assert not is_theirs_ours and is_ours == (name != "capacity")  # which makes a map of its own
+            served, routing_map, results, layer = ours[name]
+            served_without_gate, expected_map, expected, expected_layer = routed(sizes, ROUTINGS[name], device)
+            assert served_without_gate == (False, False)
+            assert served == (name != "capacity", name != "no auxiliary loss")  # a capacity makes a map of its own
+            has_losses = "auxiliary loss 0" in expected and bool(expected["gradient of losses"].abs().max() > 1e-5)
+            assert has_losses == (name != "no auxiliary loss") and results.keys() == expected.keys()
             assert torch.equal(routing_map, expected_map)
             assert_same(results, expected, f"{name}, rank {rank}")
             assert_same(layer, expected_layer, f"{name}, rank {rank}")
@@ -82,6 +106,36 @@ def test_equals_megatron(name, device):
 
 def test_equals_megatron_on_two_ranks():
     run_ranks(equal_to_megatron, 2, ["DeepSeek-V3"], "cpu")
+
+
+def padded(rank, num_ranks):
+    from megatron.core.transformer.moe import router as router_module
+
+    padding = torch.arange(22).view(11, 2) % 3 == 0
+    x, results = torch.randn(11, 2, HIDDEN, generator=torch.Generator().manual_seed(6)), []
+    with model_parallel() as sizes:
+        router = layer_of(sizes, moe_router_enable_expert_bias=False).router
+        for is_ours in (True, False):
+            (noting_losses, losses), (noting_gates, gates) = (
+                recorded(router_module, "switch_load_balancing_loss_func"), recorded(gating, "gate_full")
+            )  # fmt: skip
+            with noting_losses, noting_gates:
+                probs, _ = router(x, padding)
+            of_losses = torch.autograd.grad(probs, router.weight, torch.zeros_like(probs))[0]
+            results.append({"loss": losses[0].detach(), "gradient of losses": of_losses})
+            assert [output.shares is not None for output in gates] == ([False, True] if is_ours else [])
+            if is_ours:
+                assert (gates[1].shares[padding.flatten()] == 0).all()
+            plugin.disable()
+            plugin.enable(gate=False)
+        assert_same(*results, "padding mask")
+
+
+def test_padding_masks():
+    router = pytest.importorskip("megatron.core.transformer.moe.router")
+    if "padding_mask" not in inspect.signature(router.TopKRouter.forward).parameters:
+        pytest.skip("this Megatron-Core's routers take no padding mask")
+    run_ranks(padded, 1)
 
 
 def replayed(rank, num_ranks):

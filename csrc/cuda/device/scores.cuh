@@ -127,13 +127,19 @@ __device__ __forceinline__ double reciprocal_of(double x) {
 
 constexpr float kSigmoidBound = 128.0f;  // beyond it the result, rounded to fp32, no longer changes
 
-// For |x| <= kSigmoidBound.
+// For |x| <= kExpBound.
 __device__ __forceinline__ double sigmoid_of(float x) { return reciprocal_of(1.0 + exp_of(-static_cast<double>(x))); }
 
 __device__ __forceinline__ float bounded(float x) { return fminf(fmaxf(x, -kSigmoidBound), kSigmoidBound); }
 
 __device__ __noinline__ inline double sqrt_softplus_of(float x) {
     return sqrt(fmax(static_cast<double>(x), 0.0) + log1p(exp_of(fmax(-fabs(static_cast<double>(x)), -kExpBound))));
+}
+
+// Its derivative. Far out both the sigmoid and the root vanish, so they have to be bounded alike.
+__device__ inline double sqrt_softplus_slope(float x, double root) {
+    constexpr float kBound = static_cast<float>(kExpBound);
+    return sigmoid_of(fminf(fmaxf(x, -kBound), kBound)) / (2.0 * root);
 }
 
 }  // namespace deepep_moe
