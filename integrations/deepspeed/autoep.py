@@ -65,7 +65,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             rows = (rows.float() * topk_weights.unsqueeze(-1)).to(x.dtype)
         buffer, out = self._dispatch(rows.reshape(-1, x.shape[1]).contiguous(), topk_idx.reshape(-1, 1), None, num_tokens)
         y = self._run_experts(out.recv_x, out)
-        combined = buffer.combine(y, out.handle).view(num_tokens, num_topk, -1)
+        combined = buffer.combine(y, out.handle).view(num_tokens, num_topk, x.shape[1])
         if self.score_apply == "pre":
             return combined.sum(1)
         return weighed_sum(combined.transpose(0, 1), topk_weights.t())
@@ -90,9 +90,12 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         return buffer, buffer.dispatch(x, idx.contiguous(), topk_weights)
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
-        """Without rows too, so that expert parameters have a gradient on every rank."""
-        counts = out.num_recv_tokens_per_expert[: self.num_local_experts]  # a wider buffer's others are empty
-        return self.experts(rows, counts).contiguous()
+        """Without rows too, so that expert parameters have a gradient, and the dispatch its backward, on every rank."""
+        counts, num_rows = out.num_recv_tokens_per_expert[: self.num_local_experts], len(rows)  # a wider buffer's others are empty
+        if num_rows == 0:  # products grouped by expert have no backward then: the first gets a row of zeros, which is dropped
+            rows, counts = torch.nn.functional.pad(rows, (0, 0, 0, 1)), counts.clone()
+            counts[0] = 1
+        return self.experts(rows, counts)[:num_rows].contiguous()
 
 
 @contextlib.contextmanager

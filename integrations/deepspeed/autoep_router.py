@@ -32,7 +32,7 @@ class GatedRouter(TokenChoiceTopKRouter):
         Raises ValueError for logits that are not finite: on the CPU at once, on a GPU as `deepep_moe.ops.gate` says.
         """
         chosen = self._choose(x, expert_bias)
-        if self.training and has_moving_bias(self):
+        if self.training and has_moving_bias(self):  # a recomputed layer counts twice, all of its experts alike
             counts = chosen[2].long()
             self.deepep_moe_counts = counts if self.deepep_moe_counts is None else self.deepep_moe_counts + counts
         return chosen
