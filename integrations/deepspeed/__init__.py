@@ -1,4 +1,4 @@
-"""deepep_moe under the MoE layers of DeepSpeed 0.14.5 to 0.19.8 (`deepspeed.moe.layer.MoE`).
+"""deepep_moe under the MoE layers of DeepSpeed 0.14.5 to 0.19.8 (`deepspeed.moe.layer.MoE`), from 0.19.2 on those of AutoEP too.
 
 From code: `replace_moe_layers(model)` before or after `deepspeed.initialize`, `restore_moe_layers(model)` to undo it. From ds_config:
 `deepep_moe.integrations.deepspeed.initialize(...)` in place of `deepspeed.initialize(...)`, with `"deepep_moe": {"enabled": true}`.

@@ -1,6 +1,7 @@
 """What a user may choose: arguments of `replace_moe_layers`, keys of the section "deepep_moe" of ds_config."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,16 +19,22 @@ class Options:
         link once per rank; equal within rounding.
     backend, num_sms: as for `deepep_moe.Buffer`.
     num_max_tokens_per_rank: GPUs only: most tokens of one rank in a forward; None: the largest of the first forward, rounded up.
+    gate: AutoEP only: routers choose by `deepep_moe.ops.gate` where it can, with the same choice up to rounding.
+    expert_bias_update_rate: AutoEP only: balance experts without auxiliary loss, by a bias that moves this much per optimizer step
+        (DeepSeek-V3: 0.001); None: no bias moves.
     """
 
     exact: bool = True
     backend: str = "auto"
     num_max_tokens_per_rank: int | None = None
     num_sms: int | None = None
+    gate: bool = True
+    expert_bias_update_rate: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.exact, bool):
-            raise TypeError(f"exact must be true or false, got {self.exact!r}")
+        for name in ("exact", "gate"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {list(BACKENDS)}, got {self.backend!r}")
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0)):
@@ -38,6 +45,13 @@ class Options:
                 raise TypeError(f"{name} must be a whole number or null, got {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        rate = self.expert_bias_update_rate
+        if rate is None:
+            return
+        if isinstance(rate, bool) or not isinstance(rate, int | float):
+            raise TypeError(f"expert_bias_update_rate must be a number or null, got {rate!r}")
+        if not 0 < rate < math.inf:
+            raise ValueError(f"expert_bias_update_rate must be positive, such as 0.001, got {rate}; leave it out for no bias")
 
 
 def options_of(ds_config: Mapping[str, Any]) -> Options | None:

@@ -25,12 +25,15 @@ def replace_moe_layers(
     backend: str = "auto",
     num_max_tokens_per_rank: int | None = None,
     num_sms: int | None = None,
+    gate: bool = True,
+    expert_bias_update_rate: float | None = None,
 ) -> int:
-    """Let the `deepspeed.moe.layer.MoE` layers of `model` move packed tokens through deepep_moe. Returns how many.
+    """Let the MoE layers of `model`, those of `deepspeed.moe.layer.MoE` and those that AutoEP made, move packed tokens through
+    deepep_moe. Returns how many.
 
-    Before or after `deepspeed.initialize`, on every rank. Only the forward of the layers changes: parameters, state dict, hooks, gates
-    and their random numbers, optimizer groups and checkpoints stay. Again with other options: those hold from the next forward on.
-    Layers that share a group and a width of rows share one buffer, constructed at the first forward.
+    Before or after `deepspeed.initialize`, which makes AutoEP's layers, on every rank. Only the forward of the layers changes:
+    parameters, state dict, hooks, gates and their random numbers, optimizer groups and checkpoints stay. Again with other options: those
+    hold from the next forward on. Layers that share a group and a width of rows share one buffer, constructed at the first forward.
 
     Args:
         model: the module, or DeepSpeed's engine.
@@ -39,11 +42,17 @@ def replace_moe_layers(
         backend, num_sms: as for `deepep_moe.Buffer`.
         num_max_tokens_per_rank: on GPUs, the most tokens one rank ever has in a forward; None: the largest of the first forward over
             all ranks, rounded up to a multiple of 128. On CPUs there is no bound.
+        gate: AutoEP's routers choose by `deepep_moe.ops.gate`, in one pass; where it cannot, a log line says why, and they choose as
+            before, as with False. The choice is the same up to rounding.
+        expert_bias_update_rate: balance AutoEP's experts without auxiliary loss: after each optimizer step the bias of routers, their
+            `e_score_correction_bias`, moves by this much towards equal load (DeepSeek-V3: 0.001). `model` is then the engine. Routers
+            without such a bias get one of zeros, a buffer in checkpoints from then on. None: no bias moves.
 
     Raises:
-        ValueError, TypeError: wrong options. EPError: DeepSpeed is older than 0.14.5. ImportError: there is none.
+        ValueError, TypeError: wrong options; a bias to move is a parameter, or `model` no engine. EPError: DeepSpeed is older than 0.14.5.
+        ImportError: there is none.
     """
-    return _replace(model, Options(exact, backend, num_max_tokens_per_rank, num_sms))
+    return _replace(model, Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate))
 
 
 def _replace(model: nn.Module, options: Options) -> int:
@@ -53,31 +62,67 @@ def _replace(model: nn.Module, options: Options) -> int:
     from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
 
     found = [module for module in model.modules() if isinstance(module, MOELayer)]
-    layers: list[Any] = [module for module in found if type(module) in (MOELayer, PackedMOELayer)]
+    native: list[Any] = [module for module in found if type(module) in (MOELayer, PackedMOELayer)]
+    autoep = _autoep_layers(model)
+    layers = native + autoep
     plans = _plans(layers, options)
-    for layer, plan in zip(layers, plans, strict=True):
+    if autoep:
+        from deepep_moe.integrations.deepspeed.autoep import swap
+
+        swap(autoep, plans[len(native) :], model if hasattr(model, "was_step_applied") else None)
+    for layer, plan in zip(native, plans, strict=False):
         layer.__class__, layer.deepep_moe_plan = PackedMOELayer, plan
-        _swapped.add(layer)
+    _swapped.update(layers)
+    _report(found, len(native), len(autoep), options)
+    return len(layers)
+
+
+def _autoep_layers(model: nn.Module) -> list[Any]:
+    """Those that AutoEP made, swapped or not. DeepSpeed older than 0.19.2 has none."""
+    found = [module for module in model.modules() if getattr(module, "_is_autoep_layer", False)]
+    if not found:
+        return []
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+
+    from deepep_moe.integrations.deepspeed.autoep import PackedAutoEPMoELayer
+
+    others = sorted({type(module).__name__ for module in found} - {"AutoEPMoELayer", "PackedAutoEPMoELayer"})
+    if others:
+        _say(logging.WARNING, f"MoE layers of {others} keep their own forward: deepep_moe swaps deepspeed's AutoEPMoELayer only")
+    return [module for module in found if type(module) in (AutoEPMoELayer, PackedAutoEPMoELayer)]
+
+
+def _report(found: list[nn.Module], num_native: int, num_autoep: int, options: Options) -> None:
     others = sorted({type(module).__name__ for module in found} - {"MOELayer", "PackedMOELayer"})
     if others:
         _say(logging.WARNING, f"MoE layers of {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer only")
+    if num_native and options.expert_bias_update_rate is not None:
+        _say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
     mode = "exact" if options.exact else "fast"
-    _say(logging.INFO if layers else logging.WARNING, f"{len(layers)} MoE layers dispatch through deepep_moe ({mode} mode)")
-    return len(layers)
+    num_layers = num_native + num_autoep
+    _say(logging.INFO if num_layers else logging.WARNING, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")
 
 
 def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:
     """The plan of each layer: those of one group and width get the same, wide enough for all of them."""
     widest: dict[Any, tuple[int, int]] = {}
-    keys = [(layer.ep_group_name, layer.gate.wg.in_features) for layer in layers]
-    for key, layer in zip(keys, layers, strict=True):
-        num_local_experts, num_topk = widest.get(key, (0, 0))
-        widest[key] = max(num_local_experts, layer.num_local_experts), max(num_topk, layer.gate.k)
-    return [Plan(options, *widest[key]) for key in keys]
+    sizes = [_size(layer) for layer in layers]
+    for key, num_local_experts, num_topk in sizes:
+        most_local_experts, most_topk = widest.get(key, (0, 0))
+        widest[key] = max(num_local_experts, most_local_experts), max(num_topk, most_topk)
+    return [Plan(options, *widest[key]) for key, _, _ in sizes]
+
+
+def _size(layer: Any) -> tuple[tuple[str, int], int, int]:
+    """(Group and width of rows, experts of a rank, experts of a token) of a layer of either kind."""
+    is_autoep = getattr(layer, "_is_autoep_layer", False)
+    hidden, num_topk = (layer.hidden_size, layer.top_k) if is_autoep else (layer.gate.wg.in_features, layer.gate.k)
+    return (layer.ep_group_name, hidden), layer.num_local_experts, num_topk
 
 
 def restore_moe_layers(model: nn.Module) -> int:
-    """Give the layers that `replace_moe_layers` swapped their own forward back. Returns how many; without such layers nothing happens.
+    """Give the layers that `replace_moe_layers` swapped their own forward back, and AutoEP's routers their choice. Returns how many;
+    without such layers nothing happens. Biases that have moved stay, as the experts were trained with them.
 
     With the last of them the shared buffers go, so call it on every rank, when no backward is under way, and before the process groups
     are destroyed.
@@ -86,21 +131,26 @@ def restore_moe_layers(model: nn.Module) -> int:
 
     from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
 
-    layers: list[Any] = [module for module in model.modules() if type(module) is PackedMOELayer]
-    for layer in layers:
+    native: list[Any] = [module for module in model.modules() if type(module) is PackedMOELayer]
+    for layer in native:
         layer.__class__ = MOELayer
         layer.__dict__.pop("deepep_moe_plan", None)
-        _swapped.discard(layer)
+    autoep = [layer for layer in _autoep_layers(model) if layer in _swapped]
+    if autoep:
+        from deepep_moe.integrations.deepspeed.autoep import restore
+
+        restore(autoep)
+    _swapped.difference_update(native + autoep)
     if not _swapped:
         shared.destroy()
-    return len(layers)
+    return len(native) + len(autoep)
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize`, same arguments and results, that honours the section "deepep_moe" of ds_config.
 
-    `{"enabled": true}` and any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank", "num_sms". Without
-    the section, or with `"enabled": false`, nothing else happens than in `deepspeed.initialize`.
+    `{"enabled": true}` and any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank", "num_sms", "gate",
+    "expert_bias_update_rate". Without the section, or with `"enabled": false`, nothing else happens than in `deepspeed.initialize`.
 
     Raises as `deepspeed.initialize` and `replace_moe_layers`; ValueError for unknown keys of the section.
     """
@@ -110,7 +160,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     engine = initialized[0]
     options = options_of(engine._config._param_dict)
     if options is not None:
-        _replace(engine.module, options)
+        _replace(engine, options)
     return initialized
 
 

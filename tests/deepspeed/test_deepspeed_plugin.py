@@ -47,7 +47,7 @@ def test_section():
             {"exakt": True, "enable": True},
             ValueError,
             r"has unknown keys \['enable', 'exakt'\]; the known ones are \['enabled', 'exact', 'backend', 'num_max_tokens_per_rank', "
-            r"'num_sms'\]",
+            r"'num_sms', 'gate', 'expert_bias_update_rate'\]",
         ),
         ({"enabled": "yes"}, TypeError, "enabled must be true or false, got 'yes'"),
         ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact must be true or false, got 1'),

@@ -1,0 +1,142 @@
+"""What the AutoEP tests share: tiny models of transformers, an engine that AutoEP serves, some steps of it. Runs in workers."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed_cases import recorded_gradients
+
+from deepep_moe.buffer import Buffer
+from deepep_moe.integrations.deepspeed import replace_moe_layers
+
+VOCABULARY = 96
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of an engine."""
+
+    family: str = "mixtral"
+    zero: int = 0
+    dtype: str = "fp32"
+    score_apply: str = "auto"
+    exact: bool = True
+    gate: bool = True
+    recomputed: bool | None = None
+    """Activation checkpointing: None: none; else whether it is the reentrant kind."""
+    uneven: bool = False
+    tolerance: float = 1e-4
+    """Most that losses, gradients and parameters may differ, relative to the entry's largest."""
+
+
+def make_model(case: Case, **sizes: Any) -> Any:
+    """A causal language model of two MoE layers; the weights are spread, so that experts differ."""
+    from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+    from transformers.models.auto import AutoModelForCausalLM
+
+    common = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "use_cache": False,
+    }  # fmt: skip
+    # Narrow heads, one dense layer in front, as in DeepSeek's own models.
+    deepseek = common | {
+        "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    torch.manual_seed(7)
+    match case.family:
+        case "mixtral":
+            config = MixtralConfig(**(common | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True} | sizes))
+        case "qwen3_moe":
+            qwen = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}
+            config = Qwen3MoeConfig(**(common | qwen | sizes))
+        case "deepseek_v2":
+            config = DeepseekV2Config(**(deepseek | {"topk_method": "group_limited_greedy"} | sizes))
+        case _:
+            config = DeepseekV3Config(**(deepseek | sizes))
+    model = AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.1, 0.1, buffer.numel()))
+    if case.recomputed is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": case.recomputed})
+    return model
+
+
+def ds_config(case: Case, **sections: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": case.zero, "reduce_scatter": True, "contiguous_gradients": True},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "score_apply": case.score_apply},
+    }
+    return config | ({} if case.dtype == "fp32" else {case.dtype: {"enabled": True}}) | sections
+
+
+def build_engine(case: Case, ours: bool, *, config: dict[str, Any] | None = None, **options: Any) -> Any:
+    """An engine whose MoE layers are AutoEP's, swapped or not."""
+    import deepspeed
+
+    model = make_model(case)
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config or ds_config(case))[0]
+    assert len(autoep_layers(engine)) == 2, "AutoEP has made its layers"
+    if ours:
+        assert replace_moe_layers(engine, exact=case.exact, gate=case.gate, **options) == 2
+    return engine
+
+
+def autoep_layers(engine: Any) -> list[Any]:
+    return [module for module in engine.modules() if getattr(module, "_is_autoep_layer", False)]
+
+
+def tokens(rank: int, step: int, uneven: bool = False) -> torch.Tensor:
+    """[2, length] ids of a batch; uneven: rank r has some r times longer."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(VOCABULARY, (2, 24 if not uneven else 5 + 30 * rank), generator=generator)
+
+
+def run_steps(engine: Any, rank: int, case: Case, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """Losses and logits of every step, gradients of the first and last, parameters at the end."""
+    found: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        ids = tokens(rank, step, case.uneven)
+        with recorded_gradients(engine) as gradients:
+            output = engine(input_ids=ids, labels=ids)
+            engine.backward(output.loss)
+        engine.step()
+        found |= {f"loss {step}": output.loss.detach().clone(), f"logits {step}": output.logits.detach().clone()}
+        if step in (0, steps - 1):
+            found |= {f"gradient {step} {name}": gradient for name, gradient in gradients.items()}
+    return found | {"parameter " + name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Calls of our dispatch and of AutoEP's all-to-all, its DeepEP path and its router's own choice meanwhile."""
+    from deepspeed.module_inject import auto_ep_layer
+    from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+
+    calls = {"dispatch": 0, "AutoEP's all-to-all": 0, "AutoEP's choice": 0}
+
+    with contextlib.ExitStack() as undo:
+        for owner, name, key in (
+            (Buffer, "dispatch", "dispatch"),
+            (auto_ep_layer._AllToAllV, "apply", "AutoEP's all-to-all"),
+            (TokenChoiceTopKRouter, "forward", "AutoEP's choice"),
+        ):
+            own = getattr(owner, name)
+
+            def count(*args: Any, own: Any = own, key: str = key, **kwargs: Any) -> Any:
+                calls[key] += 1
+                return own(*args, **kwargs)
+
+            inherited = name not in vars(owner)
+            setattr(owner, name, staticmethod(count) if owner is auto_ep_layer._AllToAllV else count)
+            undo.callback(delattr, owner, name) if inherited else undo.callback(setattr, owner, name, own)
+        yield calls

@@ -1,0 +1,342 @@
+"""AutoEP's layers of transformers' models, swapped, against AutoEP's own: passes, steps, routers, the bias that balances, refusals."""
+
+import contextlib
+import copy
+import itertools
+import warnings
+
+import autoep_cases
+import pytest
+import torch
+from autoep_cases import Case, autoep_layers, build_engine, counted, ds_config, make_model, run_steps, tokens
+from deepspeed_cases import assert_equal, engine_ready, logged
+
+from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
+from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.options import Options, options_of
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
+pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
+from deepep_moe.integrations.deepspeed import autoep_bias
+from deepep_moe.integrations.deepspeed.autoep_router import GatedRouter, restore_router, swap_router
+
+RATE = 0.02
+
+
+def _known(cases: list[Case]) -> list[Case]:
+    """Without those whose models DeepSpeed cannot convert: up to 0.19.8 transformers 5.23 is new to it where router logits are recorded."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    if type(_CAN_RECORD_REGISTRY) is dict:
+        return cases
+    warnings.warn("DeepSpeed cannot convert Mixtral and Qwen3-MoE of this transformers: left out", stacklevel=2)
+    return [case for case in cases if case.family.startswith("deepseek")]
+
+
+# ---- whole models ----
+
+CASES = [
+    Case(),
+    Case(zero=2, uneven=True),
+    Case(zero=1, exact=False, recomputed=True),
+    Case("qwen3_moe", exact=False, recomputed=False, score_apply="pre"),
+    Case("deepseek_v2", zero=2, gate=False),
+    Case("deepseek_v2", recomputed=True, uneven=True),
+    Case("deepseek_v3", zero=1, recomputed=False, uneven=True),
+    Case("deepseek_v3", zero=3, exact=False),
+    Case("deepseek_v3", zero=2, score_apply="pre"),
+    Case("deepseek_v3", exact=False, score_apply="pre", uneven=True),
+]
+
+
+def _steps_worker(rank: int, num_ranks: int, cases: list[Case]) -> dict[str, float]:
+    worst = {}
+    with engine_ready():
+        for case in cases:
+            with counted() as calls:
+                own = run_steps(build_engine(case, False), rank, case)
+            num_forwards = autoep_cases.STEPS * 2 * (1 if case.recomputed is None else 2)
+            assert calls == {"dispatch": 0, "AutoEP's all-to-all": 2 * num_forwards, "AutoEP's choice": num_forwards}, f"{case}: {calls}"
+            with counted() as calls:
+                ours = run_steps(build_engine(case, True), rank, case)
+            chosen = 0 if case.gate else num_forwards
+            assert calls == {"dispatch": num_forwards, "AutoEP's all-to-all": 0, "AutoEP's choice": chosen}, f"{case}: {calls}"
+            worst[str(case)] = assert_equal(ours, own, f"{case}, rank {rank}", tolerance=case.tolerance)
+    return worst
+
+
+def test_steps_equal_autoep():
+    """Logits, losses, every gradient, parameters after steps of AdamW: with recomputation, uneven numbers of tokens, ZeRO 0 to 3."""
+    for name, value in run_ranks(_steps_worker, 2, _known(CASES), timeout_s=400)[0].items():
+        print(f"{value:.1e} {name}")
+
+
+# ---- one layer ----
+
+
+def _layer_pass(layer, x, cotangent):
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    (output * cotangent).float().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    return {"output": output.detach(), "input gradient": x.grad} | gradients
+
+
+def _layer_worker(rank: int, num_ranks: int) -> None:
+    tolerances = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+    generator = torch.Generator().manual_seed(rank)
+    with engine_ready():
+        engine = build_engine(Case("deepseek_v3"), False)
+        layer = autoep_layers(engine)[0]
+        for (dtype, lengths), score_apply in itertools.product(zip(tolerances, ((9, 0), (70, 3), (40, 40)), strict=True), ("pre", "post")):
+            layer.to(dtype).score_apply = score_apply
+            x, cotangent = (torch.randn(1, lengths[rank], 32, generator=generator).to(dtype) for _ in range(2))
+            restore_moe_layers(layer)
+            want = _layer_pass(layer, x, cotangent)
+            for exact in (True, False):
+                assert replace_moe_layers(layer, exact=exact) == 1
+                with counted() as calls:
+                    got = _layer_pass(layer, x, cotangent)
+                assert calls["dispatch"] == 1 and calls["AutoEP's all-to-all"] == 0
+                context = f"{dtype}, {score_apply}, {lengths[rank]} tokens, exact {exact}, rank {rank}"
+                assert_equal(got, want, context, tolerance=tolerances[dtype])
+        assert restore_moe_layers(engine) == 1 and len(shared) == 0
+        _all_tokens_to_one_rank(layer.float(), rank)
+
+
+def _all_tokens_to_one_rank(layer, rank):
+    """Experts of the other are not run without rows, of which grouped products have no gradient."""
+    x, cotangent = torch.randn(2, 1, 30, 32, generator=torch.Generator().manual_seed(rank))
+    num_rows = []
+    layer.router.e_score_correction_bias = torch.tensor([10.0] * 4 + [0.0] * 4)
+    want = _layer_pass(layer, x, cotangent)
+    layer.experts.register_forward_pre_hook(lambda _, inputs: num_rows.append((len(inputs[0]), int(inputs[1].sum()))))
+    for exact in (True, False):
+        replace_moe_layers(layer, exact=exact)
+        assert_equal(_layer_pass(layer, x, cotangent), want, f"exact {exact}, rank {rank}", tolerance=5e-6)
+    rows = 180 if rank == 0 else 1
+    assert num_rows == [(rows, rows)] * 2
+
+
+def test_layer_equals_autoep():
+    """All dtypes, weights before and after the experts, a rank without tokens, experts without."""
+    run_ranks(_layer_worker, 2)
+
+
+# ---- routers ----
+
+
+def _make_router(**options):
+    from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+
+    defaults = {"dim": 16, "num_experts": 12, "num_expert_groups": None, "num_limited_groups": None, "top_k": 3, "score_func": "sigmoid"}
+    router = TokenChoiceTopKRouter(**(defaults | {"route_norm": True, "route_scale": 1.0, "gate_bias": False} | options))
+    torch.nn.init.normal_(router.gate.weight)
+    return router
+
+
+def _route(router, x, bias):
+    """Weights and choice by expert, counts, and gradients."""
+    router.zero_grad()
+    x = x.clone().requires_grad_()
+    weights, experts, counts = router(x, bias)
+    order = experts.argsort(1)
+    weights, experts = weights.gather(1, order), experts.gather(1, order)
+    (weights * torch.randn(weights.shape, generator=torch.Generator().manual_seed(5))).sum().backward()
+    return {"weights": weights.detach(), "experts": experts, "counts": counts.long(), "x": x.grad, "gate": router.gate.weight.grad.clone()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score_func": "softmax", "route_norm": False},
+        {"score_func": "softmax", "gate_bias": True},
+        {"num_expert_groups": 4, "num_limited_groups": 2, "route_scale": 2.5},
+        {"num_expert_groups": 6, "num_limited_groups": 3, "group_score_func": "max", "score_func": "softmax", "route_norm": False},
+        {"num_expert_groups": 1, "num_limited_groups": 1, "top_k": 1, "route_norm": False},
+        {"top_k": 12},
+    ],
+)
+# Scores of bf16 logits tie, and between ties AutoEP chooses as topk happens to, unless a bias decides.
+@pytest.mark.parametrize(("dtype", "num_biases"), [(torch.float32, 0), (torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)])
+def test_router_equals_autoep(options, dtype, num_biases):
+    torch.manual_seed(3)
+    router = _make_router(**options).to(dtype)
+    biases = torch.randn(2, 12) / 10
+    if num_biases == 2:
+        router.e_score_correction_bias = torch.nn.Parameter(biases[1], requires_grad=False)
+    x, bias = torch.randn(200, 16).to(dtype), biases[0] if num_biases else None
+    want = _route(router, x, bias)
+    swap_router(router, Options())
+    assert type(router) is GatedRouter
+    with counted() as calls:
+        got = _route(router, x, bias)
+    assert calls["AutoEP's choice"] == 0
+    assert torch.equal(got["experts"], want["experts"]) and torch.equal(got["counts"], want["counts"])
+    assert_equal(got, want, str(options), tolerance=2e-6 if dtype == torch.float32 else 2e-2)
+    restore_router(router)
+    assert type(router).__name__ == "TokenChoiceTopKRouter" and not [name for name in vars(router) if "deepep_moe" in name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 40, "num_experts": 64}, "num_topk must be 1 to 32 for 64 experts, got 40"),
+        ({"num_expert_groups": 4, "num_limited_groups": 2, "group_score_func": "mean"}, "groups scored by 'mean', limited to 2"),
+        ({"score_func": "tanh"}, "does not know AutoEP's score function 'tanh'"),
+    ],
+)
+def test_router_says_why_autoep_chooses(changes, message):
+    router = _make_router(**changes)
+    swap_router(router, Options())
+    with logged() as messages, counted() as calls, pytest.raises(NotImplementedError) if "top_k" not in changes else torch.no_grad():
+        router(torch.randn(5, 16))
+    assert calls["AutoEP's choice"] == 1 and len(messages) == 1
+    assert messages[0].startswith("AutoEP's own router chooses, without the gate of deepep_moe: ") and message in messages[0]
+
+
+# ---- the bias ----
+
+
+def _biases(engine):
+    return [layer.router.e_score_correction_bias for layer in autoep_layers(engine)]
+
+
+def _forward_backward(engine, rank, step):
+    """One micro step; the counts over all ranks, by layer."""
+    found = []
+    hooks = [layer.router.register_forward_hook(lambda *call: found.append(call[2][2].long())) for layer in autoep_layers(engine)]
+    ids = tokens(rank, step)
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    for hook in hooks:
+        hook.remove()
+    counts = torch.stack(found)
+    torch.distributed.all_reduce(counts)
+    return counts
+
+
+def _optimizer_step(engine, rank, step=10):
+    """Two micro steps, after which biases have moved once; returns the load of the fullest expert, over the mean."""
+    before, counts = _copies(_biases(engine)), 0
+    for micro in range(2):
+        assert_equal(dict(enumerate(_biases(engine))), before, "no optimizer step yet")
+        counts = counts + _forward_backward(engine, rank, step + micro)
+        engine.step()
+    direction = torch.sign(counts.sum(1, keepdim=True) / counts.shape[1] - counts)
+    for i, bias in enumerate(_biases(engine)):
+        assert bias.dtype == torch.float32
+        torch.testing.assert_close(bias, before[i] + RATE * direction[i], atol=1e-7, rtol=0)
+    return float(counts.max() / counts.float().mean())
+
+
+def _copies(tensors):
+    return {i: tensor.clone() for i, tensor in enumerate(tensors)}
+
+
+def _make_balancing(case):
+    config = ds_config(case, optimizer={"type": "SGD", "params": {"lr": 0.0}}, gradient_accumulation_steps=2)
+    config["deepep_moe"] = {"enabled": True, "expert_bias_update_rate": RATE}
+    model = make_model(case)
+    return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def _balance_worker(rank: int, num_ranks: int, folder: str) -> None:
+    with engine_ready():
+        for case in (Case("deepseek_v3", zero=1, dtype="bf16"), Case("deepseek_v2")):
+            tag = case.family
+            engine = _make_balancing(case)
+            with _update_calls() as calls:
+                loads = []
+                for _ in range(8):
+                    loads.append(_optimizer_step(engine, rank))
+                    engine.eval()
+                    with torch.no_grad():
+                        engine(input_ids=tokens(rank, 99))  # counts for nothing
+                    engine.train()
+            assert calls == [(2, autoep_layers(engine)[0].num_experts)] * 8, "all layers in one call, once per optimizer step"
+            assert min(loads[2:]) < 0.9 * loads[0], f"{tag}: load of the fullest expert {loads}"
+
+            engine.save_checkpoint(folder, tag=tag)
+            resumed = _make_balancing(case)
+            resumed.load_checkpoint(folder, tag=tag)
+            assert_equal(_copies(_biases(resumed)), _copies(_biases(engine)), "of the checkpoint")
+            assert _optimizer_step(resumed, rank, 50) == _optimizer_step(engine, rank, 50)
+            assert_equal(_copies(_biases(resumed)), _copies(_biases(engine)), "a step later")
+
+            kept = _copies(_biases(engine))
+            assert restore_moe_layers(engine) == 2
+            for step in range(2):
+                _forward_backward(engine, rank, step)
+                engine.step()
+            assert_equal(_copies(_biases(engine)), kept, "moves no more")
+            assert not [name for name in engine.module.state_dict() if "deepep" in name]
+
+
+@contextlib.contextmanager
+def _update_calls():
+    """Shapes of the stacked biases that are moved meanwhile."""
+    shapes, own = [], autoep_bias.update_expert_bias
+
+    def update(bias, *arguments):
+        shapes.append(tuple(bias.shape))
+        own(bias, *arguments)
+
+    autoep_bias.update_expert_bias = update
+    yield shapes
+    autoep_bias.update_expert_bias = own
+
+
+def test_bias_balances_and_is_in_checkpoints(tmp_path):
+    """DeepSeek-V3's routers have a bias, DeepSeek-V2's are given one."""
+    run_ranks(_balance_worker, 2, str(tmp_path), timeout_s=300)
+
+
+# ---- options, refusals ----
+
+
+def test_options():
+    chosen = {"gate": False, "expert_bias_update_rate": 0.001}
+    assert options_of({"deepep_moe": chosen}) == Options(**chosen)
+    for section, error, message in (
+        ({"gate": "no"}, TypeError, "gate must be true or false, got 'no'"),
+        ({"expert_bias_update_rate": "0.1"}, TypeError, "expert_bias_update_rate must be a number or null, got '0.1'"),
+        ({"expert_bias_update_rate": True}, TypeError, "expert_bias_update_rate must be a number or null, got True"),
+        ({"expert_bias_update_rate": 0}, ValueError, "expert_bias_update_rate must be positive, such as 0.001, got 0"),
+    ):
+        with pytest.raises(error, match=message):
+            options_of({"deepep_moe": section})
+
+
+def _refused_worker(rank: int, num_ranks: int) -> None:
+    case = Case("deepseek_v3")
+    with engine_ready():
+        for expert_parallel, why in (
+            ({"autoep_size": 1}, "autoep_size is 1, every rank has all experts"),
+            ({"combine_impl": "legacy_bmm"}, "combine_impl is 'legacy_bmm', which this dispatch would bypass; leave it out"),
+        ):
+            config = ds_config(case)
+            config["expert_parallel"] |= expert_parallel
+            want = run_steps(build_engine(case, False, config=copy.deepcopy(config)), rank, case, 1)
+            with logged() as messages, counted() as calls:
+                got = run_steps(build_engine(case, True, config=config), rank, case, 1)
+            assert calls["dispatch"] == 0
+            assert_equal(got, want, why, tolerance=1e-5)
+            line = f"AutoEP's own dispatch is used, without deepep_moe: {why}"
+            assert messages.count(line) == (rank == 0), messages
+
+        engine = build_engine(case, False)
+        with pytest.raises(ValueError, match="expert_bias_update_rate needs the steps of DeepSpeed's engine"):
+            replace_moe_layers(engine.module, expert_bias_update_rate=0.001)
+        router = autoep_layers(engine)[0].router
+        del router.e_score_correction_bias
+        router.e_score_correction_bias = torch.nn.Parameter(torch.zeros(8))
+        with pytest.raises(ValueError, match="here it is a parameter, which the optimizer moves"):
+            replace_moe_layers(engine, expert_bias_update_rate=0.001)
+        assert restore_moe_layers(engine) == 0, "nothing was swapped"
+
+
+def test_what_is_refused_says_so():
+    run_ranks(_refused_worker, 2)
