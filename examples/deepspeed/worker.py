@@ -128,14 +128,15 @@ def evaluate(rank: int, num_ranks: int, settings: Settings) -> float:
     """The loss of the checkpoint in `settings.checkpoint` on text of its own, through the dispatcher of `settings`."""
     from deepep_moe.integrations.deepspeed.ranks import engine_ready
 
-    with engine_ready(settings.device) as device, torch.no_grad():
+    with engine_ready(settings.device) as device:
         engine = build_engine(settings)
         path, _ = engine.load_checkpoint(settings.checkpoint, tag=_TAG)
         if path is None:
             raise FileNotFoundError(f"no checkpoint of DeepSpeed in {settings.checkpoint!r}; run the training first")
         engine.eval()
         corpus = data.load_corpus()
-        losses = [engine(_batch(corpus, settings, 10**6 + i, device))[0] for i in range(4)]
+        with torch.no_grad():
+            losses = [engine(_batch(corpus, settings, 10**6 + i, device))[0] for i in range(4)]
         mean = torch.stack(losses).mean() / num_ranks
         dist.all_reduce(mean)
     return mean.item()

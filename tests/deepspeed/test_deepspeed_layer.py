@@ -231,7 +231,9 @@ def _built_worker(rank: int, num_ranks: int) -> None:
 
     from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
 
-    x, cotangent = torch.randn(20, HIDDEN), torch.randn(20, HIDDEN)
+    # Many rows an expert: for a single one a matrix product may take another way, and round other bits.
+    generator = torch.Generator().manual_seed(rank)
+    x, cotangent = (torch.randn(120, HIDDEN, generator=generator) for _ in range(2))
     with engine_ready():
         passes = []
         for kind in (module.MOELayer, PackedMOELayer):
