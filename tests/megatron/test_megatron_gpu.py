@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
 
-from deepep_moe.integrations.megatron import ranks
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.integrations.megatron.routing import topk_from_map, weights_at
+from deepep_moe.integrations.process_groups import default_group
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -69,7 +69,7 @@ def test_routing_kernels_interpreted():
 
 def regrouped(rank: int, num_ranks: int) -> None:
     before = dist.group.WORLD
-    with ranks._default_group("gloo"):
+    with default_group("gloo"):
         assert (dist.get_rank(), dist.get_world_size()) == (rank, num_ranks) and dist.group.WORLD is not before
         gathered = [torch.zeros(1) for _ in range(num_ranks)]
         dist.all_gather(gathered, torch.full((1,), float(rank)))
