@@ -1,11 +1,15 @@
-"""The default process group over another backend, for a while."""
+"""What integrations ask of process groups: one over another backend, a GPU for each rank, a bound that all ranks agree on."""
 
 import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
+
+# Bounds agreed at run time are rounded up to a multiple of this, so that slightly longer batches still fit.
+_HEADROOM = 128
 
 
 @contextlib.contextmanager
@@ -20,3 +24,21 @@ def default_group(backend: str) -> Iterator[None]:
     dist.destroy_process_group()
     if rank == 0:
         shutil.rmtree(str(folder[0]), ignore_errors=True)
+
+
+def take_gpu(undo: contextlib.ExitStack) -> torch.device:
+    """Makes GPU r that of rank r, and the default group one over NCCL until `undo`. Collective. Raises ValueError for too few GPUs."""
+    rank, num_ranks, num_gpus = dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()
+    if num_ranks > num_gpus:
+        raise ValueError(f"{num_ranks} ranks need a GPU each, this process sees {num_gpus}; start fewer, or make more visible")
+    torch.cuda.set_device(rank)
+    if dist.get_backend() != "nccl":
+        undo.enter_context(default_group("nccl"))
+    return torch.device("cuda", rank)
+
+
+def agree_on_bound(group: dist.ProcessGroup, num_tokens: int, device: torch.device) -> int:
+    """The largest `num_tokens` of the group, rounded up. Collective."""
+    largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return -(-int(largest.item()) // _HEADROOM) * _HEADROOM

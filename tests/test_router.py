@@ -249,3 +249,12 @@ def test_aux_loss_errors():
         ops.global_aux_loss(shares[:3], topk_idx, counts, coefficient=1.0)
     with pytest.raises(ValueError, match=r"num_tokens_per_expert must be \[4\], as shares have it, got shape \[3\]"):
         ops.global_aux_loss(shares, topk_idx, counts[:3], coefficient=1.0)
+
+
+def test_losses_say_where_shares_come_from():
+    logits = torch.zeros(2, 4)
+    output = ops.gate_full(logits, 2)
+    with pytest.raises(TypeError, match=r"shares must be a tensor, got None; gate_full\(..., shares=True\) gives them"):
+        ops.sequence_aux_loss(output.shares, output.topk_idx, 2, coefficient=1.0)
+    with pytest.raises(TypeError, match=r"shares must be a tensor, got None; gate_full\(..., shares=True\) gives them"):
+        ops.global_aux_loss(output.shares, output.topk_idx, output.num_tokens_per_expert, coefficient=1.0)

@@ -79,6 +79,7 @@ def sequence_aux_loss(shares: Tensor, topk_idx: Tensor, num_tokens_per_sequence:
         fp32 scalar, the same in every run: floats are added in a fixed order.
 
     Raises:
+        TypeError: shares are None, which `gate_full` gives without `shares=True`.
         ValueError: the shapes do not match, or the lengths do not add up to num_tokens.
     """
     _check_shares(shares, topk_idx)
@@ -120,6 +121,7 @@ def global_aux_loss(
         fp32 scalar, the same in every run: floats are added in a fixed order.
 
     Raises:
+        TypeError: shares are None, which `gate_full` gives without `shares=True`.
         ValueError: the shapes do not match.
     """
     _check_shares(shares, topk_idx)
@@ -134,7 +136,9 @@ def global_aux_loss(
     return coefficient * num_experts * (fractions * shares.sum(dim=0)).sum() / num_tokens
 
 
-def _check_shares(shares: Tensor, topk_idx: Tensor) -> None:
+def _check_shares(shares: Tensor | None, topk_idx: Tensor) -> None:
+    if not isinstance(shares, Tensor):
+        raise TypeError(f"shares must be a tensor, got {shares!r}; gate_full(..., shares=True) gives them")
     if shares.dim() != 2 or topk_idx.dim() != 2 or shares.shape[0] != topk_idx.shape[0]:
         raise ValueError(
             f"shares must be [num_tokens, num_experts] and topk_idx [num_tokens, num_topk], got {list(shares.shape)} and "

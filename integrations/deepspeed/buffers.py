@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from deepep_moe.buffer import Buffer
 from deepep_moe.integrations.deepspeed.options import Options
+from deepep_moe.integrations.process_groups import agree_on_bound
 
-# Bounds agreed at run time are rounded up to a multiple of this, so that slightly longer batches still fit.
-_HEADROOM = 128
 # Backends of CPU tensors need no bound: their memory does not depend on it.
 _UNBOUNDED = 2**31 - 1
 
@@ -49,7 +48,7 @@ class BufferRegistry:
         if device.type == "cpu":
             bound = _UNBOUNDED
         else:
-            bound = (options.num_max_tokens_per_rank or _agree(group, num_tokens, device)) * (plan.num_topk if options.exact else 1)
+            bound = (options.num_max_tokens_per_rank or agree_on_bound(group, num_tokens, device)) * (plan.num_topk if options.exact else 1)
         if not self._buffers:
             atexit.register(self.destroy)
         num_experts = plan.num_local_experts * dist.get_world_size(group)
@@ -67,13 +66,6 @@ class BufferRegistry:
         atexit.unregister(self.destroy)
         while self._buffers:
             self._buffers.popitem()[1].destroy()
-
-
-def _agree(group: dist.ProcessGroup, num_tokens: int, device: torch.device) -> int:
-    """The largest `num_tokens` of the group, rounded up. Collective."""
-    largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return -(-int(largest.item()) // _HEADROOM) * _HEADROOM
 
 
 shared = BufferRegistry()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe.integrations.deepspeed.buffers import shared
-from deepep_moe.integrations.process_groups import default_group
+from deepep_moe.integrations.process_groups import take_gpu
 
 DEVICES = ("cpu", "cuda")
 
@@ -50,17 +50,12 @@ def _set_up_cpu() -> torch.device:
 
 
 def _set_up_gpu(undo: contextlib.ExitStack) -> torch.device:
-    rank, num_ranks, num_gpus = dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()
-    if num_ranks > num_gpus:
-        raise ValueError(f"{num_ranks} ranks need a GPU each, this process sees {num_gpus}; start fewer, or make more visible")
-    torch.cuda.set_device(rank)
-    if dist.get_backend() != "nccl":
-        undo.enter_context(default_group("nccl"))
+    device = take_gpu(undo)
     import deepspeed
 
     _quiet()
     deepspeed.init_distributed(dist_backend="nccl", verbose=False)
-    return torch.device("cuda", rank)
+    return device
 
 
 def _quiet() -> None:

@@ -8,9 +8,7 @@ import torch.distributed as dist
 
 import deepep_moe
 from deepep_moe.errors import BufferDestroyedError
-
-# Bounds agreed at run time are rounded up to a multiple of this, so that slightly longer batches still fit.
-_HEADROOM = 128
+from deepep_moe.integrations.process_groups import agree_on_bound
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class BufferRegistry:
             raise BufferDestroyedError("deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() again")
         key = (group, hidden, num_experts, num_topk)
         if key not in self._buffers:
-            bound = self.options.num_max_tokens_per_rank or _agree(group, num_tokens, device)
+            bound = self.options.num_max_tokens_per_rank or agree_on_bound(group, num_tokens, device)
             self._buffers[key] = deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend)
         return self._buffers[key]
 
@@ -62,10 +60,3 @@ class BufferRegistry:
         self._closed = True
         while self._buffers:
             self._buffers.popitem()[1].destroy()
-
-
-def _agree(group: dist.ProcessGroup, num_tokens: int, device: torch.device) -> int:
-    """The largest `num_tokens` of the group, rounded up. Collective."""
-    largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return -(-int(largest.item()) // _HEADROOM) * _HEADROOM

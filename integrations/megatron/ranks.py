@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
 from deepep_moe.integrations.megatron.plugin import disable, enable
 from deepep_moe.integrations.megatron.without_te import disable_without_te, enable_without_te
-from deepep_moe.integrations.process_groups import default_group
+from deepep_moe.integrations.process_groups import take_gpu
 
 DEVICES = ("cpu", "cuda")
 
@@ -56,18 +56,13 @@ def _set_up_cpu(undo: contextlib.ExitStack) -> torch.device:
 
 
 def _set_up_gpu(undo: contextlib.ExitStack) -> torch.device:
-    rank, num_ranks, num_gpus = dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()
-    if num_ranks > num_gpus:
-        raise ValueError(f"{num_ranks} ranks need a GPU each, this process sees {num_gpus}; start fewer, or make more visible")
-    torch.cuda.set_device(rank)
-    if dist.get_backend() != "nccl":
-        undo.enter_context(default_group("nccl"))
+    device = take_gpu(undo)
     enable_without_te()
     undo.callback(disable_without_te)
     # Megatron compiles small functions with torch.compile, which takes seconds in each process and again for new shapes.
     torch.compiler.set_stance("force_eager")
     undo.callback(torch.compiler.set_stance, "default")
-    return torch.device("cuda", rank)
+    return device
 
 
 def _initialize(undo: contextlib.ExitStack, *, ep: int, tp: int, etp: int, seed: int) -> None:
