@@ -1,6 +1,6 @@
 """Expert parallelism for mixture-of-experts training.
 
-`Buffer` moves tokens between ranks and their experts; `deepep_moe.ops` has gating; `deepep_moe.nn` a router and a MoE layer;
+`Buffer` moves tokens between ranks and their experts, `LowLatencyBuffer` small batches of them; `deepep_moe.ops` has gating; `deepep_moe.nn` a router and a MoE layer;
 `deepep_moe.integrations` the adapters; `deepep_moe.reference` what every operation means.
 """
 
@@ -10,5 +10,9 @@ from deepep_moe.buffer import Buffer, DispatchOutput, Layout
 from deepep_moe.event import Event
 from deepep_moe.features import features
 from deepep_moe.handle import DispatchHandle
+from deepep_moe.low_latency import LowLatencyBuffer, LowLatencyHandle, LowLatencyOutput
 
-__all__ = ["Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "__version__", "errors", "features"]
+__all__ = [
+    "Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput", "__version__",
+    "errors", "features",
+]  # fmt: skip

@@ -48,3 +48,7 @@ class Event:
     def query(self) -> bool:
         """True when `wait` would not block."""
         return (self._future is None or self._future.done()) and (self._recorded is None or self._recorded.query())
+
+    def is_over(self) -> bool:
+        """Has the operation ended? Of a call in two halves: not before `wait`."""
+        return self._second_half is None and self.query()

@@ -15,12 +15,6 @@
 
 #include "common/types.h"
 
-#if defined(__CUDACC__)
-#define DEEPEP_MOE_HD __host__ __device__
-#else
-#define DEEPEP_MOE_HD
-#endif
-
 namespace deepep_moe {
 
 constexpr int kMaxGpuRanks = 8;
@@ -29,7 +23,6 @@ constexpr int kReducedSlots = 8;         // rows of the outbox that a sending wa
 constexpr int kArrivedStride = 16;       // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
 constexpr int kPlanThreads = 512;        // of one block of the plan, which counts one segment of the tokens
 constexpr int kMaxSegments = 64;         // blocks of the plan; all must be on the GPU at once
-constexpr int kMaxReasonBytes = 240;
 constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
 
 struct GpuWorkspaceConfig {

@@ -4,6 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 
+// For what processors and GPUs both call.
+#if defined(__CUDACC__)
+#define DEEPEP_MOE_HD __host__ __device__
+#else
+#define DEEPEP_MOE_HD
+#endif
+
 namespace deepep_moe {
 
 constexpr int kMaxRanks = 64;
@@ -11,6 +18,7 @@ constexpr int kMaxTopk = 32;
 constexpr int kMaxChannels = 64;
 constexpr int kScaleBlock = 128;  // columns of an fp8 row that share one fp32 scale
 constexpr int kRowAlignment = 16; // bytes a row must be a multiple of
+constexpr int kMaxReasonBytes = 240;  // of a refusal, as its peers are told
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3 };
 enum class Layout : int { kRank = 0, kExpert = 1 };

@@ -68,7 +68,7 @@ def check_quantizable(x: Any, x_scales: Tensor | None) -> None:
 # ---- of a call ----
 
 
-def _check_tensor(
+def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None
 ) -> None:
     if not isinstance(tensor, Tensor):
@@ -96,7 +96,7 @@ def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, 
     if isinstance(x, Tensor) and x.dim() != 2:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [num_tokens, {settings.hidden}]")
     rows = num_rows if num_rows is not None else (x.shape[0] if isinstance(x, Tensor) else 0)
-    _check_tensor(name, x, (rows, settings.hidden), dtypes)
+    check_tensor(name, x, (rows, settings.hidden), dtypes)
     row_bytes = settings.hidden * x.element_size()
     if row_bytes % _C.ROW_ALIGNMENT:
         raise ValueError(
@@ -112,13 +112,13 @@ def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
         raise ValueError(f"x is {DTYPE_NAMES[x.dtype]} and x_scales is {given}; fp8 rows, and only they, have scales")
     if x_scales is not None:
         num_scales = -(-x.shape[1] // _C.SCALE_BLOCK)
-        _check_tensor("x_scales", x_scales, (x.shape[0], num_scales), (torch.float32,), x.device)
+        check_tensor("x_scales", x_scales, (x.shape[0], num_scales), (torch.float32,), x.device)
         _check_address("x_scales", x_scales)
 
 
 def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
     if weights is not None:
-        _check_tensor(name, weights, shape, (torch.float32,), x.device)
+        check_tensor(name, weights, shape, (torch.float32,), x.device)
 
 
 def _check_layout(layout: str, expert_alignment: int) -> None:
@@ -138,7 +138,7 @@ def check_device(x: Tensor, backend: Backend) -> None:
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_rows("x", args.x, None, s, tuple(DTYPE_NAMES))
     num_tokens = args.x.shape[0]
-    _check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device)
+    check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
     _check_scales(args.x, args.x_scales)
     _check_layout(args.layout, args.expert_alignment)
@@ -153,12 +153,12 @@ def check_dispatch(args: DispatchArgs, s: Settings) -> None:
 
 def _check_handle(handle: DispatchHandle, s: Settings) -> None:
     """Do the handle's tensors fit the buffer and each other? (What they hold is the dispatch's and must not be changed.)"""
-    _check_tensor("handle.topk_idx", handle.topk_idx, (handle.num_tokens, s.num_topk), (torch.int32,))
-    _check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))
+    check_tensor("handle.topk_idx", handle.topk_idx, (handle.num_tokens, s.num_topk), (torch.int32,))
+    check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))
     if handle.layout == "expert" and not handle.recv_counts.is_cuda:
         least = int(handle.recv_counts.sum())
         shape = (max(least, len(handle.recv_row_idx)), s.num_topk)  # there may be more room
-        _check_tensor("handle.recv_row_idx", handle.recv_row_idx, shape, (torch.int32,))
+        check_tensor("handle.recv_row_idx", handle.recv_row_idx, shape, (torch.int32,))
 
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
@@ -182,7 +182,7 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
         )
     _check_weights("topk_weights", args.weights, (handle.num_rows,), args.x)
     if args.bias is not None:
-        _check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (args.x.dtype,), args.x.device)
+        check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (args.x.dtype,), args.x.device)
         _check_address("bias", args.bias)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
     _check_weights("lane_values", args.lane_values, shape, args.x)

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,13 @@ from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Settings
 from deepep_moe.backends.collective import CollectiveBackend
 from deepep_moe.backends.messages import gather_objects
+from deepep_moe.backends.low_latency import LowLatencyBackend, NvlinkLowLatencyBackend, ShmLowLatencyBackend
 from deepep_moe.backends.nvlink import NvlinkBackend
 from deepep_moe.backends.shm import ShmBackend
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError
 
 logger = logging.getLogger("deepep_moe")
+_Connecting = TypeVar("_Connecting", ShmBackend, NvlinkBackend, ShmLowLatencyBackend, NvlinkLowLatencyBackend)
 BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
 _NOT_BUILT = "it is not built in this version; use backend='auto', or 'collective' for GPU tensors over NCCL"
 
@@ -91,12 +93,10 @@ def why_not_nvlink(peers: list[Introduction]) -> str | None:
     return f"ranks {without} see no CUDA device" if without else None
 
 
-def _make_connected(
-    make: "Callable[[], ShmBackend | NvlinkBackend]", settings: Settings, group: "dist.ProcessGroup | None"
-) -> Backend | str:
+def _make_connected(make: "Callable[[], _Connecting]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Connecting | str":
     """The backend, with every rank's memory mapped, or the reason why some rank cannot reach another. The same on every rank."""
     failure: str | None = None
-    backend: ShmBackend | NvlinkBackend | None = None
+    backend: _Connecting | None = None
     address: Any = None
     try:
         backend = make()
@@ -141,3 +141,31 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
         if settings.rank == 0:
             logger.info("Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, made)
     return CollectiveBackend(settings, group, [(peer.host, peer.process_id) for peer in peers])
+
+
+def make_low_latency_backend(
+    name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
+) -> LowLatencyBackend:
+    """The backend called `name`, or under "auto" the one for the group's tensors. Collective.
+
+    Raises BackendUnavailableError with the reason and the fix.
+    """
+    on_gpus = all(peer.has_gpu and "nccl" in peer.group_backend for peer in peers)
+    made: LowLatencyBackend | str
+    if name == "nvlink" or (name == "auto" and on_gpus):
+        made = why_not_nvlink(peers) or _make_connected(lambda: NvlinkLowLatencyBackend(settings, mask_stalled), settings, group)
+    else:
+        made = (
+            _why_too_many(peers)
+            or why_not_shm(peers)
+            or _make_connected(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
+        )
+    if isinstance(made, str):
+        raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {made}; use Buffer")
+    return made
+
+
+def _why_too_many(peers: list[Introduction]) -> str | None:
+    if len(peers) > _C.LOW_LATENCY_MAX_RANKS:
+        return f"low-latency buffers serve at most {_C.LOW_LATENCY_MAX_RANKS} ranks, this group has {len(peers)}"
+    return None

@@ -1,7 +1,19 @@
 """What every operation of the library means, in plain PyTorch: slow, short and obviously right."""
 
+from deepep_moe.reference import low_latency
 from deepep_moe.reference.exchange import Received, combine, combine_lane_values, dispatch, layout, rank_of
 from deepep_moe.reference.gate import gate, gate_shares
 from deepep_moe.reference.quant import quantize_fp8
 
-__all__ = ["Received", "combine", "combine_lane_values", "dispatch", "gate", "gate_shares", "layout", "quantize_fp8", "rank_of"]
+__all__ = [
+    "Received",
+    "combine",
+    "combine_lane_values",
+    "dispatch",
+    "gate",
+    "gate_shares",
+    "layout",
+    "low_latency",
+    "quantize_fp8",
+    "rank_of",
+]

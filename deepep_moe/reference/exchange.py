@@ -114,7 +114,7 @@ def dispatch(
     return [_receive(r, x, topk_idx, topk_weights, num_experts, layout, expert_alignment, x_scales) for r in range(len(x))]
 
 
-def _expert_side(received: Received, x: Tensor, weights: Tensor | None, slot: int) -> Tensor:
+def expert_side(received: Received, x: Tensor, weights: Tensor | None, slot: int) -> Tensor:
     """One token's row on one rank: the sum over its local lanes, ascending, in fp32, rounded once to x's dtype."""
     rows = list(dict(sorted(received.row_of_lane[slot].items())).values()) if received.layout == "expert" else [slot]
     total = torch.zeros(x.shape[1])
@@ -139,7 +139,7 @@ def combine(
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
     for rank, there in enumerate(received):
         for slot, (source, token) in enumerate(there.tokens):
-            row = _expert_side(there, x[rank], None if weights is None else weights[rank], slot)
+            row = expert_side(there, x[rank], None if weights is None else weights[rank], slot)
             totals[source][token] = totals[source][token] + row.float()
     if bias is not None:
         totals = [total + b.float() for total, b in zip(totals, bias, strict=True)]

@@ -1,0 +1,138 @@
+// Low-latency dispatch and combine, on processors and GPUs alike: what lies in one rank's workspace, which its peers write, and what a
+// call is made of.
+//
+//   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[num_ranks][kMaxReasonBytes] | kTurns turns, each:
+//     entered u64[num_ranks] | num_tokens i32[num_ranks] | counts i32[num_ranks][num_local_experts] |
+//     lanes LowLatencyLane[num_ranks][num_max_tokens][num_topk] | arrived u64[num_ranks][num_max_tokens][kArrivedWords] |
+//     slots [num_ranks][num_max_tokens] of slot_bytes
+//
+// Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in the
+// order in which they send, the same on every rank; call n uses turn n % kTurns. Flags (`entered`, `arrived`) hold the number of their call
+// above what the rank does in it, so nothing is cleared between calls. At most kMaxInFlight calls are sent and not yet received: a
+// rank that sends call n has received n - 2, for which all had sent n - 2, for which all had received n - 4. So turns never meet, without
+// any word from a receiver.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace deepep_moe {
+
+constexpr int kTurns = 4, kMaxInFlight = 2;
+constexpr int kLowLatencyMaxRanks = 8;
+constexpr int kArrivedWords = 16;  // of one flag of `arrived`, of which the first is used: each has its own line of memory
+constexpr int kWhatBits = 8;       // of a flag, below the number of its call
+
+enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };
+
+// What a rank does in a call, in the low bits of its flags; all must do the same.
+struct LowLatencyWhat {
+    LowLatencyOperation operation;
+    DType dtype;        // of x
+    bool fp8;           // rows travel as e4m3 with a scale for kScaleBlock columns
+    bool is_rounded;    // dispatch: scales are powers of two
+    bool has_weights;   // dispatch: topk_weights travel
+    bool is_refused;    // the rank refuses its arguments, for the reason in `reasons`
+
+    DEEPEP_MOE_HD constexpr unsigned packed() const {
+        return static_cast<unsigned>(operation) | static_cast<unsigned>(dtype) << 1 | fp8 << 3 | is_rounded << 4 | has_weights << 5 | is_refused << 6;
+    }
+};
+
+// One lane of a token on its way to its expert's rank.
+struct alignas(8) LowLatencyLane {
+    int16_t expert;   // local there; -1: not on that rank
+    uint16_t index;   // tokens of the source before this one with the same expert
+    float weight;     // 1 without topk_weights
+};
+
+// One lane of a token that was received: its row, expert * capacity + place, or -1; and its weight.
+struct alignas(8) LowLatencyRow {
+    int32_t row;
+    float weight;
+};
+
+struct LowLatencyConfig {
+    int num_ranks, num_experts, num_topk, hidden;
+    int64_t num_max_tokens;
+    DEEPEP_MOE_HD int num_local_experts() const { return num_experts / num_ranks; }
+    DEEPEP_MOE_HD int64_t capacity() const { return num_ranks * num_max_tokens; }  // rows of a local expert
+};
+
+DEEPEP_MOE_HD constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+struct LowLatencyLayout {
+    int64_t resumed, left, reasons, turns, total_bytes;
+    int64_t entered, num_tokens, counts, lanes, arrived, slots, turn_bytes;  // in a turn
+    int64_t slot_bytes;
+
+    LowLatencyLayout() = default;
+    DEEPEP_MOE_HD explicit LowLatencyLayout(const LowLatencyConfig& c) : resumed(0), slot_bytes(round_up(4 * static_cast<int64_t>(c.hidden), 128)) {
+        const int64_t ranks = c.num_ranks, tokens = ranks * c.num_max_tokens;
+        left = 8 * ranks;
+        reasons = left + 8 * ranks;
+        turns = round_up(reasons + kMaxReasonBytes * ranks, 128);
+        entered = 0;
+        num_tokens = 8 * ranks;
+        counts = num_tokens + 4 * ranks;
+        lanes = round_up(counts + 4 * ranks * c.num_local_experts(), 128);
+        arrived = round_up(lanes + static_cast<int64_t>(sizeof(LowLatencyLane)) * tokens * c.num_topk, 128);
+        slots = arrived + 8 * kArrivedWords * tokens;
+        turn_bytes = slots + tokens * slot_bytes;
+        total_bytes = turns + kTurns * turn_bytes;
+    }
+};
+
+// What one rank remembers of a dispatch for its combines, in memory of the caller:
+//   call u64 | num_tokens i32[kLowLatencyMaxRanks] from each rank | rank_masks u32[num_max_tokens] | rows LowLatencyRow[num_ranks][num_max_tokens][num_topk]
+// Bit r of a rank mask: the token was sent to rank r.
+struct LowLatencyHandleLayout {
+    int64_t num_tokens, rank_masks, rows, total_bytes;
+    DEEPEP_MOE_HD explicit LowLatencyHandleLayout(const LowLatencyConfig& c)
+        : num_tokens(8),
+          rank_masks(num_tokens + 4 * kLowLatencyMaxRanks),
+          rows(round_up(rank_masks + 4 * c.num_max_tokens, 16)),
+          total_bytes(round_up(rows + static_cast<int64_t>(sizeof(LowLatencyRow)) * c.capacity() * c.num_topk, 16)) {}
+};
+
+// Sums over all calls, in memory of the caller: num_tokens_per_expert i64[num_local_experts] received | wait_ns i64[num_ranks] from a receiver's
+// start until it had heard of each rank | num_dropped i64, (token, expert) pairs of this rank whose rank was masked.
+struct LowLatencyStatistics {
+    int64_t *num_tokens_per_expert, *wait_ns, *num_dropped;
+    DEEPEP_MOE_HD LowLatencyStatistics(const LowLatencyConfig& c, int64_t* all)
+        : num_tokens_per_expert(all), wait_ns(all + c.num_local_experts()), num_dropped(wait_ns + c.num_ranks) {}
+};
+
+struct LowLatencyDispatchParams {
+    LowLatencyWhat what;
+    int64_t* statistics;        // LowLatencyStatistics
+    bool is_int64;              // topk_idx
+    int num_tokens;
+    const std::byte* x;         // [num_tokens, hidden]
+    const void* topk_idx;       // [num_tokens, num_topk] int32 or int64, -1 = no expert
+    const float* topk_weights;  // [num_tokens, num_topk], or nullptr
+    std::byte* handle;          // LowLatencyHandleLayout, out
+    std::byte* recv_x;          // [num_local_experts, capacity, hidden] dtype of x, or e4m3
+    void* recv_x_scales;        // fp8: [num_local_experts, hidden / 128, capacity] fp32, or rounded [num_local_experts, ceil(hidden / 512), capacity]
+                                // int32 of four biased exponents, the first in the lowest byte
+    int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
+};
+
+struct LowLatencyCombineParams {
+    LowLatencyWhat what;
+    int64_t* statistics;        // LowLatencyStatistics
+    int num_tokens;             // of this rank, in the dispatch
+    const std::byte* handle;    // of the dispatch
+    std::byte* call;            // u64, out of the half that sends: the number of the call, for the half that receives
+    const std::byte* x;         // [num_local_experts, capacity, hidden]
+    std::byte* combined_x;      // [num_tokens, hidden]
+};
+
+// The scale of a block of an fp8 row whose largest magnitude is m, kFp8Least at least, is m / kFp8Largest, as DeepSeek-V3 has it (arXiv:2412.19437,
+// section 3.3.2), or the next power of two: 2 to this biased exponent.
+constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3
+DEEPEP_MOE_HD constexpr uint32_t rounded_exponent(uint32_t scale_bits) { return (scale_bits + 0x7fffffu) >> 23; }
+
+}  // namespace deepep_moe

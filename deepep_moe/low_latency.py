@@ -1,0 +1,373 @@
+"""`LowLatencyBuffer`: dispatch and combine for batches so small that launches and waits, not bytes, take the time."""
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe import config
+from deepep_moe.backends.base import Settings
+from deepep_moe.backends.checks import check_settings
+from deepep_moe.backends.low_latency import (
+    CombineCall,
+    DispatchCall,
+    LowLatencyBackend,
+    check_combine,
+    check_dispatch,
+    check_low_latency_settings,
+    num_scale_columns,
+)
+from deepep_moe.backends.select import introduce, make_low_latency_backend
+from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.event import Event
+
+logger = logging.getLogger("deepep_moe")
+_numbers = itertools.count()
+_BACKENDS = ("auto", "shm", "nvlink")
+MAX_IN_FLIGHT = 2
+"""Calls that may be sent and not yet received."""
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyHandle:
+    """Where the rows of one dispatch came from: what `combine` needs to bring them back, any number of times. Immutable."""
+
+    buffer_id: int
+    num_tokens: int
+    """Of this rank."""
+    state: Tensor
+    """uint8, on the device of the dispatch: csrc/common/low_latency.h says what it holds."""
+
+
+class LowLatencyOutput(NamedTuple):
+    """What a rank received. `capacity` is num_ranks * num_max_tokens_per_rank."""
+
+    recv_x: Tensor
+    """[num_local_experts, capacity, hidden], dtype of `x` or float8_e4m3fn: rows of each local expert, by (source rank, token); behind the
+    `num_recv_tokens_per_expert` first of an expert nothing is written."""
+    recv_x_scales: Tensor | None
+    """With `fp8`, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them: [num_local_experts, capacity, hidden / 128] fp32, or, with
+    `scale_format="ue8m0"`, [num_local_experts, capacity, ceil(hidden / 512)] int32, each four biased exponents, the first in its lowest byte."""
+    num_recv_tokens_per_expert: Tensor
+    """[num_local_experts] int32, on the device."""
+    handle: LowLatencyHandle
+    event: Event | None
+    hook: Callable[[], None] | None
+
+
+class LowLatencyStatistics(NamedTuple):
+    """Sums over all calls since the buffer was made or `reset_statistics`, as int64 tensors on the device; reading them waits for it."""
+
+    num_tokens_per_expert: Tensor
+    """[num_local_experts] rows received."""
+    wait_ns: Tensor
+    """[num_ranks] nanoseconds from a receiver's start until it had heard of each rank: who is late."""
+    num_dropped: Tensor
+    """[] (token, expert) pairs of this rank that were not sent, as the expert's rank was masked."""
+
+
+class LowLatencyBuffer:
+    """Dispatch and combine with one kernel each, no wait on the host, and a hook to receive with.
+
+    Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer and then make the same calls in
+    the same order; token counts may differ from rank to rank and call to call. A token crosses a link once per rank, and is copied to its
+    experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may be captured in CUDA
+    graphs. No gradients: training with large batches has `Buffer`.
+
+    With `return_hook=True` a call sends and returns, `hook()` receives; in between no multiprocessor is held. At most two calls may be
+    sent and not received, which is what double-batch overlap needs (`deepep_moe.nn.overlap`).
+
+    Args:
+        group: the process group; None means the default group where torch.distributed is initialized, else this process alone.
+        num_max_tokens_per_rank: most tokens one rank may dispatch in a call, 1 to 65535.
+        hidden: columns of a row: a multiple of 16 bytes; with `fp8`, of 128 columns.
+        num_experts: of all ranks together, a multiple of the group's size.
+        num_topk: experts per token, at most 32.
+        backend: "auto", `nvlink` (GPUs of one host that reach each other) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink` on
+            GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0.
+        timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
+        mask_stalled: mask a rank that misses the deadline, and go on without it, instead of failing; see `mask_rank`.
+
+    Raises:
+        ValueError: a bad argument. The peers raise EPPeerError.
+        EPMismatchError: ranks gave different settings; the message names them.
+        BackendUnavailableError: no backend, or not the named one, can serve here; the message says why and what to do.
+    """
+
+    def __init__(
+        self,
+        group: "dist.ProcessGroup | None",
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        backend: str = "auto",
+        timeout_s: float | None = None,
+        mask_stalled: bool = False,
+    ):
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        if rank < 0:
+            raise ValueError("this process is not a member of the group; create the LowLatencyBuffer on the group's ranks only")
+        s = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
+        error: Exception | None = None
+        num_threads = 1
+        try:
+            s = check_low_latency_settings(check_settings(s, backend, _BACKENDS, timeout_s))
+            num_threads = config.num_threads(num_ranks)
+        except (TypeError, ValueError) as refused:
+            error = refused
+        peers = introduce(s, backend, num_threads, error, group)
+        self._settings = s
+        self._backend: LowLatencyBackend | None = make_low_latency_backend(backend, s, peers, group, mask_stalled)
+        self.backend: str = self._backend.name
+        self._number = next(_numbers)
+        self._in_flight: list[Event] = []
+        self._combine_input: dict[torch.dtype, Tensor] = {}
+        self._statistics = self._backend.zeros(s.num_local_experts + num_ranks + 1, torch.int64)
+        self._masks_told: set[int] = set()
+        if rank == 0:
+            logger.info(
+                "LowLatencyBuffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, %.1f MiB of shared memory per rank",
+                self.backend, num_ranks, num_experts, num_topk, hidden, self._backend.workspace_bytes / 2**20,
+            )  # fmt: skip
+
+    # ---- what it is ----
+
+    @property
+    def num_ranks(self) -> int:
+        return self._settings.num_ranks
+
+    @property
+    def rank(self) -> int:
+        return self._settings.rank
+
+    @property
+    def num_local_experts(self) -> int:
+        return self._settings.num_local_experts
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a local expert: num_ranks * num_max_tokens_per_rank."""
+        return self._settings.num_ranks * self._settings.num_max_tokens_per_rank
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Shared memory this rank owns, bytes; docs/design.md has the formula."""
+        return self._alive().workspace_bytes
+
+    def __repr__(self) -> str:
+        s = self._settings
+        what = f"{s.num_experts} experts, top-{s.num_topk}, hidden {s.hidden}, {s.num_max_tokens_per_rank} tokens"
+        return f"LowLatencyBuffer({self.backend if self._backend is not None else 'destroyed'}, rank {s.rank} of {s.num_ranks}, {what})"
+
+    # ---- what it does ----
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        fp8: bool = False,
+        scale_format: str = "fp32",
+        async_op: bool = False,
+        return_hook: bool = False,
+    ) -> LowLatencyOutput:
+        """Send every token to the ranks of its experts. Collective.
+
+        Args:
+            x: [num_tokens, hidden] contiguous, bf16, fp16 or fp32; 0 to num_max_tokens_per_rank tokens.
+            topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, no expert twice in a row.
+            topk_weights: [num_tokens, num_topk] fp32: with which `combine` weighs the rows of this dispatch; None: a plain sum.
+            fp8: rows as float8_e4m3fn, quantized while they are sent (`deepep_moe.ops.quantize_fp8`), with one scale for 128 columns.
+            scale_format: of these, "fp32"; or "ue8m0": scales rounded up to powers of two.
+            async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`.
+            return_hook: send and return; the results may be read, and the arguments changed, after `output.hook()`, which on a GPU receives
+                on the stream that is current then.
+
+        Raises:
+            TypeError, ValueError: bad arguments, or two calls not received yet; the peers raise EPPeerError. On a GPU, bad values inside of
+                `topk_idx`, peers' refusals and deadlines are raised by the next call or `check`.
+            EPMismatchError: ranks make different calls. EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
+        """
+        s = self._settings
+        with self._refusing() as backend:
+            check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)
+            self._check_room()
+        shape = (s.num_local_experts, self.capacity)
+        recv_x = backend.empty((*shape, s.hidden), torch.float8_e4m3fn if fp8 else x.dtype)
+        scales = None
+        if fp8:
+            num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
+            scales = backend.empty((shape[0], num_columns, shape[1]), scale_dtype).transpose(1, 2)
+        counts = backend.empty((s.num_local_experts,), torch.int32)
+        handle = LowLatencyHandle(self._number, x.shape[0], backend.empty((backend.handle_bytes,), torch.uint8))
+        call = DispatchCall(x, topk_idx, topk_weights, scale_format == "ue8m0", handle.state, recv_x, scales, counts, self._statistics)
+        event = self._run(call, async_op, return_hook)
+        return LowLatencyOutput(recv_x, scales, counts, handle, event, event.wait if return_hook and event is not None else None)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: LowLatencyHandle,
+        *,
+        out: Tensor | None = None,
+        wire: str | None = None,
+        async_op: bool = False,
+        return_hook: bool = False,
+    ) -> Any:
+        """Bring the experts' outputs back to the tokens' ranks, weighted as the dispatch of `handle` said, and summed. Collective.
+
+        The sum is that of `Buffer.combine`, to the bit: on the experts' rank over a token's rows in ascending lane of top-k, in fp32, rounded
+        once to the wire's format; at the source over ranks ascending, in fp32, rounded once.
+
+        Args:
+            x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them; read where they lie
+                (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
+            out: [num_tokens, hidden], dtype of `x`, to write to.
+            wire: None: rows travel in the dtype of `x`. "fp8": as e4m3 with one fp32 scale for 128 columns, half the bytes of bf16: each rank's
+                contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns where that is more.
+            async_op: return at once with an Event.
+            return_hook: return at once with a hook, as `dispatch`.
+
+        Returns:
+            combined_x [num_tokens, hidden], dtype of `x`; with `async_op`, (combined_x, Event); with `return_hook`, (combined_x, hook).
+            Tokens without expert are 0.
+
+        Raises: as `dispatch`.
+        """
+        s = self._settings
+        with self._refusing() as backend:
+            check_combine(x, handle, out, wire, s, backend, self._number)
+            self._check_room()
+        combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
+        call = CombineCall(x, handle.state, wire == "fp8", backend.empty((1,), torch.int64), combined_x, self._statistics)
+        event = self._run(call, async_op, return_hook)
+        if event is None:
+            return combined_x
+        return combined_x, event.wait if return_hook else event
+
+    def combine_input(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """[num_local_experts, capacity, hidden] of the buffer's own, the same at every call, for the experts' last matrix product to write to.
+
+        `combine` reads any tensor of this shape in place; this one has an address that stays, for graphs, and its rows may be written again
+        once the combine that read them has been received."""
+        if dtype not in self._combine_input:
+            shape = (self.num_local_experts, self.capacity, self._settings.hidden)
+            self._combine_input[dtype] = self._alive().zeros(shape, dtype)
+        return self._combine_input[dtype]
+
+    # ---- ranks that are gone ----
+
+    def mask_rank(self, rank: int, masked: bool = True) -> None:
+        """Leave a rank out, or take it back. Not collective, but ranks must agree: whoever masks a rank neither sends to it nor waits for it.
+
+        Tokens of a masked rank do not come; experts of a masked rank contribute nothing to `combine`, and their (token, expert) pairs are
+        counted in `statistics().num_dropped`. To take a rank back, all others call `mask_rank(rank, False)` between the same two calls, and
+        the rank itself calls `rejoin`.
+
+        Raises ValueError for this rank itself or one that does not exist.
+        """
+        s = self._settings
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < s.num_ranks or rank == s.rank:
+            raise ValueError(f"rank is {rank!r}; it must be one of 0 to {s.num_ranks - 1}, and not this rank, {s.rank}")
+        self._alive().mask(rank, masked)
+        self._masks_told = self._masks_told | {rank} if masked else self._masks_told - {rank}
+
+    def rejoin(self) -> None:
+        """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their next
+        call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different calls."""
+        self._alive().rejoin()
+        self._in_flight.clear()
+        self._masks_told.clear()
+
+    @property
+    def masked_ranks(self) -> list[int]:
+        """Ranks that are left out, by `mask_rank` or for a missed deadline, as far as the host can see: without waiting for the GPU."""
+        self._tell_masks()
+        return self._alive().masked()
+
+    # ---- what it has seen ----
+
+    def statistics(self) -> LowLatencyStatistics:
+        """Views of the counters; they go on counting."""
+        per_expert, wait_ns, num_dropped = self._statistics.split([self.num_local_experts, self.num_ranks, 1])
+        return LowLatencyStatistics(per_expert, wait_ns, num_dropped[0])
+
+    def reset_statistics(self) -> None:
+        """On the current stream."""
+        self._statistics.zero_()
+
+    def check(self) -> None:
+        """Raise what a GPU has reported of earlier calls. Not collective; does not wait for the GPU.
+
+        Raises EPTimeoutError, EPPeerError, EPMismatchError, or ValueError for a bad routing."""
+        self._alive().check()
+        self._tell_masks()
+
+    def destroy(self) -> None:
+        """Free shared memory and threads. Not collective, may be repeated."""
+        backend, self._backend = self._backend, None
+        self._in_flight.clear()
+        self._combine_input.clear()
+        if backend is not None:
+            backend.destroy()
+
+    # ---- how calls run ----
+
+    def _run(self, call: DispatchCall | CombineCall, async_op: bool, return_hook: bool) -> Event | None:
+        backend = self._alive()
+        if return_hook:
+            event = backend.start(call)
+        elif async_op:
+            event = backend.start_async(call)
+        else:
+            backend.run(call)
+            return None
+        self._in_flight.append(event)
+        return event
+
+    def _check_room(self) -> None:
+        self._in_flight = [event for event in self._in_flight if not (event.seen or event.is_over())]
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            raise ValueError(f"{MAX_IN_FLIGHT} calls were sent and not received; call the hook() of the first, or wait for its event")
+
+    @contextmanager
+    def _refusing(self) -> Iterator[LowLatencyBackend]:
+        """What is raised inside, the peers are told."""
+        backend = self._alive()
+        backend.check()
+        self._tell_masks()
+        try:
+            yield backend
+        except (TypeError, ValueError) as error:
+            backend.refuse(str(error))
+            raise
+
+    def _tell_masks(self) -> None:
+        for rank in self._alive().masked():
+            if rank not in self._masks_told:
+                self._masks_told.add(rank)
+                logger.warning(
+                    "LowLatencyBuffer: rank %d masks rank %d, which missed a deadline of %g s; its tokens and experts are dropped",
+                    self.rank, rank, self._settings.timeout_s,
+                )  # fmt: skip
+
+    def _alive(self) -> LowLatencyBackend:
+        if self._backend is None:
+            raise BufferDestroyedError("this LowLatencyBuffer was destroyed; create another")
+        if os.getpid() != self._backend.process_id:
+            raise BufferDestroyedError(
+                "this LowLatencyBuffer belongs to the process that created it, not to one forked from it; create another"
+            )
+        return self._backend

@@ -1,0 +1,50 @@
+"""Definition of low-latency dispatch and combine: those of `exchange`, in other places and formats."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepep_moe.reference import exchange
+from deepep_moe.reference.exchange import Received
+from deepep_moe.reference.quant import BLOCK, quantize_fp8
+
+
+def dispatch(
+    x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor] | None, num_experts: int, *, fp8: bool = False,
+    is_rounded: bool = False,
+) -> list[Received]:  # fmt: skip
+    """Dispatch of all ranks, in the expert layout without padding: the first rows of each expert of a `LowLatencyOutput`, one after the
+    other, with scales [num_rows, hidden / 128] fp32."""
+    scales = None
+    if fp8:
+        rows = [(round_scales if is_rounded else quantize_fp8)(rows) for rows in x]
+        x, scales = [y for y, _ in rows], [s for _, s in rows]
+    weights = [torch.ones(idx.shape) for idx in topk_idx] if topk_weights is None else topk_weights
+    return exchange.dispatch(x, topk_idx, weights, num_experts, x_scales=scales)
+
+
+def round_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantize_fp8`, with scales rounded up to powers of two."""
+    _, scales = quantize_fp8(x)
+    mantissas, exponents = scales.frexp()
+    scales = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
+    y = x.float() / scales.repeat_interleave(BLOCK, dim=1)[:, : x.shape[1]]
+    return y.clamp(-448, 448).to(torch.float8_e4m3fn), scales
+
+
+def combine(x: Sequence[Tensor], received: Sequence[Received], num_tokens: Sequence[int], *, fp8: bool = False) -> list[Tensor]:
+    """Combine of all ranks, for rows `x` [num_rows, hidden] that lie as `received` says, weighted by its `recv_topk_weights`.
+
+    fp8: sums of the experts' rank travel quantized, from fp32.
+    """
+    weights = [there.recv_topk_weights for there in received]
+    if not fp8:
+        return exchange.combine(x, received, num_tokens, weights)
+    totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
+    for rank, there in enumerate(received):
+        for slot, (source, token) in enumerate(there.tokens):
+            row = exchange.expert_side(there, x[rank].float(), weights[rank], slot)
+            y, scales = quantize_fp8(row[None])
+            totals[source][token] += (y.float() * scales.repeat_interleave(BLOCK, dim=1))[0]
+    return [total.to(x[0].dtype) for total in totals]
