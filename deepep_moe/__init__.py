@@ -1,7 +1,7 @@
 """Expert parallelism for mixture-of-experts training.
 
-`Buffer` moves tokens between ranks and their experts, `LowLatencyBuffer` small batches of them; `deepep_moe.ops` has gating; `deepep_moe.nn` a router and a MoE layer;
-`deepep_moe.integrations` the adapters; `deepep_moe.reference` what every operation means.
+`Buffer` moves tokens between ranks and their experts, `LowLatencyBuffer` small batches of them; `deepep_moe.ops` has gating;
+`deepep_moe.nn` a router and a MoE layer; `deepep_moe.integrations` the adapters; `deepep_moe.reference` what every operation means.
 """
 
 from deepep_moe import errors
@@ -13,6 +13,6 @@ from deepep_moe.handle import DispatchHandle
 from deepep_moe.low_latency import LowLatencyBuffer, LowLatencyHandle, LowLatencyOutput
 
 __all__ = [
-    "Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput", "__version__",
-    "errors", "features",
+    "Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput",
+    "__version__", "errors", "features",
 ]  # fmt: skip

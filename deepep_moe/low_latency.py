@@ -53,8 +53,9 @@ class LowLatencyOutput(NamedTuple):
     """[num_local_experts, capacity, hidden], dtype of `x` or float8_e4m3fn: rows of each local expert, by (source rank, token); behind the
     `num_recv_tokens_per_expert` first of an expert nothing is written."""
     recv_x_scales: Tensor | None
-    """With `fp8`, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them: [num_local_experts, capacity, hidden / 128] fp32, or, with
-    `scale_format="ue8m0"`, [num_local_experts, capacity, ceil(hidden / 512)] int32, each four biased exponents, the first in its lowest byte."""
+    """With `fp8`, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them: [num_local_experts, capacity, hidden / 128] fp32, or,
+    with `scale_format="ue8m0"`, [num_local_experts, capacity, ceil(hidden / 512)] int32, each four biased exponents, the first in its
+    lowest byte."""
     num_recv_tokens_per_expert: Tensor
     """[num_local_experts] int32, on the device."""
     handle: LowLatencyHandle
@@ -76,10 +77,10 @@ class LowLatencyStatistics(NamedTuple):
 class LowLatencyBuffer:
     """Dispatch and combine with one kernel each, no wait on the host, and a hook to receive with.
 
-    Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer and then make the same calls in
-    the same order; token counts may differ from rank to rank and call to call. A token crosses a link once per rank, and is copied to its
-    experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may be captured in CUDA
-    graphs. No gradients: training with large batches has `Buffer`.
+    Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer and then make the same calls
+    in the same order; token counts may differ from rank to rank and call to call. A token crosses a link once per rank, and is copied to
+    its experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may be captured in
+    CUDA graphs. No gradients: training with large batches has `Buffer`.
 
     With `return_hook=True` a call sends and returns, `hook()` receives; in between no multiprocessor is held. At most two calls may be
     sent and not received, which is what double-batch overlap needs (`deepep_moe.nn.overlap`).
@@ -90,8 +91,8 @@ class LowLatencyBuffer:
         hidden: columns of a row: a multiple of 16 bytes; with `fp8`, of 128 columns.
         num_experts: of all ranks together, a multiple of the group's size.
         num_topk: experts per token, at most 32.
-        backend: "auto", `nvlink` (GPUs of one host that reach each other) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink` on
-            GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0.
+        backend: "auto", `nvlink` (GPUs of one host that reach each other) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink`
+            on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
         mask_stalled: mask a rank that misses the deadline, and go on without it, instead of failing; see `mask_rank`.
 
@@ -228,15 +229,16 @@ class LowLatencyBuffer:
     ) -> Any:
         """Bring the experts' outputs back to the tokens' ranks, weighted as the dispatch of `handle` said, and summed. Collective.
 
-        The sum is that of `Buffer.combine`, to the bit: on the experts' rank over a token's rows in ascending lane of top-k, in fp32, rounded
-        once to the wire's format; at the source over ranks ascending, in fp32, rounded once.
+        The sum is that of `Buffer.combine`, to the bit: on the experts' rank over a token's rows in ascending lane of top-k, in fp32,
+        rounded once to the wire's format; at the source over ranks ascending, in fp32, rounded once.
 
         Args:
             x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them; read where they lie
                 (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
             out: [num_tokens, hidden], dtype of `x`, to write to.
-            wire: None: rows travel in the dtype of `x`. "fp8": as e4m3 with one fp32 scale for 128 columns, half the bytes of bf16: each rank's
-                contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns where that is more.
+            wire: None: rows travel in the dtype of `x`. "fp8": as e4m3 with one fp32 scale for 128 columns, half the bytes of bf16: each
+                rank's contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns where that
+                is more.
             async_op: return at once with an Event.
             return_hook: return at once with a hook, as `dispatch`.
 
@@ -258,7 +260,8 @@ class LowLatencyBuffer:
         return combined_x, event.wait if return_hook else event
 
     def combine_input(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """[num_local_experts, capacity, hidden] of the buffer's own, the same at every call, for the experts' last matrix product to write to.
+        """[num_local_experts, capacity, hidden] of the buffer's own, the same at every call, for the experts' last matrix product to
+        write to.
 
         `combine` reads any tensor of this shape in place; this one has an address that stays, for graphs, and its rows may be written again
         once the combine that read them has been received."""
@@ -270,7 +273,8 @@ class LowLatencyBuffer:
     # ---- ranks that are gone ----
 
     def mask_rank(self, rank: int, masked: bool = True) -> None:
-        """Leave a rank out, or take it back. Not collective, but ranks must agree: whoever masks a rank neither sends to it nor waits for it.
+        """Leave a rank out, or take it back. Not collective, but ranks must agree: whoever masks a rank neither sends to it nor waits
+        for it.
 
         Tokens of a masked rank do not come; experts of a masked rank contribute nothing to `combine`, and their (token, expert) pairs are
         counted in `statistics().num_dropped`. To take a rank back, all others call `mask_rank(rank, False)` between the same two calls, and
@@ -285,8 +289,8 @@ class LowLatencyBuffer:
         self._masks_told = self._masks_told | {rank} if masked else self._masks_told - {rank}
 
     def rejoin(self) -> None:
-        """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their next
-        call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different calls."""
+        """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their
+        next call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different calls."""
         self._alive().rejoin()
         self._in_flight.clear()
         self._masks_told.clear()

@@ -194,7 +194,7 @@ class LowLatencyBackend:
 
 
 class ShmLowLatencyBackend(LowLatencyBackend):
-    """Processes of one host, CPU tensors (csrc/cpu/low_latency.cpp). Sends on the caller's thread; receives there, or on a thread of its own."""
+    """Processes of one host, CPU tensors (csrc/cpu/low_latency.cpp). Sends on the caller's thread; receives there, or on one of its own."""
 
     name = "shm"
     device = torch.device("cpu")
@@ -238,7 +238,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
 
 class NvlinkLowLatencyBackend(LowLatencyBackend):
-    """GPUs of one host that reach each other's memory (csrc/cuda/low_latency*.cu). Enqueues on the caller's current stream, or beside it."""
+    """GPUs of one host that reach each other's memory (csrc/cuda/low_latency*.cu). Enqueues on the caller's stream, or beside it."""
 
     name = "nvlink"
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Settings
 from deepep_moe.backends.collective import CollectiveBackend
-from deepep_moe.backends.messages import gather_objects
 from deepep_moe.backends.low_latency import LowLatencyBackend, NvlinkLowLatencyBackend, ShmLowLatencyBackend
+from deepep_moe.backends.messages import gather_objects
 from deepep_moe.backends.nvlink import NvlinkBackend
 from deepep_moe.backends.shm import ShmBackend
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError
