@@ -1,0 +1,128 @@
+// What the low-latency kernels share: places in a turn, waits for ranks that may be masked, the end of a call.
+#pragma once
+
+#include "common/low_latency_gpu.h"
+#include "cuda/device/wait.cuh"
+
+namespace deepep_moe {
+
+constexpr unsigned kLowLatencyPauseNs = 20;
+
+// The arrays of a call in the workspace of `owner`.
+struct Turn {
+    __device__ Turn(const LowLatencyContext& c, int owner, unsigned long long call)
+        : c(c), base(c.workspaces[owner] + c.layout.turns + static_cast<int64_t>(call % kTurns) * c.layout.turn_bytes) {}
+    __device__ unsigned long long* entered(int source) const { return at<unsigned long long>(c.layout.entered, source); }
+    __device__ int32_t* counts(int source) const { return at<int32_t>(c.layout.counts, source * c.config.num_local_experts()); }
+    __device__ LowLatencyLane* lanes(int source, int token) const { return at<LowLatencyLane>(c.layout.lanes, slot_index(source, token) * c.config.num_topk); }
+    __device__ unsigned long long* arrived(int source, int token) const {
+        return at<unsigned long long>(c.layout.arrived, slot_index(source, token) * kArrivedWords);
+    }
+    __device__ std::byte* slot(int source, int token) const { return base + c.layout.slots + slot_index(source, token) * c.layout.slot_bytes; }
+
+private:
+    __device__ int64_t slot_index(int source, int token) const { return source * c.config.num_max_tokens + token; }
+    template <class T>
+    __device__ T* at(int64_t offset, int64_t index) const {
+        return reinterpret_cast<T*>(base + offset) + index;
+    }
+    const LowLatencyContext& c;
+    std::byte* const base;
+};
+
+__device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) {
+    return *static_cast<volatile unsigned*>(&c.state->masks) >> rank & 1;
+}
+
+__device__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
+    const unsigned bit = 1u << rank;
+    const unsigned masks = masked ? atomicOr(&c.state->masks, bit) | bit : atomicAnd(&c.state->masks, ~bit) & ~bit;
+    *static_cast<volatile unsigned*>(c.seen_masks) = masks;
+}
+
+// A word of `source` once it is of this call. 0: it is masked, or has been now, or the failure is reported.
+__device__ __noinline__ inline unsigned long long wait_source(const LowLatencyContext& c, const unsigned long long* word, unsigned long long call, int source,
+                                                              GpuPhase phase) {
+    const unsigned long long expected = call << kWhatBits;
+    unsigned long long seen = load_acquire(word);
+    if (seen >= expected) return seen;
+    if (is_masked(c, source)) return 0;
+    seen = watch_word<kLowLatencyPauseNs>(c, word, expected, c.timeout_ns);
+    if (seen >= expected) return seen;
+    if (c.masks_stalled && source != c.rank)
+        set_mask(c, source, true);
+    else
+        report(c, kTimeout, source, phase, static_cast<long long>(call), static_cast<long long>(seen >> kWhatBits));
+    return 0;
+}
+
+// Has `source` come to the call? As the first block of this rank that asked has found, where ranks may be masked while others look.
+__device__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
+    if (!c.masks_stalled) return came;
+    unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
+    const unsigned long long own = 2 * call + came;
+    unsigned long long seen = load_relaxed(verdict);
+    while (seen / 2 < call) {
+        const unsigned long long before = atomicCAS(verdict, seen, own);
+        if (before == seen) return came;
+        seen = before;
+    }
+    return seen % 2 != 0;
+}
+
+// What a block knows once all ranks are in the call: which are, and how many tokens each has sent.
+struct Sources {
+    unsigned came;
+    int num_tokens[kLowLatencyMaxRanks];
+    int failed;
+};
+
+// All threads of a block: until all ranks have entered `call` to do `what` there. False: give up.
+__device__ inline bool meet(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int64_t* statistics, Sources& sources) {
+    if (threadIdx.x == 0) sources.failed = 0, sources.came = 0;
+    __syncthreads();
+    const int source = threadIdx.x;
+    if (source < c.config.num_ranks) {
+        const unsigned long long start = now_ns();
+        const Turn own(c, c.rank, call);
+        const bool masked = is_masked(c, source);
+        const unsigned long long word = masked ? 0 : wait_source(c, own.entered(source), call, source, GpuPhase::kEntry);
+        const unsigned seen = static_cast<unsigned>(word) % (1u << kWhatBits) >> kTokenBits, expected = what.packed();
+        const bool came = agree(c, call, source, word != 0);
+        if (blockIdx.x == 0) LowLatencyStatistics(c.config, statistics).wait_ns[source] += static_cast<int64_t>(now_ns() - start);
+        if (came && LowLatencyWhat::unpacked(seen).is_refused) report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
+        else if (came && seen != expected) report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
+        sources.num_tokens[source] = came ? static_cast<int>(word % (1u << kTokenBits)) : 0;
+        if (came) atomicOr(&sources.came, 1u << source);
+        if (gave_up(c)) sources.failed = 1;
+    }
+    __syncthreads();
+    return sources.failed == 0;
+}
+
+// All threads, at the end of a kernel that sends: the last block counts the call, which all others have read by then.
+__device__ inline void end_send(const LowLatencyContext& c, unsigned long long call) {
+    __syncthreads();
+    if (threadIdx.x != 0 || atomicAdd(&c.state->num_done, 1) != static_cast<int>(gridDim.x) - 1) return;
+    c.state->num_done = 0;
+    c.state->num_sent = call;
+}
+
+// The n-th of all tokens, num_tokens(source) of each source, of one source after the other from `first` on; source: -1 past the last.
+struct SourceToken {
+    int source = -1, token = 0;
+    template <class NumTokens>
+    __device__ SourceToken(int nth, const NumTokens& num_tokens, int first, int num_ranks) : token(nth) {
+#pragma unroll 1
+        for (int turn = 0; turn < num_ranks; ++turn) {
+            const int candidate = (first + turn) % num_ranks, count = num_tokens(candidate);
+            if (token < count) {
+                source = candidate;
+                return;
+            }
+            token -= count;
+        }
+    }
+};
+
+}  // namespace deepep_moe
