@@ -1,5 +1,6 @@
 // Low-latency combine in one kernel, or in two halves. Sending: a block sums the rows of a token's experts on this rank and pushes the sum
-// straight from registers. Receiving: a block waits for a token's sums and adds them.
+// straight from registers. Receiving: a block waits for a token's sums and adds them. What is summed comes through shared memory, as registers
+// could not hold all that must be on its way at once.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency.cuh"
@@ -9,8 +10,9 @@ namespace {
 
 using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 
-constexpr int kThreads = 448;  // two pieces each of a row of 7168 columns of bf16
-constexpr int kBatch = 1;  // pieces of 16 bytes of a row, of a lane, at a time
+constexpr int kThreads = 448, kBatch = 2;  // pieces of 16 bytes of a row, of a lane at a time: at once, a row of 7168 columns of bf16
+constexpr int kStagedRows = 8;             // on their way at once
+constexpr int64_t kSharedBytes = int64_t{16} * kStagedRows * kBatch * kThreads;
 
 template <DType kType>
 constexpr int kLanesPerScale = kScaleBlock / Piece<kType>::kCount;
@@ -24,7 +26,7 @@ struct Kernel {
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyCombineParams& p;
-    const unsigned long long call, word;
+    const unsigned long long call;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_pieces;
     const int64_t row_bytes, wire_bytes;
     const LowLatencyHandleLayout handle;
@@ -34,7 +36,6 @@ struct Kernel {
           config(c.config),
           p(l.call),
           call(call),
-          word(p.what.flag(call)),
           num_pieces(config.hidden / Values::kCount),
           row_bytes(16 * static_cast<int64_t>(num_pieces)),
           wire_bytes(kQuantized ? config.hidden : row_bytes),
@@ -52,11 +53,40 @@ struct Kernel {
         for (int first = warp * 32 * kBatch; first < num_pieces; first += kThreads * kBatch) use(first + lane);
     }
 
+    // Adds pieces `at`, `at` + 32, ... of rows(0), rows(1), ... to `sum`, in order. All lanes must call it.
+    template <class Rows, class Weights>
+    __device__ void sum_rows(Sum& sum, int at, int num_rows, const Rows& rows, const Weights& weights) const {
+        uint4* const staged = shared_memory<uint4>() + threadIdx.x;  // each thread has places of its own
+#pragma unroll 1
+        for (int first = 0; first < num_rows; first += kStagedRows) {
+            const int count = min(kStagedRows, num_rows - first);
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                const uint4* from = rows(first + i);
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j)
+                    if (at + 32 * j < num_pieces) copy_async(staged + (i * kBatch + j) * kThreads, from + at + 32 * j);
+            }
+            wait_copies();
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                const float weight = weights(first + i);
+#pragma unroll
+                for (int j = 0; j < kBatch; ++j) {
+                    float x[Values::kCount];
+                    Values::load(staged[(i * kBatch + j) * kThreads], x);
+#pragma unroll
+                    for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], __fmul_rn(weight, x[v]));
+                }
+            }
+        }
+    }
+
     // ---- sending ----
 
     __device__ void enter() const {
         if (threadIdx.x == 0) *reinterpret_cast<unsigned long long*>(p.call) = call;
-        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x)) store_release(Turn(c, threadIdx.x, call).entered(c.rank), word);
+        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x)) store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), p.what.flag(call, 0));
     }
 
     __device__ void send() const {
@@ -66,7 +96,7 @@ struct Kernel {
             const Task next(*this, nth + gridDim.x);
             if (send_sum(task)) {
                 __syncthreads();
-                if (threadIdx.x == 0) store_release(Turn(c, task.to.source, call).arrived(c.rank, task.to.token), word);
+                if (threadIdx.x == 0) store_release(Turn(c, task.to.source, call).arrived(c.rank, task.to.token), p.what.flag(call, 1));
             }
             task = next;
         }
@@ -106,7 +136,7 @@ struct Kernel {
         const auto weights = [&](int n) { return __shfl_sync(kFullWarp, task.own.weight, nth_set(lanes, n)); };
         each_batch([&](int at) {
             Sum sum = {};
-            sum_pieces<Values, kBatch>(sum, at, num_pieces, __popc(lanes), rows, weights, {});
+            sum_rows(sum, at, __popc(lanes), rows, weights);
             write(slot, at, sum);
         });
         return true;
@@ -132,7 +162,8 @@ struct Kernel {
     __device__ void receive() const {
         __shared__ Sources sources;
         const unsigned first = ranks_of(blockIdx.x);
-        if (!meet(c, call, p.what, p.statistics, sources)) return;
+        meet(c, call, p.what, p.statistics, sources);
+        if (!settle(c, call, sources)) return;
 #pragma unroll 1
         for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
             const unsigned ranks = wait_token(token, (token == blockIdx.x ? first : ranks_of(token)) & sources.came);
@@ -159,7 +190,7 @@ struct Kernel {
         const Turn own(c, c.rank, call);
         if constexpr (!kQuantized) {
             const auto rows = [&](int n) { return pieces(own.slot(nth_set(ranks, n), token)); };
-            sum_pieces<Values, kBatch>(sum, at, num_pieces, __popc(ranks), rows, [](int) { return 1.0f; }, {});
+            sum_rows(sum, at, __popc(ranks), rows, [](int) { return 1.0f; });
         } else {
             for (unsigned rest = ranks; rest != 0; rest &= rest - 1) add_quantized(sum, own.slot(__ffs(rest) - 1, token), at);
         }
@@ -197,9 +228,9 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_
 template <DType kType>
 void launch_type(const Launch& l, void* stream) {
     if (l.call.what.fp8)
-        launch<low_latency_combine<kType, true>>("low_latency_combine", l.num_blocks, kThreads, 0, l, stream, starts_early());
+        launch<low_latency_combine<kType, true>>("low_latency_combine", l.num_blocks, kThreads, kSharedBytes, l, stream, starts_early());
     else
-        launch<low_latency_combine<kType, false>>("low_latency_combine", l.num_blocks, kThreads, 0, l, stream, starts_early());
+        launch<low_latency_combine<kType, false>>("low_latency_combine", l.num_blocks, kThreads, kSharedBytes, l, stream, starts_early());
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ __device__ void refuse(const LowLatencyControlParams& p) {
         auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
         for (int i = 0; i < static_cast<int>(sizeof(reason->text)); ++i) reason->text[i] = p.reason[i];
         const Turn there(c, to, call);
-        store_release(there.entered(c.rank), what.flag(call));
+        store_release(there.entered(c.rank), what.flag(call, 0));
     }
     c.state->num_sent = call;
 }

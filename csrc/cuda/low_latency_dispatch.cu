@@ -1,6 +1,6 @@
-// Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it where this rank's tokens go, the
-// others push rows, a token at a time, straight from registers, quantized on the way. Receiving: all blocks wait for the ranks' words, then
-// each warp waits for a row and copies a part of it to its experts.
+// Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
+// others push rows, a token at a time, straight from registers, quantized on the way, each with its place among this rank's tokens of the same
+// expert. Receiving: all blocks wait for the ranks' numbers, then each warp waits for a row and copies a part of it to its experts.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency.cuh"
@@ -19,7 +19,7 @@ struct Kernel {
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyDispatchParams& p;
-    const unsigned long long call, word;
+    const unsigned long long call;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
     const int64_t x_bytes, row_bytes;  // of a row as it is given, and as it travels, without its scales
     const int num_columns;             // of 16 bytes of that
@@ -29,7 +29,6 @@ struct Kernel {
           config(c.config),
           p(l.call),
           call(call),
-          word(p.what.flag(call)),
           num_local(config.num_local_experts()),
           x_bytes(config.hidden * (16 / Piece<kType>::kCount)),
           row_bytes(kQuantized ? config.hidden : x_bytes),
@@ -45,13 +44,17 @@ struct Kernel {
         return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
     }
 
-    // ---- sending: where tokens go ----
+    // ---- sending ----
 
-    // A bit for each expert and token: [num_experts, words], in shared memory. What is wrong with topk_idx is refused, and does not count.
-    __device__ bool mark_tokens(uint32_t* marks, int words) const {
+    // [num_experts, words] in shared memory, a bit for each expert and token: which tokens go to which expert.
+    __device__ int words() const { return static_cast<int>(round_up(p.num_tokens, 32) / 32); }
+    __device__ uint32_t* marks_of(int64_t expert) const { return shared_memory<uint32_t>() + expert * words(); }
+
+    // What is wrong with topk_idx is refused, and does not count.
+    __device__ bool mark_tokens() const {
         __shared__ int refused;
         if (threadIdx.x == 0) refused = 0;
-        for (int i = threadIdx.x; i < config.num_experts * words; i += kThreads) marks[i] = 0;
+        for (int i = threadIdx.x; i < config.num_experts * words(); i += kThreads) marks_of(0)[i] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < p.num_tokens * config.num_topk; i += kThreads) {
             const int64_t expert = expert_at(i);
@@ -59,7 +62,7 @@ struct Kernel {
             const int token = i / config.num_topk;
             const bool inside = 0 <= expert && expert < config.num_experts;
             const uint32_t bit = 1u << token % 32;
-            if (inside && (atomicOr(&marks[expert * words + token / 32], bit) & bit) == 0) continue;
+            if (inside && (atomicOr(marks_of(expert) + token / 32, bit) & bit) == 0) continue;
             refused = 1;
             report(c, inside ? kDuplicateExpert : kIndexOutOfRange, i % config.num_topk, GpuPhase::kEntry, token, expert);
         }
@@ -73,76 +76,74 @@ struct Kernel {
         return count;
     }
 
-    // One block for each destination.
-    __device__ void send_lanes(int to) const {
-        uint32_t* const marks = shared_memory<uint32_t>();
-        const int words = max(1, static_cast<int>(round_up(p.num_tokens, 32) / 32)), first = to * num_local;
-        if (to == 0 && threadIdx.x == 0) *in_handle<unsigned long long>(0) = call;
-        const bool accepted = mark_tokens(marks, words);
-        if (is_masked(c, to)) return drop(marks, words, first);
+    // One block for each destination. Every word is its own flag.
+    __device__ void send_counts(int to) const {
         const Turn there(c, to, call);
-        for (int i = threadIdx.x; i < p.num_tokens * config.num_topk; i += kThreads) {
-            const int token = i / config.num_topk;
-            const int64_t expert = expert_at(i) - first;
-            const float weight = p.topk_weights != nullptr ? p.topk_weights[i] : 1.0f;
-            LowLatencyLane out{-1, 0, weight};
-            if (0 <= expert && expert < num_local) {
-                out.expert = static_cast<int16_t>(expert);
-                const uint32_t* of_expert = marks + (first + expert) * words;
-                out.index = static_cast<uint16_t>(count_tokens(of_expert, token / 32) + __popc(of_expert[token / 32] & ((1u << token % 32) - 1)));
-            }
-            there.lanes(c.rank, 0)[i] = out;
-        }
-        for (int expert = threadIdx.x; expert < num_local; expert += kThreads)
-            there.counts(c.rank)[expert] = count_tokens(marks + (first + expert) * words, words);
-        if (threadIdx.x == 0 && !accepted) tell_reason(to);
-        __syncthreads();
+        const bool masked = is_masked(c, to);
+        if (threadIdx.x == 0 && !masked) store_relaxed(there.entered(c.rank), p.what.flag(call, p.num_tokens));
+        if (threadIdx.x == 0 && to == 0) *in_handle<unsigned long long>(0) = call;
         LowLatencyWhat what = p.what;
-        what.is_refused = !accepted;
-        if (threadIdx.x == 0) store_release(there.entered(c.rank), what.flag(call, p.num_tokens));
+        what.is_refused = !mark_tokens();
+        if (what.is_refused && !masked) tell_reason(to);
+        for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
+            const int count = count_tokens(marks_of(to * num_local + expert), words());
+            if (!masked)
+                store_relaxed(there.counts(c.rank) + expert, what.flag(call, count));
+            else if (count > 0)
+                atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_dropped), count);
+        }
     }
 
-    __device__ void drop(const uint32_t* marks, int words, int first) const {
-        int dropped = 0;
-        for (int expert = threadIdx.x; expert < num_local; expert += kThreads) dropped += count_tokens(marks + (first + expert) * words, words);
-        if (dropped > 0) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_dropped), dropped);
-    }
-
-    // Of what this rank's GPU has found first.
+    // All threads: of what this rank's GPU has found first.
     __device__ void tell_reason(int to) const {
-        auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
-        const volatile GpuFailure& failure = *c.failure;
-        reason->why = GpuFailure{failure.kind, failure.peer, failure.phase, failure.expected, failure.seen};
-        reason->text[0] = '\0';
-    }
-
-    // ---- sending: rows ----
-
-    // The ranks of a token's experts, of those that are not masked.
-    __device__ unsigned ranks_of(int token) const {
-        int64_t expert = -1;
-        if (lane < config.num_topk) expert = expert_at(static_cast<int64_t>(token) * config.num_topk + lane);
-        const bool goes = 0 <= expert && expert < config.num_experts;
-        const unsigned ranks = __reduce_or_sync(kFullWarp, goes ? 1u << static_cast<int>(expert) / num_local : 0u);
-        return ranks & ~*static_cast<volatile unsigned*>(&c.state->masks);
+        if (threadIdx.x == 0) {
+            auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
+            const volatile GpuFailure& failure = *c.failure;
+            reason->why = GpuFailure{failure.kind, failure.peer, failure.phase, failure.expected, failure.seen};
+            reason->text[0] = '\0';
+            __threadfence_system();
+        }
+        __syncthreads();
     }
 
     __device__ void send_rows(int first, int step) const {
-        for (int token = first; token < p.num_tokens; token += step) {
-            const unsigned ranks = send_row(token);
+        if (first >= p.num_tokens) return;
+        Columns columns(*this, first, warp * 32);  // on their way here while the tokens are counted
+        mark_tokens();
+        for (int token = first;;) {
+            const unsigned ranks = send_lanes(token);
+            columns.store(*this, token, ranks);
+            for (int batch = warp * 32 + kThreads; batch < num_columns; batch += kThreads) Columns(*this, token, batch).store(*this, token, ranks);
             __syncthreads();
             const int to = threadIdx.x;
-            if (to < config.num_ranks && (ranks >> to & 1) != 0) store_release(Turn(c, to, call).arrived(c.rank, token), word);
+            if (to < config.num_ranks && !is_masked(c, to))
+                store_release(Turn(c, to, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> to & 1)));
             if (threadIdx.x == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
+            token += step;
+            if (token >= p.num_tokens) return;
+            columns = Columns(*this, token, warp * 32);
         }
     }
 
-    // Returns the ranks that it went to: they are looked up while the first columns are on their way here.
-    __device__ unsigned send_row(int token) const {
-        const Columns first(*this, token, warp * 32);
-        const unsigned ranks = ranks_of(token);
-        first.store(*this, token, ranks);
-        for (int batch = warp * 32 + kThreads; batch < num_columns; batch += kThreads) Columns(*this, token, batch).store(*this, token, ranks);
+    // Each warp finds the ranks of the token's experts, of those that are not masked, and returns them. The first tells them what goes where.
+    __device__ unsigned send_lanes(int token) const {
+        const int64_t i = static_cast<int64_t>(token) * config.num_topk + lane;
+        int64_t expert = -1;
+        if (lane < config.num_topk) expert = expert_at(i);
+        if (expert >= config.num_experts) expert = -1;
+        const int rank = expert < 0 ? -1 : static_cast<int>(expert) / num_local;
+        const unsigned ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
+        if (warp != 0 || lane >= config.num_topk) return ranks;
+        LowLatencyLane out{-1, 0, p.topk_weights != nullptr ? p.topk_weights[i] : 1.0f};
+        if (rank >= 0) {
+            const uint32_t* marks = marks_of(expert);
+            out.index = static_cast<uint16_t>(count_tokens(marks, token / 32) + __popc(marks[token / 32] & ((1u << token % 32) - 1)));
+        }
+        for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
+            const int to = __ffs(rest) - 1;
+            out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
+            Turn(c, to, call).lanes(c.rank, token)[lane] = out;
+        }
         return ranks;
     }
 
@@ -186,80 +187,89 @@ struct Kernel {
     __device__ void receive() const {
         __shared__ Sources sources;
         int32_t* const bases = shared_memory<int32_t>();  // [num_ranks, num_local_experts] first place of a source's tokens
-        const bool met = meet(c, call, p.what, p.statistics, sources);
-        const int step = kWarps * gridDim.x;
-        int task = warp * gridDim.x + blockIdx.x;
-        Part part(*this, sources, met, task);
+        meet(c, call, p.what, p.statistics, sources);
+        wait_counts(sources, bases);
+        const bool met = settle(c, call, sources);
         place_sources(sources, met, bases);
-        __syncthreads();
-        while (part.source >= 0) {
-            receive_part(part, bases + part.source * num_local);
-            part = Part(*this, sources, met, task += step);
+        if (!met) return;
+        const int num_parts = (num_columns + 31) / 32;
+        for (int task = warp * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
+            const SourceToken from(task / num_parts, [&](int source) { return sources.num_tokens[source]; }, c.rank, config.num_ranks);
+            if (from.source < 0) return;
+            receive_part(from.source, from.token, task % num_parts, bases + from.source * num_local);
         }
     }
 
-    // 16 bytes a lane of a row from `source`; -1: none left. `there`: of each lane of top-k.
-    struct Part {
-        int source = -1, token = 0, piece = 0;
-        LowLatencyLane there{-1, 0, 0.0f};
-        __device__ Part(const Kernel& k, const Sources& sources, bool met, int task) {
-            const int num_parts = (k.num_columns + 31) / 32;
-            const SourceToken from(task / num_parts, [&](int s) { return sources.num_tokens[s]; }, k.c.rank, met ? k.config.num_ranks : 0);
-            source = from.source, token = from.token, piece = task % num_parts * 32 + k.lane;
-            if (source >= 0 && k.lane < k.config.num_topk) there = Turn(k.c, k.c.rank, k.call).lanes(source, token)[k.lane];
+    // [num_ranks, num_local_experts] of the ranks that have come.
+    __device__ void wait_counts(Sources& sources, int32_t* counts) const {
+        const unsigned came = sources.came;
+        __syncthreads();
+        for (int i = threadIdx.x; i < config.num_experts; i += kThreads) {
+            const int source = i / num_local;
+            counts[i] = 0;
+            if ((came >> source & 1) == 0) continue;
+            const unsigned long long word = wait_source(c, Turn(c, c.rank, call).counts(source) + i % num_local, call, source, GpuPhase::kEntry);
+            if (word == 0)
+                atomicAnd(&sources.came, ~(1u << source));
+            else if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused)
+                check_what(c, p.what, word, source);
+            counts[i] = LowLatencyWhat::value_in(word);
         }
-    };
+        __syncthreads();
+    }
 
-    __device__ void place_sources(const Sources& sources, bool met, int32_t* bases) const {
-        const Turn own(c, c.rank, call);
+    // Sums up counts: each becomes that of the ranks before.
+    __device__ void place_sources(const Sources& sources, bool met, int32_t* counts) const {
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            int count = 0;
+            int sum = 0;
             for (int source = 0; source < config.num_ranks; ++source) {
-                bases[source * num_local + expert] = count;
-                if (met && (sources.came >> source & 1) != 0) count += own.counts(source)[expert];
+                const int count = met && (sources.came >> source & 1) != 0 ? counts[source * num_local + expert] : 0;
+                counts[source * num_local + expert] = sum;
+                sum += count;
             }
             if (blockIdx.x != 0) continue;
-            p.num_recv_tokens_per_expert[expert] = count;
-            LowLatencyStatistics(config, p.statistics).num_tokens_per_expert[expert] += count;
+            p.num_recv_tokens_per_expert[expert] = sum;
+            atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, sum);
         }
         if (blockIdx.x == 0 && threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = met ? sources.num_tokens[threadIdx.x] : 0;
+        __syncthreads();
     }
 
-    __device__ void receive_part(const Part& part, const int32_t* base) const {
+    // 16 bytes a lane.
+    __device__ void receive_part(int source, int token, int part, const int32_t* base) const {
         const Turn own(c, c.rank, call);
-        const LowLatencyLane& there = part.there;
+        unsigned long long flag = 0;
+        if (lane == 0) flag = wait_source(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
+        const bool comes = LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag, 0)) != 0;
+        const std::byte* const slot = own.slot(source, token);
+        const int piece = part * 32 + lane;
+        LowLatencyLane there{-1, 0, 0.0f};
+        uint4 value = make_uint4(0, 0, 0, 0);
+        if (comes && lane < config.num_topk) there = own.lanes(source, token)[lane];
+        if (comes && piece < num_columns) value = pieces(slot)[piece];
         const int place = there.expert < 0 ? -1 : base[there.expert] + there.index;
         const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place;
-        const bool is_first = part.piece < 32;
-        if (is_first && lane < config.num_topk)
-            in_handle<LowLatencyRow>(handle().rows)[(part.source * config.num_max_tokens + part.token) * config.num_topk + lane] = {row, there.weight};
+        if (part == 0 && lane < config.num_topk)
+            in_handle<LowLatencyRow>(handle().rows)[(source * config.num_max_tokens + token) * config.num_topk + lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
-        if (lanes == 0) return;
-        int came = 0;
-        if (lane == 0) came = wait_source(c, own.arrived(part.source, part.token), call, part.source, GpuPhase::kDispatchRows) != 0;
-        came = __shfl_sync(kFullWarp, came, 0);
-        const std::byte* const slot = own.slot(part.source, part.token);
-        const bool inside = part.piece < num_columns;
-        uint4 value = make_uint4(0, 0, 0, 0);
-        if (came && inside) value = pieces(slot)[part.piece];
         for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
             const int64_t to = __shfl_sync(kFullWarp, row, __ffs(rest) - 1);
-            if (inside) pieces(p.recv_x + to * row_bytes)[part.piece] = value;
+            if (piece < num_columns) pieces(p.recv_x + to * row_bytes)[piece] = value;
         }
-        if (kQuantized && is_first) receive_scales(reinterpret_cast<const float*>(slot + row_bytes), came, lanes, there.expert, place);
+        if (kQuantized && part == 0 && comes) receive_scales(reinterpret_cast<const float*>(slot + row_bytes), lanes, there.expert, place);
     }
 
     // Column-major: the scales of one column of blocks lie together. expert, place: of each lane of top-k.
-    __device__ void receive_scales(const float* scales, bool came, unsigned lanes, int expert, int place) const {
-        const int num_scales = config.hidden / kScaleBlock, num_columns = p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
-        for (int first = 0; first < num_columns; first += 32) {
+    __device__ void receive_scales(const float* scales, unsigned lanes, int expert, int place) const {
+        const int num_scales = config.hidden / kScaleBlock, num_words = p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
+        for (int first = 0; first < num_words; first += 32) {
             const int column = first + lane;
             uint32_t value = 0;
-            if (came && column < num_columns) value = p.what.is_rounded ? packed_exponents(scales, 4 * column, num_scales) : __float_as_uint(scales[column]);
+            if (column < num_words) value = p.what.is_rounded ? packed_exponents(scales, 4 * column, num_scales) : __float_as_uint(scales[column]);
             for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
                 const int from = __ffs(rest) - 1;
-                const int64_t at = __shfl_sync(kFullWarp, expert, from) * static_cast<int64_t>(num_columns) + column, to = __shfl_sync(kFullWarp, place, from);
-                if (column < num_columns) static_cast<uint32_t*>(p.recv_x_scales)[at * config.capacity() + to] = value;
+                const int64_t at = __shfl_sync(kFullWarp, expert, from) * static_cast<int64_t>(num_words) + column, to = __shfl_sync(kFullWarp, place, from);
+                if (column < num_words) static_cast<uint32_t*>(p.recv_x_scales)[at * config.capacity() + to] = value;
             }
         }
     }
@@ -283,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid
     const int num_ranks = c.config.num_ranks, block = blockIdx.x;
     if (l.sends) {
         if (block < num_ranks)
-            kernel.send_lanes(block);
+            kernel.send_counts(block);
         else
             kernel.send_rows(block - num_ranks, gridDim.x - num_ranks);
     }
@@ -302,7 +312,7 @@ void launch_type(const Launch& l, void* stream) {
 
 }  // namespace
 
-int64_t low_latency_shared_bytes(const LowLatencyConfig& c) { return 4 * c.num_experts * (round_up(c.num_max_tokens, 32) / 32); }
+int64_t low_latency_shared_bytes(const LowLatencyConfig& c) { return 4 * c.num_experts * std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32); }
 
 void launch_low_latency_dispatch(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kDispatch;

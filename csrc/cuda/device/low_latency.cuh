@@ -13,7 +13,7 @@ struct Turn {
     __device__ Turn(const LowLatencyContext& c, int owner, unsigned long long call)
         : c(c), base(c.workspaces[owner] + c.layout.turns + static_cast<int64_t>(call % kTurns) * c.layout.turn_bytes) {}
     __device__ unsigned long long* entered(int source) const { return at<unsigned long long>(c.layout.entered, source); }
-    __device__ int32_t* counts(int source) const { return at<int32_t>(c.layout.counts, source * c.config.num_local_experts()); }
+    __device__ unsigned long long* counts(int source) const { return at<unsigned long long>(c.layout.counts, source * c.config.num_local_experts()); }
     __device__ LowLatencyLane* lanes(int source, int token) const { return at<LowLatencyLane>(c.layout.lanes, slot_index(source, token) * c.config.num_topk); }
     __device__ unsigned long long* arrived(int source, int token) const {
         return at<unsigned long long>(c.layout.arrived, slot_index(source, token) * kArrivedWords);
@@ -56,6 +56,16 @@ __device__ __noinline__ inline unsigned long long wait_source(const LowLatencyCo
     return 0;
 }
 
+// A peer may refuse its arguments, or do something else.
+__device__ inline void check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
+    const unsigned seen = LowLatencyWhat::packed_in(word), expected = what.packed();
+    if (seen == expected) return;
+    if (LowLatencyWhat::unpacked(seen).is_refused)
+        report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
+    else
+        report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
+}
+
 // Has `source` come to the call? As the first block of this rank that asked has found, where ranks may be masked while others look.
 __device__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
     if (!c.masks_stalled) return came;
@@ -70,31 +80,39 @@ __device__ inline bool agree(const LowLatencyContext& c, unsigned long long call
     return seen % 2 != 0;
 }
 
-// What a block knows once all ranks are in the call: which are, and how many tokens each has sent.
+// What a block knows once all ranks are in the call: which have come, and with how many tokens.
 struct Sources {
     unsigned came;
     int num_tokens[kLowLatencyMaxRanks];
     int failed;
 };
 
-// All threads of a block: until all ranks have entered `call` to do `what` there. False: give up.
-__device__ inline bool meet(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int64_t* statistics, Sources& sources) {
+// All threads of a block: until all ranks have entered `call` to do `what` there. Then `settle`.
+__device__ inline void meet(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int64_t* statistics, Sources& sources) {
     if (threadIdx.x == 0) sources.failed = 0, sources.came = 0;
     __syncthreads();
     const int source = threadIdx.x;
     if (source < c.config.num_ranks) {
         const unsigned long long start = now_ns();
-        const Turn own(c, c.rank, call);
         const bool masked = is_masked(c, source);
-        const unsigned long long word = masked ? 0 : wait_source(c, own.entered(source), call, source, GpuPhase::kEntry);
-        const unsigned seen = static_cast<unsigned>(word) % (1u << kWhatBits) >> kTokenBits, expected = what.packed();
-        const bool came = agree(c, call, source, word != 0);
-        if (blockIdx.x == 0) LowLatencyStatistics(c.config, statistics).wait_ns[source] += static_cast<int64_t>(now_ns() - start);
-        if (came && LowLatencyWhat::unpacked(seen).is_refused) report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
-        else if (came && seen != expected) report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
-        sources.num_tokens[source] = came ? static_cast<int>(word % (1u << kTokenBits)) : 0;
-        if (came) atomicOr(&sources.came, 1u << source);
+        const unsigned long long word = masked ? 0 : wait_source(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
+        if (blockIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
+        if (word != 0) check_what(c, what, word, source);
+        sources.num_tokens[source] = word != 0 ? LowLatencyWhat::value_in(word) : 0;
+        if (word != 0) atomicOr(&sources.came, 1u << source);
+    }
+    __syncthreads();
+}
+
+// All threads: the blocks of the rank agree on which ranks have come. False: give up.
+__device__ inline bool settle(const LowLatencyContext& c, unsigned long long call, Sources& sources) {
+    const int source = threadIdx.x;
+    if (source < c.config.num_ranks) {
         if (gave_up(c)) sources.failed = 1;
+        if (!agree(c, call, source, (sources.came >> source & 1) != 0)) {
+            atomicAnd(&sources.came, ~(1u << source));
+            sources.num_tokens[source] = 0;
+        }
     }
     __syncthreads();
     return sources.failed == 0;
