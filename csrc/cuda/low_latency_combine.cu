@@ -182,7 +182,7 @@ struct Kernel {
     // Of `ranks`, those whose sums of the token have come: all, unless one is masked in this very call, when warps may differ.
     __device__ unsigned wait_token(int token, unsigned ranks) const {
         bool came = false;
-        if ((ranks >> lane & 1) != 0) came = wait_source(c, Turn(c, c.rank, call).arrived(lane, token), call, lane, GpuPhase::kCombineRows) != 0;
+        if ((ranks >> lane & 1) != 0) came = wait_flag_of(c, Turn(c, c.rank, call).arrived(lane, token), call, lane, GpuPhase::kCombineRows) != 0;
         return __ballot_sync(kFullWarp, came);
     }
 

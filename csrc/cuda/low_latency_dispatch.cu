@@ -107,34 +107,40 @@ struct Kernel {
     }
 
     __device__ void send_rows(int first, int step) const {
-        if (first >= p.num_tokens) return;
-        Columns columns(*this, first, warp * 32);  // on their way here while the tokens are counted
-        mark_tokens();
-        for (int token = first;;) {
-            const unsigned ranks = send_lanes(token);
-            columns.store(*this, token, ranks);
-            for (int batch = warp * 32 + kThreads; batch < num_columns; batch += kThreads) Columns(*this, token, batch).store(*this, token, ranks);
+        for (int token = first; token < p.num_tokens; token += step) {
+            const unsigned ranks = send_row(token);
+            if (token == first) mark_tokens();  // while the row is on its way
+            if (warp == 0) send_lanes(token, ranks);
             __syncthreads();
             const int to = threadIdx.x;
             if (to < config.num_ranks && !is_masked(c, to))
                 store_release(Turn(c, to, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> to & 1)));
             if (threadIdx.x == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
-            token += step;
-            if (token >= p.num_tokens) return;
-            columns = Columns(*this, token, warp * 32);
         }
     }
 
-    // Each warp finds the ranks of the token's experts, of those that are not masked, and returns them. The first tells them what goes where.
-    __device__ unsigned send_lanes(int token) const {
-        const int64_t i = static_cast<int64_t>(token) * config.num_topk + lane;
-        int64_t expert = -1;
-        if (lane < config.num_topk) expert = expert_at(i);
-        if (expert >= config.num_experts) expert = -1;
-        const int rank = expert < 0 ? -1 : static_cast<int>(expert) / num_local;
+    // Returns the ranks that it went to: they are looked up while its first columns are on their way here.
+    __device__ unsigned send_row(int token) const {
+        const Columns columns(*this, token, warp * 32);
+        const int rank = rank_of(expert_of(token));
         const unsigned ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
-        if (warp != 0 || lane >= config.num_topk) return ranks;
-        LowLatencyLane out{-1, 0, p.topk_weights != nullptr ? p.topk_weights[i] : 1.0f};
+        columns.store(*this, token, ranks);
+        for (int batch = warp * 32 + kThreads; batch < num_columns; batch += kThreads) Columns(*this, token, batch).store(*this, token, ranks);
+        return ranks;
+    }
+
+    // Of this lane of top-k, and its rank; -1: none.
+    __device__ int expert_of(int token) const {
+        const int64_t expert = lane < config.num_topk ? expert_at(static_cast<int64_t>(token) * config.num_topk + lane) : -1;
+        return expert < config.num_experts ? static_cast<int>(expert) : -1;
+    }
+    __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
+
+    // One warp: what of the token goes where.
+    __device__ void send_lanes(int token, unsigned ranks) const {
+        const int expert = expert_of(token), rank = rank_of(expert);
+        if (lane >= config.num_topk) return;
+        LowLatencyLane out{-1, 0, p.topk_weights != nullptr ? p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane] : 1.0f};
         if (rank >= 0) {
             const uint32_t* marks = marks_of(expert);
             out.index = static_cast<uint16_t>(count_tokens(marks, token / 32) + __popc(marks[token / 32] & ((1u << token % 32) - 1)));
@@ -144,7 +150,6 @@ struct Kernel {
             out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
             Turn(c, to, call).lanes(c.rank, token)[lane] = out;
         }
-        return ranks;
     }
 
     // 16 bytes of a lane on their way, of columns `batch` * kColumns and on of the row.
@@ -208,7 +213,7 @@ struct Kernel {
             const int source = i / num_local;
             counts[i] = 0;
             if ((came >> source & 1) == 0) continue;
-            const unsigned long long word = wait_source(c, Turn(c, c.rank, call).counts(source) + i % num_local, call, source, GpuPhase::kEntry);
+            const unsigned long long word = wait_word_of(c, Turn(c, c.rank, call).counts(source) + i % num_local, call, source, GpuPhase::kEntry);
             if (word == 0)
                 atomicAnd(&sources.came, ~(1u << source));
             else if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused)
@@ -239,7 +244,7 @@ struct Kernel {
     __device__ void receive_part(int source, int token, int part, const int32_t* base) const {
         const Turn own(c, c.rank, call);
         unsigned long long flag = 0;
-        if (lane == 0) flag = wait_source(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
+        if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
         const bool comes = LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag, 0)) != 0;
         const std::byte* const slot = own.slot(source, token);
         const int piece = part * 32 + lane;

@@ -40,20 +40,28 @@ __device__ inline void set_mask(const LowLatencyContext& c, int rank, bool maske
     *static_cast<volatile unsigned*>(c.seen_masks) = masks;
 }
 
-// A word of `source` once it is of this call. 0: it is masked, or has been now, or the failure is reported.
-__device__ __noinline__ inline unsigned long long wait_source(const LowLatencyContext& c, const unsigned long long* word, unsigned long long call, int source,
-                                                              GpuPhase phase) {
+// A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is reported.
+__device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word, unsigned long long call, int source,
+                                                               GpuPhase phase) {
     const unsigned long long expected = call << kWhatBits;
-    unsigned long long seen = load_acquire(word);
+    unsigned long long seen = load_relaxed(word);
     if (seen >= expected) return seen;
     if (is_masked(c, source)) return 0;
-    seen = watch_word<kLowLatencyPauseNs>(c, word, expected, c.timeout_ns);
+    seen = watch_word<kLowLatencyPauseNs>(c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
     if (seen >= expected) return seen;
     if (c.masks_stalled && source != c.rank)
         set_mask(c, source, true);
     else
         report(c, kTimeout, source, phase, static_cast<long long>(call), static_cast<long long>(seen >> kWhatBits));
     return 0;
+}
+
+// The same of a word that announces what was written before it. Looks are cheap, as none but the last acquires.
+__device__ __forceinline__ unsigned long long wait_flag_of(const LowLatencyContext& c, const unsigned long long* flag, unsigned long long call, int source,
+                                                           GpuPhase phase) {
+    const unsigned long long seen = wait_word_of(c, flag, call, source, phase);
+    /*ACQ*/ if (seen != 0) fence_system();
+    return seen;
 }
 
 // A peer may refuse its arguments, or do something else.
@@ -95,7 +103,7 @@ __device__ inline void meet(const LowLatencyContext& c, unsigned long long call,
     if (source < c.config.num_ranks) {
         const unsigned long long start = now_ns();
         const bool masked = is_masked(c, source);
-        const unsigned long long word = masked ? 0 : wait_source(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
+        const unsigned long long word = masked ? 0 : wait_word_of(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
         if (blockIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
         if (word != 0) check_what(c, what, word, source);
         sources.num_tokens[source] = word != 0 ? LowLatencyWhat::value_in(word) : 0;
@@ -133,7 +141,7 @@ struct SourceToken {
     __device__ SourceToken(int nth, const NumTokens& num_tokens, int first, int num_ranks) : token(nth) {
 #pragma unroll 1
         for (int turn = 0; turn < num_ranks; ++turn) {
-            const int candidate = (first + turn) % num_ranks, count = num_tokens(candidate);
+            const int candidate = first + turn < num_ranks ? first + turn : first + turn - num_ranks, count = num_tokens(candidate);
             if (token < count) {
                 source = candidate;
                 return;

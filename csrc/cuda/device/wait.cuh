@@ -23,14 +23,15 @@ __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kin
     failure->kind = kind;
 }
 
-// *word once it has reached `expected`. Less, as it was last seen, past the deadline or once another wait of this rank has failed.
-template <unsigned kPause>
-__device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, const unsigned long long* word, unsigned long long expected,
+// *word, which `load` loads, once it has reached `expected`. Less, as it was last seen, past the deadline or once another wait of this rank has
+// failed.
+template <unsigned kPause, class Load>
+__device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, const unsigned long long* word, const Load& load, unsigned long long expected,
                                                          unsigned long long timeout_ns) {
-    unsigned long long seen = load_acquire(word);
+    unsigned long long seen = load(word);
     if (seen >= expected) return seen;
     const unsigned long long deadline = now_ns() + timeout_ns;
-    for (int round = 0; (seen = load_acquire(word)) < expected; ++round) {
+    for (int round = 0; (seen = load(word)) < expected; ++round) {
         pause_ns(kPause);
         if (round % 256 == 255 && (gave_up(w) || now_ns() >= deadline)) break;
     }
@@ -41,7 +42,8 @@ __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, cons
 // rank has failed. Waits for this rank's own blocks have twice the time: they end when the block that waits for a peer has named it.
 __device__ __noinline__ inline unsigned long long wait_word(const GpuWaits& w, const unsigned long long* word, unsigned long long expected, int peer,
                                                             GpuPhase phase) {
-    const unsigned long long seen = watch_word<kPauseNs>(w, word, expected, w.timeout_ns * (peer == w.rank ? 2 : 1));
+    const auto load = [](const unsigned long long* from) { return load_acquire(from); };
+    const unsigned long long seen = watch_word<kPauseNs>(w, word, load, expected, w.timeout_ns * (peer == w.rank ? 2 : 1));
     if (seen >= expected) return seen;
     report(w, kTimeout, peer, phase, static_cast<long long>(expected), static_cast<long long>(seen));
     return 0;
