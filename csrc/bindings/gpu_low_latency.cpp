@@ -4,9 +4,7 @@
 
 using namespace deepep_moe;
 
-void bind_tmp(py::module_& m);
 void bind_gpu_low_latency(py::module_& m) {
-    bind_tmp(m);
     using Released = py::call_guard<py::gil_scoped_release>;
     using Communicator = LowLatencyGpuCommunicator;
     py::class_<Communicator>(m, "LowLatencyGpuCommunicator")

@@ -160,10 +160,8 @@ struct Kernel {
     // ---- receiving ----
 
     __device__ void receive() const {
-        __shared__ Sources sources;
         const unsigned first = ranks_of(blockIdx.x);
-        meet(c, call, p.what, p.statistics, sources);
-        if (!settle(c, call, sources)) return;
+        const Sources sources = meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0);
 #pragma unroll 1
         for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
             const unsigned ranks = wait_token(token, (token == blockIdx.x ? first : ranks_of(token)) & sources.came);

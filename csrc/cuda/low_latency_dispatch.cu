@@ -1,6 +1,6 @@
 // Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
 // others push rows, a token at a time, straight from registers, quantized on the way, each with its place among this rank's tokens of the same
-// expert. Receiving: all blocks wait for the ranks' numbers, then each warp waits for a row and copies a part of it to its experts.
+// expert. Receiving: each warp waits for a row, and for how many rows of its experts come before, and copies a part of it there.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency.cuh"
@@ -106,16 +106,13 @@ struct Kernel {
         __syncthreads();
     }
 
+    // The first warp says that a row is there, which takes it as long as the row needs to get there.
     __device__ void send_rows(int first, int step) const {
         for (int token = first; token < p.num_tokens; token += step) {
             const unsigned ranks = send_row(token);
             if (token == first) mark_tokens();  // while the row is on its way
-            if (warp == 0) send_lanes(token, ranks);
             __syncthreads();
-            const int to = threadIdx.x;
-            if (to < config.num_ranks && !is_masked(c, to))
-                store_release(Turn(c, to, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> to & 1)));
-            if (threadIdx.x == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
+            if (warp == 0) send_lanes(token, ranks);
         }
     }
 
@@ -136,11 +133,12 @@ struct Kernel {
     }
     __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
 
-    // One warp: what of the token goes where.
+    // One warp: what of the token goes where, and that it is there.
     __device__ void send_lanes(int token, unsigned ranks) const {
         const int expert = expert_of(token), rank = rank_of(expert);
-        if (lane >= config.num_topk) return;
-        LowLatencyLane out{-1, 0, p.topk_weights != nullptr ? p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane] : 1.0f};
+        if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
+        LowLatencyLane out{-1, 0, 1.0f};
+        if (lane < config.num_topk && p.topk_weights != nullptr) out.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
         if (rank >= 0) {
             const uint32_t* marks = marks_of(expert);
             out.index = static_cast<uint16_t>(count_tokens(marks, token / 32) + __popc(marks[token / 32] & ((1u << token % 32) - 1)));
@@ -148,8 +146,11 @@ struct Kernel {
         for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
             const int to = __ffs(rest) - 1;
             out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
-            Turn(c, to, call).lanes(c.rank, token)[lane] = out;
+            if (lane < config.num_topk) Turn(c, to, call).lanes(c.rank, token)[lane] = out;
         }
+        __syncwarp();
+        if (lane < config.num_ranks && !is_masked(c, lane))
+            store_release(Turn(c, lane, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> lane & 1)));
     }
 
     // 16 bytes of a lane on their way, of columns `batch` * kColumns and on of the row.
@@ -190,58 +191,46 @@ struct Kernel {
     // ---- receiving ----
 
     __device__ void receive() const {
-        __shared__ Sources sources;
-        int32_t* const bases = shared_memory<int32_t>();  // [num_ranks, num_local_experts] first place of a source's tokens
-        meet(c, call, p.what, p.statistics, sources);
-        wait_counts(sources, bases);
-        const bool met = settle(c, call, sources);
-        place_sources(sources, met, bases);
-        if (!met) return;
+        const Sources sources = meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0);
+        if (blockIdx.x == 0) count(sources);
         const int num_parts = (num_columns + 31) / 32;
         for (int task = warp * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
-            const SourceToken from(task / num_parts, [&](int source) { return sources.num_tokens[source]; }, c.rank, config.num_ranks);
+            const SourceToken from(task / num_parts, [&](int source) { return __shfl_sync(kFullWarp, sources.num_tokens, source); }, c.rank, config.num_ranks);
             if (from.source < 0) return;
-            receive_part(from.source, from.token, task % num_parts, bases + from.source * num_local);
+            receive_part(sources, from.source, from.token, task % num_parts);
         }
     }
 
-    // [num_ranks, num_local_experts] of the ranks that have come.
-    __device__ void wait_counts(Sources& sources, int32_t* counts) const {
-        const unsigned came = sources.came;
-        __syncthreads();
-        for (int i = threadIdx.x; i < config.num_experts; i += kThreads) {
-            const int source = i / num_local;
-            counts[i] = 0;
-            if ((came >> source & 1) == 0) continue;
-            const unsigned long long word = wait_word_of(c, Turn(c, c.rank, call).counts(source) + i % num_local, call, source, GpuPhase::kEntry);
-            if (word == 0)
-                atomicAnd(&sources.came, ~(1u << source));
-            else if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused)
-                check_what(c, p.what, word, source);
-            counts[i] = LowLatencyWhat::value_in(word);
-        }
-        __syncthreads();
-    }
-
-    // Sums up counts: each becomes that of the ranks before.
-    __device__ void place_sources(const Sources& sources, bool met, int32_t* counts) const {
+    // One block.
+    __device__ void count(const Sources& sources) const {
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            int sum = 0;
-            for (int source = 0; source < config.num_ranks; ++source) {
-                const int count = met && (sources.came >> source & 1) != 0 ? counts[source * num_local + expert] : 0;
-                counts[source * num_local + expert] = sum;
-                sum += count;
-            }
-            if (blockIdx.x != 0) continue;
-            p.num_recv_tokens_per_expert[expert] = sum;
-            atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, sum);
+            const int num_tokens = tokens_from(sources, config.num_ranks, expert);
+            p.num_recv_tokens_per_expert[expert] = num_tokens;
+            atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, num_tokens);
         }
-        if (blockIdx.x == 0 && threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = met ? sources.num_tokens[threadIdx.x] : 0;
-        __syncthreads();
+        if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = sources.num_tokens;
+    }
+
+    // For a local expert, from the first `num_sources` ranks.
+    __device__ int tokens_from(const Sources& sources, int num_sources, int expert) const {
+        const Turn own(c, c.rank, call);
+        unsigned long long words[kLowLatencyMaxRanks] = {};
+#pragma unroll
+        for (int source = 0; source < kLowLatencyMaxRanks; ++source)
+            if (source < num_sources && (sources.came >> source & 1) != 0) words[source] = load_relaxed(own.counts(source) + expert);
+        int num_tokens = 0;
+#pragma unroll
+        for (int source = 0; source < kLowLatencyMaxRanks; ++source) {
+            if (source >= num_sources || (sources.came >> source & 1) == 0) continue;
+            unsigned long long word = words[source];
+            if (word >> kWhatBits < call) word = wait_word_of(c, own.counts(source) + expert, call, source, GpuPhase::kEntry);
+            if (word != 0 && check_what(c, p.what, word, source)) num_tokens += LowLatencyWhat::value_in(word);
+        }
+        return num_tokens;
     }
 
     // 16 bytes a lane.
-    __device__ void receive_part(int source, int token, int part, const int32_t* base) const {
+    __device__ void receive_part(const Sources& sources, int source, int token, int part) const {
         const Turn own(c, c.rank, call);
         unsigned long long flag = 0;
         if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
@@ -252,7 +241,7 @@ struct Kernel {
         uint4 value = make_uint4(0, 0, 0, 0);
         if (comes && lane < config.num_topk) there = own.lanes(source, token)[lane];
         if (comes && piece < num_columns) value = pieces(slot)[piece];
-        const int place = there.expert < 0 ? -1 : base[there.expert] + there.index;
+        const int place = there.expert < 0 ? -1 : tokens_from(sources, source, there.expert) + there.index;
         const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place;
         if (part == 0 && lane < config.num_topk)
             in_handle<LowLatencyRow>(handle().rows)[(source * config.num_max_tokens + token) * config.num_topk + lane] = {row, there.weight};

@@ -23,6 +23,10 @@
 using std::max;
 using std::min;
 
+struct float2 {
+    float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct uint2 {
     unsigned x, y;
 };

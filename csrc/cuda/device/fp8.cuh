@@ -33,6 +33,7 @@ union Fp8Columns {
     using Raw = std::conditional_t<kColumns == 16, uint4, std::conditional_t<kColumns == 8, uint2, unsigned>>;
     Raw raw;
     __nv_fp8_storage_t values[kColumns];
+    __nv_fp8x2_storage_t pairs[kColumns / 2];
 };
 
 __device__ __forceinline__ float load_fp8(__nv_fp8_storage_t x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
@@ -52,7 +53,8 @@ struct Fp8Block {
     __device__ Fp8Columns<kColumns> store(const float (&x)[kColumns]) const {
         Fp8Columns<kColumns> y;
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) y.values[i] = __nv_cvt_float_to_fp8(__fmul_rn(x[i], factor), __NV_SATFINITE, __NV_E4M3);
+        for (int i = 0; i < kColumns; i += 2)
+            y.pairs[i / 2] = __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(x[i], factor), __fmul_rn(x[i + 1], factor)), __NV_SATFINITE, __NV_E4M3);
         return y;
     }
 };

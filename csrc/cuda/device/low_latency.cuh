@@ -59,19 +59,18 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
 // The same of a word that announces what was written before it. Looks are cheap, as none but the last acquires.
 __device__ __forceinline__ unsigned long long wait_flag_of(const LowLatencyContext& c, const unsigned long long* flag, unsigned long long call, int source,
                                                            GpuPhase phase) {
-    const unsigned long long seen = wait_word_of(c, flag, call, source, phase);
-    /*ACQ*/ if (seen != 0) fence_system();
-    return seen;
+    return wait_word_of(c, flag, call, source, phase) != 0 ? load_acquire(flag) : 0;
 }
 
-// A peer may refuse its arguments, or do something else.
-__device__ inline void check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
+// Does a peer do the same, and has not refused its arguments?
+__device__ inline bool check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
     const unsigned seen = LowLatencyWhat::packed_in(word), expected = what.packed();
-    if (seen == expected) return;
+    if (seen == expected) return true;
     if (LowLatencyWhat::unpacked(seen).is_refused)
         report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
     else
         report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
+    return false;
 }
 
 // Has `source` come to the call? As the first block of this rank that asked has found, where ranks may be masked while others look.
@@ -88,42 +87,26 @@ __device__ inline bool agree(const LowLatencyContext& c, unsigned long long call
     return seen % 2 != 0;
 }
 
-// What a block knows once all ranks are in the call: which have come, and with how many tokens.
+// What a warp knows once all ranks are in a call: which have come, and in lane r how many tokens rank r has.
 struct Sources {
     unsigned came;
-    int num_tokens[kLowLatencyMaxRanks];
-    int failed;
+    int num_tokens;
 };
 
-// All threads of a block: until all ranks have entered `call` to do `what` there. Then `settle`.
-__device__ inline void meet(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int64_t* statistics, Sources& sources) {
-    if (threadIdx.x == 0) sources.failed = 0, sources.came = 0;
-    __syncthreads();
-    const int source = threadIdx.x;
+// All lanes of a warp: until all ranks have entered `call` to do `what` there. counts: it is the one that keeps statistics.
+__device__ inline Sources meet(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int64_t* statistics, bool counts) {
+    const int source = threadIdx.x % 32;
+    unsigned long long word = 0;
+    bool came = false;
     if (source < c.config.num_ranks) {
-        const unsigned long long start = now_ns();
+        const unsigned long long start = counts ? now_ns() : 0;
         const bool masked = is_masked(c, source);
-        const unsigned long long word = masked ? 0 : wait_word_of(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
-        if (blockIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
-        if (word != 0) check_what(c, what, word, source);
-        sources.num_tokens[source] = word != 0 ? LowLatencyWhat::value_in(word) : 0;
-        if (word != 0) atomicOr(&sources.came, 1u << source);
+        word = wait_word_of(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
+        if (masked) word = 0;
+        if (counts) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
+        came = agree(c, call, source, word != 0) && check_what(c, what, word, source);
     }
-    __syncthreads();
-}
-
-// All threads: the blocks of the rank agree on which ranks have come. False: give up.
-__device__ inline bool settle(const LowLatencyContext& c, unsigned long long call, Sources& sources) {
-    const int source = threadIdx.x;
-    if (source < c.config.num_ranks) {
-        if (gave_up(c)) sources.failed = 1;
-        if (!agree(c, call, source, (sources.came >> source & 1) != 0)) {
-            atomicAnd(&sources.came, ~(1u << source));
-            sources.num_tokens[source] = 0;
-        }
-    }
-    __syncthreads();
-    return sources.failed == 0;
+    return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};
 }
 
 // All threads, at the end of a kernel that sends: the last block counts the call, which all others have read by then.
