@@ -39,6 +39,10 @@ struct LowLatencyWhat {
     DEEPEP_MOE_HD constexpr unsigned packed() const {
         return static_cast<unsigned>(operation) | static_cast<unsigned>(dtype) << 1 | fp8 << 3 | is_rounded << 4 | has_weights << 5 | is_refused << 6;
     }
+    DEEPEP_MOE_HD static constexpr LowLatencyWhat unpacked(unsigned bits) {
+        return {static_cast<LowLatencyOperation>(bits & 1), static_cast<DType>(bits >> 1 & 3), (bits >> 3 & 1) != 0, (bits >> 4 & 1) != 0,
+                (bits >> 5 & 1) != 0, (bits >> 6 & 1) != 0};
+    }
 };
 
 // One lane of a token on its way to its expert's rank.

@@ -18,6 +18,7 @@ from deepep_moe.event import Event
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = {"fp32": (1, torch.float32), "ue8m0": (4, torch.int32)}  # scales to an element, its dtype
 _WIRES = (None, "fp8")
+_MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ def check_low_latency_settings(s: Settings) -> Settings:
         raise ValueError(
             f"num_experts is {s.num_experts}; a rank can hold {_C.LOW_LATENCY_MAX_LOCAL_EXPERTS}, give more ranks or fewer experts"
         )
+    num_rows = s.num_experts * s.num_max_tokens_per_rank
+    if num_rows > _MAX_ROWS:
+        raise ValueError(f"num_experts * num_max_tokens_per_rank is {num_rows}, the rows of a rank; at most {_MAX_ROWS} can be numbered")
     return s
 
 
