@@ -153,5 +153,6 @@ def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Ten
     assert ours.dtype == reference_value.dtype and ours.shape == reference_value.shape, (
         f"{name}: {ours.dtype} {list(ours.shape)} against {reference_value.dtype} {list(reference_value.shape)}"
     )
-    different = (ours.contiguous().view(torch.uint8) != reference_value.contiguous().view(torch.uint8)).nonzero()
+    ours, reference_value = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (ours, reference_value))
+    different = (ours.view(torch.uint8) != reference_value.view(torch.uint8)).nonzero()
     assert len(different) == 0, f"{name}: {len(different)} bytes differ, first at {different[0].tolist()}"

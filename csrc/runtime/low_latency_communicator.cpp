@@ -1,5 +1,7 @@
 #include "runtime/low_latency_communicator.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 
@@ -50,7 +52,14 @@ private:
         const uint64_t left = owner_.left(owner_.rank_, peer).load(std::memory_order_acquire);
         return left != 0 && left <= number_;
     }
-    uint64_t seen(int peer) const { return number_of(owner_.turn(number_).entered(peer).load(std::memory_order_acquire)); }
+    bool is_here(int peer) const {
+        return peer == owner_.rank_ || number_of(owner_.turn(number_).entered(peer).load(std::memory_order_acquire)) == number_;
+    }
+    uint64_t last_entered(int peer) const {
+        uint64_t last = 0;
+        for (uint64_t turn = 0; turn < kTurns; ++turn) last = std::max(last, number_of(owner_.turn(turn).entered(peer).load(std::memory_order_acquire)));
+        return last;
+    }
     template <class Report>
     void idle(Waiter& waiter, RankSet missing, const Report& report);
     Lack lack(int peer, const char* phase, uint64_t seen) const { return {peer, phase, static_cast<int64_t>(number_), static_cast<int64_t>(seen)}; }
@@ -84,15 +93,16 @@ RankSet LowLatencyCommunicator::Waits::wait_entered(Heard heard) {
     Waiter waiter(*this);
     const auto report = [&](auto&& tell) {
         for (int peer = 0; peer < num_ranks(); ++peer)
-            if (contains(missing, peer)) tell(lack(peer, kEntry, seen(peer)));
+            if (contains(missing, peer)) tell(lack(peer, kEntry, last_entered(peer)));
     };
     for (;;) {
         for (int peer = 0; peer < num_ranks(); ++peer) {
             const RankSet bit = RankSet{1} << peer;
             if (!(missing & bit)) continue;
-            const bool is_here = peer == owner_.rank_ || seen(peer) == number_;
-            if (!is_here && owner_.takes_part(peer, number_)) continue;
-            if (is_here) entered |= bit;
+            if (is_here(peer))
+                entered |= bit;
+            else if (owner_.takes_part(peer, number_))
+                continue;
             missing &= ~bit;
             heard(peer);
         }
