@@ -28,6 +28,7 @@ class Case:
     wire: str | None = None
     mode: str = "now"  # or "async", "hook"
     seed: int = 0
+    without: int | None = None  # a masked rank: its tokens do not come, its experts are not reached
 
     @property
     def num_ranks(self) -> int:
@@ -42,6 +43,13 @@ class Case:
         idx = torch.where(torch.rand(idx.shape, generator=generator) < self.masked, -1, idx)
         return x.to(self.dtype), idx.to(self.index_dtype), torch.rand(n, self.num_topk, generator=generator)
 
+    def inputs_that_count(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, idx, weights = self.inputs(rank)
+        if self.without is not None:
+            is_lost = idx // (self.num_experts // self.num_ranks) == self.without
+            idx = torch.full_like(idx, -1) if rank == self.without else torch.where(is_lost, -1, idx)
+        return x, idx, weights
+
     def expert_outputs(self, rank: int, num_rows: int) -> torch.Tensor:
         return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(self.seed + rank + 77)).to(self.dtype)
 
@@ -51,8 +59,8 @@ class Expected:
 
     def __init__(self, case: Case):
         self.case = case
-        self.inputs = [case.inputs(rank) for rank in range(case.num_ranks)]
-        xs, idxs, weights = (list(column) for column in zip(*self.inputs, strict=True))
+        inputs = [case.inputs_that_count(rank) for rank in range(case.num_ranks)]
+        xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
         self.received = reference.low_latency.dispatch(
             xs, idxs, weights if case.with_weights else None, case.num_experts, fp8=case.fp8, is_rounded=case.scale_format == "ue8m0"
         )

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchange_cases import assert_same, device_of, on_device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -265,8 +266,9 @@ def counting(rank, _, backend):
     case = Case([24, 6, 9])
     buffer = make_buffer(case, backend, rank)
     told = torch.tensor(Expected(case).received[rank].num_recv_tokens_per_expert)
+    dist.barrier()
     for calls in (1, 2):
-        time.sleep(0.3 if rank == 2 else 0)
+        time.sleep(0.4 if rank == 2 else 0)
         start_dispatch(buffer, case, rank, backend)
         seen = buffer.statistics()
         assert torch.equal(seen.num_tokens_per_expert.cpu(), told * calls)
