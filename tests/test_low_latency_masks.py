@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same
-from low_latency_cases import Case, make_buffer, run_case, start_dispatch
+from low_latency_cases import Case, Expected, make_buffer, run_case, start_dispatch
 
 from deepep_moe.backends.low_latency import ShmLowLatencyBackend
 from deepep_moe.errors import EPMismatchError, EPTimeoutError

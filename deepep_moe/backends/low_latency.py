@@ -13,6 +13,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, Settings
 from deepep_moe.backends.checks import check_tensor
+from deepep_moe.backends.output_pool import OutputPool
 from deepep_moe.event import Event
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -206,6 +207,10 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, _C.LowLatencyCommunicator(**_native_settings(settings, mask_stalled)))
         self._executor: ThreadPoolExecutor | None = None
+        self._pool = OutputPool()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._pool.empty(shape, dtype)
 
     def address(self) -> tuple[str, int]:
         """What peers need to open this rank's shared memory: its path and this process's id."""
