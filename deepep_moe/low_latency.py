@@ -25,7 +25,7 @@ from deepep_moe.backends.low_latency import (
     num_scale_columns,
 )
 from deepep_moe.backends.select import introduce, make_low_latency_backend
-from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 
 logger = logging.getLogger("deepep_moe")
@@ -346,9 +346,16 @@ class LowLatencyBuffer:
         return event
 
     def _check_room(self) -> None:
-        """Calls may be received in any order, but each call needs the one before last to be received, as it says to the peers that what
+        """Raises ValueError where there is none, and what an asynchronous call has raised that nobody waited for.
+
+        Calls may be received in any order, but each call needs the one before last to be received, as it says to the peers that what
         was sent two calls before that may be overwritten. Nothing is sent where it is not, so the caller may try again."""
-        self._in_flight = [(number, event) for number, event in self._in_flight if not (event.seen or event.is_over())]
+        over = [(number, event) for number, event in self._in_flight if event.seen or event.is_over()]
+        self._in_flight = [entry for entry in self._in_flight if entry not in over]
+        for _, event in over:
+            error = None if event.seen else event.failure()
+            if error is not None:
+                raise EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}") from error
         if self._in_flight and self._num_calls + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
             raise ValueError("the call before last was not received yet; call its hook(), or wait for its event, then make this call again")
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from exchange_cases import device_of, on_device
 from low_latency_cases import Case, make_buffer, run_case, start_dispatch
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.errors import BufferDestroyedError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -199,6 +200,24 @@ def unreceived_handle(rank, _, backend):
 
 def test_combine_before_the_hook():
     run_ranks(unreceived_handle, 2, "shm")
+
+
+def fails_on_the_thread(rank, _):
+    """An asynchronous failure that nobody waited for is raised by the next call, once."""
+    case = replace(CASE, mode="async")
+    buffer = make_buffer(case, "shm", rank)
+    out = buffer.dispatch(X, IDX, async_op=True, fp8=rank == 1)
+    while not out.event.is_over():
+        time.sleep(0.01)
+    with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPMismatchError: ranks make different calls"):
+        buffer.dispatch(X, IDX)
+    with pytest.raises(EPMismatchError):
+        out.event.wait()
+    run_case(buffer, case, rank, "shm")
+
+
+def test_failure_on_the_thread():
+    run_ranks(fails_on_the_thread, 2)
 
 
 # ---- after the end ----

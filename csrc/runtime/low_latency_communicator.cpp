@@ -241,14 +241,20 @@ void LowLatencyCommunicator::receive_call(const Params& params, uint64_t number)
     const auto began = std::chrono::steady_clock::now();
     const LowLatencyStatistics statistics(config_, params.statistics);
     Waits waits(*this, number);
-    set_fate(number, Fate::kFailed);
-    const RankSet entered = waits.wait_entered([&](int rank) {
-        const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began);
-        std::atomic_ref(statistics.wait_ns[rank]).fetch_add(waited.count(), std::memory_order_relaxed);
-    });
-    set_fate(number, Fate::kHeard);
-    check_entries(number, entered, params.what);
-    receive(call(number, entered), params, waits);
+    Fate fate = Fate::kFailed;
+    try {
+        const RankSet entered = waits.wait_entered([&](int rank) {
+            const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began);
+            std::atomic_ref(statistics.wait_ns[rank]).fetch_add(waited.count(), std::memory_order_relaxed);
+        });
+        fate = Fate::kHeard;
+        check_entries(number, entered, params.what);
+        receive(call(number, entered), params, waits);
+    } catch (...) {
+        set_fate(number, fate);
+        throw;
+    }
+    set_fate(number, fate);
 }
 
 template <class Params>
@@ -296,23 +302,19 @@ void LowLatencyCommunicator::mask(int rank, bool masked) {
 void LowLatencyCommunicator::rejoin() {
     peers_.check_owner();
     const std::lock_guard lock(sending_);
-    uint64_t told = 0;
-    int first = -1;
-    for (int peer = 0; peer < config_.num_ranks; ++peer) {
-        if (peer == rank_) continue;
-        Waits(*this, num_sent_).wait_resumed(peer);
-        const uint64_t next = resumed(rank_, peer).load(std::memory_order_acquire);
-        if (told != 0 && next != told)
+    std::array<uint64_t, kLowLatencyMaxRanks> told{};
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (peer != rank_) Waits(*this, num_sent_).wait_resumed(peer);
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (peer != rank_) told[peer] = resumed(rank_, peer).exchange(0, std::memory_order_acq_rel);
+    const int first = rank_ == 0 ? 1 : 0;
+    for (int peer = first + 1; peer < config_.num_ranks; ++peer)
+        if (peer != rank_ && told[peer] != told[first])
             throw MismatchError("ranks take " + rank_name(rank_) + " back between different calls: " + rank_name(first) + " at call " +
-                                std::to_string(told - 1) + ", " + rank_name(peer) + " at call " + std::to_string(next - 1));
-        if (told == 0) first = peer;
-        told = next;
-    }
+                                std::to_string(told[first] - 1) + ", " + rank_name(peer) + " at call " + std::to_string(told[peer] - 1));
     masks_ = 0;
     for (auto& call : first_calls_) call = 0;
-    for (int peer = 0; peer < config_.num_ranks; ++peer)
-        if (peer != rank_) resumed(rank_, peer).store(0, std::memory_order_relaxed);
-    if (told != 0) num_sent_ = told - 2;
+    if (config_.num_ranks > 1) num_sent_ = told[first] - 2;
     for (auto& fate : fates_) fate = 0;
 }
 
