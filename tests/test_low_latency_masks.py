@@ -137,6 +137,7 @@ def returns_too_early(rank, _, backend):
     if rank != MASKED:
         buffer.mask_rank(MASKED)
     come_back(buffer, rank)
+    time.sleep(0.5 if rank == MASKED else 0)
     run_case(buffer, CASE, rank, backend)
 
 
