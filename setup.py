@@ -17,7 +17,7 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 HOST_ROOMS = ("common", "cpu", "runtime", "bindings")
-GPU_HOST_FILES = ("gpu_communicator.cpp", "gpu.cpp", "gpu_gate.cpp")  # of the host rooms, only with CUDA
+GPU_HOST_PREFIX = "gpu"  # of files of the host rooms that are built only with CUDA
 GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100"))
 
 
@@ -48,7 +48,7 @@ def version() -> str:
 
 def host_sources(with_cuda: bool) -> list[str]:
     files = [path for room in HOST_ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp")]
-    return sorted(str(path.relative_to(ROOT)) for path in files if with_cuda or path.name not in GPU_HOST_FILES)
+    return sorted(str(path.relative_to(ROOT)) for path in files if with_cuda or not path.name.startswith(GPU_HOST_PREFIX))
 
 
 def require_compiler() -> None:

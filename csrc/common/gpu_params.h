@@ -24,13 +24,10 @@ struct GpuState {
     long long num_rows;           // that this rank receives, of a plan that reports counts
 };
 
-struct GpuContext {
-    int rank;
+struct GpuContext : GpuWaits {
     GpuWorkspaceConfig config;
     GpuWorkspaceLayout layout;
-    unsigned long long timeout_ns;
     std::byte* workspaces[kMaxGpuRanks];  // of all ranks, mapped here
-    GpuFailure* failure;                  // host memory
     GpuCounts* counts;                    // host memory
     int* expert_counts;                   // [num_local_experts] tokens received, host memory
     GpuState* state;

@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/types.h"
+#include "common/gpu_wait.h"
 
 namespace deepep_moe {
 
@@ -28,17 +28,6 @@ constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shar
 struct GpuWorkspaceConfig {
     int num_ranks, num_experts, num_topk, hidden;
     int64_t num_max_tokens;
-};
-
-enum class GpuPhase : int { kNone = 0, kEntry, kCounts, kPlan, kLanes, kDispatchRows, kReducedRows, kCombineRows };
-
-enum GpuFailureKind : int { kNoFailure = 0, kTimeout, kIndexOutOfRange, kDuplicateExpert, kBoundExceeded, kPeerRefused, kMismatch };
-
-// The first failure of a rank's kernels; lies in host memory that the device sees.
-struct GpuFailure {
-    int kind;  // a GpuFailureKind, written last
-    int peer, phase;
-    long long expected, seen;
 };
 
 // What a rank says it does in a call, for the messages of its peers' hosts.

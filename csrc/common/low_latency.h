@@ -2,13 +2,14 @@
 // call is made of.
 //
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[num_ranks][kMaxReasonBytes] | kTurns turns, each:
-//     entered u64[num_ranks] | num_tokens i32[num_ranks] | counts i32[num_ranks][num_local_experts] |
-//     lanes LowLatencyLane[num_ranks][num_max_tokens][num_topk] | arrived u64[num_ranks][num_max_tokens][kArrivedWords] |
-//     slots [num_ranks][num_max_tokens] of slot_bytes
+//     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | lanes LowLatencyLane[num_ranks][num_max_tokens][num_topk] |
+//     arrived u64[num_ranks][num_max_tokens][kArrivedWords] | slots [num_ranks][num_max_tokens] of slot_bytes
 //
 // Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in the
-// order in which they send, the same on every rank; call n uses turn n % kTurns. Flags (`entered`, `arrived`) hold the number of their call
-// above what the rank does in it, so nothing is cleared between calls. At most kMaxInFlight calls are sent and not yet received: a
+// order in which they send, the same on every rank; call n uses turn n % kTurns. Flags hold the number of their call, what the rank does in it, and a
+// value, so nothing is cleared between calls: `entered` the rank's number of tokens, each of `counts` its tokens for an expert, each of
+// `arrived` 1 where the token comes to this rank, after its lanes and its row (in a combine, its sum), and 0 where it does not.
+// At most kMaxInFlight calls are sent and not yet received: a
 // rank that sends call n has received n - 2, for which all had sent n - 2, for which all had received n - 4. So turns never meet, without
 // any word from a receiver.
 #pragma once
@@ -23,7 +24,7 @@ namespace deepep_moe {
 constexpr int kTurns = 4, kMaxInFlight = 2;
 constexpr int kLowLatencyMaxRanks = 8;
 constexpr int kArrivedWords = 16;  // of one flag of `arrived`, of which the first is used: each has its own line of memory
-constexpr int kWhatBits = 8;       // of a flag, below the number of its call
+constexpr int kValueBitsOfFlag = 16, kWhatBits = 8 + kValueBitsOfFlag;  // of a flag, below the number of its call
 
 enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };
 
@@ -39,6 +40,11 @@ struct LowLatencyWhat {
     DEEPEP_MOE_HD constexpr unsigned packed() const {
         return static_cast<unsigned>(operation) | static_cast<unsigned>(dtype) << 1 | fp8 << 3 | is_rounded << 4 | has_weights << 5 | is_refused << 6;
     }
+    DEEPEP_MOE_HD constexpr unsigned long long flag(unsigned long long call, int value) const {
+        return call << kWhatBits | packed() << kValueBitsOfFlag | static_cast<unsigned>(value);
+    }
+    DEEPEP_MOE_HD static constexpr unsigned packed_in(unsigned long long flag) { return static_cast<unsigned>(flag) % (1u << kWhatBits) >> kValueBitsOfFlag; }
+    DEEPEP_MOE_HD static constexpr int value_in(unsigned long long flag) { return static_cast<int>(flag % (1u << kValueBitsOfFlag)); }
     DEEPEP_MOE_HD static constexpr LowLatencyWhat unpacked(unsigned bits) {
         return {static_cast<LowLatencyOperation>(bits & 1), static_cast<DType>(bits >> 1 & 3), (bits >> 3 & 1) != 0, (bits >> 4 & 1) != 0,
                 (bits >> 5 & 1) != 0, (bits >> 6 & 1) != 0};
@@ -69,7 +75,7 @@ DEEPEP_MOE_HD constexpr int64_t round_up(int64_t value, int64_t multiple) { retu
 
 struct LowLatencyLayout {
     int64_t resumed, left, reasons, turns, total_bytes;
-    int64_t entered, num_tokens, counts, lanes, arrived, slots, turn_bytes;  // in a turn
+    int64_t entered, counts, lanes, arrived, slots, turn_bytes;  // in a turn
     int64_t slot_bytes;
 
     LowLatencyLayout() = default;
@@ -79,9 +85,8 @@ struct LowLatencyLayout {
         reasons = left + 8 * ranks;
         turns = round_up(reasons + kMaxReasonBytes * ranks, 128);
         entered = 0;
-        num_tokens = 8 * ranks;
-        counts = num_tokens + 4 * ranks;
-        lanes = round_up(counts + 4 * ranks * c.num_local_experts(), 128);
+        counts = 8 * ranks;
+        lanes = round_up(counts + 8 * ranks * c.num_local_experts(), 128);
         arrived = round_up(lanes + static_cast<int64_t>(sizeof(LowLatencyLane)) * tokens * c.num_topk, 128);
         slots = arrived + 8 * kArrivedWords * tokens;
         turn_bytes = slots + tokens * slot_bytes;
@@ -133,10 +138,5 @@ struct LowLatencyCombineParams {
     const std::byte* x;         // [num_local_experts, capacity, hidden]
     std::byte* combined_x;      // [num_tokens, hidden]
 };
-
-// The scale of a block of an fp8 row whose largest magnitude is m, kFp8Least at least, is m / kFp8Largest, as DeepSeek-V3 has it (arXiv:2412.19437,
-// section 3.3.2), or the next power of two: 2 to this biased exponent.
-constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3
-DEEPEP_MOE_HD constexpr uint32_t rounded_exponent(uint32_t scale_bits) { return (scale_bits + 0x7fffffu) >> 23; }
 
 }  // namespace deepep_moe

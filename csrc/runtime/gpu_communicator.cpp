@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstring>
 #include <stdexcept>
 #include <thread>
 
@@ -21,50 +20,15 @@ constexpr int kPiecesForMemory = 256;     // large ones read faster, which count
 constexpr int kMaxLaneBlocks = 48;        // with those that send and receive no more than there are multiprocessors
 constexpr int kRingBytes = 184 * 1024;    // of a block's rows on their way: the link is slower where more are
 
-void check_cuda(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-int attribute(cudaDeviceAttr which, int device) {
-    int value = 0;
-    check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
-    return value;
-}
-
-// The calling thread's device, put back at the end of a scope.
-class DeviceGuard {
-public:
-    explicit DeviceGuard(int device) {
-        check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-        if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
-        changed_ = before_ != device;
-    }
-    ~DeviceGuard() {
-        if (changed_) cudaSetDevice(before_);
-    }
-
-private:
-    int before_ = 0;
-    bool changed_ = false;
-};
-
-cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
-
 // That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
 int lane_blocks(int64_t num_lanes) { return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, 512), 1, kMaxLaneBlocks)); }
-
-bool is_capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
-}
 
 }  // namespace
 
 // ---- memory ----
 
 GpuCommunicator::GpuCommunicator(const GpuWorkspaceConfig& config, int rank, int device, double timeout_s)
-    : config_(config), layout_(config), rank_(rank), device_(device), owner_pid_(getpid()), timeout_s_(timeout_s) {
+    : config_(config), layout_(config), rank_(rank), device_(device), owner_pid_(getpid()), timeout_s_(timeout_s), memory_(config.num_ranks, rank, device) {
     try {
         allocate();
     } catch (...) {
@@ -87,10 +51,7 @@ void GpuCommunicator::allocate() {
     if (const int blocks = plan_blocks_per_multiprocessor(config_) * num_multiprocessors_; blocks < kMaxSegments)
         throw std::runtime_error("this GPU holds " + std::to_string(blocks) + " blocks of a plan with " + std::to_string(config_.num_experts) +
                                  " experts at once, and " + std::to_string(kMaxSegments) + " must be");
-    void* workspace = nullptr;
-    check_cuda(cudaMalloc(&workspace, layout_.total_bytes), "cannot allocate the workspace");
-    workspaces_[rank_] = static_cast<std::byte*>(workspace);
-    check_cuda(cudaMemset(workspace, 0, layout_.inbox), "cudaMemset");
+    memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
     void* host = nullptr;
     const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config_.num_experts / config_.num_ranks);
     check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
@@ -137,64 +98,25 @@ void GpuCommunicator::allocate_scratch() {
 GpuCommunicator::~GpuCommunicator() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_);
-    leave();
+    cudaDeviceSynchronize();
     release();
 }
 
-// A peer's kernel may still set a flag here that this rank did not have to wait for: memory goes once all peers are through, or late.
-void GpuCommunicator::leave() {
-    constexpr auto kPatience = std::chrono::seconds(1);
-    if (cudaDeviceSynchronize() != cudaSuccess) return;
-    const unsigned long long yes = 1;
-    for (int rank = 0; rank < config_.num_ranks; ++rank)
-        if (workspaces_[rank] != nullptr) cudaMemcpy(workspaces_[rank] + layout_.left + 8 * rank_, &yes, sizeof(yes), cudaMemcpyHostToDevice);
-    const auto deadline = std::chrono::steady_clock::now() + kPatience;
-    for (bool all = false; !all && std::chrono::steady_clock::now() < deadline;) {
-        unsigned long long left[kMaxGpuRanks] = {};
-        if (cudaMemcpy(left, workspaces_[rank_] + layout_.left, 8 * config_.num_ranks, cudaMemcpyDeviceToHost) != cudaSuccess) return;
-        all = true;
-        for (int rank = 0; rank < config_.num_ranks; ++rank) all = all && (left[rank] == yes || workspaces_[rank] == nullptr);
-        if (!all) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-}
-
 void GpuCommunicator::release() {
-    for (int rank = 0; rank < config_.num_ranks; ++rank)
-        if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
     for (cudaEvent_t event : {forked_, sent_, copied_, followed_})
         if (event != nullptr) cudaEventDestroy(event);
     for (cudaStream_t stream : {sending_, copying_, announcing_})
         if (stream != nullptr) cudaStreamDestroy(stream);
-    cudaFree(workspaces_[rank_]);
     cudaFree(scratch_);
     cudaFreeHost(host_);
-}
-
-std::string GpuCommunicator::handle() const {
-    const DeviceGuard guard(device_);
-    cudaIpcMemHandle_t handle;
-    check_cuda(cudaIpcGetMemHandle(&handle, workspaces_[rank_]), "cannot share the workspace (cudaIpcGetMemHandle)");
-    return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
-}
-
-void GpuCommunicator::connect(const std::vector<std::string>& handles) {
-    const DeviceGuard guard(device_);
-    for (int rank = 0; rank < config_.num_ranks; ++rank) {
-        if (rank == rank_) continue;
-        cudaIpcMemHandle_t handle;
-        std::memcpy(&handle, handles[rank].data(), sizeof(handle));
-        void* workspace = nullptr;
-        check_cuda(cudaIpcOpenMemHandle(&workspace, handle, cudaIpcMemLazyEnablePeerAccess),
-                   ("cannot reach the GPU of rank " + std::to_string(rank) + " (cudaIpcOpenMemHandle)").c_str());
-        workspaces_[rank] = static_cast<std::byte*>(workspace);
-    }
 }
 
 // ---- calls ----
 
 GpuContext GpuCommunicator::context() const {
-    GpuContext c{rank_, config_, layout_, static_cast<unsigned long long>(timeout_s_ * 1e9), {}, &host_->failure, &host_->counts, expert_counts_, state_, num_plans_};
-    for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = workspaces_[rank];
+    const GpuWaits waits{rank_, static_cast<unsigned long long>(timeout_s_ * 1e9), &host_->failure, &state_->gave_up};
+    GpuContext c{waits, config_, layout_, {}, &host_->counts, expert_counts_, state_, num_plans_};
+    for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
     return c;
 }
 
@@ -339,8 +261,8 @@ void GpuCommunicator::copy_block(int peer, int64_t bytes, uintptr_t stream) {
 }
 
 // This rank's slots in the memory of `peer`, and those for `peer` in its own.
-std::byte* GpuCommunicator::inbox_of(int peer) const { return workspaces_[peer] + layout_.inbox + (rank_ - (rank_ > peer)) * layout_.box_bytes; }
-std::byte* GpuCommunicator::outbox_for(int peer) const { return workspaces_[rank_] + layout_.outbox + (peer - (peer > rank_)) * layout_.box_bytes; }
+std::byte* GpuCommunicator::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox + (rank_ - (rank_ > peer)) * layout_.box_bytes; }
+std::byte* GpuCommunicator::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox + (peer - (peer > rank_)) * layout_.box_bytes; }
 
 void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
     const DeviceGuard guard(device_);
@@ -406,23 +328,6 @@ void GpuCommunicator::join(cudaStream_t stream) {
 
 // ---- failures ----
 
-namespace {
-
-const char* name_of(GpuPhase phase) {
-    switch (phase) {
-        case GpuPhase::kEntry: return "entry into the call";
-        case GpuPhase::kCounts: return "counts";
-        case GpuPhase::kPlan: return "own plan";
-        case GpuPhase::kLanes: return "targets and weights";
-        case GpuPhase::kDispatchRows: return "dispatch rows";
-        case GpuPhase::kReducedRows: return "own sums";
-        case GpuPhase::kCombineRows: return "combine rows";
-        default: return "";
-    }
-}
-
-}  // namespace
-
 void GpuCommunicator::check() {
     if (static_cast<volatile GpuFailure&>(host_->failure).kind == kNoFailure) return;
     const DeviceGuard guard(device_);
@@ -482,14 +387,14 @@ std::string GpuCommunicator::reason_of(int peer, int parity) const {
 // The last call that `peer` has entered, as far as this rank knows.
 long long GpuCommunicator::last_call_of(int peer) const {
     std::vector<unsigned long long> entered(2 * config_.num_ranks);
-    check_cuda(cudaMemcpy(entered.data(), workspaces_[rank_] + layout_.entered, 8 * entered.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    check_cuda(cudaMemcpy(entered.data(), memory_.of(rank_) + layout_.entered, 8 * entered.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
     return static_cast<long long>(std::max(entered[peer], entered[config_.num_ranks + peer]) >> kValueBits);
 }
 
 GpuStamp GpuCommunicator::stamp_of(int peer, int parity) const {
     GpuStamp stamp{};
     const int64_t offset = layout_.stamps + (parity * config_.num_ranks + peer) * static_cast<int64_t>(sizeof(GpuStamp));
-    check_cuda(cudaMemcpy(&stamp, workspaces_[rank_] + offset, sizeof(stamp), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    check_cuda(cudaMemcpy(&stamp, memory_.of(rank_) + offset, sizeof(stamp), cudaMemcpyDeviceToHost), "cudaMemcpy");
     return stamp;
 }
 

@@ -1,14 +1,13 @@
 // The GPUs of one host and their calls: who owns workspace and scratch, whose memory is mapped here, what failed.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <string>
 #include <vector>
 
 #include "common/errors.h"
 #include "common/gpu_params.h"
 #include "common/signature.h"
+#include "runtime/gpu_memory.h"
 
 namespace deepep_moe {
 
@@ -28,8 +27,8 @@ public:
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int num_multiprocessors() const { return num_multiprocessors_; }
-    std::string handle() const;  // the CUDA IPC handle of the workspace, for the peers
-    void connect(const std::vector<std::string>& handles);
+    std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
+    void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
     GpuTuning tuning;
 
     // Each call begins with `plan` and goes on with the others; all enqueue work and return. Work on another stream than the last
@@ -63,7 +62,6 @@ private:
     GpuCombineParams completed(GpuCombineParams params) const;
     void allocate();
     void allocate_scratch();
-    void leave();
     void release();
     void start_afresh();
     void dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream);
@@ -85,7 +83,7 @@ private:
     const int rank_, device_, owner_pid_;
     const double timeout_s_;
     int num_multiprocessors_ = 0, shared_bytes_ = 0;
-    std::byte* workspaces_[kMaxGpuRanks] = {};
+    GpuMemory memory_;
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;

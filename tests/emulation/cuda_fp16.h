@@ -6,6 +6,7 @@
 struct __half {
     uint16_t bits;
 };
+using __half_raw = __half;
 struct __half2 {
     __half x, y;
 };

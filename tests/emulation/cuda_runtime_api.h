@@ -92,6 +92,12 @@ inline unsigned __reduce_min_sync(unsigned, unsigned value) {
     const uint64_t* all = emulation::exchange(value);
     return static_cast<unsigned>(*std::min_element(all, all + 32));
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    const uint64_t* all = emulation::exchange(value);
+    unsigned bits = 0;
+    for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
+    return bits;
+}
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
 inline unsigned __match_any_sync(unsigned, int value) {
     const uint64_t* all = emulation::exchange(static_cast<uint32_t>(value));
@@ -101,7 +107,11 @@ inline unsigned __match_any_sync(unsigned, int value) {
 }
 
 inline int atomicAdd(int* to, int value) { return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST); }
-inline int atomicCAS(int* at, int expected, int value) {
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) { return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST); }
+inline unsigned atomicOr(unsigned* to, unsigned bits) { return __atomic_fetch_or(to, bits, __ATOMIC_SEQ_CST); }
+inline unsigned atomicAnd(unsigned* to, unsigned bits) { return __atomic_fetch_and(to, bits, __ATOMIC_SEQ_CST); }
+template <class T>
+T atomicCAS(T* at, T expected, T value) {
     __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
     return expected;
 }

@@ -43,6 +43,7 @@ struct Fiber {
     bool done = false;
     std::vector<Store> uncommitted;
     std::deque<Group> groups;
+    std::vector<std::pair<void*, const void*>> copies;  // of 16 bytes
 };
 
 struct Warp {
@@ -246,6 +247,19 @@ void bulk_wait(int pending, bool written) {
         write(groups.front());
         groups.pop_front();
     }
+}
+
+// ---- copies that a thread makes for itself ----
+
+void copy_late(void* to_shared, const void* from) {
+    check_copy(to_shared, from, 16);
+    block->fibers[block->current].copies.emplace_back(to_shared, from);
+}
+
+void end_late_copies() {
+    auto& copies = block->fibers[block->current].copies;
+    for (const auto& [to, from] : copies) std::memcpy(to, from, 16);
+    copies.clear();
 }
 
 }  // namespace emulation

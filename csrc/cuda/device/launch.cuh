@@ -28,17 +28,22 @@ cudaError_t prepare() {
     return status;
 }
 
-// May a kernel start before the one before it on the stream has ended? Graphs keep the order that a stream has.
-inline bool can_start_early(void* stream) {
+// Can this GPU start a kernel before the one before it on the stream has ended?
+inline bool starts_early() {
     static std::atomic<int> generations[kMaxDevices] = {};
-    int device = 0, generation = 0;
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    int device = 0;
     if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return false;
-    if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) return false;
-    generation = generations[device].load(std::memory_order_relaxed);
+    int generation = generations[device].load(std::memory_order_relaxed);
     if (generation == 0 && cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess)
         generations[device].store(generation, std::memory_order_relaxed);
     return generation >= 9;
+}
+
+// The same of a stream that is not being captured, for kernels whose graphs keep the order that the stream has.
+inline bool can_start_early(void* stream) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) return false;
+    return starts_early();
 }
 
 // early: once the kernel before it on the stream says let_next_kernel_start, or as its blocks end.

@@ -83,6 +83,15 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return larger;
 }
 
+// ---- copies of 16 bytes to shared memory that a thread makes for itself (sm_80) ----
+
+__device__ __forceinline__ void copy_async(void* to_shared, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)), "l"(from) : "memory");
+}
+
+// Until they have happened.
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- bulk copies (sm_90): from and to shared memory, 16-byte aligned, in multiples of 16 bytes ----
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -1,49 +1,10 @@
-// Flags between GPUs, and the one way to wait for one.
+// What the kernels of a call share: waits of warps and blocks, tasks, places in a workspace.
 #pragma once
 
 #include "common/gpu_params.h"
-#include "cuda/device/ptx.cuh"
+#include "cuda/device/wait.cuh"
 
 namespace deepep_moe {
-
-constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr unsigned kPauseNs = 100;  // between two looks at a flag: what is on its way needs the memory too
-
-__device__ __forceinline__ bool gave_up(const GpuContext& c) { return *static_cast<volatile int*>(&c.state->gave_up) != 0; }
-
-// Tells the host. Every failure but an exceeded bound ends the rank's part in the call; the first one is kept.
-__device__ __noinline__ inline void report(const GpuContext& c, GpuFailureKind kind, int peer, GpuPhase phase, long long expected, long long seen) {
-    if (kind != kBoundExceeded && atomicCAS(&c.state->gave_up, 0, 1) != 0) return;
-    volatile GpuFailure* failure = c.failure;
-    failure->peer = peer;
-    failure->phase = static_cast<int>(phase);
-    failure->expected = expected;
-    failure->seen = seen;
-    __threadfence_system();
-    failure->kind = kind;
-}
-
-// *word once it has reached `expected`, which is not 0. 0, with the failure reported, past the deadline or once another wait of this
-// rank has failed. Waits for this rank's own blocks have twice the time: they end when the block that waits for a peer has named it.
-__device__ __noinline__ inline unsigned long long wait_word(const GpuContext& c, const unsigned long long* word, unsigned long long expected, int peer,
-                                                            GpuPhase phase) {
-    unsigned long long seen = load_acquire(word);
-    if (seen >= expected) return seen;
-    const unsigned long long deadline = now_ns() + c.timeout_ns * (peer == c.rank ? 2 : 1);
-    for (int round = 0; (seen = load_acquire(word)) < expected; ++round) {
-        pause_ns(kPauseNs);
-        if (round % 256 != 255) continue;
-        if (gave_up(c)) return 0;
-        if (now_ns() < deadline) continue;
-        report(c, kTimeout, peer, phase, static_cast<long long>(expected), static_cast<long long>(seen));
-        return 0;
-    }
-    return seen;
-}
-
-__device__ __forceinline__ bool wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
-    return wait_word(c, flag, expected, peer, phase) != 0;
-}
 
 // The same for a warp: lane 0 waits, and what it has seen arrive all lanes and their bulk copies may read.
 __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {

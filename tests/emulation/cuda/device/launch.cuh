@@ -9,6 +9,7 @@
 namespace deepep_moe {
 
 inline bool can_start_early(void*) { return false; }
+inline bool starts_early() { return false; }
 
 template <auto kKernel, class Params>
 void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*, bool = false) {

@@ -17,6 +17,8 @@ void bulk_load(void* to_shared, const void* from, uint32_t bytes, uint64_t* barr
 void bulk_store(void* to, const void* from_shared, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(int pending, bool written);
+void copy_late(void* to_shared, const void* from);
+void end_late_copies();
 
 }  // namespace emulation
 
@@ -57,6 +59,8 @@ using emulation::barrier_wait;
 using emulation::bulk_commit;
 using emulation::bulk_load;
 using emulation::bulk_store;
+inline void copy_async(void* to_shared, const void* from) { emulation::copy_late(to_shared, from); }
+inline void wait_copies() { emulation::end_late_copies(); }
 inline void barrier_publish() {}
 template <int kPending>
 void bulk_wait_read() {

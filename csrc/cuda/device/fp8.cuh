@@ -1,0 +1,60 @@
+// Rows as fp8 (e4m3) with one fp32 scale for every kScaleBlock columns: common/types.h says which.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "cuda/device/rows.cuh"
+
+namespace deepep_moe {
+
+template <DType kType, int kColumns>
+__device__ __forceinline__ void load_columns(const std::byte* from, float (&x)[kColumns]) {
+    using Values = Piece<kType>;
+#pragma unroll
+    for (int i = 0; i < kColumns / Values::kCount; ++i) Values::load(pieces(from)[i], x + i * Values::kCount);
+}
+
+// The largest magnitude of the columns that kThreads neighbouring lanes hold.
+template <int kThreads, int kColumns>
+__device__ __forceinline__ float largest_of(const float (&x)[kColumns]) {
+    float largest = kFp8Least;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, fabsf(x[i]));
+#pragma unroll
+    for (int step = 1; step < kThreads; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
+    return largest;
+}
+
+// kColumns of e4m3.
+template <int kColumns>
+union Fp8Columns {
+    using Raw = std::conditional_t<kColumns == 16, uint4, std::conditional_t<kColumns == 8, uint2, unsigned>>;
+    Raw raw;
+    __nv_fp8_storage_t values[kColumns];
+};
+
+__device__ __forceinline__ float load_fp8(__nv_fp8_storage_t x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
+
+// How the columns of one scale are stored. is_rounded: the scale is the next power of two.
+struct Fp8Block {
+    float scale, factor;
+    __device__ Fp8Block(float largest, bool is_rounded) {
+        scale = __fdiv_rn(largest, kFp8Largest);
+        factor = __fdiv_rn(kFp8Largest, largest);
+        if (!is_rounded) return;
+        const unsigned exponent = rounded_exponent(__float_as_uint(scale));
+        scale = __uint_as_float(exponent << 23);
+        factor = __uint_as_float((254 - exponent) << 23);
+    }
+    template <int kColumns>
+    __device__ Fp8Columns<kColumns> store(const float (&x)[kColumns]) const {
+        Fp8Columns<kColumns> y;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) y.values[i] = __nv_cvt_float_to_fp8(__fmul_rn(x[i], factor), __NV_SATFINITE, __NV_E4M3);
+        return y;
+    }
+};
+
+}  // namespace deepep_moe

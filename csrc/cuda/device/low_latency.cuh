@@ -1,0 +1,154 @@
+// What the low-latency kernels share: places in a turn, waits for ranks that may be masked, the end of a call.
+#pragma once
+
+#include "common/low_latency_gpu.h"
+#include "cuda/device/wait.cuh"
+
+namespace deepep_moe {
+
+constexpr unsigned kLowLatencyPauseNs = 20;
+
+// The arrays of a call in the workspace of `owner`.
+struct Turn {
+    __device__ Turn(const LowLatencyContext& c, int owner, unsigned long long call)
+        : c(c), base(c.workspaces[owner] + c.layout.turns + static_cast<int64_t>(call % kTurns) * c.layout.turn_bytes) {}
+    __device__ unsigned long long* entered(int source) const { return at<unsigned long long>(c.layout.entered, source); }
+    __device__ unsigned long long* counts(int source) const { return at<unsigned long long>(c.layout.counts, source * c.config.num_local_experts()); }
+    __device__ LowLatencyLane* lanes(int source, int token) const { return at<LowLatencyLane>(c.layout.lanes, slot_index(source, token) * c.config.num_topk); }
+    __device__ unsigned long long* arrived(int source, int token) const {
+        return at<unsigned long long>(c.layout.arrived, slot_index(source, token) * kArrivedWords);
+    }
+    __device__ std::byte* slot(int source, int token) const { return base + c.layout.slots + slot_index(source, token) * c.layout.slot_bytes; }
+
+private:
+    __device__ int64_t slot_index(int source, int token) const { return source * c.config.num_max_tokens + token; }
+    template <class T>
+    __device__ T* at(int64_t offset, int64_t index) const {
+        return reinterpret_cast<T*>(base + offset) + index;
+    }
+    const LowLatencyContext& c;
+    std::byte* const base;
+};
+
+__device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) {
+    return *static_cast<volatile unsigned*>(&c.state->masks) >> rank & 1;
+}
+
+__device__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
+    const unsigned bit = 1u << rank;
+    const unsigned masks = masked ? atomicOr(&c.state->masks, bit) | bit : atomicAnd(&c.state->masks, ~bit) & ~bit;
+    *static_cast<volatile unsigned*>(c.seen_masks) = masks;
+}
+
+// A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is reported.
+__device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word, unsigned long long call, int source,
+                                                               GpuPhase phase) {
+    const unsigned long long expected = call << kWhatBits;
+    unsigned long long seen = load_relaxed(word);
+    if (seen >= expected) return seen;
+    if (is_masked(c, source)) return 0;
+    seen = watch_word<kLowLatencyPauseNs>(c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
+    if (seen >= expected) return seen;
+    if (c.masks_stalled && source != c.rank)
+        set_mask(c, source, true);
+    else
+        report(c, kTimeout, source, phase, static_cast<long long>(call), static_cast<long long>(seen >> kWhatBits));
+    return 0;
+}
+
+// The same of a word that announces what was written before it. Looks are cheap, as none but the last acquires.
+__device__ __forceinline__ unsigned long long wait_flag_of(const LowLatencyContext& c, const unsigned long long* flag, unsigned long long call, int source,
+                                                           GpuPhase phase) {
+    const unsigned long long seen = wait_word_of(c, flag, call, source, phase);
+    /*ACQ*/ if (seen != 0) fence_system();
+    return seen;
+}
+
+// A peer may refuse its arguments, or do something else.
+__device__ inline void check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
+    const unsigned seen = LowLatencyWhat::packed_in(word), expected = what.packed();
+    if (seen == expected) return;
+    if (LowLatencyWhat::unpacked(seen).is_refused)
+        report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
+    else
+        report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
+}
+
+// Has `source` come to the call? As the first block of this rank that asked has found, where ranks may be masked while others look.
+__device__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
+    if (!c.masks_stalled) return came;
+    unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
+    const unsigned long long own = 2 * call + came;
+    unsigned long long seen = load_relaxed(verdict);
+    while (seen / 2 < call) {
+        const unsigned long long before = atomicCAS(verdict, seen, own);
+        if (before == seen) return came;
+        seen = before;
+    }
+    return seen % 2 != 0;
+}
+
+// What a block knows once all ranks are in the call: which have come, and with how many tokens.
+struct Sources {
+    unsigned came;
+    int num_tokens[kLowLatencyMaxRanks];
+    int failed;
+};
+
+// All threads of a block: until all ranks have entered `call` to do `what` there. Then `settle`.
+__device__ inline void meet(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int64_t* statistics, Sources& sources) {
+    if (threadIdx.x == 0) sources.failed = 0, sources.came = 0;
+    __syncthreads();
+    const int source = threadIdx.x;
+    if (source < c.config.num_ranks) {
+        const unsigned long long start = now_ns();
+        const bool masked = is_masked(c, source);
+        const unsigned long long word = masked ? 0 : wait_word_of(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
+        if (blockIdx.x == 0) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
+        if (word != 0) check_what(c, what, word, source);
+        sources.num_tokens[source] = word != 0 ? LowLatencyWhat::value_in(word) : 0;
+        if (word != 0) atomicOr(&sources.came, 1u << source);
+    }
+    __syncthreads();
+}
+
+// All threads: the blocks of the rank agree on which ranks have come. False: give up.
+__device__ inline bool settle(const LowLatencyContext& c, unsigned long long call, Sources& sources) {
+    const int source = threadIdx.x;
+    if (source < c.config.num_ranks) {
+        if (gave_up(c)) sources.failed = 1;
+        if (!agree(c, call, source, (sources.came >> source & 1) != 0)) {
+            atomicAnd(&sources.came, ~(1u << source));
+            sources.num_tokens[source] = 0;
+        }
+    }
+    __syncthreads();
+    return sources.failed == 0;
+}
+
+// All threads, at the end of a kernel that sends: the last block counts the call, which all others have read by then.
+__device__ inline void end_send(const LowLatencyContext& c, unsigned long long call) {
+    __syncthreads();
+    if (threadIdx.x != 0 || atomicAdd(&c.state->num_done, 1) != static_cast<int>(gridDim.x) - 1) return;
+    c.state->num_done = 0;
+    c.state->num_sent = call;
+}
+
+// The n-th of all tokens, num_tokens(source) of each source, of one source after the other from `first` on; source: -1 past the last.
+struct SourceToken {
+    int source = -1, token = 0;
+    template <class NumTokens>
+    __device__ SourceToken(int nth, const NumTokens& num_tokens, int first, int num_ranks) : token(nth) {
+#pragma unroll 1
+        for (int turn = 0; turn < num_ranks; ++turn) {
+            const int candidate = first + turn < num_ranks ? first + turn : first + turn - num_ranks, count = num_tokens(candidate);
+            if (token < count) {
+                source = candidate;
+                return;
+            }
+            token -= count;
+        }
+    }
+};
+
+}  // namespace deepep_moe

@@ -1,0 +1,62 @@
+// What a rank does between low-latency calls: leaves ranks out, takes them back, comes back itself, refuses.
+#include "cuda/device/launch.cuh"
+#include "cuda/device/low_latency.cuh"
+
+namespace deepep_moe {
+namespace {
+
+__device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, int source) {
+    return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed) + source;
+}
+
+// Until all peers have said which call comes next, plus 1; they must agree.
+__device__ void rejoin(const LowLatencyContext& c) {
+    unsigned long long next = 0;
+    for (int peer = 0; peer < c.config.num_ranks; ++peer) {
+        if (peer == c.rank) continue;
+        const unsigned long long told = wait_word(c, resumed(c, c.rank, peer), 1, peer, GpuPhase::kRejoin);
+        if (told == 0) return;
+        if (next != 0 && told != next) return report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(told) - 1);
+        next = told;
+    }
+    for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
+    if (next != 0) c.state->num_sent = next - 2;
+    c.state->masks = 0;
+    *static_cast<volatile unsigned*>(c.seen_masks) = 0;
+}
+
+__device__ void refuse(const LowLatencyControlParams& p) {
+    const LowLatencyContext& c = p.context;
+    const unsigned long long call = c.state->num_sent + 1;
+    LowLatencyWhat what{};
+    what.is_refused = true;
+    for (int to = 0; to < c.config.num_ranks; ++to) {
+        if (to == c.rank || is_masked(c, to)) continue;
+        auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
+        for (int i = 0; i < static_cast<int>(sizeof(reason->text)); ++i) reason->text[i] = p.reason[i];
+        const Turn there(c, to, call);
+        store_release(there.entered(c.rank), what.flag(call, 0));
+    }
+    c.state->num_sent = call;
+}
+
+__global__ void low_latency_control(const __grid_constant__ LowLatencyControlParams p) {
+    wait_for_kernel_before();
+    const LowLatencyContext& c = p.context;
+    switch (p.action) {
+        case LowLatencyControlParams::kMask: return set_mask(c, p.rank, true);
+        case LowLatencyControlParams::kUnmask:
+            set_mask(c, p.rank, false);
+            return store_release(resumed(c, p.rank, c.rank), c.state->num_sent + 2);
+        case LowLatencyControlParams::kRejoin: return rejoin(c);
+        case LowLatencyControlParams::kRefuse: return refuse(p);
+    }
+}
+
+}  // namespace
+
+void launch_low_latency_control(const LowLatencyControlParams& p, void* stream) {
+    launch<low_latency_control>("low_latency_control", 1, 1, 0, p, stream);
+}
+
+}  // namespace deepep_moe

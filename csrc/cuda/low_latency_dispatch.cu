@@ -1,0 +1,334 @@
+// Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
+// others push rows, a token at a time, straight from registers, quantized on the way, each with its place among this rank's tokens of the same
+// expert. Receiving: all blocks wait for the ranks' numbers, then each warp waits for a row and copies a part of it to its experts.
+#include "cuda/device/fp8.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/low_latency.cuh"
+
+namespace deepep_moe {
+namespace {
+
+using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
+constexpr int kLanesPerScale = kScaleBlock / kColumns;
+
+template <DType kType, bool kQuantized>
+struct Kernel {
+    const LowLatencyContext& c;
+    const LowLatencyConfig& config;
+    const LowLatencyDispatchParams& p;
+    const unsigned long long call;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
+    const int64_t x_bytes, row_bytes;  // of a row as it is given, and as it travels, without its scales
+    const int num_columns;             // of 16 bytes of that
+
+    __device__ Kernel(const Launch& l, unsigned long long call)
+        : c(l.context),
+          config(c.config),
+          p(l.call),
+          call(call),
+          num_local(config.num_local_experts()),
+          x_bytes(config.hidden * (16 / Piece<kType>::kCount)),
+          row_bytes(kQuantized ? config.hidden : x_bytes),
+          num_columns(static_cast<int>(row_bytes / 16)) {}
+
+    __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
+    template <class T>
+    __device__ T* in_handle(int64_t offset) const {
+        return reinterpret_cast<T*>(p.handle + offset);
+    }
+
+    __device__ int64_t expert_at(int64_t i) const {
+        return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
+    }
+
+    // ---- sending ----
+
+    // [num_experts, words] in shared memory, a bit for each expert and token: which tokens go to which expert.
+    __device__ int words() const { return static_cast<int>(round_up(p.num_tokens, 32) / 32); }
+    __device__ uint32_t* marks_of(int64_t expert) const { return shared_memory<uint32_t>() + expert * words(); }
+
+    // What is wrong with topk_idx is refused, and does not count.
+    __device__ bool mark_tokens() const {
+        __shared__ int refused;
+        if (threadIdx.x == 0) refused = 0;
+        for (int i = threadIdx.x; i < config.num_experts * words(); i += kThreads) marks_of(0)[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < p.num_tokens * config.num_topk; i += kThreads) {
+            const int64_t expert = expert_at(i);
+            if (expert == -1) continue;
+            const int token = i / config.num_topk;
+            const bool inside = 0 <= expert && expert < config.num_experts;
+            const uint32_t bit = 1u << token % 32;
+            if (inside && (atomicOr(marks_of(expert) + token / 32, bit) & bit) == 0) continue;
+            refused = 1;
+            report(c, inside ? kDuplicateExpert : kIndexOutOfRange, i % config.num_topk, GpuPhase::kEntry, token, expert);
+        }
+        __syncthreads();
+        return refused == 0;
+    }
+
+    __device__ static int count_tokens(const uint32_t* marks, int words) {
+        int count = 0;
+        for (int i = 0; i < words; ++i) count += __popc(marks[i]);
+        return count;
+    }
+
+    // One block for each destination. Every word is its own flag.
+    __device__ void send_counts(int to) const {
+        const Turn there(c, to, call);
+        const bool masked = is_masked(c, to);
+        if (threadIdx.x == 0 && !masked) store_relaxed(there.entered(c.rank), p.what.flag(call, p.num_tokens));
+        if (threadIdx.x == 0 && to == 0) *in_handle<unsigned long long>(0) = call;
+        LowLatencyWhat what = p.what;
+        what.is_refused = !mark_tokens();
+        if (what.is_refused && !masked) tell_reason(to);
+        for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
+            const int count = count_tokens(marks_of(to * num_local + expert), words());
+            if (!masked)
+                store_relaxed(there.counts(c.rank) + expert, what.flag(call, count));
+            else if (count > 0)
+                atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_dropped), count);
+        }
+    }
+
+    // All threads: of what this rank's GPU has found first.
+    __device__ void tell_reason(int to) const {
+        if (threadIdx.x == 0) {
+            auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
+            const volatile GpuFailure& failure = *c.failure;
+            reason->why = GpuFailure{failure.kind, failure.peer, failure.phase, failure.expected, failure.seen};
+            reason->text[0] = '\0';
+            __threadfence_system();
+        }
+        __syncthreads();
+    }
+
+    __device__ void send_rows(int first, int step) const {
+        for (int token = first; token < p.num_tokens; token += step) {
+            const unsigned ranks = send_row(token);
+            if (token == first) mark_tokens();  // while the row is on its way
+            if (warp == 0) send_lanes(token, ranks);
+            __syncthreads();
+            const int to = threadIdx.x;
+            if (to < config.num_ranks && !is_masked(c, to))
+                store_release(Turn(c, to, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> to & 1)));
+            if (threadIdx.x == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
+        }
+    }
+
+    // Returns the ranks that it went to: they are looked up while its first columns are on their way here.
+    __device__ unsigned send_row(int token) const {
+        const Columns columns(*this, token, warp * 32);
+        const int rank = rank_of(expert_of(token));
+        const unsigned ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
+        columns.store(*this, token, ranks);
+        for (int batch = warp * 32 + kThreads; batch < num_columns; batch += kThreads) Columns(*this, token, batch).store(*this, token, ranks);
+        return ranks;
+    }
+
+    // Of this lane of top-k, and its rank; -1: none.
+    __device__ int expert_of(int token) const {
+        const int64_t expert = lane < config.num_topk ? expert_at(static_cast<int64_t>(token) * config.num_topk + lane) : -1;
+        return expert < config.num_experts ? static_cast<int>(expert) : -1;
+    }
+    __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
+
+    // One warp: what of the token goes where.
+    __device__ void send_lanes(int token, unsigned ranks) const {
+        const int expert = expert_of(token), rank = rank_of(expert);
+        if (lane >= config.num_topk) return;
+        LowLatencyLane out{-1, 0, p.topk_weights != nullptr ? p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane] : 1.0f};
+        if (rank >= 0) {
+            const uint32_t* marks = marks_of(expert);
+            out.index = static_cast<uint16_t>(count_tokens(marks, token / 32) + __popc(marks[token / 32] & ((1u << token % 32) - 1)));
+        }
+        for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
+            const int to = __ffs(rest) - 1;
+            out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
+            Turn(c, to, call).lanes(c.rank, token)[lane] = out;
+        }
+    }
+
+    // 16 bytes of a lane on their way, of columns `batch` * kColumns and on of the row.
+    struct Columns {
+        int index;
+        float x[kQuantized ? kColumns : 1] = {};
+        uint4 raw = {};
+
+        __device__ Columns(const Kernel& k, int token, int batch) : index(batch + k.lane) {
+            if (index >= k.num_columns) return;
+            const std::byte* from = k.p.x + token * k.x_bytes + index * (k.x_bytes / k.num_columns);
+            if constexpr (kQuantized)
+                load_columns<kType>(from, x);
+            else
+                raw = *pieces(from);
+        }
+
+        __device__ void store(const Kernel& k, int token, unsigned ranks) const {
+            if constexpr (kQuantized) {
+                const Fp8Block scale(largest_of<kLanesPerScale>(x), k.p.what.is_rounded);
+                each_slot(k, token, ranks, scale.store(x).raw);
+                if (k.lane % kLanesPerScale == 0 && index < k.num_columns)
+                    for (unsigned rest = ranks; rest != 0; rest &= rest - 1)
+                        reinterpret_cast<float*>(k.slot_of(token, __ffs(rest) - 1) + k.row_bytes)[index / kLanesPerScale] = scale.scale;
+            } else {
+                each_slot(k, token, ranks, raw);
+            }
+        }
+
+        __device__ void each_slot(const Kernel& k, int token, unsigned ranks, const uint4& value) const {
+            if (index >= k.num_columns) return;
+            for (unsigned rest = ranks; rest != 0; rest &= rest - 1) pieces(k.slot_of(token, __ffs(rest) - 1))[index] = value;
+        }
+    };
+
+    __device__ std::byte* slot_of(int token, int to) const { return Turn(c, to, call).slot(c.rank, token); }
+
+    // ---- receiving ----
+
+    __device__ void receive() const {
+        __shared__ Sources sources;
+        int32_t* const bases = shared_memory<int32_t>();  // [num_ranks, num_local_experts] first place of a source's tokens
+        meet(c, call, p.what, p.statistics, sources);
+        wait_counts(sources, bases);
+        const bool met = settle(c, call, sources);
+        place_sources(sources, met, bases);
+        if (!met) return;
+        const int num_parts = (num_columns + 31) / 32;
+        for (int task = warp * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
+            const SourceToken from(task / num_parts, [&](int source) { return sources.num_tokens[source]; }, c.rank, config.num_ranks);
+            if (from.source < 0) return;
+            receive_part(from.source, from.token, task % num_parts, bases + from.source * num_local);
+        }
+    }
+
+    // [num_ranks, num_local_experts] of the ranks that have come.
+    __device__ void wait_counts(Sources& sources, int32_t* counts) const {
+        const unsigned came = sources.came;
+        __syncthreads();
+        for (int i = threadIdx.x; i < config.num_experts; i += kThreads) {
+            const int source = i / num_local;
+            counts[i] = 0;
+            if ((came >> source & 1) == 0) continue;
+            const unsigned long long word = wait_word_of(c, Turn(c, c.rank, call).counts(source) + i % num_local, call, source, GpuPhase::kEntry);
+            if (word == 0)
+                atomicAnd(&sources.came, ~(1u << source));
+            else if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused)
+                check_what(c, p.what, word, source);
+            counts[i] = LowLatencyWhat::value_in(word);
+        }
+        __syncthreads();
+    }
+
+    // Sums up counts: each becomes that of the ranks before.
+    __device__ void place_sources(const Sources& sources, bool met, int32_t* counts) const {
+        for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
+            int sum = 0;
+            for (int source = 0; source < config.num_ranks; ++source) {
+                const int count = met && (sources.came >> source & 1) != 0 ? counts[source * num_local + expert] : 0;
+                counts[source * num_local + expert] = sum;
+                sum += count;
+            }
+            if (blockIdx.x != 0) continue;
+            p.num_recv_tokens_per_expert[expert] = sum;
+            atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, sum);
+        }
+        if (blockIdx.x == 0 && threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = met ? sources.num_tokens[threadIdx.x] : 0;
+        __syncthreads();
+    }
+
+    // 16 bytes a lane.
+    __device__ void receive_part(int source, int token, int part, const int32_t* base) const {
+        const Turn own(c, c.rank, call);
+        unsigned long long flag = 0;
+        if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
+        const bool comes = LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag, 0)) != 0;
+        const std::byte* const slot = own.slot(source, token);
+        const int piece = part * 32 + lane;
+        LowLatencyLane there{-1, 0, 0.0f};
+        uint4 value = make_uint4(0, 0, 0, 0);
+        if (comes && lane < config.num_topk) there = own.lanes(source, token)[lane];
+        if (comes && piece < num_columns) value = pieces(slot)[piece];
+        const int place = there.expert < 0 ? -1 : base[there.expert] + there.index;
+        const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place;
+        if (part == 0 && lane < config.num_topk)
+            in_handle<LowLatencyRow>(handle().rows)[(source * config.num_max_tokens + token) * config.num_topk + lane] = {row, there.weight};
+        const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
+        for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
+            const int64_t to = __shfl_sync(kFullWarp, row, __ffs(rest) - 1);
+            if (piece < num_columns) pieces(p.recv_x + to * row_bytes)[piece] = value;
+        }
+        if (kQuantized && part == 0 && comes) receive_scales(reinterpret_cast<const float*>(slot + row_bytes), lanes, there.expert, place);
+    }
+
+    // Column-major: the scales of one column of blocks lie together. expert, place: of each lane of top-k.
+    __device__ void receive_scales(const float* scales, unsigned lanes, int expert, int place) const {
+        const int num_scales = config.hidden / kScaleBlock, num_words = p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
+        for (int first = 0; first < num_words; first += 32) {
+            const int column = first + lane;
+            uint32_t value = 0;
+            if (column < num_words) value = p.what.is_rounded ? packed_exponents(scales, 4 * column, num_scales) : __float_as_uint(scales[column]);
+            for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
+                const int from = __ffs(rest) - 1;
+                const int64_t at = __shfl_sync(kFullWarp, expert, from) * static_cast<int64_t>(num_words) + column, to = __shfl_sync(kFullWarp, place, from);
+                if (column < num_words) static_cast<uint32_t*>(p.recv_x_scales)[at * config.capacity() + to] = value;
+            }
+        }
+    }
+
+    __device__ static uint32_t packed_exponents(const float* scales, int first, int num_scales) {
+        uint32_t packed = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (first + i < num_scales) packed |= __float_as_uint(scales[first + i]) >> 23 << 8 * i;
+        return packed;
+    }
+};
+
+template <DType kType, bool kQuantized>
+__global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid_constant__ Launch l) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const LowLatencyContext& c = l.context;
+    const unsigned long long call = l.sends ? c.state->num_sent + 1 : *reinterpret_cast<const unsigned long long*>(l.call.handle);
+    const Kernel<kType, kQuantized> kernel(l, call);
+    const int num_ranks = c.config.num_ranks, block = blockIdx.x;
+    if (l.sends) {
+        if (block < num_ranks)
+            kernel.send_counts(block);
+        else
+            kernel.send_rows(block - num_ranks, gridDim.x - num_ranks);
+    }
+    if (l.receives) kernel.receive();
+    if (l.sends) end_send(c, call);
+}
+
+template <DType kType>
+void launch_type(const Launch& l, void* stream) {
+    const int64_t shared_bytes = low_latency_shared_bytes(l.context.config);
+    if (l.call.what.fp8)
+        launch<low_latency_dispatch<kType, true>>("low_latency_dispatch", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
+    else
+        launch<low_latency_dispatch<kType, false>>("low_latency_dispatch", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
+}
+
+}  // namespace
+
+int64_t low_latency_shared_bytes(const LowLatencyConfig& c) { return 4 * c.num_experts * std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32); }
+
+void launch_low_latency_dispatch(Launch l, void* stream) {
+    l.call.what.operation = LowLatencyOperation::kDispatch;
+    const int senders = l.context.config.num_ranks + std::max(1, l.call.num_tokens);
+    if (!l.receives) l.num_blocks = std::min(l.num_blocks, senders);
+    switch (l.call.what.dtype) {
+        case DType::kFloat32: return launch_type<DType::kFloat32>(l, stream);
+        case DType::kBFloat16: return launch_type<DType::kBFloat16>(l, stream);
+        case DType::kFloat16: return launch_type<DType::kFloat16>(l, stream);
+        case DType::kFloat8: throw std::invalid_argument("rows are quantized on their way; give them as they are");
+    }
+}
+
+}  // namespace deepep_moe

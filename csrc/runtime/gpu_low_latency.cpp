@@ -1,0 +1,187 @@
+#include "runtime/gpu_low_latency.h"
+
+#include <unistd.h>
+
+#include <stdexcept>
+
+#include "common/signature.h"
+
+namespace deepep_moe {
+namespace {
+
+constexpr int kBlocksPerMultiprocessor = 2;
+
+std::string describe_call(unsigned what) {
+    const LowLatencyWhat w = LowLatencyWhat::unpacked(what);
+    std::string text = w.operation == LowLatencyOperation::kDispatch ? "dispatch of " : "combine of ";
+    text += name_of(w.dtype);
+    if (w.fp8) text += w.is_rounded ? ", sent as fp8 with scales of powers of two" : ", sent as fp8";
+    return w.has_weights ? text + ", with topk_weights" : text;
+}
+
+}  // namespace
+
+// ---- memory ----
+
+LowLatencyGpuCommunicator::LowLatencyGpuCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled)
+    : config_(config),
+      layout_(config),
+      rank_(rank),
+      device_(device),
+      owner_pid_(getpid()),
+      timeout_s_(timeout_s),
+      masks_stalled_(masks_stalled),
+      memory_(config.num_ranks, rank, device) {
+    try {
+        allocate();
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+void LowLatencyGpuCommunicator::allocate() {
+    const DeviceGuard guard(device_);
+    num_blocks = kBlocksPerMultiprocessor * attribute(cudaDevAttrMultiProcessorCount, device_);
+    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), needed = low_latency_shared_bytes(config_);
+    if (needed > shared / kBlocksPerMultiprocessor - 1024)
+        throw std::invalid_argument(std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +
+                                    std::to_string(needed) + " bytes of shared memory a block, this GPU has " +
+                                    std::to_string(shared / kBlocksPerMultiprocessor - 1024) + "; use Buffer for batches of this size");
+    memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
+    void* pointer = nullptr;
+    check_cuda(cudaMalloc(&pointer, sizeof(LowLatencyState)), "cannot allocate the counters");
+    state_ = static_cast<LowLatencyState*>(pointer);
+    check_cuda(cudaMemset(state_, 0, sizeof(LowLatencyState)), "cudaMemset");
+    check_cuda(cudaHostAlloc(&pointer, sizeof(HostSlots), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    host_ = new (pointer) HostSlots{};
+    check_cuda(cudaEventCreateWithFlags(&followed_, cudaEventDisableTiming), "cudaEventCreate");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+LowLatencyGpuCommunicator::~LowLatencyGpuCommunicator() {
+    if (getpid() != owner_pid_) return;  // a forked child has no CUDA
+    const DeviceGuard guard(device_);
+    cudaDeviceSynchronize();
+    release();
+}
+
+void LowLatencyGpuCommunicator::release() {
+    if (followed_ != nullptr) cudaEventDestroy(followed_);
+    cudaFree(state_);
+    cudaFreeHost(host_);
+}
+
+// ---- calls ----
+
+LowLatencyContext LowLatencyGpuCommunicator::context() const {
+    const GpuWaits waits{rank_, static_cast<unsigned long long>(timeout_s_ * 1e9), &host_->failure, &state_->gave_up};
+    LowLatencyContext c{waits, config_, layout_, state_, &host_->masks, masks_stalled_, {}};
+    for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
+    return c;
+}
+
+void LowLatencyGpuCommunicator::follow(cudaStream_t stream) {
+    if (has_last_ && last_ != stream && !is_capturing(stream) && !is_capturing(last_)) {
+        check_cuda(cudaEventRecord(followed_, last_), "cudaEventRecord");
+        check_cuda(cudaStreamWaitEvent(stream, followed_, 0), "cudaStreamWaitEvent");
+    }
+    has_last_ = true;
+    last_ = stream;
+}
+
+void LowLatencyGpuCommunicator::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    follow(as_stream(stream));
+    launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
+}
+
+void LowLatencyGpuCommunicator::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    follow(as_stream(stream));
+    launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
+}
+
+// ---- between calls ----
+
+void LowLatencyGpuCommunicator::control(LowLatencyControlParams& params, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    follow(as_stream(stream));
+    params.context = context();
+    launch_low_latency_control(params, as_stream(stream));
+    check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
+}
+
+void LowLatencyGpuCommunicator::refuse(const std::string& reason, uintptr_t stream) {
+    LowLatencyControlParams params{};
+    params.action = LowLatencyControlParams::kRefuse;
+    copy_text(params.reason, sizeof(LowLatencyReason::text), reason.empty() ? "unknown" : reason);
+    control(params, stream);
+}
+
+void LowLatencyGpuCommunicator::mask(int rank, bool masked, uintptr_t stream) {
+    LowLatencyControlParams params{};
+    params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
+    params.rank = rank;
+    control(params, stream);
+}
+
+void LowLatencyGpuCommunicator::rejoin(uintptr_t stream) {
+    LowLatencyControlParams params{};
+    params.action = LowLatencyControlParams::kRejoin;
+    control(params, stream);
+    check();
+}
+
+unsigned LowLatencyGpuCommunicator::masks() const { return static_cast<volatile unsigned&>(host_->masks); }
+
+// ---- failures ----
+
+void LowLatencyGpuCommunicator::check() {
+    if (static_cast<volatile GpuFailure&>(host_->failure).kind == kNoFailure) return;
+    const DeviceGuard guard(device_);
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+    const GpuFailure failure = host_->failure;
+    host_->failure = {};
+    check_cuda(cudaMemset(&state_->gave_up, 0, sizeof(state_->gave_up)), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    raise(failure);
+}
+
+std::string LowLatencyGpuCommunicator::describe(const GpuFailure& f) const {
+    const std::string token = "topk_idx[" + std::to_string(f.expected), seen = std::to_string(f.seen);
+    switch (f.kind) {
+        case kIndexOutOfRange:
+            return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " + std::to_string(config_.num_experts - 1);
+        case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
+        default: return "unknown";
+    }
+}
+
+void LowLatencyGpuCommunicator::raise(const GpuFailure& f) const {
+    const auto phase = static_cast<GpuPhase>(f.phase);
+    const std::string me = "rank " + std::to_string(rank_), peer = "rank " + std::to_string(f.peer);
+    const std::string expected = std::to_string(f.expected), seen = std::to_string(f.seen);
+    switch (f.kind) {
+        case kIndexOutOfRange:
+        case kDuplicateExpert: throw std::invalid_argument(describe(f));
+        case kPeerRefused: throw PeerError(peer + " refused its arguments: " + reason_of(f.peer), f.peer);
+        case kMismatch:
+            if (phase == GpuPhase::kRejoin)
+                throw MismatchError("ranks take " + me + " back between different calls: before call " + expected + ", " + peer + " before call " + seen);
+            throw MismatchError("ranks make different calls: " + me + ": " + describe_call(f.expected) + "; " + peer + ": " + describe_call(f.seen));
+        default:
+            throw TimeoutError(me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +
+                                   " ms; phase '" + name_of(phase) + "', expected " + expected + ", seen " + seen,
+                               f.peer, name_of(phase), f.expected, f.seen);
+    }
+}
+
+std::string LowLatencyGpuCommunicator::reason_of(int peer) const {
+    LowLatencyReason reason{};
+    const int64_t offset = layout_.reasons + peer * static_cast<int64_t>(sizeof(reason));
+    check_cuda(cudaMemcpy(&reason, memory_.of(rank_) + offset, sizeof(reason), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return reason.text[0] != '\0' ? reason.text : describe(reason.why);
+}
+
+}  // namespace deepep_moe

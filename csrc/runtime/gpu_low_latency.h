@@ -1,0 +1,62 @@
+// Low-latency calls of the GPUs of one host: who owns workspace and counters, what is launched, what failed.
+#pragma once
+
+#include "common/errors.h"
+#include "common/low_latency_gpu.h"
+#include "runtime/gpu_memory.h"
+
+namespace deepep_moe {
+
+class LowLatencyGpuCommunicator {
+public:
+    LowLatencyGpuCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled);
+    ~LowLatencyGpuCommunicator();
+    LowLatencyGpuCommunicator(const LowLatencyGpuCommunicator&) = delete;
+
+    int64_t workspace_bytes() const { return layout_.total_bytes; }
+    int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
+    std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
+    void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
+    int num_blocks;  // of a kernel at most; all must be on the GPU at once. For benchmarks.
+
+    // All enqueue work and return. Work on another stream than the last call's waits for that call.
+    void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);
+    void combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream);
+    void refuse(const std::string& reason, uintptr_t stream);
+
+    // These wait for the GPU, so that `masks` says what they did.
+    void mask(int rank, bool masked, uintptr_t stream);
+    void rejoin(uintptr_t stream);
+    unsigned masks() const;  // bit r: rank r is left out, as far as the GPU has told
+
+    // Throws what a kernel of this rank has reported so far, once.
+    void check();
+
+private:
+    void allocate();
+    void release();
+    LowLatencyContext context() const;
+    void follow(cudaStream_t stream);
+    void control(LowLatencyControlParams& params, uintptr_t stream);
+    [[noreturn]] void raise(const GpuFailure& failure) const;
+    std::string describe(const GpuFailure& failure) const;
+    std::string reason_of(int peer) const;
+
+    const LowLatencyConfig config_;
+    const LowLatencyLayout layout_;
+    const int rank_, device_, owner_pid_;
+    const double timeout_s_;
+    const bool masks_stalled_;
+    GpuMemory memory_;
+    LowLatencyState* state_ = nullptr;
+    struct HostSlots {
+        GpuFailure failure;
+        unsigned masks;
+    };
+    HostSlots* host_ = nullptr;  // pinned
+    cudaStream_t last_ = nullptr;
+    bool has_last_ = false;
+    cudaEvent_t followed_ = nullptr;
+};
+
+}  // namespace deepep_moe
