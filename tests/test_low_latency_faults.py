@@ -156,11 +156,11 @@ def different_calls(rank, _, backend):
     buffer, x, idx = make(backend, rank)
     out = buffer.dispatch(x, idx)
     me, you = f"rank {rank}", f"rank {1 - rank}"
-    texts = ("dispatch of float32 rows", "dispatch of float32 rows, fp8")
+    texts = ("dispatch of float32", "dispatch of float32, sent as fp8")
     with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
         buffer.dispatch(x, idx, fp8=rank == 1)
         finish(buffer)
-    texts = ("dispatch of bfloat16 rows, with topk_weights", "combine of float32 rows, wire fp8")
+    texts = ("dispatch of bfloat16, with topk_weights", "combine of float32, sent as fp8")
     with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
         if rank == 0:
             buffer.dispatch(x.bfloat16(), idx, torch.ones(4, 2, device=x.device))

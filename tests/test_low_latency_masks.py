@@ -188,7 +188,7 @@ def layout(case):
     """Offsets of csrc/common/low_latency.h."""
     ranks, tokens = case.num_ranks, case.num_ranks * case.max_tokens
     turns = -(-(16 * ranks + 240 * ranks) // 128) * 128
-    lanes = -(-(12 * ranks + 4 * case.num_experts) // 128) * 128
+    lanes = -(-(8 * ranks + 8 * case.num_experts) // 128) * 128
     arrived = -(-(lanes + 8 * tokens * case.num_topk) // 128) * 128
     turn_bytes = arrived + tokens * (128 + -(-4 * case.hidden // 128) * 128)
     return turns, arrived, turn_bytes, turns + 4 * turn_bytes
@@ -205,7 +205,7 @@ def lose_row(case, paths, call, owner, source, token):
     turns, arrived, turn_bytes, total = layout(case)
     with open(paths[owner], "r+b") as file, mmap.mmap(file.fileno(), total) as memory:
         at = turns + call % 4 * turn_bytes + arrived + 128 * (source * case.max_tokens + token)
-        assert int.from_bytes(memory[at : at + 8], "little") >> 8 == call
+        assert int.from_bytes(memory[at : at + 8], "little") >> 24 == call
         memory[at : at + 8] = bytes(8)
 
 

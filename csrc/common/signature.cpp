@@ -18,9 +18,9 @@ std::string describe(const Signature& s) {
 
 std::string describe(const LowLatencyWhat& what) {
     const bool is_dispatch = what.operation == LowLatencyOperation::kDispatch;
-    std::string text = std::string(is_dispatch ? "dispatch" : "combine") + " of " + name_of(what.dtype) + " rows";
-    if (what.fp8) text += is_dispatch ? ", fp8" : ", wire fp8";
-    if (what.is_rounded) text += ", scales ue8m0";
+    std::string text = std::string(is_dispatch ? "dispatch" : "combine") + " of " + name_of(what.dtype);
+    if (what.fp8) text += ", sent as fp8";
+    if (what.is_rounded) text += " with scales of powers of two";
     if (what.has_weights) text += ", with topk_weights";
     return text;
 }

@@ -119,9 +119,8 @@ private:
                 if (is_there) lanes[k] = {static_cast<int16_t>(local), static_cast<uint16_t>(before[local]++), weight(lane)};
             }
         }
-        std::copy_n(counts_.data() + first, num_local, there.counts(call_.rank));
-        there.num_tokens(call_.rank) = p_.num_tokens;
-        there.entered(call_.rank).store(call_.word(p_.what), std::memory_order_release);
+        for (int local = 0; local < num_local; ++local) there.count(call_.rank, local) = p_.what.flag(call_.number, counts_[first + local]);
+        there.entered(call_.rank).store(p_.what.flag(call_.number, p_.num_tokens), std::memory_order_release);
     }
 
     float weight(size_t lane) const { return p_.topk_weights != nullptr ? p_.topk_weights[lane] : 1.0f; }
@@ -133,7 +132,7 @@ private:
         visit_from(call_, ranks, [&](int to) {
             const LowLatencyTurn there = call_.turn(to);
             std::memcpy(there.slot(call_.rank, token), row, format_.bytes());
-            there.arrived(call_.rank, token).store(call_.word(p_.what), std::memory_order_release);
+            there.arrived(call_.rank, token).store(call_.arrived(p_.what), std::memory_order_release);
         });
     }
 
@@ -182,7 +181,7 @@ private:
             int32_t num_rows = 0;
             for (int source = 0; source < c_.num_ranks; ++source) {
                 first_place_[source * c_.num_local_experts() + expert] = num_rows;
-                if (contains(call_.ranks, source)) num_rows += here_.counts(source)[expert];
+                if (contains(call_.ranks, source)) num_rows += LowLatencyWhat::value_in(here_.count(source, expert));
             }
             p_.num_recv_tokens_per_expert[expert] = num_rows;
             add(statistics.num_tokens_per_expert[expert], num_rows);
@@ -190,7 +189,7 @@ private:
     }
 
     void receive_from(int source) {
-        const int num_tokens = here_.num_tokens(source);
+        const int num_tokens = LowLatencyWhat::value_in(here_.entered(source).load(std::memory_order_relaxed));
         for (int token = 0; token < num_tokens; ++token)
             if (find_rows(source, token)) expand(source, token);
         handle_.num_tokens[source] = num_tokens;
@@ -212,7 +211,7 @@ private:
     }
 
     void expand(int source, int token) {
-        const bool is_here = waits_.wait(here_.arrived(source, token), call_.word(p_.what), source, "dispatch rows");
+        const bool is_here = waits_.wait(here_.arrived(source, token), call_.arrived(p_.what), source, "dispatch rows");
         const std::byte* slot = is_here ? here_.slot(source, token) : missing_row_.data();
         const LowLatencyRow* rows = handle_.lanes(source, token);
         for (int k = 0; k < c_.num_topk; ++k)
@@ -252,7 +251,8 @@ public:
 
     void run() {
         std::memcpy(p_.call, &call_.number, sizeof(call_.number));
-        visit_from(call_, call_.ranks, [&](int to) { call_.turn(to).entered(call_.rank).store(call_.word(p_.what), std::memory_order_release); });
+        const uint64_t entered = p_.what.flag(call_.number, 0);
+        visit_from(call_, call_.ranks, [&](int to) { call_.turn(to).entered(call_.rank).store(entered, std::memory_order_release); });
         visit_from(call_, call_.ranks, [&](int to) {
             for (int token = 0; token < handle_.num_tokens[to]; ++token) send_row(to, token);
         });
@@ -274,7 +274,7 @@ private:
         } else {
             sum_rows(p_.what.dtype, sum);
         }
-        there.arrived(call_.rank, token).store(call_.word(p_.what), std::memory_order_release);
+        there.arrived(call_.rank, token).store(call_.arrived(p_.what), std::memory_order_release);
     }
 
     int gather(const LowLatencyRow* lanes, const void** rows, float* weights) const {
@@ -310,7 +310,7 @@ private:
         const std::byte* slots[kLowLatencyMaxRanks];
         int num_slots = 0;
         for (int rank = 0; rank < c_.num_ranks; ++rank)
-            if (contains(ranks, rank) && waits_.wait(here_.arrived(rank, token), call_.word(p_.what), rank, "combine rows"))
+            if (contains(ranks, rank) && waits_.wait(here_.arrived(rank, token), call_.arrived(p_.what), rank, "combine rows"))
                 slots[num_slots++] = here_.slot(rank, token);
         std::byte* out = p_.combined_x + token * c_.hidden * element_bytes(p_.what.dtype);
         if (p_.what.fp8) return add_up_fp8(slots, num_slots, out);

@@ -1,5 +1,5 @@
 // Low-latency dispatch and combine between processes: the rows of one call, in halves that send and that receive. Layout and protocol:
-// common/low_latency.h.
+// common/low_latency.h. Here `entered` comes after the counts and all lanes, which tell which tokens come: only these have a flag.
 #pragma once
 
 #include <atomic>
@@ -26,8 +26,9 @@ public:
     std::atomic_ref<uint64_t> arrived(int source, int64_t token) const {
         return shared_word(base_ + layout_.arrived + 8 * kArrivedWords * slot_idx(source, token));
     }
-    int32_t& num_tokens(int source) const { return reinterpret_cast<int32_t*>(base_ + layout_.num_tokens)[source]; }
-    int32_t* counts(int source) const { return reinterpret_cast<int32_t*>(base_ + layout_.counts) + source * config_.num_local_experts(); }
+    uint64_t& count(int source, int local_expert) const {
+        return reinterpret_cast<uint64_t*>(base_ + layout_.counts)[source * config_.num_local_experts() + local_expert];
+    }
     LowLatencyLane* lanes(int source, int64_t token) const {
         return reinterpret_cast<LowLatencyLane*>(base_ + layout_.lanes) + slot_idx(source, token) * config_.num_topk;
     }
@@ -51,15 +52,15 @@ struct LowLatencyCall {
     RankSet ranks;  // to send to; to receive from: those that have entered the call
 
     LowLatencyTurn turn(int owner) const { return {config, layout, workspaces[owner], number}; }
-    uint64_t word(const LowLatencyWhat& what) const { return number << kWhatBits | what.packed(); }
+    uint64_t arrived(const LowLatencyWhat& what) const { return what.flag(number, 1); }  // the flag of a row
 };
 
 // Waits of a half that receives.
 class LowLatencyWaits {
 public:
     virtual ~LowLatencyWaits() = default;
-    // Until `flag`, which rank `peer` sets, is `word`: true. False where the peer is masked. Throws where it is given up.
-    virtual bool wait(std::atomic_ref<uint64_t> flag, uint64_t word, int peer, const char* phase) = 0;
+    // Until `flag`, which rank `peer` sets, is `wanted`: true. False where the peer is masked. Throws where it is given up.
+    virtual bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) = 0;
 };
 
 // Halves of a dispatch. The first throws std::invalid_argument for a bad routing before anything is sent. Rows that do not come, as their

@@ -15,8 +15,8 @@ constexpr uint64_t kMagic = 0x64656570'4c4c0001;  // plus the rank, in the word 
 constexpr const char* kEntry = "entry into the call";
 
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
-uint64_t number_of(uint64_t word) { return word >> kWhatBits; }
-LowLatencyWhat what_of(uint64_t word) { return LowLatencyWhat::unpacked(static_cast<unsigned>(word & ((1u << kWhatBits) - 1))); }
+uint64_t number_of(uint64_t flag) { return flag >> kWhatBits; }
+LowLatencyWhat what_of(uint64_t flag) { return LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(flag)); }
 
 uint64_t& number_in(const LowLatencyDispatchParams& params) { return *reinterpret_cast<uint64_t*>(params.handle); }
 uint64_t& number_in(const LowLatencyCombineParams& params) { return *reinterpret_cast<uint64_t*>(params.call); }
@@ -32,7 +32,7 @@ public:
     // meanwhile.
     template <class Heard>
     RankSet wait_entered(Heard heard);
-    bool wait(std::atomic_ref<uint64_t> flag, uint64_t word, int peer, const char* phase) override;
+    bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) override;
     void wait_resumed(int peer);
 
     int num_ranks() const override { return owner_.config_.num_ranks; }
@@ -111,11 +111,11 @@ RankSet LowLatencyCommunicator::Waits::wait_entered(Heard heard) {
     }
 }
 
-bool LowLatencyCommunicator::Waits::wait(std::atomic_ref<uint64_t> flag, uint64_t word, int peer, const char* phase) {
-    if (flag.load(std::memory_order_acquire) == word) return true;
+bool LowLatencyCommunicator::Waits::wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) {
+    if (flag.load(std::memory_order_acquire) == wanted) return true;
     Waiter waiter(*this);
     const auto report = [&](auto&& tell) { tell(lack(peer, phase, number_of(flag.load(std::memory_order_acquire)))); };
-    while (flag.load(std::memory_order_acquire) != word) {
+    while (flag.load(std::memory_order_acquire) != wanted) {
         if (!owner_.takes_part(peer, number_)) return false;
         idle(waiter, RankSet{1} << peer, report);
     }
@@ -199,7 +199,7 @@ void LowLatencyCommunicator::publish_refusal(uint64_t number, const std::string&
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         if (!contains(refused.ranks, peer)) continue;
         copy_text(reason(peer, rank_), kMaxReasonBytes, text);
-        refused.turn(peer).entered(rank_).store(refused.word(what), std::memory_order_release);
+        refused.turn(peer).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
     }
     set_fate(number, Fate::kFailed);
 }
