@@ -113,6 +113,63 @@ class Communicator:
     def combine(self, signature: Signature, params: CombineParams) -> None: ...
     def abort(self, message: str) -> None: ...
 
+# low latency (csrc/common/low_latency.h, csrc/runtime/low_latency_communicator.h)
+LOW_LATENCY_MAX_TOKENS: int
+LOW_LATENCY_MAX_LOCAL_EXPERTS: int
+LOW_LATENCY_MAX_RANKS: int
+
+class LowLatencyDispatchParams:
+    dtype: DType
+    fp8: bool
+    is_rounded: bool
+    has_weights: bool
+    num_tokens: int
+    is_int64: bool
+    x: int
+    topk_idx: int
+    topk_weights: int
+    handle: int
+    statistics: int
+    recv_x: int
+    recv_x_scales: int
+    num_recv_tokens_per_expert: int
+
+class LowLatencyCombineParams:
+    dtype: DType
+    fp8: bool
+    num_tokens: int
+    x: int
+    handle: int
+    statistics: int
+    call: int
+    combined_x: int
+
+class LowLatencyCommunicator:
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        rank: int,
+        num_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens: int,
+        timeout_s: float,
+        mask_stalled: bool,
+    ) -> None: ...
+    workspace_bytes: int
+    handle_bytes: int
+    path: str
+    masks: int
+    def connect(self, paths: list[str], pids: list[int]) -> None: ...
+    def seal(self) -> None: ...
+    def dispatch(self, params: LowLatencyDispatchParams, sends: bool, receives: bool) -> None: ...
+    def combine(self, params: LowLatencyCombineParams, sends: bool, receives: bool) -> None: ...
+    def mask(self, rank: int, masked: bool) -> None: ...
+    def rejoin(self) -> None: ...
+    def refuse(self, reason: str) -> None: ...
+    def check(self) -> None: ...
+
 class HostBlock:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, view: memoryview, /) -> None: ...

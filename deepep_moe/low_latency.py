@@ -25,14 +25,14 @@ from deepep_moe.backends.low_latency import (
     num_scale_columns,
 )
 from deepep_moe.backends.select import introduce, make_low_latency_backend
-from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
 _BACKENDS = ("auto", "shm", "nvlink")
 MAX_IN_FLIGHT = 2
-"""Calls that may be sent and not yet received."""
+"""Calls in a row of which none has been received: what a rank's workspace has room for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +82,8 @@ class LowLatencyBuffer:
     its experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may be captured in
     CUDA graphs. No gradients: training with large batches has `Buffer`.
 
-    With `return_hook=True` a call sends and returns, `hook()` receives; in between no multiprocessor is held. At most two calls may be
-    sent and not received, which is what double-batch overlap needs (`deepep_moe.nn.overlap`).
+    With `return_hook=True` a call sends and returns, `hook()` receives; in between no multiprocessor is held. A call may be sent while the
+    last one was not received, but not while the one before that was not: what double-batch overlap needs (`deepep_moe.nn.overlap`).
 
     Args:
         group: the process group; None means the default group where torch.distributed is initialized, else this process alone.
@@ -132,7 +132,9 @@ class LowLatencyBuffer:
         self._backend: LowLatencyBackend | None = make_low_latency_backend(backend, s, peers, group, mask_stalled)
         self.backend: str = self._backend.name
         self._number = next(_numbers)
-        self._in_flight: list[Event] = []
+        self._num_calls = 0
+        self._in_flight: list[tuple[int, Event]] = []
+        """Calls that may not be received yet, by number."""
         self._combine_input: dict[torch.dtype, Tensor] = {}
         self._statistics = self._backend.zeros(s.num_local_experts + num_ranks + 1, torch.int64)
         self._masks_told: set[int] = set()
@@ -197,14 +199,14 @@ class LowLatencyBuffer:
                 on the stream that is current then.
 
         Raises:
-            TypeError, ValueError: bad arguments, or two calls not received yet; the peers raise EPPeerError. On a GPU, bad values inside of
-                `topk_idx`, peers' refusals and deadlines are raised by the next call or `check`.
+            TypeError, ValueError: bad arguments; the peers raise EPPeerError. On a GPU, bad values inside of `topk_idx`, peers' refusals
+                and deadlines are raised by the next call or `check`. ValueError also while the call before last was not received; then the
+                peers learn nothing, and the call may be made again.
             EPMismatchError: ranks make different calls. EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
         """
         s = self._settings
         with self._refusing() as backend:
             check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)
-            self._check_room()
         shape = (s.num_local_experts, self.capacity)
         recv_x = backend.empty((*shape, s.hidden), torch.float8_e4m3fn if fp8 else x.dtype)
         scales = None
@@ -237,8 +239,8 @@ class LowLatencyBuffer:
                 (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
             out: [num_tokens, hidden], dtype of `x`, to write to.
             wire: None: rows travel in the dtype of `x`. "fp8": as e4m3 with one fp32 scale for 128 columns, half the bytes of bf16: each
-                rank's contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns where that
-                is more.
+                rank's contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns (1e-4 at
+                least) where that is more.
             async_op: return at once with an Event.
             return_hook: return at once with a hook, as `dispatch`.
 
@@ -251,7 +253,6 @@ class LowLatencyBuffer:
         s = self._settings
         with self._refusing() as backend:
             check_combine(x, handle, out, wire, s, backend, self._number)
-            self._check_room()
         combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
         call = CombineCall(x, handle.state, wire == "fp8", backend.empty((1,), torch.int64), combined_x, self._statistics)
         event = self._run(call, async_op, return_hook)
@@ -290,7 +291,9 @@ class LowLatencyBuffer:
 
     def rejoin(self) -> None:
         """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their
-        next call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different calls."""
+        next call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different calls.
+
+        From the moment the first one takes this rank back until then, it must make no call."""
         self._alive().rejoin()
         self._in_flight.clear()
         self._masks_told.clear()
@@ -331,6 +334,7 @@ class LowLatencyBuffer:
 
     def _run(self, call: DispatchCall | CombineCall, async_op: bool, return_hook: bool) -> Event | None:
         backend = self._alive()
+        self._num_calls += 1
         if return_hook:
             event = backend.start(call)
         elif async_op:
@@ -338,13 +342,22 @@ class LowLatencyBuffer:
         else:
             backend.run(call)
             return None
-        self._in_flight.append(event)
+        self._in_flight.append((self._num_calls, event))
         return event
 
     def _check_room(self) -> None:
-        self._in_flight = [event for event in self._in_flight if not (event.seen or event.is_over())]
-        if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise ValueError(f"{MAX_IN_FLIGHT} calls were sent and not received; call the hook() of the first, or wait for its event")
+        """Raises ValueError where there is none, and what an asynchronous call has raised that nobody waited for.
+
+        Calls may be received in any order, but each call needs the one before last to be received, as it says to the peers that what
+        was sent two calls before that may be overwritten. Nothing is sent where it is not, so the caller may try again."""
+        over = [(number, event) for number, event in self._in_flight if event.seen or event.is_over()]
+        self._in_flight = [entry for entry in self._in_flight if entry not in over]
+        for _, event in over:
+            error = None if event.seen else event.failure()
+            if error is not None:
+                raise EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}") from error
+        if self._in_flight and self._num_calls + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
+            raise ValueError("the call before last was not received yet; call its hook(), or wait for its event, then make this call again")
 
     @contextmanager
     def _refusing(self) -> Iterator[LowLatencyBackend]:
@@ -352,9 +365,11 @@ class LowLatencyBuffer:
         backend = self._alive()
         backend.check()
         self._tell_masks()
+        self._check_room()
         try:
             yield backend
         except (TypeError, ValueError) as error:
+            self._num_calls += 1
             backend.refuse(str(error))
             raise
 
@@ -363,7 +378,7 @@ class LowLatencyBuffer:
             if rank not in self._masks_told:
                 self._masks_told.add(rank)
                 logger.warning(
-                    "LowLatencyBuffer: rank %d masks rank %d, which missed a deadline of %g s; its tokens and experts are dropped",
+                    "LowLatencyBuffer: rank %d masks rank %d, which died or missed a deadline of %g s; its tokens and experts are dropped",
                     self.rank, rank, self._settings.timeout_s,
                 )  # fmt: skip
 

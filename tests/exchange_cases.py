@@ -6,22 +6,22 @@ import emulated_gpu
 import torch
 
 from deepep_moe import Buffer, reference
-from deepep_moe.backends.shm import ShmBackend
+from deepep_moe.backends.output_pool import OutputPool
 
 
 def poison_outputs() -> None:
     """Fill every output with NaN before it is written: what nobody writes then shows."""
     torch._C._set_deterministic_algorithms(True)  # as torch.use_deterministic_algorithms, without its slow imports
     torch.utils.deterministic.fill_uninitialized_memory = True
-    if not hasattr(ShmBackend, "clean_empty"):
-        ShmBackend.clean_empty = ShmBackend.empty
+    if not hasattr(OutputPool, "clean_empty"):
+        OutputPool.clean_empty = OutputPool.empty
 
         def poisoned(self, shape, dtype):
             tensor = self.clean_empty(shape, dtype)
             tensor.view(torch.uint8).fill_(0xFF)
             return tensor
 
-        ShmBackend.empty = poisoned
+        OutputPool.empty = poisoned
 
 
 @dataclass
@@ -153,5 +153,6 @@ def assert_same(name: str, ours: torch.Tensor | None, reference_value: torch.Ten
     assert ours.dtype == reference_value.dtype and ours.shape == reference_value.shape, (
         f"{name}: {ours.dtype} {list(ours.shape)} against {reference_value.dtype} {list(reference_value.shape)}"
     )
-    different = (ours.contiguous().view(torch.uint8) != reference_value.contiguous().view(torch.uint8)).nonzero()
+    ours, reference_value = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (ours, reference_value))
+    different = (ours.view(torch.uint8) != reference_value.view(torch.uint8)).nonzero()
     assert len(different) == 0, f"{name}: {len(different)} bytes differ, first at {different[0].tolist()}"

@@ -15,6 +15,7 @@ void bind_gpu_gate(py::module_&) {}
 void bind_gpu_low_latency(py::module_&) {}
 #endif
 void bind_gate(py::module_& m);
+void bind_low_latency(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Native library of deepep_moe. Tensors come in as pointers and sizes; see deepep_moe/_C.pyi.";
@@ -25,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
                         "found_nvcc"_a = kHasCuda, "found_nvshmem"_a = DEEPEP_MOE_FOUND_NVSHMEM);
     });
     bind_exchange(m);
+    bind_low_latency(m);
     bind_gpu(m);
     bind_gate(m);
     bind_gpu_gate(m);

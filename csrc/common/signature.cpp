@@ -16,6 +16,15 @@ std::string describe(const Signature& s) {
     return text;
 }
 
+std::string describe(const LowLatencyWhat& what) {
+    const bool is_dispatch = what.operation == LowLatencyOperation::kDispatch;
+    std::string text = std::string(is_dispatch ? "dispatch" : "combine") + " of " + name_of(what.dtype);
+    if (what.fp8) text += ", sent as fp8";
+    if (what.is_rounded) text += " with scales of powers of two";
+    if (what.has_weights) text += ", with topk_weights";
+    return text;
+}
+
 uint64_t pack(const Signature& s) {
     const uint64_t flags = (s.has_weights ? 1 : 0) | (s.has_scales ? 2 : 0) | (s.has_lane_values ? 4 : 0);
     return uint64_t{1} << 63 | static_cast<uint64_t>(s.operation) << 57 | static_cast<uint64_t>(s.dtype) << 55 | static_cast<uint64_t>(s.layout) << 54 |

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "common/low_latency.h"
 #include "common/types.h"
 
 namespace deepep_moe {
@@ -23,6 +24,7 @@ struct Signature {
 };
 
 std::string describe(const Signature& signature);
+std::string describe(const LowLatencyWhat& what);
 
 // In one word, never 0. `handle_call` keeps its low 32 bits.
 uint64_t pack(const Signature& signature);

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kBlock = 64;  // columns whose sums stay in registers
 
-template <class T>
+template <class T, class Sum>
 DEEPEP_MOE_INLINE void sum_block(const SumParams& p, int begin, int columns) {
     using Storage = typename T::Storage;
     for (int i = 0; i < p.num_next_rows; ++i) {
@@ -36,20 +36,23 @@ DEEPEP_MOE_INLINE void sum_block(const SumParams& p, int begin, int columns) {
         const Storage* bias = static_cast<const Storage*>(p.bias) + begin;
         for (int j = 0; j < columns; ++j) sum[j] += T::load(bias[j]);
     }
-    Storage* out = static_cast<Storage*>(p.sum) + begin;
-    for (int j = 0; j < columns; ++j) out[j] = T::store(sum[j]);
+    auto* out = static_cast<typename Sum::Storage*>(p.sum) + begin;
+    for (int j = 0; j < columns; ++j) out[j] = Sum::store(sum[j]);
 }
 
-template <class T>
+template <class T, class Sum = T>
 DEEPEP_MOE_INLINE void sum_all(const SumParams& p) {
     int begin = 0;
-    for (; begin + kBlock <= p.hidden; begin += kBlock) sum_block<T>(p, begin, kBlock);
-    if (begin < p.hidden) sum_block<T>(p, begin, p.hidden - begin);
+    for (; begin + kBlock <= p.hidden; begin += kBlock) sum_block<T, Sum>(p, begin, kBlock);
+    if (begin < p.hidden) sum_block<T, Sum>(p, begin, p.hidden - begin);
 }
 
 DEEPEP_MOE_CLONES void sum_rows_float32(const SumParams& p) { sum_all<Float32>(p); }
 DEEPEP_MOE_CLONES void sum_rows_bfloat16(const SumParams& p) { sum_all<BFloat16>(p); }
 DEEPEP_MOE_CLONES void sum_rows_float16(const SumParams& p) { sum_all<Float16>(p); }
+DEEPEP_MOE_CLONES void sum_rows_bfloat16_to_float32(const SumParams& p) { sum_all<BFloat16, Float32>(p); }
+DEEPEP_MOE_CLONES void sum_rows_float16_to_float32(const SumParams& p) { sum_all<Float16, Float32>(p); }
+[[noreturn]] void refuse_fp8() { throw std::invalid_argument("fp8 rows cannot be summed; combine takes fp32, bf16 or fp16"); }
 
 }  // namespace
 
@@ -78,7 +81,16 @@ void sum_rows(DType dtype, const SumParams& params) {
         case DType::kFloat32: return sum_rows_float32(params);
         case DType::kBFloat16: return sum_rows_bfloat16(params);
         case DType::kFloat16: return sum_rows_float16(params);
-        case DType::kFloat8: throw std::invalid_argument("fp8 rows cannot be summed; combine takes fp32, bf16 or fp16");
+        case DType::kFloat8: refuse_fp8();
+    }
+}
+
+void sum_rows_to_float32(DType dtype, const SumParams& params) {
+    switch (dtype) {
+        case DType::kFloat32: return sum_rows_float32(params);
+        case DType::kBFloat16: return sum_rows_bfloat16_to_float32(params);
+        case DType::kFloat16: return sum_rows_float16_to_float32(params);
+        case DType::kFloat8: refuse_fp8();
     }
 }
 

@@ -28,4 +28,7 @@ struct SumParams {
 // the rows' dtype (to nearest even). Not for fp8.
 void sum_rows(DType dtype, const SumParams& params);
 
+// The same, of rows of `dtype`, without the last rounding: `sum` is fp32.
+void sum_rows_to_float32(DType dtype, const SumParams& params);
+
 }  // namespace deepep_moe

@@ -1,26 +1,16 @@
 #include "runtime/communicator.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <new>
 
 #include "common/parallel.h"
-#include "runtime/process.h"
 
 namespace deepep_moe {
 namespace {
 
 std::string call_name(uint64_t sequence) { return "call " + std::to_string(sequence); }
-
-std::string seconds(double value) {
-    char text[32];
-    std::snprintf(text, sizeof(text), "%g s", value);
-    return text;
-}
 
 }  // namespace
 
@@ -37,41 +27,28 @@ private:
 };
 
 Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeout_s)
-    : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), owner_pid_(getpid()), own_(Segment::create(layout_.total_bytes())),
-      peers_(config.num_ranks), pids_(config.num_ranks, owner_pid_), start_times_(config.num_ranks, 0) {
-    auto* header = new (own_.data()) SegmentHeader{};
+    : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), peers_(config.num_ranks, rank, layout_.total_bytes()) {
+    auto* header = new (base(rank)) SegmentHeader{};
     header->magic = kSegmentMagic;
     header->rank = rank;
     header->state.store(SegmentState::kAlive, std::memory_order_release);
 }
 
 Communicator::~Communicator() {
-    if (getpid() == owner_pid_)
+    if (peers_.is_owner())
         header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
 }
 
 void Communicator::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
-    pids_ = pids;
-    for (int rank = 0; rank < config_.num_ranks; ++rank) {
-        start_times_[rank] = process_start_time(pids[rank]);
-        if (rank == rank_) continue;
-        peers_[rank] = Segment::open(paths[rank], layout_.total_bytes());
-        if (header(rank).magic != kSegmentMagic || header(rank).rank != rank)
-            throw std::invalid_argument(paths[rank] + " is not the shared memory of rank " + std::to_string(rank) +
-                                        "; are the ranks in different containers?");
-    }
-}
-
-void Communicator::check_owner() const {
-    if (getpid() != owner_pid_)
-        throw DestroyedError("this buffer belongs to process " + std::to_string(owner_pid_) + ", this is process " + std::to_string(getpid()) +
-                             ", forked from it; create a Buffer in each process");
+    peers_.connect(paths, pids);
+    for (int rank = 0; rank < config_.num_ranks; ++rank)
+        if (header(rank).magic != kSegmentMagic || header(rank).rank != rank) throw_foreign_segment(paths[rank], rank);
 }
 
 // ---- entering a call ----
 
 Entry& Communicator::begin_entry(const Signature& signature) {
-    check_owner();
+    peers_.check_owner();
     ++sequence_;
     Entry& own = entry(rank_);
     own.sequence.store(0);  // readers of the entry that was here, if any is that late, must notice
@@ -142,7 +119,7 @@ bool Communicator::suspect(const Lack& lack) {
     const SegmentHeader& theirs = header(lack.peer);
     if (theirs.state.load(std::memory_order_acquire) == SegmentState::kDestroyed) return true;
     if (theirs.entered.load(std::memory_order_acquire) > sequence_) return true;
-    if (process_start_time(pids_[lack.peer]) != start_times_[lack.peer]) return true;
+    if (peers_.is_gone(lack.peer)) return true;
     // A peer that only waits for another one cannot be blamed, but what it found out can be passed on.
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) return true;
@@ -181,9 +158,7 @@ void Communicator::fail(const Lack& lack) {
             failure.sequence.store(sequence_, std::memory_order_release);
         }
     }
-    const bool gone = process_start_time(pids_[lack.peer]) != start_times_[lack.peer];
-    const std::string why = gone ? "its process " + std::to_string(pids_[lack.peer]) + " is gone"
-                                 : "nothing came for " + seconds(timeout_s_);
+    const std::string why = peers_.why_silent(lack.peer, timeout_s_);
     throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
                            " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) + ", seen " +
                            std::to_string(lack.seen),
@@ -289,7 +264,7 @@ PlanResult Communicator::read_counts(const PlanParams& params) {
 
 void Communicator::dispatch(DispatchParams params) {
     const Call call(*this);
-    check_owner();
+    peers_.check_owner();
     params.row_begin = row_begin_.data();
     run_channels(params, dispatch_channel);
 }

@@ -14,7 +14,7 @@
 #include "cpu/combine.h"
 #include "cpu/dispatch.h"
 #include "cpu/layout.h"
-#include "runtime/segment.h"
+#include "runtime/host_peers.h"
 
 namespace deepep_moe {
 
@@ -37,10 +37,10 @@ public:
 
     const WorkspaceConfig& config() const { return config_; }
     size_t workspace_bytes() const { return layout_.total_bytes(); }
-    std::string path() const { return own_.path(); }
+    std::string path() const { return peers_.path(); }
     // `paths[r]`, `pids[r]` of every rank. Afterwards, once all ranks are connected, call `seal`.
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
-    void seal() { own_.hide(); }
+    void seal() { peers_.seal(); }
 
     // Dispatch in two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows.
     PlanResult plan(const PlanParams& params);
@@ -68,14 +68,13 @@ private:
     SegmentHeader& header(int rank) const { return *reinterpret_cast<SegmentHeader*>(base(rank)); }
     Entry& entry(int rank) const { return *reinterpret_cast<Entry*>(base(rank) + layout_.entry(sequence_)); }
     const int32_t* counts(int rank) const { return reinterpret_cast<const int32_t*>(base(rank) + layout_.counts(sequence_)); }
-    std::byte* base(int rank) const { return rank == rank_ ? own_.data() : peers_[rank].data(); }
+    std::byte* base(int rank) const { return peers_.memory(rank); }
     Ring ring(int owner, int source, int channel) const;
     Channel channel(int index);
     template <class Params, class Move>
     void run_channels(const Params& params, Move move);
 
     class Call;
-    void check_owner() const;
     [[noreturn]] void pass_on(const Lack& lack, int peer) const;
     Entry& begin_entry(const Signature& signature);
     void publish(Entry& own);
@@ -91,15 +90,11 @@ private:
     const WorkspaceLayout layout_;
     const int rank_;
     const double timeout_s_;
-    const int owner_pid_;
     uint64_t sequence_ = 0;
     std::atomic<bool> busy_ = false;  // a thread is in a call
     std::mutex failing_;              // several channels may fail at once
     std::function<void()> poll_;
-    Segment own_;
-    std::vector<Segment> peers_;
-    std::vector<int> pids_;
-    std::vector<uint64_t> start_times_;
+    HostPeers peers_;
     std::vector<int32_t> own_counts_;  // of the plan in hand, before it is published
     std::vector<int32_t> row_begin_;   // of the last plan: [num_ranks, num_channels, num_local_experts]
 };

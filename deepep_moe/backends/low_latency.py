@@ -13,11 +13,13 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, Settings
 from deepep_moe.backends.checks import check_tensor
+from deepep_moe.backends.output_pool import OutputPool
 from deepep_moe.event import Event
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = {"fp32": (1, torch.float32), "ue8m0": (4, torch.int32)}  # scales to an element, its dtype
 _WIRES = (None, "fp8")
+_MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ def check_low_latency_settings(s: Settings) -> Settings:
         raise ValueError(
             f"num_experts is {s.num_experts}; a rank can hold {_C.LOW_LATENCY_MAX_LOCAL_EXPERTS}, give more ranks or fewer experts"
         )
+    num_rows = s.num_experts * s.num_max_tokens_per_rank
+    if num_rows > _MAX_ROWS:
+        raise ValueError(f"num_experts * num_max_tokens_per_rank is {num_rows}, the rows of a rank; at most {_MAX_ROWS} can be numbered")
     return s
 
 
@@ -202,6 +207,10 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, _C.LowLatencyCommunicator(**_native_settings(settings, mask_stalled)))
         self._executor: ThreadPoolExecutor | None = None
+        self._pool = OutputPool()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._pool.empty(shape, dtype)
 
     def address(self) -> tuple[str, int]:
         """What peers need to open this rank's shared memory: its path and this process's id."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.output_pool import OutputPool
 from deepep_moe.handle import DispatchHandle, padded
 
 # Outputs larger than this are written past the caches, which could not hold them anyway.
@@ -41,7 +42,7 @@ class ShmBackend:
             timeout_s=settings.timeout_s,
         )
         self.workspace_bytes: int = self._communicator.workspace_bytes
-        self._pool = _C.HostPool()
+        self._pool = OutputPool()
 
     def address(self) -> tuple[str, int]:
         """What peers need to open this rank's shared memory: its path and this process's id."""
@@ -56,17 +57,7 @@ class ShmBackend:
         self._communicator.seal()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor whose memory goes back to this buffer's pool with its last reference."""
-        strides, num_elements = [0] * len(shape), 1
-        for axis in reversed(range(len(shape))):
-            strides[axis] = num_elements
-            num_elements *= shape[axis]
-        num_bytes = num_elements * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        block = self._pool.allocate(num_bytes)
-        # A tensor of its own on the block's storage, not a view: autograd forbids changing an operator's output in place if it is one.
-        return torch.empty(0, dtype=dtype).set_(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, shape, strides)
+        return self._pool.empty(shape, dtype)
 
     @property
     def num_calls(self) -> int:

@@ -38,7 +38,7 @@ def combine(x: Sequence[Tensor], received: Sequence[Received], num_tokens: Seque
 
     fp8: sums of the experts' rank travel quantized, from fp32.
     """
-    weights = [there.recv_topk_weights for there in received]
+    weights = [there.recv_topk_weights for there in received if there.recv_topk_weights is not None]
     if not fp8:
         return exchange.combine(x, received, num_tokens, weights)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]

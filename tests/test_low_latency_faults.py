@@ -1,0 +1,316 @@
+"""Low-latency calls when something is wrong: bad arguments, different calls, ranks that are late, gone or come back."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import device_of, on_device
+from low_latency_cases import Case, make_buffer, run_case, start_dispatch
+
+from deepep_moe import LowLatencyBuffer
+from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.testing import run_ranks
+
+BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
+CASE = Case([4, 4], max_tokens=8, hidden=128, num_experts=4, num_topk=2, masked=0.0, dtype=torch.float32)
+IDX = torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
+X = torch.randn(4, 128, generator=torch.Generator().manual_seed(3))
+
+
+def finish(buffer):
+    """On a GPU, errors of calls show when the host looks."""
+    if buffer.backend == "nvlink":
+        torch.cuda.synchronize()
+        buffer.check()
+
+
+def make(backend, rank, **options):
+    return make_buffer(CASE, backend, rank, **({"timeout_s": 20} | options)), *on_device(backend, rank, X, IDX)
+
+
+# ---- arguments ----
+
+
+def raises_on(culprit, rank, error, message):
+    """The culprit's own error there, the peers' with its message elsewhere."""
+    if rank == culprit:
+        return pytest.raises(error, match=message)
+    return pytest.raises(EPPeerError, match=f"rank {culprit} refused its arguments: .*({message})")
+
+
+def bad_dispatches(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    weights = torch.ones(4, 2, device=x.device)
+    for changes, error, message in [
+        (dict(x=x.double()), TypeError, "x has dtype float64; it must be bfloat16 or float16 or float32"),
+        (dict(x=[1.0]), TypeError, "x must be a torch.Tensor, not list"),
+        (dict(x=x[:, :64].contiguous()), ValueError, r"x has shape \[4, 64\]; it must be \[4, 128\]"),
+        (dict(x=torch.zeros(128, 4, device=x.device).t()), ValueError, "x .* is not contiguous"),
+        (dict(x=torch.empty(4, 128, device="meta")), ValueError, "x is on meta; this buffer moves tensors on"),
+        (dict(x=x.clone().requires_grad_()), ValueError, "x requires a gradient .* use Buffer, or x.detach()"),
+        (
+            dict(x=x.repeat(3, 1), topk_idx=idx.repeat(3, 1), topk_weights=None),
+            ValueError,
+            "x has 12 tokens, more than the buffer's num_max_tokens_per_rank of 8",
+        ),
+        (dict(topk_idx=idx.float()), TypeError, "topk_idx has dtype float32; it must be int64 or int32"),
+        (dict(topk_idx=idx[:3]), ValueError, r"topk_idx has shape \[3, 2\]; it must be \[4, 2\]"),
+        (dict(topk_idx=idx + 1), ValueError, r"topk_idx\[[12], [01]\] is 4; it must be -1 \(no expert\) or 0 to 3"),
+        (dict(topk_idx=idx - 2), ValueError, r"topk_idx\[\d, \d\] is -[23]; it must be -1 \(no expert\) or 0 to 3"),
+        (dict(topk_idx=idx * 0 + 1), ValueError, r"topk_idx\[\d\] names expert 1 twice"),
+        (dict(topk_weights=weights.half()), TypeError, "topk_weights has dtype float16; it must be float32"),
+        (dict(topk_weights=weights[:, :1]), ValueError, r"topk_weights has shape \[4, 1\]; it must be \[4, 2\]"),
+        (dict(scale_format="e8"), ValueError, r"scale_format is 'e8'; it must be one of \['fp32', 'ue8m0'\]"),
+        (dict(scale_format="ue8m0"), ValueError, "scale_format 'ue8m0' was given without fp8=True"),
+    ]:
+        mine = dict(x=x, topk_idx=idx, topk_weights=weights) | (changes if rank == 0 else {})
+        with raises_on(0, rank, error, message):
+            buffer.dispatch(**mine)
+            finish(buffer)
+        check_usable(buffer, x, idx)
+
+
+def check_usable(buffer, x, idx):
+    out = buffer.dispatch(x, idx)
+    y = buffer.combine(out.recv_x, out.handle)
+    finish(buffer)
+    assert torch.allclose(y, x * (idx >= 0).sum(1, keepdim=True)), "usable afterwards"
+
+
+@on_every_backend
+def test_bad_arguments_of_dispatch(backend):
+    run_ranks(bad_dispatches, 2, backend)
+
+
+def bad_combines(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    other, *_ = make(backend, rank)
+    out, foreign = buffer.dispatch(x, idx), other.dispatch(x, idx)
+    y = out.recv_x
+    for changes, error, message in [
+        (dict(x=y.double()), TypeError, "x has dtype float64"),
+        (dict(x=y[:, :3]), ValueError, r"x has shape \[2, 3, 128\]; it must be \[2, 16, 128\]"),
+        (dict(handle=None), TypeError, "handle must be the LowLatencyHandle of a dispatch, not NoneType"),
+        (dict(handle=foreign.handle), ValueError, r"handle belongs to low-latency buffer \d+, this is \d+"),
+        (dict(out=x[:3]), ValueError, r"out has shape \[3, 128\]; it must be \[4, 128\]"),
+        (dict(out=x.half()), TypeError, "out has dtype float16; it must be float32"),
+        (dict(wire="fp4"), ValueError, r"wire is 'fp4'; it must be one of \[None, 'fp8'\]"),
+    ]:
+        mine = dict(x=y, handle=out.handle) | (changes if rank == 1 else {})
+        with raises_on(1, rank, error, message):
+            buffer.combine(**mine)
+            finish(buffer)
+        check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_bad_arguments_of_combine(backend):
+    run_ranks(bad_combines, 2, backend)
+
+
+def small_hidden(rank, _, backend):
+    device_of(backend, rank)
+    buffer = LowLatencyBuffer(None, 4, 20, 2, 1, backend=backend)
+    x, idx = on_device(backend, rank, torch.randn(4, 20), torch.zeros(4, 1, dtype=torch.int64))
+    out = buffer.dispatch(x, idx)
+    with pytest.raises(ValueError, match="hidden is 20; rows in fp8 need a multiple of 128"):
+        buffer.dispatch(x, idx, fp8=True)
+    with pytest.raises(ValueError, match="hidden is 20; rows in fp8 need a multiple of 128"):
+        buffer.combine(out.recv_x, out.handle, wire="fp8")
+    with pytest.raises(ValueError, match="rows of x have 40 bytes from address .* both must be multiples of 16"):
+        buffer.dispatch(x.half(), idx)
+    with pytest.raises(ValueError, match="rows of x have 80 bytes from address .* both must be multiples of 16"):
+        buffer.dispatch(torch.zeros(81, device=x.device)[1:].view(4, 20), idx)
+
+
+@on_every_backend
+def test_hidden(backend):
+    run_ranks(small_hidden, 1, backend)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_max_tokens_per_rank=0), "num_max_tokens_per_rank is 0; it must be 1 to 65535"),
+        (dict(num_max_tokens_per_rank=65536), "num_max_tokens_per_rank is 65536; it must be 1 to 65535"),
+        (dict(num_experts=32768), "num_experts is 32768; a rank can hold 32767, give more ranks or fewer experts"),
+        (dict(num_topk=33, num_experts=64), "num_topk is 33; it must be at most"),
+        (dict(backend="collective"), r"backend is 'collective'; it must be one of \['auto', 'shm', 'nvlink'\]"),
+        (dict(timeout_s=-1), "timeout_s is -1; it must be a positive number of seconds"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LowLatencyBuffer(None, **(dict(num_max_tokens_per_rank=8, hidden=16, num_experts=4, num_topk=2) | changes))
+
+
+# ---- ranks that do different things ----
+
+
+def different_calls(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    out = buffer.dispatch(x, idx)
+    me, you = f"rank {rank}", f"rank {1 - rank}"
+    texts = ("dispatch of float32", "dispatch of float32, sent as fp8")
+    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
+        buffer.dispatch(x, idx, fp8=rank == 1)
+        finish(buffer)
+    texts = ("dispatch of bfloat16, with topk_weights", "combine of float32, sent as fp8")
+    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
+        if rank == 0:
+            buffer.dispatch(x.bfloat16(), idx, torch.ones(4, 2, device=x.device))
+        else:
+            buffer.combine(out.recv_x, out.handle, wire="fp8")
+        finish(buffer)
+    check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_different_calls(backend):
+    run_ranks(different_calls, 2, backend)
+
+
+def refusing_on_and_on(rank, _, backend):
+    """Who refuses call after call does not get ahead of those who are still in the first, and all stay in step."""
+    buffer, x, idx = make(backend, rank)
+    for _ in range(7):
+        time.sleep(0.05 if rank == 1 else 0)
+        with pytest.raises(ValueError if rank == 0 else EPPeerError, match="scale_format is 'e8'"):
+            buffer.dispatch(x, idx, scale_format="e8" if rank == 0 else "fp32")
+    check_usable(buffer, x, idx)
+
+
+def test_refusals_in_a_row():
+    run_ranks(refusing_on_and_on, 2, "shm")
+
+
+def unreceived_handle(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    out = buffer.dispatch(x, idx, return_hook=True)
+    with pytest.raises(ValueError, match="handle is of a dispatch that was not received; call its hook"):
+        buffer.combine(out.recv_x, out.handle)
+    out.hook()
+    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
+
+
+def test_combine_before_the_hook():
+    run_ranks(unreceived_handle, 2, "shm")
+
+
+def fails_on_the_thread(rank, _):
+    """An asynchronous failure that nobody waited for is raised by the next call, once."""
+    case = replace(CASE, mode="async")
+    buffer = make_buffer(case, "shm", rank)
+    out = buffer.dispatch(X, IDX, async_op=True, fp8=rank == 1)
+    while not out.event.is_over():
+        time.sleep(0.01)
+    with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPMismatchError: ranks make different calls"):
+        buffer.dispatch(X, IDX)
+    with pytest.raises(EPMismatchError):
+        out.event.wait()
+    run_case(buffer, case, rank, "shm")
+
+
+def test_failure_on_the_thread():
+    run_ranks(fails_on_the_thread, 2)
+
+
+# ---- after the end ----
+
+
+def after_destroy(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    out = buffer.dispatch(x, idx)
+    finish(buffer)
+    buffer.destroy()
+    buffer.destroy()
+    assert "destroyed" in repr(buffer)
+    for call in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.recv_x, out.handle), lambda: buffer.masked_ranks):
+        with pytest.raises(BufferDestroyedError, match="this LowLatencyBuffer was destroyed; create another"):
+            call()
+
+
+@on_every_backend
+def test_use_after_destroy(backend):
+    run_ranks(after_destroy, 2, backend)
+
+
+def leaves_early(rank, _):
+    buffer, x, idx = make("shm", rank)
+    buffer.dispatch(x, idx)
+    if rank == 1:
+        return buffer.destroy()
+    with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer; every rank must make the same calls"):
+        buffer.dispatch(x, idx)
+
+
+def test_peer_that_destroyed_its_buffer():
+    run_ranks(leaves_early, 2)
+
+
+def forks(rank, _):
+    buffer, x, idx = LowLatencyBuffer(None, 4, 128, 4, 2), X, IDX
+    child = os.fork()
+    if child == 0:
+        try:
+            buffer.dispatch(x, idx)
+        except BufferDestroyedError as error:
+            os._exit(0 if "belongs to the process that created it" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check_usable(buffer, x, idx)
+
+
+def test_use_in_a_forked_process():
+    run_ranks(forks, 1)
+
+
+# ---- ranks that are late or gone ----
+
+
+def check_timeout(call, rank, phase, expected):
+    with pytest.raises(EPTimeoutError, match=f"rank {rank} did not deliver.*phase '{phase}', expected {expected}, seen") as info:
+        call()
+    error = info.value
+    assert (error.rank, error.phase, error.expected) == (rank, phase, expected) and 0 <= error.seen < expected
+
+
+def late(rank, _, backend):
+    case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2)
+    buffer = make_buffer(case, backend, rank, timeout_s=1.0)
+    run_case(buffer, case, rank, backend)
+    if rank == 2:
+        time.sleep(2.5)
+        start_dispatch(buffer, case, rank, backend)
+    else:
+        check_timeout(lambda: (start_dispatch(buffer, case, rank, backend), finish(buffer)), 2, "entry into the call", 3)
+    dist.barrier()
+    run_case(buffer, case, rank, backend)  # the late one has made the same calls, so all go on
+
+
+@on_every_backend
+def test_late_peer(backend):
+    run_ranks(late, 3, backend)
+
+
+def dies(rank, _, backend, asynchronous):
+    case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2, mode="async" if asynchronous else "now")
+    buffer = make_buffer(case, backend, rank, timeout_s=30)
+    run_case(buffer, case, rank, backend)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, its process [0-9]+ is gone; phase 'entry into the call'") as info:
+        start_dispatch(buffer, case, rank, backend)[1]()
+    assert info.value.rank == 1 and time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_peer_that_dies(asynchronous):
+    run_ranks(dies, 3, "shm", asynchronous, expected_dead=[1])

@@ -1,0 +1,277 @@
+"""Low-latency calls that go on without a rank, and its return."""
+
+import logging
+import mmap
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import assert_same
+from low_latency_cases import Case, Expected, make_buffer, run_case, start_dispatch
+
+from deepep_moe.backends.low_latency import ShmLowLatencyBackend
+from deepep_moe.errors import EPMismatchError, EPTimeoutError
+from deepep_moe.testing import run_ranks
+
+BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
+CASE = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0)
+MASKED = 1
+WITHOUT = replace(CASE, without=MASKED)
+
+
+def lost_pairs(rank):
+    return int((CASE.inputs(rank)[1] // 3 == MASKED).sum())
+
+
+def come_back(buffer, rank):
+    """All but the masked rank take it back, between the same calls."""
+    dist.barrier()
+    if rank == MASKED:
+        buffer.rejoin()
+    else:
+        buffer.mask_rank(MASKED, False)
+    assert buffer.masked_ranks == []
+
+
+def masked_by_hand(rank, _, backend):
+    buffer = make_buffer(CASE, backend, rank)
+    run_case(buffer, CASE, rank, backend)
+    for times in (1, 2):
+        if rank != MASKED:
+            buffer.mask_rank(MASKED)
+            assert buffer.masked_ranks == [MASKED]
+            for mode in ("now", "hook", "async"):
+                run_case(buffer, replace(WITHOUT, mode=mode), rank, backend)
+            assert buffer.statistics().num_dropped.item() == 3 * times * lost_pairs(rank)
+        come_back(buffer, rank)
+        for seed in range(3):
+            run_case(buffer, replace(CASE, seed=seed), rank, backend)
+
+
+@on_every_backend
+def test_masked_by_hand(backend):
+    run_ranks(masked_by_hand, 3, backend)
+
+
+def bad_ranks(rank, _):
+    buffer = make_buffer(CASE, "shm", rank)
+    for bad in (rank, 3, -1, True, "1"):
+        with pytest.raises(ValueError, match=f"rank is {bad!r}; it must be one of 0 to 2, and not this rank, {rank}"):
+            buffer.mask_rank(bad)
+
+
+def test_ranks_that_cannot_be_masked():
+    run_ranks(bad_ranks, 3)
+
+
+class Heard(logging.Handler):
+    """What was logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+        logging.getLogger("deepep_moe").addHandler(self)
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def stalls(rank, _, backend):
+    heard = Heard()
+    buffer = make_buffer(CASE, backend, rank, timeout_s=1.5, mask_stalled=rank != MASKED)
+    run_case(buffer, CASE, rank, backend)
+    dist.barrier()
+    began = time.monotonic()
+    if rank == MASKED:
+        time.sleep(3)
+    else:
+        run_case(buffer, WITHOUT, rank, backend)
+        took = time.monotonic() - began
+        assert took > 1.2 and buffer.masked_ranks == [MASKED], (took, buffer.masked_ranks)
+        assert [f"rank {rank} masks rank {MASKED}, which died or missed a deadline" in text for text in heard.messages].count(True) == 1
+        expected = Expected(WITHOUT)
+        for _ in range(5):
+            run_case(buffer, WITHOUT, rank, backend, expected)
+        assert time.monotonic() - began - took < 5, "who is masked is not waited for"
+        assert len(heard.messages) <= 2
+    come_back(buffer, rank)
+    for seed in range(3):
+        run_case(buffer, replace(CASE, seed=seed), rank, backend)
+
+
+@on_every_backend
+def test_rank_that_stalls(backend):
+    run_ranks(stalls, 3, backend)
+
+
+def dies(rank, _):
+    buffer = make_buffer(CASE, "shm", rank, timeout_s=60, mask_stalled=True)
+    run_case(buffer, CASE, rank, "shm")
+    dist.barrier()
+    if rank == MASKED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    run_case(buffer, WITHOUT, rank, "shm")
+    run_case(buffer, WITHOUT, rank, "shm")
+    assert time.monotonic() - began < 20 and buffer.masked_ranks == [MASKED]
+
+
+def test_rank_that_dies():
+    run_ranks(dies, 3, expected_dead=[MASKED])
+
+
+def returns_too_early(rank, _, backend):
+    """The masked rank has sent a call that the others take it back for: only what it sends after its return counts."""
+    buffer = make_buffer(CASE, backend, rank)
+    run_case(buffer, CASE, rank, backend)
+    if rank == MASKED:
+        start_dispatch(buffer, replace(CASE, mode="hook", seed=5), rank, backend)
+        if backend == "nvlink":
+            torch.cuda.synchronize()
+    dist.barrier()
+    if rank != MASKED:
+        buffer.mask_rank(MASKED)
+    come_back(buffer, rank)
+    time.sleep(0.5 if rank == MASKED else 0)
+    run_case(buffer, CASE, rank, backend)
+
+
+@on_every_backend
+def test_return_to_a_call_already_sent(backend):
+    run_ranks(returns_too_early, 3, backend)
+
+
+def disagree(rank, _):
+    """Rank 0 takes rank 1 back one call before rank 2 does."""
+    buffer = make_buffer(CASE, "shm", rank, timeout_s=3)
+    if rank == MASKED:
+        with pytest.raises(EPMismatchError, match="take rank 1 back between different calls: rank 0 at call 1, rank 2 at call 2"):
+            buffer.rejoin()
+        return dist.barrier()
+    buffer.mask_rank(MASKED)
+    if rank == 0:
+        buffer.mask_rank(MASKED, False)
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver"):
+            start_dispatch(buffer, CASE, rank, "shm")
+    else:
+        start_dispatch(buffer, CASE, rank, "shm")
+        buffer.mask_rank(MASKED, False)
+    dist.barrier()
+
+
+def test_return_between_different_calls():
+    run_ranks(disagree, 3)
+
+
+def nobody_calls_back(rank, _):
+    buffer = make_buffer(CASE, "shm", rank, timeout_s=1)
+    if rank == MASKED:
+        with pytest.raises(EPTimeoutError, match="rank 0 did not deliver, nothing came for 1 s; phase 'return to the calls'"):
+            buffer.rejoin()
+    dist.barrier()
+    run_case(buffer, CASE, rank, "shm")
+
+
+def test_return_that_nobody_waits_for():
+    run_ranks(nobody_calls_back, 3)
+
+
+# ---- rows that do not come, though their rank has entered the call ----
+
+
+def layout(case):
+    """Offsets of csrc/common/low_latency.h."""
+    ranks, tokens = case.num_ranks, case.num_ranks * case.max_tokens
+    turns = -(-(16 * ranks + 240 * ranks) // 128) * 128
+    lanes = -(-(8 * ranks + 8 * case.num_experts) // 128) * 128
+    arrived = -(-(lanes + 8 * tokens * case.num_topk) // 128) * 128
+    turn_bytes = arrived + tokens * (128 + -(-4 * case.hidden // 128) * 128)
+    return turns, arrived, turn_bytes, turns + 4 * turn_bytes
+
+
+def test_workspace_formula():
+    """docs/design.md has it."""
+    for case in (Case([1], hidden=24, num_experts=1, num_topk=1), Case([1], hidden=7168, num_experts=256, num_topk=8, max_tokens=128)):
+        assert make_buffer(case, "shm", 0).workspace_bytes == layout(case)[-1]
+
+
+def lose_row(case, paths, call, owner, source, token):
+    """The flag of a row, back to nothing."""
+    turns, arrived, turn_bytes, total = layout(case)
+    with open(paths[owner], "r+b") as file, mmap.mmap(file.fileno(), total) as memory:
+        at = turns + call % 4 * turn_bytes + arrived + 128 * (source * case.max_tokens + token)
+        assert int.from_bytes(memory[at : at + 8], "little") >> 24 == call
+        memory[at : at + 8] = bytes(8)
+
+
+class Lossy:
+    """Three ranks; a row of rank 1 to rank 0 gets lost. Case: every token goes to every rank."""
+
+    def __init__(self, rank, mask_stalled):
+        ShmLowLatencyBackend.seal = lambda self: None
+        self.case = Case([4, 4, 4], max_tokens=4, num_experts=3, masked=0.0, dtype=torch.float32, with_weights=False)
+        self.rank = rank
+        self.buffer = make_buffer(self.case, "shm", rank, timeout_s=1.0, mask_stalled=mask_stalled)
+        self.paths = [None] * 3
+        dist.all_gather_object(self.paths, self.buffer._backend.address()[0])
+
+    def start(self, call, start):
+        """`start()` on all ranks; rank 0 only once rank 1 has sent and a row is lost."""
+        mine = start() if self.rank == 1 else None
+        if self.rank == 1:
+            lose_row(self.case, self.paths, call, 0, 1, 2)
+        dist.barrier()
+        return mine or start()
+
+
+def loses_rows(rank, _, mask_stalled):
+    test = Lossy(rank, mask_stalled)
+    case = replace(test.case, mode="hook")
+    out, hook = test.start(1, lambda: start_dispatch(test.buffer, case, rank, "shm"))
+    if rank == 0 and not mask_stalled:
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 1 s; phase 'dispatch rows', expected 1, seen 0"):
+            hook()
+    else:
+        hook()
+    if rank == 0 and mask_stalled:
+        x = case.inputs(1)[0].clone()
+        x[2] = 0
+        assert_same("rows of rank 1", out.recv_x[0, 4:8], x)
+        assert test.buffer.masked_ranks == [1] and out.num_recv_tokens_per_expert.tolist() == [12]
+    dist.barrier()
+    if not mask_stalled:
+        run_case(test.buffer, test.case, rank, "shm")  # usable afterwards
+
+
+@pytest.mark.parametrize("mask_stalled", (False, True))
+def test_lost_row_of_a_dispatch(mask_stalled):
+    run_ranks(loses_rows, 3, mask_stalled)
+
+
+def loses_sums(rank, _, mask_stalled):
+    test = Lossy(rank, mask_stalled)
+    out, _ = start_dispatch(test.buffer, test.case, rank, "shm")
+    y, hook = test.start(2, lambda: test.buffer.combine(out.recv_x, out.handle, return_hook=True))
+    if rank == 0 and not mask_stalled:
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 1 s; phase 'combine rows', expected 2, seen 0"):
+            hook()
+    else:
+        hook()
+        x = test.case.inputs(rank)[0]
+        shares = torch.full((4, 1), 3.0)
+        if rank == 0:
+            shares[2] = 2  # without that of rank 1, whose other rows are there
+        torch.testing.assert_close(y, x * shares)
+    dist.barrier()
+    if not mask_stalled:
+        run_case(test.buffer, test.case, rank, "shm")
+
+
+@pytest.mark.parametrize("mask_stalled", (False, True))
+def test_lost_row_of_a_combine(mask_stalled):
+    run_ranks(loses_sums, 3, mask_stalled)
