@@ -13,6 +13,7 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
 constexpr int kLanesPerScale = kScaleBlock / kColumns;
+constexpr int kWordsAtOnce = 4;
 
 template <DType kType, bool kQuantized>
 struct Kernel {
@@ -211,20 +212,22 @@ struct Kernel {
         if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = sources.num_tokens;
     }
 
-    // For a local expert, from the first `num_sources` ranks.
+    // For a local expert, from the first `num_sources` ranks. Words are looked at together.
     __device__ int tokens_from(const Sources& sources, int num_sources, int expert) const {
         const Turn own(c, c.rank, call);
-        unsigned long long words[kLowLatencyMaxRanks] = {};
-#pragma unroll
-        for (int source = 0; source < kLowLatencyMaxRanks; ++source)
-            if (source < num_sources && (sources.came >> source & 1) != 0) words[source] = load_relaxed(own.counts(source) + expert);
         int num_tokens = 0;
+#pragma unroll 1
+        for (int first = 0; first < num_sources; first += kWordsAtOnce) {
+            unsigned long long words[kWordsAtOnce];
 #pragma unroll
-        for (int source = 0; source < kLowLatencyMaxRanks; ++source) {
-            if (source >= num_sources || (sources.came >> source & 1) == 0) continue;
-            unsigned long long word = words[source];
-            if (word >> kWhatBits < call) word = wait_word_of(c, own.counts(source) + expert, call, source, GpuPhase::kEntry);
-            if (word != 0 && check_what(c, p.what, word, source)) num_tokens += LowLatencyWhat::value_in(word);
+            for (int i = 0; i < kWordsAtOnce; ++i) words[i] = first + i < num_sources ? load_relaxed(own.counts(first + i) + expert) : 0;
+#pragma unroll
+            for (int i = 0; i < kWordsAtOnce; ++i) {
+                const int source = first + i;
+                if (source >= num_sources || (sources.came >> source & 1) == 0) continue;
+                if (words[i] >> kWhatBits < call) words[i] = wait_word_of(c, own.counts(source) + expert, call, source, GpuPhase::kEntry);
+                if (words[i] != 0 && check_what(c, p.what, words[i], source)) num_tokens += LowLatencyWhat::value_in(words[i]);
+            }
         }
         return num_tokens;
     }
