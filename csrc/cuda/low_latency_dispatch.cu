@@ -15,8 +15,30 @@ constexpr int kColumns = 16;                              // of a lane, of a row
 constexpr int kLanesPerScale = kScaleBlock / kColumns;
 constexpr int kWordsAtOnce = 4;
 
+// Tokens for a local expert from the first `num_sources` ranks, of those that have come. Words are looked at together.
+__device__ __noinline__ int tokens_from(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int num_sources, int expert) {
+    const Turn own(c, c.rank, call);
+    int num_tokens = 0;
+#pragma unroll 1
+    for (int first = 0; first < num_sources; first += kWordsAtOnce) {
+        unsigned long long words[kWordsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kWordsAtOnce; ++i) words[i] = first + i < num_sources ? load_relaxed(own.counts(first + i) + expert) : 0;
+#pragma unroll
+        for (int i = 0; i < kWordsAtOnce; ++i) {
+            const int source = first + i;
+            if (source >= num_sources || (came >> source & 1) == 0) continue;
+            if (words[i] >> kWhatBits < call) words[i] = wait_word_of(c, own.counts(source) + expert, call, source, GpuPhase::kEntry);
+            if (words[i] != 0 && check_what(c, what, words[i], source)) num_tokens += LowLatencyWhat::value_in(words[i]);
+        }
+    }
+    return num_tokens;
+}
+
 template <DType kType, bool kQuantized>
 struct Kernel {
+    static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
+
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyDispatchParams& p;
@@ -55,8 +77,10 @@ struct Kernel {
     __device__ bool mark_tokens() const {
         __shared__ int refused;
         if (threadIdx.x == 0) refused = 0;
+#pragma unroll 1
         for (int i = threadIdx.x; i < config.num_experts * words(); i += kThreads) marks_of(0)[i] = 0;
         __syncthreads();
+#pragma unroll 1
         for (int i = threadIdx.x; i < p.num_tokens * config.num_topk; i += kThreads) {
             const int64_t expert = expert_at(i);
             if (expert == -1) continue;
@@ -73,19 +97,41 @@ struct Kernel {
 
     __device__ static int count_tokens(const uint32_t* marks, int words) {
         int count = 0;
+#pragma unroll 1
         for (int i = 0; i < words; ++i) count += __popc(marks[i]);
         return count;
     }
 
-    // One block for each destination. Every word is its own flag.
-    __device__ void send_counts(int to) const {
+    // The first blocks send counts, one for each destination, the others rows.
+    __device__ void send() const {
+        const int first = static_cast<int>(blockIdx.x) - config.num_ranks, step = static_cast<int>(gridDim.x) - config.num_ranks;
+        if (first < 0) enter(blockIdx.x);
+#pragma unroll 1
+        for (int token = first; token < p.num_tokens; token += step) {
+            const unsigned ranks = token < 0 ? 0 : send_row(token);
+            if (token == first) {
+                const bool accepted = mark_tokens();  // while the row is on its way
+                if (first < 0) return send_counts(blockIdx.x, accepted);
+            }
+            __syncthreads();
+            if (warp == 0) send_lanes(token, ranks);  // which takes as long as the row needs to get there
+        }
+    }
+
+    // Every word is its own flag.
+    __device__ void enter(int to) const {
+        if (threadIdx.x != 0) return;
+        if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), p.what.flag(call, p.num_tokens));
+        if (to == 0) *in_handle<unsigned long long>(0) = call;
+    }
+
+    __device__ void send_counts(int to, bool accepted) const {
         const Turn there(c, to, call);
         const bool masked = is_masked(c, to);
-        if (threadIdx.x == 0 && !masked) store_relaxed(there.entered(c.rank), p.what.flag(call, p.num_tokens));
-        if (threadIdx.x == 0 && to == 0) *in_handle<unsigned long long>(0) = call;
         LowLatencyWhat what = p.what;
-        what.is_refused = !mark_tokens();
-        if (what.is_refused && !masked) tell_reason(to);
+        what.is_refused = !accepted;
+        if (!accepted && !masked) tell_reason(to);
+#pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
             const int count = count_tokens(marks_of(to * num_local + expert), words());
             if (!masked)
@@ -107,23 +153,16 @@ struct Kernel {
         __syncthreads();
     }
 
-    // The first warp says that a row is there, which takes it as long as the row needs to get there.
-    __device__ void send_rows(int first, int step) const {
-        for (int token = first; token < p.num_tokens; token += step) {
-            const unsigned ranks = send_row(token);
-            if (token == first) mark_tokens();  // while the row is on its way
-            __syncthreads();
-            if (warp == 0) send_lanes(token, ranks);
-        }
-    }
-
-    // Returns the ranks that it went to: they are looked up while its first columns are on their way here.
+    // Returns the ranks that it went to, which are looked up while columns are on their way here.
     __device__ unsigned send_row(int token) const {
-        const Columns columns(*this, token, warp * 32);
-        const int rank = rank_of(expert_of(token));
-        const unsigned ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
-        columns.store(*this, token, ranks);
-        for (int batch = warp * 32 + kThreads; batch < num_columns; batch += kThreads) Columns(*this, token, batch).store(*this, token, ranks);
+        unsigned ranks = 0;
+#pragma unroll 1
+        for (int batch = warp * 32; batch < round_up(num_columns, kThreads); batch += kThreads) {
+            const Columns columns(*this, token, batch + lane);
+            const int rank = rank_of(expert_of(token));
+            ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
+            columns.store(*this, token, ranks);
+        }
         return ranks;
     }
 
@@ -144,6 +183,7 @@ struct Kernel {
             const uint32_t* marks = marks_of(expert);
             out.index = static_cast<uint16_t>(count_tokens(marks, token / 32) + __popc(marks[token / 32] & ((1u << token % 32) - 1)));
         }
+#pragma unroll 1
         for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
             const int to = __ffs(rest) - 1;
             out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
@@ -154,15 +194,15 @@ struct Kernel {
             store_release(Turn(c, lane, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> lane & 1)));
     }
 
-    // 16 bytes of a lane on their way, of columns `batch` * kColumns and on of the row.
+    // What becomes 16 bytes of a row on its way.
     struct Columns {
         int index;
         float x[kQuantized ? kColumns : 1] = {};
         uint4 raw = {};
 
-        __device__ Columns(const Kernel& k, int token, int batch) : index(batch + k.lane) {
+        __device__ Columns(const Kernel& k, int token, int index) : index(index) {
             if (index >= k.num_columns) return;
-            const std::byte* from = k.p.x + token * k.x_bytes + index * (k.x_bytes / k.num_columns);
+            const std::byte* from = k.p.x + token * k.x_bytes + index * kGivenBytes;
             if constexpr (kQuantized)
                 load_columns<kType>(from, x);
             else
@@ -170,20 +210,20 @@ struct Kernel {
         }
 
         __device__ void store(const Kernel& k, int token, unsigned ranks) const {
+            uint4 value = raw;
+            float scale = 0.0f;
             if constexpr (kQuantized) {
-                const Fp8Block scale(largest_of<kLanesPerScale>(x), k.p.what.is_rounded);
-                each_slot(k, token, ranks, scale.store(x).raw);
-                if (k.lane % kLanesPerScale == 0 && index < k.num_columns)
-                    for (unsigned rest = ranks; rest != 0; rest &= rest - 1)
-                        reinterpret_cast<float*>(k.slot_of(token, __ffs(rest) - 1) + k.row_bytes)[index / kLanesPerScale] = scale.scale;
-            } else {
-                each_slot(k, token, ranks, raw);
+                const Fp8Block block(largest_of<kLanesPerScale>(x), k.p.what.is_rounded);
+                value = block.store(x).raw;
+                scale = block.scale;
             }
-        }
-
-        __device__ void each_slot(const Kernel& k, int token, unsigned ranks, const uint4& value) const {
             if (index >= k.num_columns) return;
-            for (unsigned rest = ranks; rest != 0; rest &= rest - 1) pieces(k.slot_of(token, __ffs(rest) - 1))[index] = value;
+#pragma unroll 1
+            for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
+                std::byte* const slot = k.slot_of(token, __ffs(rest) - 1);
+                pieces(slot)[index] = value;
+                if (kQuantized && index % kLanesPerScale == 0) reinterpret_cast<float*>(slot + k.row_bytes)[index / kLanesPerScale] = scale;
+            }
         }
     };
 
@@ -194,46 +234,29 @@ struct Kernel {
     __device__ void receive() const {
         const Sources sources = meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0);
         if (blockIdx.x == 0) count(sources);
-        const int num_parts = (num_columns + 31) / 32;
-        for (int task = warp * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
+        const int num_parts = (num_columns + 31) / 32 + 1;
+        // The first warp comes last: it may still wait for its rows to be there.
+#pragma unroll 1
+        for (int task = (kWarps - 1 - warp) * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
             const SourceToken from(task / num_parts, [&](int source) { return __shfl_sync(kFullWarp, sources.num_tokens, source); }, c.rank, config.num_ranks);
             if (from.source < 0) return;
-            receive_part(sources, from.source, from.token, task % num_parts);
+            receive_part(sources, from.source, from.token, task % num_parts, num_parts - 1);
         }
     }
 
     // One block.
     __device__ void count(const Sources& sources) const {
+#pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int num_tokens = tokens_from(sources, config.num_ranks, expert);
+            const int num_tokens = tokens_from(c, call, p.what, sources.came, config.num_ranks, expert);
             p.num_recv_tokens_per_expert[expert] = num_tokens;
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, num_tokens);
         }
         if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = sources.num_tokens;
     }
 
-    // For a local expert, from the first `num_sources` ranks. Words are looked at together.
-    __device__ int tokens_from(const Sources& sources, int num_sources, int expert) const {
-        const Turn own(c, c.rank, call);
-        int num_tokens = 0;
-#pragma unroll 1
-        for (int first = 0; first < num_sources; first += kWordsAtOnce) {
-            unsigned long long words[kWordsAtOnce];
-#pragma unroll
-            for (int i = 0; i < kWordsAtOnce; ++i) words[i] = first + i < num_sources ? load_relaxed(own.counts(first + i) + expert) : 0;
-#pragma unroll
-            for (int i = 0; i < kWordsAtOnce; ++i) {
-                const int source = first + i;
-                if (source >= num_sources || (sources.came >> source & 1) == 0) continue;
-                if (words[i] >> kWhatBits < call) words[i] = wait_word_of(c, own.counts(source) + expert, call, source, GpuPhase::kEntry);
-                if (words[i] != 0 && check_what(c, p.what, words[i], source)) num_tokens += LowLatencyWhat::value_in(words[i]);
-            }
-        }
-        return num_tokens;
-    }
-
-    // 16 bytes a lane.
-    __device__ void receive_part(const Sources& sources, int source, int token, int part) const {
+    // 16 bytes a lane, or in the last part what goes with the row.
+    __device__ void receive_part(const Sources& sources, int source, int token, int part, int last) const {
         const Turn own(c, c.rank, call);
         unsigned long long flag = 0;
         if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
@@ -244,25 +267,33 @@ struct Kernel {
         uint4 value = make_uint4(0, 0, 0, 0);
         if (comes && lane < config.num_topk) there = own.lanes(source, token)[lane];
         if (comes && piece < num_columns) value = pieces(slot)[piece];
-        const int place = there.expert < 0 ? -1 : tokens_from(sources, source, there.expert) + there.index;
+        const int place = there.expert < 0 ? -1 : tokens_from(c, call, p.what, sources.came, source, there.expert) + there.index;
         const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place;
-        if (part == 0 && lane < config.num_topk)
-            in_handle<LowLatencyRow>(handle().rows)[(source * config.num_max_tokens + token) * config.num_topk + lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
+        if (part == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place);
+#pragma unroll 1
         for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
             const int64_t to = __shfl_sync(kFullWarp, row, __ffs(rest) - 1);
             if (piece < num_columns) pieces(p.recv_x + to * row_bytes)[piece] = value;
         }
-        if (kQuantized && part == 0 && comes) receive_scales(reinterpret_cast<const float*>(slot + row_bytes), lanes, there.expert, place);
+    }
+
+    // For the handle, and scales.
+    __device__ void receive_rest(int source, int token, const LowLatencyRow& row, unsigned lanes, int expert, int place) const {
+        if (lane < config.num_topk) in_handle<LowLatencyRow>(handle().rows)[(source * config.num_max_tokens + token) * config.num_topk + lane] = row;
+        if (!kQuantized || lanes == 0) return;
+        receive_scales(reinterpret_cast<const float*>(Turn(c, c.rank, call).slot(source, token) + row_bytes), lanes, expert, place);
     }
 
     // Column-major: the scales of one column of blocks lie together. expert, place: of each lane of top-k.
     __device__ void receive_scales(const float* scales, unsigned lanes, int expert, int place) const {
         const int num_scales = config.hidden / kScaleBlock, num_words = p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
+#pragma unroll 1
         for (int first = 0; first < num_words; first += 32) {
             const int column = first + lane;
             uint32_t value = 0;
             if (column < num_words) value = p.what.is_rounded ? packed_exponents(scales, 4 * column, num_scales) : __float_as_uint(scales[column]);
+#pragma unroll 1
             for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
                 const int from = __ffs(rest) - 1;
                 const int64_t at = __shfl_sync(kFullWarp, expert, from) * static_cast<int64_t>(num_words) + column, to = __shfl_sync(kFullWarp, place, from);
@@ -287,13 +318,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid
     const LowLatencyContext& c = l.context;
     const unsigned long long call = l.sends ? c.state->num_sent + 1 : *reinterpret_cast<const unsigned long long*>(l.call.handle);
     const Kernel<kType, kQuantized> kernel(l, call);
-    const int num_ranks = c.config.num_ranks, block = blockIdx.x;
-    if (l.sends) {
-        if (block < num_ranks)
-            kernel.send_counts(block);
-        else
-            kernel.send_rows(block - num_ranks, gridDim.x - num_ranks);
-    }
+    if (l.sends) kernel.send();
     if (l.receives) kernel.receive();
     if (l.sends) end_send(c, call);
 }

@@ -34,7 +34,7 @@ __device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) 
     return *static_cast<volatile unsigned*>(&c.state->masks) >> rank & 1;
 }
 
-__device__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
+__device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
     const unsigned bit = 1u << rank;
     const unsigned masks = masked ? atomicOr(&c.state->masks, bit) | bit : atomicAnd(&c.state->masks, ~bit) & ~bit;
     *static_cast<volatile unsigned*>(c.seen_masks) = masks;
@@ -63,7 +63,7 @@ __device__ __forceinline__ unsigned long long wait_flag_of(const LowLatencyConte
 }
 
 // Does a peer do the same, and has not refused its arguments?
-__device__ inline bool check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
+__device__ __noinline__ inline bool check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
     const unsigned seen = LowLatencyWhat::packed_in(word), expected = what.packed();
     if (seen == expected) return true;
     if (LowLatencyWhat::unpacked(seen).is_refused)
@@ -74,7 +74,7 @@ __device__ inline bool check_what(const LowLatencyContext& c, const LowLatencyWh
 }
 
 // Has `source` come to the call? As the first block of this rank that asked has found, where ranks may be masked while others look.
-__device__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
+__device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
     if (!c.masks_stalled) return came;
     unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
     const unsigned long long own = 2 * call + came;
