@@ -71,7 +71,7 @@ def install() -> None:
     """Make this process believe in the device: its tensors lie in CPU memory."""
     import torch
 
-    from deepep_moe.backends import nvlink, weigh
+    from deepep_moe.backends import low_latency, nvlink, weigh
     from deepep_moe.ops import balance, gate_operators
 
     stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None, wait_event=lambda _: None)
@@ -90,6 +90,8 @@ def install() -> None:
         Event=lambda: SimpleNamespace(record=lambda _: None, query=lambda: True),
     )
     nvlink.NvlinkBackend.device_types = ("cpu",)
+    low_latency.torch = nvlink.torch
+    low_latency.NvlinkLowLatencyBackend._keep = lambda *_: None
 
 
 if __name__ == "__main__":

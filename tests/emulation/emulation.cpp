@@ -172,7 +172,7 @@ const uint64_t* exchange(uint64_t value) {
 void* shared_memory(size_t& bytes) { return bytes = block->shared.size(), block->shared_begin; }
 
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body) {
-    if (threads % 32 != 0 || threads > 1024 || blocks < 1 || shared_bytes > 227 * 1024) die("a launch that no GPU would take");
+    if ((threads % 32 != 0 && threads != 1) || threads > 1024 || blocks < 1 || shared_bytes > 227 * 1024) die("a launch that no GPU would take");
     std::vector<std::thread> workers;
     for (int index = 0; index < blocks; ++index)
         workers.emplace_back([&, index] {
