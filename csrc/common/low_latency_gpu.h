@@ -6,12 +6,14 @@
 
 namespace deepep_moe {
 
+constexpr int kLowLatencyMaxBlocks = 1024;
+
 // In device memory, of one rank.
 struct LowLatencyState {
-    unsigned long long num_sent;                                        // calls
+    unsigned long long num_sent[kLowLatencyMaxBlocks];                  // calls, as each block of the next one reads it and counts it for itself
     unsigned long long verdicts[kTurns][kLowLatencyMaxRanks];           // 2 * call + 1 where its blocks have agreed that the rank came, + 0 that it did not
     unsigned masks;                                                     // bit r: rank r is masked
-    int gave_up, num_done;                                              // num_done: blocks of the call that is being sent
+    int gave_up;
 };
 
 struct LowLatencyContext : GpuWaits {

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_
     let_next_kernel_start();
     wait_for_kernel_before();
     const LowLatencyContext& c = l.context;
-    const unsigned long long call = l.sends ? c.state->num_sent + 1 : *reinterpret_cast<const unsigned long long*>(l.call.call);
+    const unsigned long long call = l.sends ? next_call(c) : *reinterpret_cast<const unsigned long long*>(l.call.call);
     const Kernel<kType, kQuantized> kernel(l, call);
     if (l.sends) {
         if (blockIdx.x == 0) kernel.enter();

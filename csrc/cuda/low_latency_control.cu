@@ -20,14 +20,24 @@ __device__ void rejoin(const LowLatencyContext& c) {
         next = told;
     }
     for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
-    if (next != 0) c.state->num_sent = next - 2;
+    if (next != 0) count_call(c, next - 2, 0);
     c.state->masks = 0;
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
 }
 
+// Of a rank that comes back: it may have sent calls that it will make again.
+__device__ void forget_flags(const LowLatencyContext& c, int source) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const Turn own(c, c.rank, turn);
+        *own.entered(source) = 0;
+        for (int expert = 0; expert < c.config.num_local_experts(); ++expert) own.counts(source)[expert] = 0;
+        for (int token = 0; token < c.config.num_max_tokens; ++token) *own.arrived(source, token) = 0;
+    }
+}
+
 __device__ void refuse(const LowLatencyControlParams& p) {
     const LowLatencyContext& c = p.context;
-    const unsigned long long call = c.state->num_sent + 1;
+    const unsigned long long call = next_call(c);
     LowLatencyWhat what{};
     what.is_refused = true;
     for (int to = 0; to < c.config.num_ranks; ++to) {
@@ -37,7 +47,7 @@ __device__ void refuse(const LowLatencyControlParams& p) {
         const Turn there(c, to, call);
         store_release(there.entered(c.rank), what.flag(call, 0));
     }
-    c.state->num_sent = call;
+    count_call(c, call, 0);
 }
 
 __global__ void low_latency_control(const __grid_constant__ LowLatencyControlParams p) {
@@ -46,8 +56,9 @@ __global__ void low_latency_control(const __grid_constant__ LowLatencyControlPar
     switch (p.action) {
         case LowLatencyControlParams::kMask: return set_mask(c, p.rank, true);
         case LowLatencyControlParams::kUnmask:
+            forget_flags(c, p.rank);
             set_mask(c, p.rank, false);
-            return store_release(resumed(c, p.rank, c.rank), c.state->num_sent + 2);
+            return store_release(resumed(c, p.rank, c.rank), next_call(c) + 1);
         case LowLatencyControlParams::kRejoin: return rejoin(c);
         case LowLatencyControlParams::kRefuse: return refuse(p);
     }

@@ -13,27 +13,100 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
 constexpr int kLanesPerScale = kScaleBlock / kColumns;
-constexpr int kWordsAtOnce = 4;
 
-// Tokens for a local expert from the first `num_sources` ranks, of those that have come. Words are looked at together.
-__device__ __noinline__ int tokens_from(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int num_sources, int expert) {
-    const Turn own(c, c.rank, call);
-    int num_tokens = 0;
+__device__ __forceinline__ int64_t expert_at(const LowLatencyDispatchParams& p, int64_t i) {
+    return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
+}
+
+// In shared memory, a bit for each expert and token: which tokens go to which expert.
+struct Marks {
+    const int words;  // of an expert
+    __device__ explicit Marks(int num_tokens) : words((num_tokens + 31) / 32) {}
+    __device__ uint32_t* of(int64_t expert) const { return shared_memory<uint32_t>() + expert * words; }
+    __device__ int count(int expert) const { return count(expert, words); }
+    __device__ int before(int token, int expert) const { return count(expert, token / 32) + __popc(of(expert)[token / 32] & ((1u << token % 32) - 1)); }
+
+private:
+    __device__ int count(int expert, int num_words) const {
+        int count = 0;
 #pragma unroll 1
-    for (int first = 0; first < num_sources; first += kWordsAtOnce) {
-        unsigned long long words[kWordsAtOnce];
+        for (int i = 0; i < num_words; ++i) count += __popc(of(expert)[i]);
+        return count;
+    }
+};
+
+// All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
+__device__ __noinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p) {
+    __shared__ int refused;
+    const Marks marks(p.num_tokens);
+    const int num_topk = c.config.num_topk, num_lanes = p.num_tokens * num_topk;
+    if (threadIdx.x == 0) refused = 0;
+    int64_t expert = static_cast<int>(threadIdx.x) < num_lanes ? expert_at(p, threadIdx.x) : -1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += kThreads) marks.of(0)[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_lanes; i += kThreads) {
+        const int64_t next = i + kThreads < num_lanes ? expert_at(p, i + kThreads) : -1;
+        const int token = i / num_topk;
+        const bool inside = 0 <= expert && expert < c.config.num_experts;
+        const uint32_t bit = 1u << token % 32;
+        if (expert != -1 && (!inside || (atomicOr(marks.of(expert) + token / 32, bit) & bit) != 0)) {
+            refused = 1;
+            report(c, inside ? kDuplicateExpert : kIndexOutOfRange, i % num_topk, GpuPhase::kEntry, token, expert);
+        }
+        expert = next;
+    }
+    __syncthreads();
+    return refused == 0;
+}
+
+// How many tokens `source` has for a local expert.
+__device__ __forceinline__ int tokens_for(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int source, int expert,
+                                          unsigned long long word) {
+    if (word >> kWhatBits < call) word = wait_word_of(c, Turn(c, c.rank, call).counts(source) + expert, call, source, GpuPhase::kEntry);
+    return word != 0 && check_what(c, what, word, source) ? LowLatencyWhat::value_in(word) : 0;
+}
+
+// How many tokens the ranks of `came` before `source` have for a local expert.
+__device__ __noinline__ int tokens_before(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int source, int expert) {
+    int count = 0;
+#pragma unroll 1
+    for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) count += tokens_for(c, call, what, __ffs(rest) - 1, expert, 0);
+    return count;
+}
+
+// The same for all local experts, as far as a warp can hold it, asked for together: of experts lane, lane + 32, ...
+struct Bases {
+    static constexpr int kHeld = 4;
+    int of[kHeld] = {};
+
+    __device__ Bases(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int source) {
+        const Turn own(c, c.rank, call);
+        const int lane = threadIdx.x % 32, num_held = min(c.config.num_local_experts(), 32 * kHeld);
+#pragma unroll 1
+        for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) {
+            const int before = __ffs(rest) - 1;
+            unsigned long long words[kHeld];
 #pragma unroll
-        for (int i = 0; i < kWordsAtOnce; ++i) words[i] = first + i < num_sources ? load_relaxed(own.counts(first + i) + expert) : 0;
+            for (int i = 0; i < kHeld; ++i) words[i] = 32 * i + lane < num_held ? load_relaxed(own.counts(before) + 32 * i + lane) : 0;
 #pragma unroll
-        for (int i = 0; i < kWordsAtOnce; ++i) {
-            const int source = first + i;
-            if (source >= num_sources || (came >> source & 1) == 0) continue;
-            if (words[i] >> kWhatBits < call) words[i] = wait_word_of(c, own.counts(source) + expert, call, source, GpuPhase::kEntry);
-            if (words[i] != 0 && check_what(c, what, words[i], source)) num_tokens += LowLatencyWhat::value_in(words[i]);
+            for (int i = 0; i < kHeld; ++i)
+                if (32 * i + lane < num_held) of[i] += tokens_for(c, call, what, before, 32 * i + lane, words[i]);
         }
     }
-    return num_tokens;
-}
+
+    // All lanes must call it. -1: of an expert that is not held.
+    __device__ int at(int expert) const {
+        int base = -1;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const int held = __shfl_sync(kFullWarp, of[i], expert & 31);
+            if (expert >> 5 == i) base = held;
+        }
+        return base;
+    }
+};
 
 template <DType kType, bool kQuantized>
 struct Kernel {
@@ -63,58 +136,16 @@ struct Kernel {
         return reinterpret_cast<T*>(p.handle + offset);
     }
 
-    __device__ int64_t expert_at(int64_t i) const {
-        return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
-    }
-
     // ---- sending ----
-
-    // [num_experts, words] in shared memory, a bit for each expert and token: which tokens go to which expert.
-    __device__ int words() const { return static_cast<int>(round_up(p.num_tokens, 32) / 32); }
-    __device__ uint32_t* marks_of(int64_t expert) const { return shared_memory<uint32_t>() + expert * words(); }
-
-    // What is wrong with topk_idx is refused, and does not count.
-    __device__ bool mark_tokens() const {
-        __shared__ int refused;
-        if (threadIdx.x == 0) refused = 0;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < config.num_experts * words(); i += kThreads) marks_of(0)[i] = 0;
-        __syncthreads();
-#pragma unroll 1
-        for (int i = threadIdx.x; i < p.num_tokens * config.num_topk; i += kThreads) {
-            const int64_t expert = expert_at(i);
-            if (expert == -1) continue;
-            const int token = i / config.num_topk;
-            const bool inside = 0 <= expert && expert < config.num_experts;
-            const uint32_t bit = 1u << token % 32;
-            if (inside && (atomicOr(marks_of(expert) + token / 32, bit) & bit) == 0) continue;
-            refused = 1;
-            report(c, inside ? kDuplicateExpert : kIndexOutOfRange, i % config.num_topk, GpuPhase::kEntry, token, expert);
-        }
-        __syncthreads();
-        return refused == 0;
-    }
-
-    __device__ static int count_tokens(const uint32_t* marks, int words) {
-        int count = 0;
-#pragma unroll 1
-        for (int i = 0; i < words; ++i) count += __popc(marks[i]);
-        return count;
-    }
 
     // The first blocks send counts, one for each destination, the others rows.
     __device__ void send() const {
-        const int first = static_cast<int>(blockIdx.x) - config.num_ranks, step = static_cast<int>(gridDim.x) - config.num_ranks;
-        if (first < 0) enter(blockIdx.x);
-#pragma unroll 1
-        for (int token = first; token < p.num_tokens; token += step) {
-            const unsigned ranks = token < 0 ? 0 : send_row(token);
-            if (token == first) {
-                const bool accepted = mark_tokens();  // while the row is on its way
-                if (first < 0) return send_counts(blockIdx.x, accepted);
-            }
-            __syncthreads();
-            if (warp == 0) send_lanes(token, ranks);  // which takes as long as the row needs to get there
+        const int block = static_cast<int>(blockIdx.x) - config.num_ranks;
+        if (block < 0) {
+            enter(blockIdx.x);
+            send_counts(blockIdx.x, mark_tokens(c, p));
+        } else if (block < p.num_tokens) {
+            send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks);
         }
     }
 
@@ -133,7 +164,7 @@ struct Kernel {
         if (!accepted && !masked) tell_reason(to);
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int count = count_tokens(marks_of(to * num_local + expert), words());
+            const int count = Marks(p.num_tokens).count(to * num_local + expert);
             if (!masked)
                 store_relaxed(there.counts(c.rank) + expert, what.flag(call, count));
             else if (count > 0)
@@ -153,22 +184,31 @@ struct Kernel {
         __syncthreads();
     }
 
-    // Returns the ranks that it went to, which are looked up while columns are on their way here.
-    __device__ unsigned send_row(int token) const {
-        unsigned ranks = 0;
+    __device__ void send_rows(int first, int step) const {
 #pragma unroll 1
-        for (int batch = warp * 32; batch < round_up(num_columns, kThreads); batch += kThreads) {
-            const Columns columns(*this, token, batch + lane);
-            const int rank = rank_of(expert_of(token));
-            ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
-            columns.store(*this, token, ranks);
+        for (int token = first; token < p.num_tokens; token += step) {
+            unsigned ranks = 0;
+#pragma unroll 1
+            for (int batch = 0; batch < num_columns; batch += kThreads) {
+                const Columns columns(*this, token, batch + threadIdx.x);
+                if (token == first && batch == 0) mark_tokens(c, p);  // while columns are on their way here
+                ranks = ranks_of(token);
+                columns.store(*this, token, ranks);
+            }
+            __syncthreads();
+            if (warp == 0) send_lanes(token, ranks);  // which takes as long as the row needs to get there
         }
-        return ranks;
+    }
+
+    // That a token goes to, of those that are not masked.
+    __device__ unsigned ranks_of(int token) const {
+        const int rank = rank_of(expert_of(token));
+        return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
     }
 
     // Of this lane of top-k, and its rank; -1: none.
     __device__ int expert_of(int token) const {
-        const int64_t expert = lane < config.num_topk ? expert_at(static_cast<int64_t>(token) * config.num_topk + lane) : -1;
+        const int64_t expert = lane < config.num_topk ? expert_at(p, static_cast<int64_t>(token) * config.num_topk + lane) : -1;
         return expert < config.num_experts ? static_cast<int>(expert) : -1;
     }
     __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
@@ -179,10 +219,7 @@ struct Kernel {
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
         LowLatencyLane out{-1, 0, 1.0f};
         if (lane < config.num_topk && p.topk_weights != nullptr) out.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
-        if (rank >= 0) {
-            const uint32_t* marks = marks_of(expert);
-            out.index = static_cast<uint16_t>(count_tokens(marks, token / 32) + __popc(marks[token / 32] & ((1u << token % 32) - 1)));
-        }
+        if (rank >= 0) out.index = static_cast<uint16_t>(Marks(p.num_tokens).before(token, expert));
 #pragma unroll 1
         for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
             const int to = __ffs(rest) - 1;
@@ -196,23 +233,23 @@ struct Kernel {
 
     // What becomes 16 bytes of a row on its way.
     struct Columns {
-        int index;
-        float x[kQuantized ? kColumns : 1] = {};
-        uint4 raw = {};
+        const int index;
+        uint4 given[kGivenBytes / 16] = {};
 
         __device__ Columns(const Kernel& k, int token, int index) : index(index) {
             if (index >= k.num_columns) return;
-            const std::byte* from = k.p.x + token * k.x_bytes + index * kGivenBytes;
-            if constexpr (kQuantized)
-                load_columns<kType>(from, x);
-            else
-                raw = *pieces(from);
+            const uint4* from = pieces(k.p.x + token * k.x_bytes + index * kGivenBytes);
+#pragma unroll
+            for (int i = 0; i < kGivenBytes / 16; ++i) given[i] = from[i];
         }
 
         __device__ void store(const Kernel& k, int token, unsigned ranks) const {
-            uint4 value = raw;
+            uint4 value = given[0];
             float scale = 0.0f;
             if constexpr (kQuantized) {
+                float x[kColumns];
+#pragma unroll
+                for (int i = 0; i < kGivenBytes / 16; ++i) Piece<kType>::load(given[i], x + i * Piece<kType>::kCount);
                 const Fp8Block block(largest_of<kLanesPerScale>(x), k.p.what.is_rounded);
                 value = block.store(x).raw;
                 scale = block.scale;
@@ -248,7 +285,7 @@ struct Kernel {
     __device__ void count(const Sources& sources) const {
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int num_tokens = tokens_from(c, call, p.what, sources.came, config.num_ranks, expert);
+            const int num_tokens = tokens_before(c, call, p.what, sources.came, config.num_ranks, expert);
             p.num_recv_tokens_per_expert[expert] = num_tokens;
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, num_tokens);
         }
@@ -258,6 +295,7 @@ struct Kernel {
     // 16 bytes a lane, or in the last part what goes with the row.
     __device__ void receive_part(const Sources& sources, int source, int token, int part, int last) const {
         const Turn own(c, c.rank, call);
+        const Bases bases(c, call, p.what, sources.came, source);
         unsigned long long flag = 0;
         if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
         const bool comes = LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag, 0)) != 0;
@@ -267,11 +305,12 @@ struct Kernel {
         uint4 value = make_uint4(0, 0, 0, 0);
         if (comes && lane < config.num_topk) there = own.lanes(source, token)[lane];
         if (comes && piece < num_columns) value = pieces(slot)[piece];
-        const int place = there.expert < 0 ? -1 : tokens_from(c, call, p.what, sources.came, source, there.expert) + there.index;
+        int base = bases.at(there.expert);
+        if (base < 0 && there.expert >= 0) base = tokens_before(c, call, p.what, sources.came, source, there.expert);
+        const int place = base + there.index;
         const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place;
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
         if (part == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place);
-#pragma unroll 1
         for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
             const int64_t to = __shfl_sync(kFullWarp, row, __ffs(rest) - 1);
             if (piece < num_columns) pieces(p.recv_x + to * row_bytes)[piece] = value;
@@ -316,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid
     let_next_kernel_start();
     wait_for_kernel_before();
     const LowLatencyContext& c = l.context;
-    const unsigned long long call = l.sends ? c.state->num_sent + 1 : *reinterpret_cast<const unsigned long long*>(l.call.handle);
+    const unsigned long long call = l.sends ? next_call(c) : *reinterpret_cast<const unsigned long long*>(l.call.handle);
     const Kernel<kType, kQuantized> kernel(l, call);
     if (l.sends) kernel.send();
     if (l.receives) kernel.receive();

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "common/signature.h"
@@ -42,7 +43,7 @@ LowLatencyGpuCommunicator::LowLatencyGpuCommunicator(const LowLatencyConfig& con
 
 void LowLatencyGpuCommunicator::allocate() {
     const DeviceGuard guard(device_);
-    num_blocks = kBlocksPerMultiprocessor * attribute(cudaDevAttrMultiProcessorCount, device_);
+    num_blocks = std::min(kBlocksPerMultiprocessor * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
     const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), needed = low_latency_shared_bytes(config_);
     if (needed > shared / kBlocksPerMultiprocessor - 1024)
         throw std::invalid_argument(std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +

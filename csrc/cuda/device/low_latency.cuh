@@ -62,20 +62,23 @@ __device__ __forceinline__ unsigned long long wait_flag_of(const LowLatencyConte
     return wait_word_of(c, flag, call, source, phase) != 0 ? load_acquire(flag) : 0;
 }
 
-// Does a peer do the same, and has not refused its arguments?
-__device__ __noinline__ inline bool check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
-    const unsigned seen = LowLatencyWhat::packed_in(word), expected = what.packed();
-    if (seen == expected) return true;
+// Of a peer that does something else, or refuses its arguments.
+__device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsigned expected, unsigned seen, int source) {
     if (LowLatencyWhat::unpacked(seen).is_refused)
         report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
     else
         report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
-    return false;
 }
 
-// Has `source` come to the call? As the first block of this rank that asked has found, where ranks may be masked while others look.
+// Does it do the same?
+__device__ __forceinline__ bool check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
+    const unsigned seen = LowLatencyWhat::packed_in(word), expected = what.packed();
+    if (seen != expected) report_what(c, expected, seen, source);
+    return seen == expected;
+}
+
+// Has `source` come to the call? As the first of this rank that asked has found, where ranks may be masked while others look.
 __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
-    if (!c.masks_stalled) return came;
     unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
     const unsigned long long own = 2 * call + came;
     unsigned long long seen = load_relaxed(verdict);
@@ -104,17 +107,29 @@ __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long ca
         word = wait_word_of(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
         if (masked) word = 0;
         if (counts) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
-        came = agree(c, call, source, word != 0) && check_what(c, what, word, source);
+        came = c.masks_stalled ? agree(c, call, source, word != 0) : word != 0;
+        came = came && check_what(c, what, word, source);
     }
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};
 }
 
-// All threads, at the end of a kernel that sends: the last block counts the call, which all others have read by then.
+// The number of the call that is sent now, which each block counts for itself: none has to wait for the others.
+__device__ __forceinline__ unsigned long long next_call(const LowLatencyContext& c) { return c.state->num_sent[blockIdx.x] + 1; }
+
+// One thread, for blocks `first`, `first` + 1, ...
+__device__ inline void count_call(const LowLatencyContext& c, unsigned long long call, int first) {
+#pragma unroll 1
+    for (int block = first; block < kLowLatencyMaxBlocks; ++block) c.state->num_sent[block] = call;
+}
+
+// All threads of all blocks, at the end of a kernel that sends.
 __device__ inline void end_send(const LowLatencyContext& c, unsigned long long call) {
     __syncthreads();
-    if (threadIdx.x != 0 || atomicAdd(&c.state->num_done, 1) != static_cast<int>(gridDim.x) - 1) return;
-    c.state->num_done = 0;
-    c.state->num_sent = call;
+    if (threadIdx.x == 0) c.state->num_sent[blockIdx.x] = call;
+    if (blockIdx.x == gridDim.x - 1) {
+#pragma unroll 1
+        for (int block = gridDim.x + threadIdx.x; block < kLowLatencyMaxBlocks; block += blockDim.x) c.state->num_sent[block] = call;
+    }
 }
 
 // The n-th of all tokens, num_tokens(source) of each source, of one source after the other from `first` on; source: -1 past the last.
