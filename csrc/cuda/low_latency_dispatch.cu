@@ -110,6 +110,7 @@ struct Bases {
 
 template <DType kType, bool kQuantized>
 struct Kernel {
+    static constexpr int kPieces = kQuantized ? 2 : 4;  // of 16 bytes, of a lane, of a row that is received
     static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
 
     const LowLatencyContext& c;
@@ -195,8 +196,9 @@ struct Kernel {
                 ranks = ranks_of(token);
                 columns.store(*this, token, ranks);
             }
+            if (warp == kWarps - 1) send_lanes(token, ranks);
             __syncthreads();
-            if (warp == 0) send_lanes(token, ranks);  // which takes as long as the row needs to get there
+            if (warp == kWarps - 1) announce(token, ranks);  // which takes as long as the row needs to get there
         }
     }
 
@@ -213,7 +215,7 @@ struct Kernel {
     }
     __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
 
-    // One warp: what of the token goes where, and that it is there.
+    // One warp: what of the token goes where. The last, as it has the least to do with rows.
     __device__ void send_lanes(int token, unsigned ranks) const {
         const int expert = expert_of(token), rank = rank_of(expert);
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
@@ -226,7 +228,10 @@ struct Kernel {
             out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
             if (lane < config.num_topk) Turn(c, to, call).lanes(c.rank, token)[lane] = out;
         }
-        __syncwarp();
+    }
+
+    // One warp: that all of it is there.
+    __device__ void announce(int token, unsigned ranks) const {
         if (lane < config.num_ranks && !is_masked(c, lane))
             store_release(Turn(c, lane, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> lane & 1)));
     }
@@ -271,10 +276,9 @@ struct Kernel {
     __device__ void receive() const {
         const Sources sources = meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0);
         if (blockIdx.x == 0) count(sources);
-        const int num_parts = (num_columns + 31) / 32 + 1;
-        // The first warp comes last: it may still wait for its rows to be there.
+        const int num_parts = (num_columns + 32 * kPieces - 1) / (32 * kPieces) + 1;
 #pragma unroll 1
-        for (int task = (kWarps - 1 - warp) * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
+        for (int task = warp * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
             const SourceToken from(task / num_parts, [&](int source) { return __shfl_sync(kFullWarp, sources.num_tokens, source); }, c.rank, config.num_ranks);
             if (from.source < 0) return;
             receive_part(sources, from.source, from.token, task % num_parts, num_parts - 1);
@@ -292,7 +296,7 @@ struct Kernel {
         if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = sources.num_tokens;
     }
 
-    // 16 bytes a lane, or in the last part what goes with the row.
+    // kPieces times 16 bytes a lane, or in the last part what goes with the row.
     __device__ void receive_part(const Sources& sources, int source, int token, int part, int last) const {
         const Turn own(c, c.rank, call);
         const Bases bases(c, call, p.what, sources.came, source);
@@ -300,11 +304,13 @@ struct Kernel {
         if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
         const bool comes = LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag, 0)) != 0;
         const std::byte* const slot = own.slot(source, token);
-        const int piece = part * 32 + lane;
+        const int piece = part * 32 * kPieces + lane;
         LowLatencyLane there{-1, 0, 0.0f};
-        uint4 value = make_uint4(0, 0, 0, 0);
+        uint4 values[kPieces] = {};
         if (comes && lane < config.num_topk) there = own.lanes(source, token)[lane];
-        if (comes && piece < num_columns) value = pieces(slot)[piece];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            if (comes && piece + 32 * i < num_columns) values[i] = pieces(slot)[piece + 32 * i];
         int base = bases.at(there.expert);
         if (base < 0 && there.expert >= 0) base = tokens_before(c, call, p.what, sources.came, source, there.expert);
         const int place = base + there.index;
@@ -312,8 +318,10 @@ struct Kernel {
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
         if (part == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place);
         for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
-            const int64_t to = __shfl_sync(kFullWarp, row, __ffs(rest) - 1);
-            if (piece < num_columns) pieces(p.recv_x + to * row_bytes)[piece] = value;
+            uint4* const to = pieces(p.recv_x + __shfl_sync(kFullWarp, row, __ffs(rest) - 1) * row_bytes);
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i)
+                if (piece + 32 * i < num_columns) to[piece + 32 * i] = values[i];
         }
     }
 
