@@ -63,10 +63,11 @@ class PackedMOELayer(MOELayer):
 
     def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
-        num_missing = plan_of(self).num_topk - len(routing.topk_idx)  # of a layer that shares the buffer and has more
-        idx = torch.nn.functional.pad(routing.topk_idx.t(), (0, num_missing), value=-1).contiguous()
-        weights = torch.nn.functional.pad(routing.topk_weights.t(), (0, num_missing)).contiguous()
-        return self._exchange(x.contiguous(), idx, weights, len(x))
+        idx, weights = routing.topk_idx.t(), routing.topk_weights.t()
+        num_missing = plan_of(self).num_topk - idx.shape[1]  # of a layer that shares the buffer and has more
+        if num_missing > 0:
+            idx, weights = torch.nn.functional.pad(idx, (0, num_missing), value=-1), torch.nn.functional.pad(weights, (0, num_missing))
+        return self._exchange(x.contiguous(), idx.contiguous(), weights.contiguous(), len(x))
 
     def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> Tensor:
         """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes] -> the experts' outputs, summed over lanes, shaped as x."""
@@ -79,14 +80,15 @@ class PackedMOELayer(MOELayer):
             return buffer.combine(y, out.handle, out.recv_topk_weights)
 
     def _run_experts(self, out: DispatchOutput) -> Tensor:
-        """Every local expert, with no rows too: so each has a gradient on every rank."""
+        """Every local expert, with no rows too: so each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it."""
+        rows = out.recv_x.view(1, 1, *out.recv_x.shape)  # once for all experts: each view would be a node of the backward
         outputs = []
-        groups_of_rows = out.recv_x.split(out.handle.num_rows_per_expert_list)  # those beyond this layer's experts are empty
-        for expert, rows in zip(self.experts.deepspeed_experts, groups_of_rows, strict=False):
-            y = expert(rows.view(1, 1, *rows.shape))
-            y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
-            outputs.append(y.reshape(rows.shape))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
+        groups_of_rows = rows.split(out.handle.num_rows_per_expert_list, dim=2)  # those beyond this layer's experts are empty
+        for expert, group in zip(self.experts.deepspeed_experts, groups_of_rows, strict=False):
+            y = expert(group)
+            outputs.append(y[0] if isinstance(y, tuple) else y)  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
+        joined = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0].contiguous()
+        return joined.view(out.recv_x.shape)
 
     @contextlib.contextmanager
     def _timed(self, timer: str, attribute: str) -> Iterator[None]:
