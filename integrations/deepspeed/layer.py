@@ -22,6 +22,7 @@ from deepep_moe.integrations.deepspeed.routing import Routing, route
 from deepep_moe.integrations.deepspeed.weighing import weighed_sum
 
 _log = logging.getLogger(__name__)
+_UNTIMED = contextlib.nullcontext()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,15 +91,16 @@ class PackedMOELayer(MOELayer):
         joined = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0].contiguous()
         return joined.view(out.recv_x.shape)
 
-    @contextlib.contextmanager
-    def _timed(self, timer: str, attribute: str) -> Iterator[None]:
+    def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
-        if self.wall_clock_breakdown:
-            self.timers(timer).start()
+        return self._timing(timer, attribute) if self.wall_clock_breakdown else _UNTIMED
+
+    @contextlib.contextmanager
+    def _timing(self, timer: str, attribute: str) -> Iterator[None]:
+        self.timers(timer).start()
         yield
-        if self.wall_clock_breakdown:
-            self.timers(timer).stop()
-            setattr(self, attribute, self.timers(timer).elapsed(reset=False))
+        self.timers(timer).stop()
+        setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
 
 def plan_of(layer: PackedMOELayer) -> Plan:

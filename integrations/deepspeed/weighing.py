@@ -13,8 +13,8 @@ def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
     """rows [num_topk, num_tokens, hidden] fp32, bf16 or fp16, weights [num_topk, num_tokens] fp32 -> [num_tokens, hidden], rows' dtype.
 
     Products and their sum in fp32, rounded once; in forward and backward bit for bit `(rows * weights.unsqueeze(-1)).sum(0)` and the
-    cast that DeepSpeed 0.19.4 and newer has there. On GPUs one pass each, and two sums in an order of their own: lanes ascending, so
-    from 5 lanes on bits may differ, and the gradient of weights over the columns of a row.
+    cast that DeepSpeed 0.19.4 and newer has there. On GPUs, one pass each, that holds for sums of one and two lanes, more being added
+    in ascending order, and not for the gradient of weights, a sum over columns.
     """
     return _WeighedSum.apply(rows, weights)
 
