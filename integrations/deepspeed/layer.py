@@ -64,11 +64,8 @@ class PackedMOELayer(MOELayer):
 
     def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
-        idx, weights = routing.topk_idx.t(), routing.topk_weights.t()
-        num_missing = plan_of(self).num_topk - idx.shape[1]  # of a layer that shares the buffer and has more
-        if num_missing > 0:
-            idx, weights = torch.nn.functional.pad(idx, (0, num_missing), value=-1), torch.nn.functional.pad(weights, (0, num_missing))
-        return self._exchange(x.contiguous(), idx.contiguous(), weights.contiguous(), len(x))
+        idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
+        return self._exchange(x.contiguous(), idx, weights, len(x))
 
     def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> Tensor:
         """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes] -> the experts' outputs, summed over lanes, shaped as x."""
@@ -116,6 +113,15 @@ def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -
         return topk_idx
     idx = topk_idx.div(num_local_experts, rounding_mode="floor") * num_buffer_experts + topk_idx % num_local_experts
     return torch.where(topk_idx < 0, topk_idx, idx)
+
+
+def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+    """Both [num_tokens, num_topk], contiguous: with lanes without expert, where a layer shares the buffer with one that has more."""
+    num_missing = num_topk - topk_idx.shape[1]
+    if num_missing > 0:
+        topk_idx = torch.nn.functional.pad(topk_idx, (0, num_missing), value=-1)
+        topk_weights = torch.nn.functional.pad(topk_weights, (0, num_missing))
+    return topk_idx.contiguous(), topk_weights.contiguous()
 
 
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
