@@ -253,8 +253,52 @@ def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dty
 def gpu_weigh_backward(
     *, grad: int, x: int, weights: int, grad_x: int, grad_weights: int, num_rows: int, hidden: int, dtype: DType, stream: int
 ) -> None: ...
+
+class GpuWeighedSumParams:
+    num_topk: int
+    num_tokens: int
+    hidden: int
+    lane_stride: int
+    token_stride: int
+    dtype: DType
+    rows: int
+    weights: int
+    sums: int
+    grad: int
+    grad_rows: int
+    grad_weights: int
+
+def gpu_weighed_sum(params: GpuWeighedSumParams, stream: int) -> None: ...
+def gpu_weighed_sum_backward(params: GpuWeighedSumParams, stream: int) -> None: ...
 def gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
 def gpu_slot_bytes(row_bytes: int, tail_bytes: int) -> int: ...
+
+class GpuLowLatencyCommunicator:
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        rank: int,
+        device: int,
+        num_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens: int,
+        timeout_s: float,
+        mask_stalled: bool,
+    ) -> None: ...
+    workspace_bytes: int
+    handle_bytes: int
+    masks: int
+    num_blocks: int
+    def handle(self) -> bytes: ...
+    def connect(self, handles: list[bytes]) -> None: ...
+    def dispatch(self, params: LowLatencyDispatchParams, sends: bool, receives: bool, stream: int) -> None: ...
+    def combine(self, params: LowLatencyCombineParams, sends: bool, receives: bool, stream: int) -> None: ...
+    def mask(self, rank: int, masked: bool, stream: int) -> None: ...
+    def rejoin(self, stream: int) -> None: ...
+    def refuse(self, reason: str, stream: int) -> None: ...
+    def check(self) -> None: ...
 
 class GpuCommunicator:
     def __init__(

@@ -38,6 +38,7 @@ from deepep_moe.handle import DispatchHandle, DispatchOutput, Layout
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
 _Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
+_Result = TypeVar("_Result")
 
 
 def _second_half(move: Move, _keep_alive: Any) -> None:
@@ -214,10 +215,13 @@ class Buffer:
         if fp8:
             x, x_scales = self._quantized(x, x_scales)
         call = (x, x_scales, topk_idx, topk_weights, layout, expert_alignment, handle, num_recv_rows)
-        with self._in_mode(Mode(async_op, return_hook, num_sms)):
+        self._enter_mode(async_op, return_hook, num_sms)
+        try:
             output = self._dispatch_now(*call)
             event = self._event(*output[:4], output.handle, x, x_scales, topk_idx, topk_weights)
-        return output._replace(event=event, hook=event.wait if return_hook and event is not None else None)
+        finally:
+            self._mode = self._own_mode
+        return output if event is None else output._replace(event=event, hook=event.wait if return_hook else None)
 
     def combine(
         self,
@@ -250,9 +254,12 @@ class Buffer:
 
         Raises: as `dispatch`.
         """
-        with self._in_mode(Mode(async_op, return_hook, num_sms)):
+        self._enter_mode(async_op, return_hook, num_sms)
+        try:
             combined_x = self._combine_now(x, handle, topk_weights, bias)
             event = self._event(combined_x, x, topk_weights, bias, handle)
+        finally:
+            self._mode = self._own_mode
         if event is None:
             return combined_x
         return combined_x, event.wait if return_hook else event
@@ -284,23 +291,19 @@ class Buffer:
         handle: DispatchHandle | None, num_recv_rows: int | None,
     ) -> DispatchOutput:  # fmt: skip
         self._alive()
-        with self._refusing():
-            check_tensors(x, x_scales=x_scales, topk_idx=topk_idx, topk_weights=topk_weights)
-            if handle is None:
-                check_routing(topk_idx, layout, expert_alignment, num_recv_rows)
-            else:
-                check_owner(handle, self._number)
-                check_beside_handle(handle, topk_idx, layout, expert_alignment, num_recv_rows)
+        self._or_refuse(check_tensors, x, x_scales=x_scales, topk_idx=topk_idx, topk_weights=topk_weights)
         if handle is not None:
+            self._or_refuse(check_owner, handle, self._number)
+            self._or_refuse(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
             return self._call_dispatch_cached(x, x_scales, topk_weights, handle)
+        self._or_refuse(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
         assert topk_idx is not None  # checked
         return self._call_dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
 
     def _combine_now(self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None) -> Tensor:
         self._alive()
-        with self._refusing():
-            check_tensors(x, topk_weights=topk_weights, bias=bias)
-            check_owner(handle, self._number)
+        self._or_refuse(check_tensors, x, topk_weights=topk_weights, bias=bias)
+        self._or_refuse(check_owner, handle, self._number)
         combined_x, _ = torch_ops.call(
             "combine", (x, topk_weights, bias, None), handle.topk_idx, handle.recv_row_idx, handle.recv_counts,
             handle.num_recv_tokens_per_expert, handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
@@ -337,9 +340,8 @@ class Buffer:
         )  # fmt: skip
 
     def _quantized(self, x: Tensor, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
-        with self._refusing():
-            check_quantizable(x, x_scales)
-            return quantize_fp8(x)
+        self._or_refuse(check_quantizable, x, x_scales)
+        return self._or_refuse(quantize_fp8, x)
 
     # ---- implementation of the operators ----
 
@@ -362,11 +364,10 @@ class Buffer:
         self._alive().abort(f"{type(error).__name__}: {error}")
         return error
 
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Wrong types and values found inside are told to the peers."""
+    def _or_refuse(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """The function's result. Wrong types and values that it finds are told to the peers. (A context manager takes longer.)"""
         try:
-            yield
+            return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
             raise self._refuse(error) from None
 
@@ -374,9 +375,8 @@ class Buffer:
         backend = self._alive()
         self._refuse_other_process()
         self._wait_for_pending()
-        with self._refusing():
-            check_device(args.x, backend)
-            check(args, self._settings)
+        self._or_refuse(check_device, args.x, backend)
+        self._or_refuse(check, args, self._settings)
         return args
 
     @contextlib.contextmanager
@@ -421,16 +421,11 @@ class Buffer:
 
     # ---- asynchronous calls: on one thread of the buffer's own, in order, or as the backend has it ----
 
-    @contextlib.contextmanager
-    def _in_mode(self, mode: Mode) -> Iterator[None]:
-        """The calls inside run in `mode`; gradients run as the buffer was made."""
-        with self._refusing():
-            check_num_sms(mode.num_sms)
-        self._mode = mode if mode.num_sms is not None else Mode(mode.is_async, mode.is_split, self._own_mode.num_sms)
-        try:
-            yield
-        finally:
-            self._mode = self._own_mode
+    def _enter_mode(self, is_async: bool, is_split: bool, num_sms: int | None) -> None:
+        """How calls run until the caller restores `_own_mode`, in which gradients run too."""
+        if is_async or is_split or num_sms is not None:
+            self._or_refuse(check_num_sms, num_sms)
+            self._mode = Mode(is_async, is_split, self._own_mode.num_sms if num_sms is None else num_sms)
 
     def _run(self, move: Move, *keep_alive: Any) -> None:
         """Move the rows, now or later; until then the tensors that native code knows by address are held."""

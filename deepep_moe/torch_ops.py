@@ -115,31 +115,34 @@ def _fake_dispatch(
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
     recv_x, _, _, recv_topk_weights, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts, call = output
-    _expect_gradients(ctx, recv_x, recv_topk_weights)
     ctx.with_weights = topk_weights is not None
+    _expect_gradients(ctx, recv_x, recv_topk_weights if ctx.with_weights else None)
     ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call)
 
 
-def _expect_gradients(ctx: Any, *outputs: Tensor) -> None:
-    """Of these outputs only: PyTorch would fill zeros for each of the others, a kernel apiece."""
+def _expect_gradients(ctx: Any, rows: Tensor, values: Tensor | None) -> None:
+    """Of these outputs only: PyTorch would fill zeros for each of the others, a kernel apiece. `values`: None where there are none."""
     ctx.set_materialize_grads(False)
-    ctx.expected = [(tuple(output.shape), output.dtype, output.device) for output in outputs]
+    ctx.expected = [None if output is None else (tuple(output.shape), output.dtype, output.device) for output in (rows, values)]
 
 
-def _given(ctx: Any, *grads: Tensor | None) -> list[Tensor]:
-    """`grads` of the expected outputs; zeros for those that nothing has used, so that all ranks make the same calls."""
-    pairs = zip(grads, ctx.expected, strict=True)
-    return [torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else grad for grad, like in pairs]
+def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
+    """`grads` of the expected outputs, contiguous; zeros for those that nothing has used, so that all ranks make the same calls."""
+    return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
+
+
+def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | None:
+    if like is None:
+        return None
+    return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else grad.contiguous()
 
 
 def _combine_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The gradients of a dispatch's x and topk_weights."""
-    grad_recv_x, grad_recv_topk_weights = _given(ctx, grad_recv_x, grad_recv_topk_weights)
-    values = grad_recv_topk_weights.contiguous() if ctx.with_weights else None
+    rows, values = _given(ctx, grad_recv_x, grad_recv_topk_weights)
     grad_x, grad_topk_weights = call(
-        "combine", (grad_recv_x.contiguous(), None, None, values), *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment,
-        grad_recv_x.shape[0],
-    )  # fmt: skip
+        "combine", (rows, None, None, values), *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment, rows.shape[0]
+    )
     return grad_x, grad_topk_weights if ctx.with_weights else None
 
 
@@ -175,9 +178,9 @@ def _fake_dispatch_cached(
 
 
 def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _expect_gradients(ctx, output[0], output[2])
     _, _, topk_weights, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
     ctx.with_weights = topk_weights is not None
+    _expect_gradients(ctx, output[0], output[2] if ctx.with_weights else None)
     ctx.save_for_backward(*handle)
 
 
@@ -213,24 +216,23 @@ def _fake_combine(
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _expect_gradients(ctx, *output)
     x, weights, bias, lane_values, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, ctx.num_rows = inputs
     ctx.with_weights, ctx.with_bias, ctx.with_values = weights is not None, bias is not None, lane_values is not None
+    _expect_gradients(ctx, output[0], output[1] if ctx.with_values else None)
     ctx.save_for_backward(*handle, *((x, weights) if ctx.with_weights else ()))
 
 
 def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_combined_x, grad_values = _given(ctx, grad_combined_x, grad_values)
+    rows, values = _given(ctx, grad_combined_x, grad_values)
     saved = ctx.saved_tensors  # unpacked once: checkpointing allows no more
     handle, rest = saved[:5], saved[5:]
     grad_x, _, grad_lane_values = call(
-        "dispatch_cached", (grad_combined_x.contiguous(), None, grad_values.contiguous() if ctx.with_values else None), *handle, ctx.buffer,
-        ctx.layout, ctx.expert_alignment, ctx.num_rows,
-    )  # fmt: skip
+        "dispatch_cached", (rows, None, values), *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, ctx.num_rows
+    )
     grad_weights = None
     if ctx.with_weights:
         grad_x, grad_weights = call("weigh_backward", (grad_x, *rest))
-    grad_bias = grad_combined_x if ctx.with_bias else None
+    grad_bias = rows if ctx.with_bias else None
     return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, *[None] * 9
 
 

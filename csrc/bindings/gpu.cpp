@@ -89,6 +89,28 @@ void bind_tuning(py::module_& m) {
         .def_readwrite("num_work_blocks", &GpuTuning::num_work_blocks);
 }
 
+void bind_weighed_sum(py::module_& m) {
+    py::class_<GpuWeighedSumParams> params(m, "GpuWeighedSumParams");
+    params.def(py::init([] { return GpuWeighedSumParams{}; }))
+        .def_readwrite("num_topk", &GpuWeighedSumParams::num_topk)
+        .def_readwrite("num_tokens", &GpuWeighedSumParams::num_tokens)
+        .def_readwrite("hidden", &GpuWeighedSumParams::hidden)
+        .def_readwrite("lane_stride", &GpuWeighedSumParams::lane_stride)
+        .def_readwrite("token_stride", &GpuWeighedSumParams::token_stride)
+        .def_readwrite("dtype", &GpuWeighedSumParams::dtype);
+    pointer_field(params, "rows", &GpuWeighedSumParams::rows);
+    pointer_field(params, "weights", &GpuWeighedSumParams::weights);
+    pointer_field(params, "sums", &GpuWeighedSumParams::sums);
+    pointer_field(params, "grad", &GpuWeighedSumParams::grad);
+    pointer_field(params, "grad_rows", &GpuWeighedSumParams::grad_rows);
+    pointer_field(params, "grad_weights", &GpuWeighedSumParams::grad_weights);
+    m.def("gpu_weighed_sum", [](const GpuWeighedSumParams& p, uintptr_t stream) { launch_weighed_sum(p, reinterpret_cast<void*>(stream)); },
+          py::arg("params"), py::arg("stream"));
+    m.def("gpu_weighed_sum_backward",
+          [](const GpuWeighedSumParams& p, uintptr_t stream) { launch_weighed_sum_backward(p, reinterpret_cast<void*>(stream)); },
+          py::arg("params"), py::arg("stream"));
+}
+
 }  // namespace
 
 void bind_gpu(py::module_& m) {
@@ -97,6 +119,7 @@ void bind_gpu(py::module_& m) {
     bind_plan(m);
     bind_moves(m);
     bind_tuning(m);
+    bind_weighed_sum(m);
     py::class_<GpuCommunicator>(m, "GpuCommunicator")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, double timeout_s) {
                  return std::make_unique<GpuCommunicator>(GpuWorkspaceConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank, device,

@@ -6,8 +6,8 @@ using namespace deepep_moe;
 
 void bind_gpu_low_latency(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
-    using Communicator = LowLatencyGpuCommunicator;
-    py::class_<Communicator>(m, "LowLatencyGpuCommunicator")
+    using Communicator = GpuLowLatencyCommunicator;
+    py::class_<Communicator>(m, "GpuLowLatencyCommunicator")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, double timeout_s,
                          bool mask_stalled) {
                  const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};

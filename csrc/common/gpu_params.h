@@ -128,6 +128,19 @@ struct GpuWeighParams {
     float* grad_weights;        // [num_rows]
 };
 
+// Row (lane, token) of a sum over lanes is number lane * lane_stride + token * token_stride of num_topk * num_tokens.
+struct GpuWeighedSumParams {
+    int64_t num_tokens, hidden, lane_stride, token_stride;  // rows of whole 16 bytes
+    int num_topk;
+    DType dtype;
+    const std::byte* rows;   // [num_topk * num_tokens, hidden]
+    const float* weights;    // [num_topk * num_tokens]
+    std::byte* sums;         // [num_tokens, hidden], of the forward
+    const std::byte* grad;   // [num_tokens, hidden], of the backward, as are the rest
+    std::byte* grad_rows;    // [num_topk * num_tokens, hidden]
+    float* grad_weights;     // [num_topk * num_tokens]
+};
+
 struct GpuQuantizeParams {
     int64_t num_rows, hidden;  // hidden: a multiple of 8
     DType dtype;               // of x

@@ -14,6 +14,8 @@ void launch_dispatch(const GpuDispatchParams& params, void* stream, bool early);
 void launch_combine(const GpuCombineParams& params, void* stream, bool early);
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
 void launch_weigh_backward(const GpuWeighParams& params, void* stream);
+void launch_weighed_sum(const GpuWeighedSumParams& params, void* stream);
+void launch_weighed_sum_backward(const GpuWeighedSumParams& params, void* stream);
 void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
 void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);

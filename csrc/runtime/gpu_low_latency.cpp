@@ -12,19 +12,11 @@ namespace {
 
 constexpr int kBlocksPerMultiprocessor = 2;
 
-std::string describe_call(unsigned what) {
-    const LowLatencyWhat w = LowLatencyWhat::unpacked(what);
-    std::string text = w.operation == LowLatencyOperation::kDispatch ? "dispatch of " : "combine of ";
-    text += name_of(w.dtype);
-    if (w.fp8) text += w.is_rounded ? ", sent as fp8 with scales of powers of two" : ", sent as fp8";
-    return w.has_weights ? text + ", with topk_weights" : text;
-}
-
 }  // namespace
 
 // ---- memory ----
 
-LowLatencyGpuCommunicator::LowLatencyGpuCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled)
+GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled)
     : config_(config),
       layout_(config),
       rank_(rank),
@@ -41,7 +33,7 @@ LowLatencyGpuCommunicator::LowLatencyGpuCommunicator(const LowLatencyConfig& con
     }
 }
 
-void LowLatencyGpuCommunicator::allocate() {
+void GpuLowLatencyCommunicator::allocate() {
     const DeviceGuard guard(device_);
     num_blocks = std::min(kBlocksPerMultiprocessor * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
     const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), needed = low_latency_shared_bytes(config_);
@@ -60,14 +52,14 @@ void LowLatencyGpuCommunicator::allocate() {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
-LowLatencyGpuCommunicator::~LowLatencyGpuCommunicator() {
+GpuLowLatencyCommunicator::~GpuLowLatencyCommunicator() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_);
     cudaDeviceSynchronize();
     release();
 }
 
-void LowLatencyGpuCommunicator::release() {
+void GpuLowLatencyCommunicator::release() {
     if (followed_ != nullptr) cudaEventDestroy(followed_);
     cudaFree(state_);
     cudaFreeHost(host_);
@@ -75,14 +67,14 @@ void LowLatencyGpuCommunicator::release() {
 
 // ---- calls ----
 
-LowLatencyContext LowLatencyGpuCommunicator::context() const {
+LowLatencyContext GpuLowLatencyCommunicator::context() const {
     const GpuWaits waits{rank_, static_cast<unsigned long long>(timeout_s_ * 1e9), &host_->failure, &state_->gave_up};
     LowLatencyContext c{waits, config_, layout_, state_, &host_->masks, masks_stalled_, {}};
     for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
     return c;
 }
 
-void LowLatencyGpuCommunicator::follow(cudaStream_t stream) {
+void GpuLowLatencyCommunicator::follow(cudaStream_t stream) {
     if (has_last_ && last_ != stream && !is_capturing(stream) && !is_capturing(last_)) {
         check_cuda(cudaEventRecord(followed_, last_), "cudaEventRecord");
         check_cuda(cudaStreamWaitEvent(stream, followed_, 0), "cudaStreamWaitEvent");
@@ -91,13 +83,13 @@ void LowLatencyGpuCommunicator::follow(cudaStream_t stream) {
     last_ = stream;
 }
 
-void LowLatencyGpuCommunicator::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
+void GpuLowLatencyCommunicator::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
     follow(as_stream(stream));
     launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
 }
 
-void LowLatencyGpuCommunicator::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
+void GpuLowLatencyCommunicator::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
     follow(as_stream(stream));
     launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
@@ -105,7 +97,7 @@ void LowLatencyGpuCommunicator::combine(const LowLatencyCombineParams& params, b
 
 // ---- between calls ----
 
-void LowLatencyGpuCommunicator::control(LowLatencyControlParams& params, uintptr_t stream) {
+void GpuLowLatencyCommunicator::control(LowLatencyControlParams& params, uintptr_t stream) {
     const DeviceGuard guard(device_);
     follow(as_stream(stream));
     params.context = context();
@@ -113,32 +105,32 @@ void LowLatencyGpuCommunicator::control(LowLatencyControlParams& params, uintptr
     check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
 }
 
-void LowLatencyGpuCommunicator::refuse(const std::string& reason, uintptr_t stream) {
+void GpuLowLatencyCommunicator::refuse(const std::string& reason, uintptr_t stream) {
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kRefuse;
     copy_text(params.reason, sizeof(LowLatencyReason::text), reason.empty() ? "unknown" : reason);
     control(params, stream);
 }
 
-void LowLatencyGpuCommunicator::mask(int rank, bool masked, uintptr_t stream) {
+void GpuLowLatencyCommunicator::mask(int rank, bool masked, uintptr_t stream) {
     LowLatencyControlParams params{};
     params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
     params.rank = rank;
     control(params, stream);
 }
 
-void LowLatencyGpuCommunicator::rejoin(uintptr_t stream) {
+void GpuLowLatencyCommunicator::rejoin(uintptr_t stream) {
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kRejoin;
     control(params, stream);
     check();
 }
 
-unsigned LowLatencyGpuCommunicator::masks() const { return static_cast<volatile unsigned&>(host_->masks); }
+unsigned GpuLowLatencyCommunicator::masks() const { return static_cast<volatile unsigned&>(host_->masks); }
 
 // ---- failures ----
 
-void LowLatencyGpuCommunicator::check() {
+void GpuLowLatencyCommunicator::check() {
     if (static_cast<volatile GpuFailure&>(host_->failure).kind == kNoFailure) return;
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
@@ -149,7 +141,7 @@ void LowLatencyGpuCommunicator::check() {
     raise(failure);
 }
 
-std::string LowLatencyGpuCommunicator::describe(const GpuFailure& f) const {
+std::string GpuLowLatencyCommunicator::describe(const GpuFailure& f) const {
     const std::string token = "topk_idx[" + std::to_string(f.expected), seen = std::to_string(f.seen);
     switch (f.kind) {
         case kIndexOutOfRange:
@@ -159,7 +151,7 @@ std::string LowLatencyGpuCommunicator::describe(const GpuFailure& f) const {
     }
 }
 
-void LowLatencyGpuCommunicator::raise(const GpuFailure& f) const {
+void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
     const auto phase = static_cast<GpuPhase>(f.phase);
     const std::string me = "rank " + std::to_string(rank_), peer = "rank " + std::to_string(f.peer);
     const std::string expected = std::to_string(f.expected), seen = std::to_string(f.seen);
@@ -170,7 +162,7 @@ void LowLatencyGpuCommunicator::raise(const GpuFailure& f) const {
         case kMismatch:
             if (phase == GpuPhase::kRejoin)
                 throw MismatchError("ranks take " + me + " back between different calls: before call " + expected + ", " + peer + " before call " + seen);
-            throw MismatchError("ranks make different calls: " + me + ": " + describe_call(f.expected) + "; " + peer + ": " + describe_call(f.seen));
+            throw MismatchError("ranks make different calls: " + me + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.expected)) + "; " + peer + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.seen)));
         default:
             throw TimeoutError(me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +
                                    " ms; phase '" + name_of(phase) + "', expected " + expected + ", seen " + seen,
@@ -178,7 +170,7 @@ void LowLatencyGpuCommunicator::raise(const GpuFailure& f) const {
     }
 }
 
-std::string LowLatencyGpuCommunicator::reason_of(int peer) const {
+std::string GpuLowLatencyCommunicator::reason_of(int peer) const {
     LowLatencyReason reason{};
     const int64_t offset = layout_.reasons + peer * static_cast<int64_t>(sizeof(reason));
     check_cuda(cudaMemcpy(&reason, memory_.of(rank_) + offset, sizeof(reason), cudaMemcpyDeviceToHost), "cudaMemcpy");

@@ -7,11 +7,11 @@
 
 namespace deepep_moe {
 
-class LowLatencyGpuCommunicator {
+class GpuLowLatencyCommunicator {
 public:
-    LowLatencyGpuCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled);
-    ~LowLatencyGpuCommunicator();
-    LowLatencyGpuCommunicator(const LowLatencyGpuCommunicator&) = delete;
+    GpuLowLatencyCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled);
+    ~GpuLowLatencyCommunicator();
+    GpuLowLatencyCommunicator(const GpuLowLatencyCommunicator&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }

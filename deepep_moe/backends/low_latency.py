@@ -253,7 +253,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         index = torch.cuda.current_device()
-        super().__init__(settings, _C.LowLatencyGpuCommunicator(device=index, **_native_settings(settings, mask_stalled)))
+        super().__init__(settings, _C.GpuLowLatencyCommunicator(device=index, **_native_settings(settings, mask_stalled)))
         self.device = torch.device("cuda", index)
         self._own_stream: torch.cuda.Stream | None = None
 

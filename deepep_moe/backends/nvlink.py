@@ -273,7 +273,7 @@ class NvlinkBackend:
             operation,
             getattr(_C.DType, DTYPE_NAMES[x.dtype]),
             getattr(_C.Layout, handle.layout),
-            handle_call=int(handle.call[0]),
+            handle_call=handle.call.tolist()[0],
             has_weights=weights is not None,
             has_scales=scales is not None,
             has_lane_values=lane_values is not None,

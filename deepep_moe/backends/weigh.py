@@ -1,6 +1,7 @@
-"""Gradients of weighing rows, which a weighted combine does before it adds them up."""
+"""Weighing rows: the sum over a token's rows that came back one by one, and the gradients of weighing before and after a combine."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,10 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES
 
-GPU = "cuda"  # the type of the devices that the CUDA kernel serves
+GPU = "cuda"  # the type of the devices that the CUDA kernels serve
+
+# Tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
+_BLOCK = 64
 
 
 def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,10 +21,10 @@ def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Te
     grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
     Returns [num_rows, hidden] in x's dtype and [num_rows] fp32, both computed in fp32.
     """
-    if not (grad.device.type == GPU and hasattr(_C, "gpu_weigh_backward")):
+    if not _has_kernels(grad):
         return (grad.float() * weights[:, None]).to(x.dtype), (grad.float() * x.float()).sum(1)
     grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with _current(x):
         _C.gpu_weigh_backward(
             grad=grad.data_ptr(), x=x.data_ptr(), weights=weights.data_ptr(), grad_x=grad_x.data_ptr(),
             grad_weights=grad_weights.data_ptr(),
@@ -28,3 +32,74 @@ def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Te
             stream=torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
     return grad_x, grad_weights
+
+
+def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """`(rows * weights.unsqueeze(-1)).sum(0)` in fp32, lanes ascending on GPUs, rounded once.
+
+    rows: [num_topk, num_tokens, hidden] fp32, bf16 or fp16, on GPUs rows of whole 16 bytes. weights: [num_topk, num_tokens] fp32.
+    Returns [num_tokens, hidden] in the dtype of the rows.
+    """
+    sums = rows.new_empty(rows.shape[1:])
+    if _has_kernels(rows):
+        rows, weights, params = _ordered(rows, weights)
+        params.sums = sums.data_ptr()
+        with _current(rows):
+            _C.gpu_weighed_sum(params, torch.cuda.current_stream(rows.device).cuda_stream)
+        return sums
+    for tokens in _blocks(rows):
+        sums[tokens] = (rows[:, tokens] * weights[:, tokens, None]).sum(0)
+    return sums
+
+
+def weighed_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weights, from that of `weighed_sum`, [num_tokens, hidden] in the dtype of the rows; computed in fp32."""
+    if _has_kernels(rows):
+        rows, weights, params = _ordered(rows, weights)
+        grad, grad_rows, grad_weights = _aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
+        params.grad, params.grad_rows, params.grad_weights = grad.data_ptr(), grad_rows.data_ptr(), grad_weights.data_ptr()
+        with _current(rows):
+            _C.gpu_weighed_sum_backward(params, torch.cuda.current_stream(rows.device).cuda_stream)
+        return grad_rows, grad_weights
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    for tokens in _blocks(rows):
+        wide = grad[tokens].float()
+        grad_rows[:, tokens] = wide * weights[:, tokens, None]
+        grad_weights[:, tokens] = (wide * rows[:, tokens]).sum(-1)
+    return grad_rows, grad_weights
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    return tensor.device.type == GPU and hasattr(_C, "gpu_weigh_backward")
+
+
+def _current(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile the tensor's device is the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """`rows` as kernels read them: contiguous, in whole pieces."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _C.ROW_ALIGNMENT else rows
+
+
+def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """rows and weights in one order, lane by lane or token by token, whichever the rows have; and params that say which."""
+    params = _C.GpuWeighedSumParams()
+    params.num_topk, params.num_tokens, params.hidden = rows.shape
+    params.lane_stride, params.token_stride, params.dtype = params.num_tokens, 1, getattr(_C.DType, DTYPE_NAMES[rows.dtype])
+    by_token = rows.transpose(0, 1)
+    if by_token.is_contiguous() and not rows.is_contiguous():
+        params.lane_stride, params.token_stride = 1, params.num_topk
+        rows, weights = _aligned(by_token).transpose(0, 1), weights.t().contiguous().t()
+    else:
+        rows, weights = _aligned(rows), weights.contiguous()
+    params.rows, params.weights = rows.data_ptr(), weights.data_ptr()
+    return rows, weights, params
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    num_tokens = rows.shape[1]
+    step = _BLOCK if rows.device.type == "cpu" else max(1, num_tokens)
+    return [slice(start, start + step) for start in range(0, num_tokens, step)]

@@ -15,7 +15,7 @@ from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, shared
-from deepep_moe.integrations.deepspeed.layer import say_once, widened
+from deepep_moe.integrations.deepspeed.layer import lengthened, say_once, widened
 from deepep_moe.integrations.deepspeed.weighing import weighed_sum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,10 +72,8 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
 
     def _route_fast(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """A row per (token, rank) there and back; the experts' rank weighs, and sums before it sends."""
-        num_missing = self.deepep_moe_plan.num_topk - self.top_k  # of a layer that shares the buffer and has more
-        topk_idx = torch.nn.functional.pad(topk_idx, (0, num_missing), value=-1)
-        topk_weights = torch.nn.functional.pad(topk_weights, (0, num_missing))
-        buffer, out = self._dispatch(x.contiguous(), topk_idx, topk_weights.contiguous(), len(x))
+        topk_idx, topk_weights = lengthened(topk_idx, topk_weights, self.deepep_moe_plan.num_topk)
+        buffer, out = self._dispatch(x.contiguous(), topk_idx, topk_weights, len(x))
         rows, weights = out.recv_x, out.recv_topk_weights
         assert weights is not None  # they were sent
         if self.score_apply == "pre":

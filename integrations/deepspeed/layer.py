@@ -22,6 +22,7 @@ from deepep_moe.integrations.deepspeed.routing import Routing, route
 from deepep_moe.integrations.deepspeed.weighing import weighed_sum
 
 _log = logging.getLogger(__name__)
+_UNTIMED = contextlib.nullcontext()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,9 +64,7 @@ class PackedMOELayer(MOELayer):
 
     def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
-        num_missing = plan_of(self).num_topk - len(routing.topk_idx)  # of a layer that shares the buffer and has more
-        idx = torch.nn.functional.pad(routing.topk_idx.t(), (0, num_missing), value=-1).contiguous()
-        weights = torch.nn.functional.pad(routing.topk_weights.t(), (0, num_missing)).contiguous()
+        idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
         return self._exchange(x.contiguous(), idx, weights, len(x))
 
     def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> Tensor:
@@ -79,24 +78,26 @@ class PackedMOELayer(MOELayer):
             return buffer.combine(y, out.handle, out.recv_topk_weights)
 
     def _run_experts(self, out: DispatchOutput) -> Tensor:
-        """Every local expert, with no rows too: so each has a gradient on every rank."""
+        """Every local expert, with no rows too: so each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it."""
+        rows = out.recv_x.view(1, 1, *out.recv_x.shape)  # once for all experts: each view would be a node of the backward
         outputs = []
-        groups_of_rows = out.recv_x.split(out.handle.num_rows_per_expert_list)  # those beyond this layer's experts are empty
-        for expert, rows in zip(self.experts.deepspeed_experts, groups_of_rows, strict=False):
-            y = expert(rows.view(1, 1, *rows.shape))
-            y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
-            outputs.append(y.reshape(rows.shape))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0].contiguous()
+        groups_of_rows = rows.split(out.handle.num_rows_per_expert_list, dim=2)  # those beyond this layer's experts are empty
+        for expert, group in zip(self.experts.deepspeed_experts, groups_of_rows, strict=False):
+            y = expert(group)
+            outputs.append(y[0] if isinstance(y, tuple) else y)  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
+        joined = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0].contiguous()
+        return joined.view(out.recv_x.shape)
+
+    def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
+        """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
+        return self._timing(timer, attribute) if self.wall_clock_breakdown else _UNTIMED
 
     @contextlib.contextmanager
-    def _timed(self, timer: str, attribute: str) -> Iterator[None]:
-        """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
-        if self.wall_clock_breakdown:
-            self.timers(timer).start()
+    def _timing(self, timer: str, attribute: str) -> Iterator[None]:
+        self.timers(timer).start()
         yield
-        if self.wall_clock_breakdown:
-            self.timers(timer).stop()
-            setattr(self, attribute, self.timers(timer).elapsed(reset=False))
+        self.timers(timer).stop()
+        setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
 
 def plan_of(layer: PackedMOELayer) -> Plan:
@@ -112,6 +113,15 @@ def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -
         return topk_idx
     idx = topk_idx.div(num_local_experts, rounding_mode="floor") * num_buffer_experts + topk_idx % num_local_experts
     return torch.where(topk_idx < 0, topk_idx, idx)
+
+
+def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+    """Both [num_tokens, num_topk], contiguous: with lanes without expert, where a layer shares the buffer with one that has more."""
+    num_missing = num_topk - topk_idx.shape[1]
+    if num_missing > 0:
+        topk_idx = torch.nn.functional.pad(topk_idx, (0, num_missing), value=-1)
+        topk_weights = torch.nn.functional.pad(topk_weights, (0, num_missing))
+    return topk_idx.contiguous(), topk_weights.contiguous()
 
 
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:

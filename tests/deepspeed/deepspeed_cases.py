@@ -57,7 +57,7 @@ def run_layer(layer: nn.Module, x: torch.Tensor, cotangent: torch.Tensor, *extra
     x = x.clone().requires_grad_()
     output, l_aux, counts = layer(x, *extra)
     ((output * cotangent).float().sum() + l_aux).backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters() if parameter.requires_grad}
     return {"output": output.detach(), "l_aux": l_aux.detach(), "counts": counts, "input gradient": x.grad} | gradients
 
 

@@ -189,6 +189,43 @@ class Failing(nn.Module):
         return x * self.weight
 
 
+class Turned(nn.Module):
+    """Returns rows whose columns do not lie beside each other, and something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((HIDDEN, 1), 1.5))
+
+    def forward(self, x):
+        return (x.transpose(2, 3).contiguous() * self.factor).transpose(2, 3), None
+
+
+def _kinds_worker(rank: int, num_ranks: int) -> None:
+    """Two local experts of every kind; then one of them frozen, then that in both places."""
+    generator = torch.Generator().manual_seed(rank)
+    x, cotangent = (torch.randn(40, HIDDEN, generator=generator) for _ in range(2))
+    with engine_ready():
+        for expert in (nn.Identity(), Turned()):
+            layer = make_moe(4, k=2, ep=num_ranks, expert=expert)
+            layer.set_deepspeed_parallelism()
+            experts = layer.deepspeed_moe.experts.deepspeed_experts
+            for change in (list, lambda modules: modules[0].requires_grad_(False), lambda modules: modules.__setitem__(1, modules[0])):
+                change(experts)
+                restore_moe_layers(layer)
+                want = run_layer(layer, x, cotangent)
+                for exact in (True, False):
+                    replace_moe_layers(layer, exact=exact)
+                    got = run_layer(layer, x, cotangent)
+                    assert_equal(got, want, f"{expert}, exact {exact}, rank {rank}", tolerance=1e-5)
+                    torch.manual_seed(0)
+                    with torch.no_grad():
+                        assert torch.equal(layer(x)[0], got["output"])
+
+
+def test_experts_of_all_kinds():
+    run_ranks(_kinds_worker, 2)
+
+
 def _failing_worker(rank: int, num_ranks: int) -> str:
     with engine_ready():
         layer = make_moe(k=2, expert=Failing())
