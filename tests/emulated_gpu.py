@@ -17,8 +17,8 @@ VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
 ROOMS = ("common", "cpu", "cuda", "runtime", "bindings")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-DDEEPEP_MOE_CUDA=1"]
 TESTS = ("tests/test_nvlink.py", "tests/test_exchange.py", "tests/test_autograd.py", "tests/test_quant.py", "tests/test_stress.py",
-         "tests/test_gate.py", "tests/test_router.py", "tests/test_weigh.py", "tests/test_low_latency.py", "tests/test_low_latency_faults.py",
-         "tests/test_low_latency_masks.py")  # fmt: skip
+         "tests/test_gate.py", "tests/test_router.py", "tests/test_weigh.py", "tests/test_low_latency.py",
+         "tests/test_low_latency_faults.py", "tests/test_low_latency_masks.py")  # fmt: skip
 NEEDS_A_GPU = "cuda_graph or dead_peer or one_graph"
 
 

@@ -21,6 +21,7 @@ BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 CASE = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0)
 MASKED = 1
+STALLED_S = 8.0  # twice the deadline, which a busy machine must not miss
 WITHOUT = replace(CASE, without=MASKED)
 
 
@@ -83,21 +84,21 @@ class Heard(logging.Handler):
 
 def stalls(rank, _, backend):
     heard = Heard()
-    buffer = make_buffer(CASE, backend, rank, timeout_s=1.5, mask_stalled=rank != MASKED)
+    buffer = make_buffer(CASE, backend, rank, timeout_s=STALLED_S / 2, mask_stalled=rank != MASKED)
     run_case(buffer, CASE, rank, backend)
     dist.barrier()
     began = time.monotonic()
     if rank == MASKED:
-        time.sleep(3)
+        time.sleep(STALLED_S)
     else:
         run_case(buffer, WITHOUT, rank, backend)
         took = time.monotonic() - began
-        assert took > 1.2 and buffer.masked_ranks == [MASKED], (took, buffer.masked_ranks)
+        assert took > 0.8 * STALLED_S / 2 and buffer.masked_ranks == [MASKED], (took, buffer.masked_ranks)
         assert [f"rank {rank} masks rank {MASKED}, which died or missed a deadline" in text for text in heard.messages].count(True) == 1
-        expected = Expected(WITHOUT)
+        expected, waited = Expected(WITHOUT), buffer.statistics().wait_ns[MASKED].item()
         for _ in range(5):
             run_case(buffer, WITHOUT, rank, backend, expected)
-        assert time.monotonic() - began - took < 5, "who is masked is not waited for"
+        assert buffer.statistics().wait_ns[MASKED].item() - waited < 1e9, "who is masked is not waited for"
         assert len(heard.messages) <= 2
     come_back(buffer, rank)
     for seed in range(3):

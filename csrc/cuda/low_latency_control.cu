@@ -9,6 +9,16 @@ __device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, in
     return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed) + source;
 }
 
+// Of a rank that comes back: it may have sent calls that it will make again.
+__device__ void forget_flags(const LowLatencyContext& c, int source) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const Turn own(c, c.rank, turn);
+        *own.entered(source) = 0;
+        for (int expert = 0; expert < c.config.num_local_experts(); ++expert) own.counts(source)[expert] = 0;
+        for (int token = 0; token < c.config.num_max_tokens; ++token) *own.arrived(source, token) = 0;
+    }
+}
+
 // Until all peers have said which call comes next, plus 1; they must agree.
 __device__ void rejoin(const LowLatencyContext& c) {
     unsigned long long next = 0;
@@ -20,19 +30,10 @@ __device__ void rejoin(const LowLatencyContext& c) {
         next = told;
     }
     for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
+    forget_flags(c, c.rank);
     if (next != 0) count_call(c, next - 2, 0);
     c.state->masks = 0;
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
-}
-
-// Of a rank that comes back: it may have sent calls that it will make again.
-__device__ void forget_flags(const LowLatencyContext& c, int source) {
-    for (int turn = 0; turn < kTurns; ++turn) {
-        const Turn own(c, c.rank, turn);
-        *own.entered(source) = 0;
-        for (int expert = 0; expert < c.config.num_local_experts(); ++expert) own.counts(source)[expert] = 0;
-        for (int token = 0; token < c.config.num_max_tokens; ++token) *own.arrived(source, token) = 0;
-    }
 }
 
 __device__ void refuse(const LowLatencyControlParams& p) {
