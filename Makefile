@@ -1,6 +1,7 @@
 # make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed)
 # make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
 # make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
+# make demo-overlap   two micro-batches through a stack of MoE layers, by turns, and a picture of who runs what when
 # make test   installs, builds, runs every test that needs no GPU
 # PIP_ARGS    options for pip, such as the index of PyTorch's CPU builds, which are much smaller than the default ones
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
@@ -21,7 +22,7 @@ INSTALL := -e ".[megatron,deepspeed]"
 endif
 endif
 
-.PHONY: demo demo-deepspeed test lint bench clean install
+.PHONY: demo demo-deepspeed demo-overlap test lint bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
@@ -50,6 +51,9 @@ demo: $(STAMP)
 
 demo-deepspeed: $(STAMP)
 	$(SCRIPT) examples/deepspeed/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-deepspeed $(DEMO_ARGS)
+
+demo-overlap: $(STAMP)
+	$(SCRIPT) examples/overlap/decode.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-overlap $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(RUN) pytest $(PYTEST_ARGS)

@@ -1,0 +1,176 @@
+"""Decode with double-batch overlap: two micro-batches through a stack of MoE layers, one after the other and by turns.
+
+python examples/overlap/decode.py                 # two ranks on the CPU, writes runs/demo-overlap/timeline.png
+python examples/overlap/decode.py --device cuda   # a rank on each GPU of this machine
+
+On GPUs rows fly while the multiprocessors compute. On the CPU the sender copies the rows itself, so only waits for other ranks are
+hidden: each rank has more to do for one micro-batch, its neighbours for the other.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import draw
+import torch
+import torch.distributed as dist
+from model import HEAD_SIZE, Decoder, Sizes
+from tqdm import trange
+
+from deepep_moe import LowLatencyBuffer
+from deepep_moe.nn import Span, Timeline, overlapped
+from deepep_moe.testing import run_ranks
+
+CPU = Sizes(layers=3, hidden=512, intermediate=256, experts=16, topk=4, tokens=64, context=256)
+GPU = Sizes(layers=4, hidden=7168, intermediate=1024, experts=32, topk=8, tokens=64, context=1024)
+HELP = {
+    "layers": "layers of attention, router, experts and a shared expert",
+    "hidden": f"columns of a token, a multiple of {HEAD_SIZE}",
+    "intermediate": "columns inside an expert",
+    "experts": "of all ranks together",
+    "topk": "experts a token chooses",
+    "tokens": "sequences of the first micro-batch on even and of the second on odd ranks, a token each; the others have half as many",
+    "context": "tokens that every sequence has in its cache",
+}
+Run = Callable[[Timeline], list[torch.Tensor]]
+
+
+@dataclass
+class Measured:
+    """One way to run. `seconds` of each repeat: of the slowest rank; `spans`: of the repeat in the middle, on a GPU of the last one."""
+
+    seconds: list[float]
+    spans: list[Span]
+    outputs: list[torch.Tensor]
+
+
+def num_tokens_of(sizes: Sizes, rank: int, batch: int) -> int:
+    return sizes.tokens if rank % 2 == batch else sizes.tokens // 2
+
+
+def runs_of(sizes: Sizes, rank: int, num_ranks: int, device: torch.device) -> dict[str, Run]:
+    """The two ways to decode the same two micro-batches."""
+    dtype, backend = (torch.float32, "shm") if device.type == "cpu" else (torch.bfloat16, "nvlink")
+    with device:
+        model = Decoder(sizes, rank, num_ranks).to(dtype)
+    buffer = LowLatencyBuffer(None, sizes.tokens, sizes.hidden, sizes.experts, sizes.topk, backend=backend)
+    num_tokens = [num_tokens_of(sizes, rank, batch) for batch in range(2)]
+    xs = [torch.randn(number, sizes.hidden).to(device, dtype) for number in num_tokens]
+    caches = [torch.randn(2, number, sizes.context, HEAD_SIZE).to(device, dtype) for number in num_tokens]
+
+    def one_by_one(timeline: Timeline) -> list[torch.Tensor]:
+        outputs = []
+        for batch, (x, cache) in enumerate(zip(xs, caches, strict=True)):
+            timeline.batch = batch
+            outputs += overlapped(model(buffer, x, cache, timeline))
+        return outputs
+
+    def by_turns(timeline: Timeline) -> list[torch.Tensor]:
+        return overlapped(*(model(buffer, x, cache, timeline) for x, cache in zip(xs, caches, strict=True)), timeline=timeline)
+
+    return {"one after the other": one_by_one, "overlapped": by_turns}
+
+
+def prepare(run: Run, device: torch.device) -> Callable[[], tuple[list[torch.Tensor], Timeline]]:
+    """On a GPU a CUDA graph: from Python launches would take longer than what they launch."""
+    run(Timeline(device))
+    if device.type == "cpu":
+
+        def step() -> tuple[list[torch.Tensor], Timeline]:
+            timeline = Timeline(device)
+            return run(timeline), timeline
+
+        return step
+    torch.cuda.synchronize()
+    graph, timeline = torch.cuda.CUDAGraph(), Timeline(device)
+    with torch.cuda.graph(graph):
+        outputs = run(timeline)
+
+    def replay() -> tuple[list[torch.Tensor], Timeline]:
+        graph.replay()
+        torch.cuda.synchronize()
+        return outputs, timeline
+
+    return replay
+
+
+def measure(runs: dict[str, Run], device: torch.device, repeats: int, progress: bool) -> dict[str, Measured]:
+    """All runs in turn, `repeats` times, so that each meets the same machine."""
+    steps = {name: prepare(run, device) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    passes: dict[str, list[tuple[list[torch.Tensor], Timeline]]] = {name: [] for name in runs}
+    for _ in trange(repeats, desc="decode", unit="pass", disable=not progress, mininterval=0.5):
+        for name, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            passes[name].append(step())
+            seconds[name].append(time.perf_counter() - begin)
+    measured = {}
+    for name in runs:
+        slowest = torch.tensor(seconds[name])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        outputs, timeline = passes[name][int(slowest.argsort()[repeats // 2])]
+        measured[name] = Measured(slowest.tolist(), timeline.spans(), [output.clone() for output in outputs])
+    return measured
+
+
+@torch.inference_mode()
+def decode(rank: int, num_ranks: int, sizes: Sizes, device_type: str, repeats: int) -> dict[str, tuple[float, list[Span]]]:
+    """One rank (a gloo process group is there): the median of the seconds and the timeline of each way, which must agree to the bit."""
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    measured = measure(runs_of(sizes, rank, num_ranks, device), device, repeats, progress=rank == 0)
+    first, second = measured.values()
+    for ours, theirs in zip(first.outputs, second.outputs, strict=True):
+        if not torch.equal(ours, theirs):
+            difference = (ours - theirs).abs().max().item()
+            raise AssertionError(f"rank {rank}: outputs differ by up to {difference:g}; they must be equal to the bit")
+    return {name: (statistics.median(result.seconds), result.spans) for name, result in measured.items()}
+
+
+def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
+    parser.add_argument("--repeats", type=int, default=20, help="passes to measure, of each way (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-overlap"), help="folder for timeline.png (default: %(default)s)")
+    for field in fields(Sizes):
+        small, large = getattr(CPU, field.name), getattr(GPU, field.name)
+        parser.add_argument(f"--{field.name}", type=int, help=f"{HELP[field.name]} (default: {small} on the CPU, {large} on GPUs)")
+    arguments = parser.parse_args(argv)
+    defaults = CPU if arguments.device == "cpu" else GPU
+    given = {field.name: getattr(arguments, field.name) for field in fields(Sizes)}
+    sizes = Sizes(**{name: getattr(defaults, name) if value is None else value for name, value in given.items()})
+    num_gpus = torch.cuda.device_count()
+    if arguments.num_ranks is None:
+        arguments.num_ranks = 2 if arguments.device == "cpu" else num_gpus
+    num_ranks = arguments.num_ranks
+    if arguments.device == "cuda" and not 0 < num_ranks <= num_gpus:
+        parser.error(f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {num_gpus}")
+    if min(*vars(sizes).values(), num_ranks, arguments.repeats) < 1 or sizes.hidden % HEAD_SIZE or sizes.experts % num_ranks:
+        parser.error(f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --experts one of {num_ranks} ranks")
+    return arguments, sizes
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments, sizes = arguments_of(argv)
+    results = run_ranks(decode, arguments.num_ranks, sizes, arguments.device, arguments.repeats, timeout_s=600, start_method="spawn")[0]
+    num_tokens = sum(num_tokens_of(sizes, rank, batch) for rank in range(arguments.num_ranks) for batch in range(2))
+    print(f"\nrank 0 of {arguments.num_ranks}, two micro-batches through {sizes.layers} layers:\n")
+    timelines = {name: spans for name, (_, spans) in results.items()}
+    print(draw.text(timelines), "\n")
+    for name, (seconds, _) in results.items():
+        print(f"{name:<20} {1e3 * seconds:8.2f} ms {num_tokens / seconds:12,.0f} tokens/s")
+    (one_by_one, _), (by_turns, _) = results.values()
+    print(f"outputs equal to the bit; overlapped is {one_by_one / by_turns:.2f}x as fast (medians of {arguments.repeats})")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    draw.plot(timelines, f"Double-batch overlap, rank 0 of {arguments.num_ranks} ({arguments.device})", arguments.out / "timeline.png")
+    print(f"wrote {arguments.out}/timeline.png")
+
+
+if __name__ == "__main__":
+    main()
