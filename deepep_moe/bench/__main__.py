@@ -1,5 +1,5 @@
-"""`python -m deepep_moe.bench [exchange | link | overlap | gate | megatron | deepspeed] ...`: dispatch and combine on the CPU, on GPUs,
-beside GEMMs; the gate; a layer of Megatron-Core, of DeepSpeed.
+"""`python -m deepep_moe.bench [exchange | link | low-latency | overlap | gate | megatron | deepspeed] ...`: dispatch and combine on the
+CPU, on GPUs, of small batches, beside GEMMs; the gate; a layer of Megatron-Core, of DeepSpeed.
 
 Where none is named: link with `--backend nvlink`, else exchange.
 """
@@ -7,9 +7,12 @@ Where none is named: link with `--backend nvlink`, else exchange.
 import argparse
 import sys
 
-from deepep_moe.bench import deepspeed, exchange, gate, link, megatron, overlap
+from deepep_moe.bench import deepspeed, exchange, gate, link, low_latency, megatron, overlap
 
-COMMANDS = {"exchange": exchange, "link": link, "overlap": overlap, "gate": gate, "megatron": megatron, "deepspeed": deepspeed}
+COMMANDS = {
+    "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "megatron": megatron,
+    "deepspeed": deepspeed,
+}  # fmt: skip
 
 
 def _with_command(arguments: list[str]) -> list[str]:

@@ -8,7 +8,9 @@ how much of an exchange hides behind GEMMs (`python -m deepep_moe.bench overlap 
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for what makes no sense."""
     options.on_gpu = options.backend == "nvlink" or (options.backend == "collective" and torch.cuda.device_count() > 0)
-    _resolve_ranks(options)
+    resolve_ranks(options)
     options.tokens = sorted(set(options.tokens or _default_tokens(options)))
     options.iterations = options.iterations or (10 if options.quick else 30)
     for n in options.ranks:
@@ -74,7 +76,8 @@ def resolve(options: argparse.Namespace) -> None:
     options.num_sms_of = {num_tokens: _num_sms(options, num_tokens) for num_tokens in options.tokens}
 
 
-def _resolve_ranks(options: argparse.Namespace) -> None:
+def resolve_ranks(options: argparse.Namespace) -> None:
+    """`options.ranks`, EP sizes, and `options.launched`, has a launcher started this rank; `options.on_gpu` must be there."""
     num_gpus = torch.cuda.device_count()
     options.launched = config.launched_rank() is not None
     if options.launched:
@@ -111,8 +114,10 @@ def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
     return list(dict.fromkeys(chosen))
 
 
-def _run_launched(options: argparse.Namespace) -> list[Report]:
-    """With the ranks that a launcher started, this one of them."""
+def start(measure: Callable[..., Any], options: argparse.Namespace) -> list[Any]:
+    """What `measure(rank, num_ranks, options, device_idx)` returns on rank 0 of each EP size; under a launcher, on this rank."""
+    if not options.launched:
+        return [run_ranks(measure, num_ranks, options, timeout_s=900)[0] for num_ranks in options.ranks]
     dist.init_process_group("gloo")
     try:
         return [measure(dist.get_rank(), dist.get_world_size(), options, config.local_rank())]
@@ -129,9 +134,7 @@ def run(options: argparse.Namespace) -> list[Report]:
         if options.plot.name == "overlap.png" and not options.is_overlap:
             raise ValueError(f"--plot {options.plot}: overlap.png is the name of the other figure; give another")
     resolve(options)
-    if options.launched:
-        return _run_launched(options)
-    return [run_ranks(measure, num_ranks, options, timeout_s=900)[0] for num_ranks in options.ranks]
+    return start(measure, options)
 
 
 def main(options: argparse.Namespace) -> None:

@@ -43,14 +43,22 @@ def spread(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def record(
-    op: str, settings: dict[str, Any], times: Sequence[float], bytes_moved: int, *, rival: str, rival_times: Sequence[float], **extra: Any
+    op: str,
+    settings: dict[str, Any],
+    times: Sequence[float],
+    bytes_moved: int,
+    *,
+    rival: str | None,
+    rival_times: Sequence[float],
+    **extra: Any,
 ) -> dict[str, Any]:
     """One measurement in the form all benchmarks of the project share.
 
     Times are microseconds; `gbps` is bytes_moved (bytes of one rank) over the median; `ratio` is rival_us / us_median: how many times
-    faster than the rival. Settings that do not apply are None. `extra` may say another `hardware` than the CPU.
+    faster than the rival; None where there are no times of a rival. Settings that do not apply are None. `extra` may say another
+    `hardware` than the CPU.
     """
-    (median, p10, p90), rival_us = spread(times), statistics.median(rival_times)
+    (median, p10, p90), rival_us = spread(times), statistics.median(rival_times) if rival_times else None
     return {
         "op": op,
         **{name: settings.get(name) for name in SETTINGS},
@@ -61,7 +69,7 @@ def record(
         "gbps": bytes_moved / median / 1e3,
         "rival": rival,
         "rival_us": rival_us,
-        "ratio": rival_us / median,
+        "ratio": None if rival_us is None else rival_us / median,
         "hardware": cpu_name(),
         **extra,
         "versions": {"deepep_moe": deepep_moe.__version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -33,7 +33,7 @@ class Timer:
             self._marked = [torch.cuda.Event(enable_timing=True) for _ in range(_MAX_MARKS)]
             self._token = torch.zeros(1, device=device)
             dist.all_reduce(self._token, group=group)
-            self._sleep_cycles = self._cycles(_SLEEP_US)
+            self._cycles_per_us = self._clock()
 
     def stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
         """Of the slowest rank in every iteration."""
@@ -59,8 +59,12 @@ class Timer:
             torch.cuda.synchronize(self.device)
         dist.barrier()
 
+    def sleep(self, us: float) -> None:
+        """Keep the GPU's current stream busy for `us` microseconds, longer where its clock is slow."""
+        torch.cuda._sleep(int(us * self._cycles_per_us))
+
     def _line_up(self) -> None:
-        torch.cuda._sleep(self._sleep_cycles)
+        self.sleep(_SLEEP_US)
         dist.all_reduce(self._token, group=self.group)  # behind the sleep: GPUs leave it together, however late their hosts were
 
     def _stream_once(self, call: Callable[[], Any]) -> float:
@@ -110,8 +114,8 @@ class Timer:
         del result
         return elapsed
 
-    def _cycles(self, us: float) -> int:
-        """Cycles that this GPU counts in `us` microseconds at its highest clock."""
+    def _clock(self) -> float:
+        """Cycles that this GPU counts in a microsecond at its highest clock."""
         probe, shortest_ms = 2_000_000, float("inf")
         for _ in range(20):
             self._start.record()
@@ -119,7 +123,7 @@ class Timer:
             self._end.record()
             self._end.synchronize()
             shortest_ms = min(shortest_ms, self._start.elapsed_time(self._end))
-        return int(us * probe / (shortest_ms * 1e3))
+        return probe / (shortest_ms * 1e3)
 
 
 def _meet() -> None:

@@ -95,9 +95,10 @@ def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: i
 def verify_rival(rival: PlannedAllToAll, inputs: Sequence[Inputs], shape: Shape, rank: int) -> Tensor:
     """Does the rival do the same work with bf16 rows? Returns what its dispatch returns. Collective; raises EPError."""
     rows = rival.dispatch()
+    combined = rival.combine(rows)  # now: what follows may raise on one rank alone
     tokens, _, _ = lanes_of_rank(torch.cat([i.topk_idx for i in inputs]), shape, rank)
     compare("the all-to-all's dispatch", rows, words(torch.cat([i.x for i in inputs]))[tokens])
-    close_to("the all-to-all's combine", rival.combine(rows), expected_combine(inputs[rank], shape, "expert"))
+    close_to("the all-to-all's combine", combined, expected_combine(inputs[rank], shape, "expert"))
     return rows
 
 

@@ -1,0 +1,131 @@
+"""Records, table and plot of `deepep_moe.bench.low_latency`."""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepep_moe.bench.low_latency_measure import Measurement, Report
+from deepep_moe.bench.low_latency_timing import Times
+from deepep_moe.bench.records import record
+from deepep_moe.bench.report import load_pyplot
+
+
+def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """For every measurement one record of the call as a graph (not on the CPU), one eagerly, one of each half."""
+    return [made for report in reports for m in report.measurements for made in _records(report, m, options)]
+
+
+def _records(report: Report, m: Measurement, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rival_eager, rival_graph = (None, None) if m.rival is None else (m.rival.eager, m.rival.graph)
+    made = [_record(report, m, options, "both", m.eager, rival_eager)]
+    if m.graph is not None:
+        graph = _record(report, m, options, "both", m.graph, rival_graph or rival_eager, is_graph=True)
+        made.insert(0, graph | {"rival_graph": rival_graph is not None, "us_graph_of_20": m.graph_of_20_us})
+    return [*made, _record(report, m, options, "send", m.send, None), _record(report, m, options, "receive", m.receive, None)]
+
+
+def _record(
+    report: Report, m: Measurement, options: argparse.Namespace, half: str, times: Times, rival: Times | None, is_graph: bool = False
+) -> dict[str, Any]:
+    settings = {
+        "backend": options.backend, "num_ranks": report.num_ranks, "num_tokens": m.num_tokens, "hidden": options.hidden,
+        "num_topk": options.topk, "num_experts": options.experts, "dtype": m.dtype, "layout": "expert",
+    }  # fmt: skip
+    link_bytes = 0 if half == "receive" else m.link_bytes  # they are there by then
+    median = statistics.median(times.us)
+    buffer_us = statistics.median(m.buffer_us) if m.buffer_us and half == "both" else None
+    extra = {
+        "name": f"low-latency {m.name}",
+        "wire": m.wire,
+        "half": half,
+        "graph": is_graph,
+        "us_p99": percentile(times.us, 99),
+        "us_event": report.event_us,
+        "us_host": times.host_us,
+        "is_host_ahead": times.is_ahead,
+        "num_sms": report.num_sms,
+        "link_gbps": report.link_gbps,
+        "percent_of_link": None if report.link_gbps is None else 100 * link_bytes / median / 1e3 / report.link_gbps,
+        "buffer_us": buffer_us,
+        "buffer_ratio": None if buffer_us is None else buffer_us / median,
+        "workspace_bytes": m.workspace_bytes,
+        "iterations": len(times.us),
+    }
+    name = None if rival is None else f"all-to-all of rows ({report.transport}) with permutes"
+    rival_us = [] if rival is None else rival.us
+    return record(m.op, settings, times.us, link_bytes, rival=name, rival_times=rival_us, hardware=report.hardware, **extra)
+
+
+def percentile(times: Sequence[float], percent: int) -> float:
+    return sorted(times)[len(times) * percent // 100]
+
+
+_COLUMNS = (
+    f"{'operation':15}{'EP':>3}{'tokens':>7}{'graph us':>10} {'[p10-p90]':15}{'p99':>7}{'of 20':>8}{'eager us':>10}{'send us':>9}"
+    f"{'receive us':>12}{'MB':>8}{'GB/s':>7}{'% link':>7}{'rival us':>10}{'speed-up':>10}{'Buffer us':>11}"
+)
+
+
+def show(reports: list[Report], records: list[dict[str, Any]]) -> None:
+    first = records[0]
+    shape = f"hidden {first['hidden']}, top-{first['num_topk']} of {first['num_experts']} experts, backend {first['backend']}"
+    print(f"{records[-1]['hardware']}; {shape}")
+    for report in reports:
+        link = "no link" if report.link_gbps is None else f"link {report.link_gbps:.0f} GB/s"
+        event = "" if report.event_us is None else f", {report.event_us:.2f} us from event to event, part of every time but `of 20`"
+        print(f"EP{report.num_ranks}: {link}{event}")
+    print("graph: one call a CUDA graph; of 20: mean of 20 calls in one graph; receive: with the rows already there. MB: over the link, of")
+    print("the rank that sends most. rival: all-to-all of every (token, expert) row with its permutes, in a graph where ours is.")
+    if not all(r["is_host_ahead"] for r in records):
+        print("*: the host was not always ahead of the device")
+    print(_COLUMNS)
+    lines: dict[tuple[int, int, str], dict[tuple[str, bool], dict[str, Any]]] = {}
+    for r in records:
+        lines.setdefault((r["num_ranks"], r["num_tokens"], r["name"]), {})[r["half"], r["graph"]] = r
+    for found in lines.values():
+        print(_line(found))
+
+
+def _line(found: dict[tuple[str, bool], dict[str, Any]]) -> str:
+    eager, send, receive = (found[half, False] for half in ("both", "send", "receive"))
+    r = found.get(("both", True), eager)
+    name = r["name"].removeprefix("low-latency ") + ("" if all(each["is_host_ahead"] for each in found.values()) else "*")
+    percent = "-" if r["percent_of_link"] is None else f"{r['percent_of_link']:.0f}"
+    spread = f"[{r['us_p10']:.1f}-{r['us_p90']:.1f}]"
+    graph = f"{r['us_median']:10.1f} {spread:15}{r['us_p99']:7.1f}{r['us_graph_of_20']:8.1f}" if r["graph"] else f"{'-':>10}{'':31}"
+    times = f"{eager['us_median']:10.1f}{send['us_median']:9.1f}{receive['us_median']:12.1f}"
+    link = f"{r['bytes_moved'] / 1e6:8.3f}{r['gbps']:7.1f}{percent:>7}"
+    rival = f"{'-':>10}{'-':>10}" if r["rival_us"] is None else f"{r['rival_us']:10.1f}{r['ratio']:9.2f}x"
+    buffer = "-" if r["buffer_us"] is None else f"{r['buffer_us']:.1f}"
+    return f"{name:15}{r['num_ranks']:3}{r['num_tokens']:7}{graph}{times}{link}{rival}{buffer:>11}"
+
+
+def plot(path: Path, records: list[dict[str, Any]]) -> None:
+    """Microseconds over tokens, a line per operation and EP size; the rival's thin."""
+    pyplot = load_pyplot()
+    is_graph = any(r["graph"] for r in records)
+    lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for r in records:
+        if r["half"] == "both" and r["graph"] == is_graph:
+            lines.setdefault((r["name"], r["num_ranks"]), []).append(r)
+    names, sizes = (list(dict.fromkeys(key[axis] for key in lines)) for axis in (0, 1))
+    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
+    for (name, num_ranks), points in lines.items():
+        style, color = ("-", "--", ":", "-.")[sizes.index(num_ranks) % 4], f"C{names.index(name) % 10}"
+        label = f"{name.removeprefix('low-latency ')}, EP{num_ranks}"
+        axes.plot([r["num_tokens"] for r in points], [r["us_median"] for r in points], style, color=color, marker=".", label=label)
+        against = [r for r in points if r["rival_us"] is not None]
+        axes.plot([r["num_tokens"] for r in against], [r["rival_us"] for r in against], style, color=color, linewidth=0.7, alpha=0.5)
+    tokens = sorted({r["num_tokens"] for r in records})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(tokens, [str(n) for n in tokens])
+    how = "a CUDA graph" if is_graph else "eagerly"
+    axes.set(xlabel="tokens per rank", ylabel=f"us a call, {how} (thin: all-to-all with permutes)", title=records[-1]["hardware"])
+    figure.legend(loc="outside lower center", fontsize=8, ncols=4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    print(f"wrote {path}")
