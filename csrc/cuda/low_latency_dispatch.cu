@@ -35,12 +35,17 @@ private:
     }
 };
 
+// What a block has found wrong with topk_idx first: kind, the lane as peer, the token as expected, the value as seen.
+__device__ __forceinline__ GpuFailure& refusal() {
+    __shared__ GpuFailure found;
+    return found;
+}
+
 // All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
 __device__ __noinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p) {
-    __shared__ int refused;
     const Marks marks(p.num_tokens);
     const int num_topk = c.config.num_topk, num_lanes = p.num_tokens * num_topk;
-    if (threadIdx.x == 0) refused = 0;
+    if (threadIdx.x == 0) refusal() = {};
     int64_t expert = static_cast<int>(threadIdx.x) < num_lanes ? expert_at(p, threadIdx.x) : -1;
 #pragma unroll 1
     for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += kThreads) marks.of(0)[i] = 0;
@@ -52,13 +57,14 @@ __device__ __noinline__ bool mark_tokens(const LowLatencyContext& c, const LowLa
         const bool inside = 0 <= expert && expert < c.config.num_experts;
         const uint32_t bit = 1u << token % 32;
         if (expert != -1 && (!inside || (atomicOr(marks.of(expert) + token / 32, bit) & bit) != 0)) {
-            refused = 1;
-            report(c, inside ? kDuplicateExpert : kIndexOutOfRange, i % num_topk, GpuPhase::kEntry, token, expert);
+            const GpuFailureKind kind = inside ? kDuplicateExpert : kIndexOutOfRange;
+            if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0) refusal() = {kind, i % num_topk, static_cast<int>(GpuPhase::kEntry), token, expert};
+            report(c, kind, i % num_topk, GpuPhase::kEntry, token, expert);
         }
         expert = next;
     }
     __syncthreads();
-    return refused == 0;
+    return refusal().kind == kNoFailure;
 }
 
 // How many tokens `source` has for a local expert.
@@ -173,12 +179,11 @@ struct Kernel {
         }
     }
 
-    // All threads: of what this rank's GPU has found first.
+    // All threads.
     __device__ void tell_reason(int to) const {
         if (threadIdx.x == 0) {
             auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
-            const volatile GpuFailure& failure = *c.failure;
-            reason->why = GpuFailure{failure.kind, failure.peer, failure.phase, failure.expected, failure.seen};
+            reason->why = refusal();
             reason->text[0] = '\0';
             __threadfence_system();
         }
