@@ -80,8 +80,8 @@ def show(reports: list[Report], records: list[dict[str, Any]]) -> None:
         event = "" if report.event_us is None else f", {report.event_us:.2f} us from event to event, part of every time but `of 20`"
         print(f"EP{report.num_ranks}: {link}{event}")
     print("graph: one call a CUDA graph, with the percentiles; on the CPU these are of eager calls. of 20: mean of 20 calls in one graph.")
-    print("receive: with the rows already there. MB: over the link, of the rank that sends most. rival: all-to-all of every (token, expert)")
-    print("row with its permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
+    print("receive: with the rows already there. MB: over the link, of the rank that sends most. rival: all-to-all of all (token, expert)")
+    print("rows with its permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
     if not all(r["is_host_ahead"] for r in records):
         print("*: the host was not always ahead of the device")
     print(_COLUMNS)
