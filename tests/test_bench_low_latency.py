@@ -22,8 +22,8 @@ TINY = ["--tokens", "9", "3", "--hidden", "256", "--experts", "8", "--topk", "3"
 SHAPE = operations.Shape(num_ranks=2, hidden=256, num_experts=8, num_topk=3, expert_alignment=1)
 NAMES = {"dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8"}
 FIELDS = RECORD_FIELDS | {
-    "name", "wire", "half", "graph", "us_p99", "us_event", "num_sms", "link_gbps", "percent_of_link", "buffer_us", "workspace_bytes",
-    "iterations",
+    "name", "wire", "half", "graph", "us_p99", "us_event", "us_host", "is_host_ahead", "num_sms", "link_gbps", "percent_of_link",
+    "buffer_us", "buffer_ratio", "workspace_bytes", "iterations",
 }  # fmt: skip
 
 
@@ -45,7 +45,9 @@ def check_record(r: dict, half: str) -> None:
     assert r["gbps"] == pytest.approx(r["bytes_moved"] / r["us_median"] / 1e3)
     assert r["percent_of_link"] == pytest.approx(100 * r["gbps"] / r["link_gbps"])
     if half == "both":
-        assert r["rival"] == "all-to-all of rows (gloo) with permutes" and r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
+        in_bf16 = ", in bf16" if r["name"] == "low-latency combine fp8" else ""
+        assert r["rival"] == f"all-to-all of rows (gloo) with permutes{in_bf16}"
+        assert r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
         assert r["buffer_ratio"] == pytest.approx(r["buffer_us"] / r["us_median"])
     else:
         assert r["rival"] is r["rival_us"] is r["ratio"] is r["buffer_us"] is None
@@ -65,8 +67,8 @@ def test_records(tmp_path):
         is_fp8 = r["name"] == "low-latency dispatch fp8"
         assert r["backend"] == "shm" and r["dtype"] == ("float8_e4m3fn" if is_fp8 else "bfloat16")
     lines = result.stdout.splitlines()
-    assert lines[5].split()[:5] == ["operation", "EP", "tokens", "graph", "us"]
-    assert [line.split()[:5] for line in lines[6:8]] == [["dispatch", "fp8", "2", "3", "-"], ["dispatch", "bf16", "2", "3", "-"]]
+    assert lines[6].split()[:5] == ["operation", "EP", "tokens", "graph", "us"]
+    assert [line.split()[:5] for line in lines[7:9]] == [["dispatch", "fp8", "2", "3", "-"], ["dispatch", "bf16", "2", "3", "-"]]
 
 
 def test_torchrun(tmp_path):

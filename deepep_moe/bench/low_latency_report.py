@@ -53,7 +53,10 @@ def _record(
         "workspace_bytes": m.workspace_bytes,
         "iterations": len(times.us),
     }
-    name = None if rival is None else f"all-to-all of rows ({report.transport}) with permutes"
+    name = None
+    if rival is not None:
+        in_bf16 = ", in bf16" if (m.op, m.wire) == ("combine", "fp8") else ""  # there is no other
+        name = f"all-to-all of rows ({report.transport}) with permutes{in_bf16}"
     rival_us = [] if rival is None else rival.us
     return record(m.op, settings, times.us, link_bytes, rival=name, rival_times=rival_us, hardware=report.hardware, **extra)
 
@@ -76,8 +79,9 @@ def show(reports: list[Report], records: list[dict[str, Any]]) -> None:
         link = "no link" if report.link_gbps is None else f"link {report.link_gbps:.0f} GB/s"
         event = "" if report.event_us is None else f", {report.event_us:.2f} us from event to event, part of every time but `of 20`"
         print(f"EP{report.num_ranks}: {link}{event}")
-    print("graph: one call a CUDA graph; of 20: mean of 20 calls in one graph; receive: with the rows already there. MB: over the link, of")
-    print("the rank that sends most. rival: all-to-all of every (token, expert) row with its permutes, in a graph where ours is.")
+    print("graph: one call a CUDA graph, with the percentiles; on the CPU these are of eager calls. of 20: mean of 20 calls in one graph.")
+    print("receive: with the rows already there. MB: over the link, of the rank that sends most. rival: all-to-all of all (token, expert)")
+    print("rows with its permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
     if not all(r["is_host_ahead"] for r in records):
         print("*: the host was not always ahead of the device")
     print(_COLUMNS)
@@ -94,7 +98,8 @@ def _line(found: dict[tuple[str, bool], dict[str, Any]]) -> str:
     name = r["name"].removeprefix("low-latency ") + ("" if all(each["is_host_ahead"] for each in found.values()) else "*")
     percent = "-" if r["percent_of_link"] is None else f"{r['percent_of_link']:.0f}"
     spread = f"[{r['us_p10']:.1f}-{r['us_p90']:.1f}]"
-    graph = f"{r['us_median']:10.1f} {spread:15}{r['us_p99']:7.1f}{r['us_graph_of_20']:8.1f}" if r["graph"] else f"{'-':>10}{'':31}"
+    graph, of_20 = (f"{r['us_median']:.1f}", f"{r['us_graph_of_20']:.1f}") if r["graph"] else ("-", "-")
+    graph = f"{graph:>10} {spread:15}{r['us_p99']:7.1f}{of_20:>8}"
     times = f"{eager['us_median']:10.1f}{send['us_median']:9.1f}{receive['us_median']:12.1f}"
     link = f"{r['bytes_moved'] / 1e6:8.3f}{r['gbps']:7.1f}{percent:>7}"
     rival = f"{'-':>10}{'-':>10}" if r["rival_us"] is None else f"{r['rival_us']:10.1f}{r['ratio']:9.2f}x"
