@@ -91,17 +91,20 @@ def shown(us: float) -> str:
 
 
 def test_readme_numbers_come_from_results():
-    """Rows of the table end in a comment "FILE OP / RIVAL", or "FILE NAME EPn" for GPUs, and repeat that record's figures; so does the
-    sentence on memcpy."""
+    """Rows of the table end in a comment "FILE OP / RIVAL", or "FILE NAME EPn" or "FILE NAME graph EPn" for GPUs, and repeat that record's
+    figures; so do the sentences on memcpy and on graphs of 20 calls."""
     rows = [line for line in readme().splitlines() if re.search(r"\| \d+\.\dx \|", line)]
     assert rows and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
     for line in readme().splitlines():
-        if found := re.search(r"<!-- (\S+\.json) (.+) EP(\d) -->", line):
+        if found := re.search(r"<!-- (\S+\.json) (.+?)( graph)? EP(\d) -->", line):
             records = json.loads((ROOT / "benchmarks" / "results" / found[1]).read_text())
-            key = {"name": found[2], "num_ranks": int(found[3]), "num_tokens": 4096, "num_sms": None}
+            kind = {"num_tokens": 128, "half": "both", "graph": True} if found[3] else {"num_tokens": 4096, "num_sms": None}
+            key = {"name": found[2], "num_ranks": int(found[4])} | kind
             (record,) = [r for r in records if {name: r[name] for name in key} == key]
             for value in (f"| {record['us_median']:.0f} us |", f"| {record['rival_us']:.0f} us |", f"| {record['ratio']:.1f}x |"):
                 assert value in line, f"{value} is not in {line}"
+            if found[3]:
+                assert f"{record['us_graph_of_20']:.1f}" in re.search(r"20 calls in one graph take .+ us", readme())[0]
             continue
         found = re.search(r"<!-- (\S+\.json) (.+?) / (.+?) -->", line)
         if found:

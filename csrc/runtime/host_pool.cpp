@@ -21,7 +21,7 @@ std::unique_ptr<HostPool::Block> HostPool::allocate(size_t bytes) {
     // Sizes vary a little from call to call with the routing: up to half as much again fits too.
     if (auto found = free_.lower_bound(capacity); found != free_.end() && found->first <= capacity + capacity / 2) {
         capacity = found->first;
-        data = found->second;
+        data = found->second.data;
         cached_ -= capacity;
         free_.erase(found);
     } else {
@@ -38,7 +38,7 @@ void HostPool::give_back(void* data, size_t capacity) {
     std::lock_guard lock(mutex_);
     in_use_ -= capacity;
     cached_ += capacity;
-    free_.emplace(capacity, data);
+    free_.emplace(capacity, Free{data, num_returned_++});
     trim_locked(peak_);
 }
 
@@ -49,10 +49,10 @@ void HostPool::trim(size_t keep_bytes) {
 
 void HostPool::trim_locked(size_t keep_bytes) {
     while (cached_ > keep_bytes) {
-        const auto largest = std::prev(free_.end());
-        munmap(largest->second, largest->first);
-        cached_ -= largest->first;
-        free_.erase(largest);
+        const auto oldest = std::min_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) { return a.second.returned < b.second.returned; });
+        munmap(oldest->second.data, oldest->first);
+        cached_ -= oldest->first;
+        free_.erase(oldest);
     }
 }
 

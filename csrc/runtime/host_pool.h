@@ -1,10 +1,11 @@
 // Memory for outputs that is kept for the next call.
 //
 // Fresh pages cost more than the rows copied into them (a fault and a cleared page each), and the C library returns large blocks to
-// the system at once. The pool keeps as many bytes as were ever in use at the same time, and no more.
+// the system at once. The pool keeps as many bytes as were ever in use at the same time, and no more: those returned last.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,8 +40,13 @@ private:
     void trim_locked(size_t keep_bytes);
 
     mutable std::mutex mutex_;
-    std::multimap<size_t, void*> free_;  // by capacity
+    struct Free {
+        void* data;
+        uint64_t returned;  // when: the number of blocks given back before
+    };
+    std::multimap<size_t, Free> free_;  // by capacity
     size_t in_use_ = 0, peak_ = 0, cached_ = 0;
+    uint64_t num_returned_ = 0;
 };
 
 }  // namespace deepep_moe
