@@ -182,11 +182,13 @@ def refusing_on_and_on(rank, _, backend):
         time.sleep(0.05 if rank == 1 else 0)
         with pytest.raises(ValueError if rank == 0 else EPPeerError, match="scale_format is 'e8'"):
             buffer.dispatch(x, idx, scale_format="e8" if rank == 0 else "fp32")
+            finish(buffer)
     check_usable(buffer, x, idx)
 
 
-def test_refusals_in_a_row():
-    run_ranks(refusing_on_and_on, 2, "shm")
+@on_every_backend
+def test_refusals_in_a_row(backend):
+    run_ranks(refusing_on_and_on, 2, backend)
 
 
 def unreceived_handle(rank, _, backend):

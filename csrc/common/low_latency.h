@@ -6,12 +6,12 @@
 //     arrived u64[num_ranks][num_max_tokens][kArrivedWords] | slots [num_ranks][num_max_tokens] of slot_bytes
 //
 // Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in the
-// order in which they send, the same on every rank; call n uses turn n % kTurns. Flags hold the number of their call, what the rank does in it, and a
-// value, so nothing is cleared between calls: `entered` the rank's number of tokens, each of `counts` its tokens for an expert, each of
-// `arrived` 1 where the token comes to this rank, after its lanes and its row (in a combine, its sum), and 0 where it does not.
-// At most kMaxInFlight calls are sent and not yet received: a
-// rank that sends call n has received n - 2, for which all had sent n - 2, for which all had received n - 4. So turns never meet, without
-// any word from a receiver.
+// order in which they send, the same on every rank; call n uses turn n % kTurns. Flags hold the number of their call, what the rank does in
+// it, and a value, so nothing is cleared between calls: `entered` the rank's number of tokens, each of `counts` its tokens for an expert,
+// each of `arrived` 1 where the token comes to this rank, after its lanes and its row (in a combine, its sum), and 0 where it does not.
+//
+// At most kMaxInFlight calls are sent and not yet received: a rank that sends call n has received n - 2, for which all had sent n - 2, for
+// which all had received n - 4. So turns never meet, without any word from a receiver.
 #pragma once
 
 #include <cstddef>

@@ -45,7 +45,7 @@ int64_t low_latency_shared_bytes(const LowLatencyConfig& config);
 
 // What a rank does between calls.
 struct LowLatencyControlParams {
-    enum Action { kMask, kUnmask, kRejoin, kRefuse } action;
+    enum Action { kMask, kUnmask, kRejoin, kRefuse, kCatchUp } action;
     LowLatencyContext context;
     int rank;                        // to mask or take back
     char reason[kMaxReasonBytes];    // of a refusal

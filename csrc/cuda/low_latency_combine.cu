@@ -181,6 +181,7 @@ struct Kernel {
     __device__ unsigned wait_token(int token, unsigned ranks) const {
         bool came = false;
         if ((ranks >> lane & 1) != 0) came = wait_flag_of(c, Turn(c, c.rank, call).arrived(lane, token), call, lane, GpuPhase::kCombineRows) != 0;
+        __syncwarp();
         return __ballot_sync(kFullWarp, came);
     }
 

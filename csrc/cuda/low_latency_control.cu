@@ -36,6 +36,15 @@ __device__ void rejoin(const LowLatencyContext& c) {
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
 }
 
+// Before a call after one that was refused, and so not received: until all ranks have entered the call before last, as a receiver waits.
+__device__ void catch_up(const LowLatencyContext& c) {
+    const unsigned long long call = next_call(c);
+    if (call <= kMaxInFlight) return;
+    const Turn own(c, c.rank, call - kMaxInFlight);
+    for (int peer = 0; peer < c.config.num_ranks; ++peer)
+        if (peer != c.rank && !is_masked(c, peer)) wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry);
+}
+
 __device__ void refuse(const LowLatencyControlParams& p) {
     const LowLatencyContext& c = p.context;
     const unsigned long long call = next_call(c);
@@ -62,6 +71,7 @@ __global__ void low_latency_control(const __grid_constant__ LowLatencyControlPar
             return store_release(resumed(c, p.rank, c.rank), next_call(c) + 1);
         case LowLatencyControlParams::kRejoin: return rejoin(c);
         case LowLatencyControlParams::kRefuse: return refuse(p);
+        case LowLatencyControlParams::kCatchUp: return catch_up(c);
     }
 }
 

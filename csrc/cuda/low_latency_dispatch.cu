@@ -307,6 +307,7 @@ struct Kernel {
         const Bases bases(c, call, p.what, sources.came, source);
         unsigned long long flag = 0;
         if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
+        __syncwarp();
         const bool comes = LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag, 0)) != 0;
         const std::byte* const slot = own.slot(source, token);
         const int piece = part * 32 * kPieces + lane;

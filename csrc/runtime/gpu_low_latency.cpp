@@ -83,15 +83,26 @@ void GpuLowLatencyCommunicator::follow(cudaStream_t stream) {
     last_ = stream;
 }
 
+// Of a call, or of its half that receives.
+void GpuLowLatencyCommunicator::begin(bool sends, cudaStream_t stream) {
+    follow(stream);
+    if (!sends || num_to_catch_up_ == 0) return;
+    --num_to_catch_up_;
+    LowLatencyControlParams params{};
+    params.action = LowLatencyControlParams::kCatchUp;
+    params.context = context();
+    launch_low_latency_control(params, stream);
+}
+
 void GpuLowLatencyCommunicator::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    follow(as_stream(stream));
+    begin(sends, as_stream(stream));
     launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
 }
 
 void GpuLowLatencyCommunicator::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    follow(as_stream(stream));
+    begin(sends, as_stream(stream));
     launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
 }
 
@@ -99,7 +110,7 @@ void GpuLowLatencyCommunicator::combine(const LowLatencyCombineParams& params, b
 
 void GpuLowLatencyCommunicator::control(LowLatencyControlParams& params, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    follow(as_stream(stream));
+    begin(params.action == LowLatencyControlParams::kRefuse, as_stream(stream));
     params.context = context();
     launch_low_latency_control(params, as_stream(stream));
     check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
@@ -110,6 +121,7 @@ void GpuLowLatencyCommunicator::refuse(const std::string& reason, uintptr_t stre
     params.action = LowLatencyControlParams::kRefuse;
     copy_text(params.reason, sizeof(LowLatencyReason::text), reason.empty() ? "unknown" : reason);
     control(params, stream);
+    num_to_catch_up_ = kMaxInFlight;
 }
 
 void GpuLowLatencyCommunicator::mask(int rank, bool masked, uintptr_t stream) {

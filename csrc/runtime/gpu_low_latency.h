@@ -38,6 +38,7 @@ private:
     LowLatencyContext context() const;
     void follow(cudaStream_t stream);
     void control(LowLatencyControlParams& params, uintptr_t stream);
+    void begin(bool sends, cudaStream_t stream);
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string describe(const GpuFailure& failure) const;
     std::string reason_of(int peer) const;
@@ -56,6 +57,7 @@ private:
     HostSlots* host_ = nullptr;  // pinned
     cudaStream_t last_ = nullptr;
     bool has_last_ = false;
+    int num_to_catch_up_ = 0;  // calls whose call before last may have been refused
     cudaEvent_t followed_ = nullptr;
 };
 
