@@ -42,6 +42,9 @@ struct LowLatencyLaunch {
 void launch_low_latency_dispatch(LowLatencyLaunch<LowLatencyDispatchParams> launch, void* stream);
 void launch_low_latency_combine(LowLatencyLaunch<LowLatencyCombineParams> launch, void* stream);
 int64_t low_latency_shared_bytes(const LowLatencyConfig& config);
+// Blocks of either kernel that a multiprocessor of the current device holds at once, two at most.
+int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& config);
+int low_latency_combine_blocks_per_multiprocessor();
 
 // What a rank does between calls.
 struct LowLatencyControlParams {

@@ -1,6 +1,8 @@
 // Low-latency combine in one kernel, or in two halves. Sending: a block sums the rows of a token's experts on this rank and pushes the sum
 // straight from registers. Receiving: a block waits for a token's sums and adds them. What is summed comes through shared memory, as registers
 // could not hold all that must be on its way at once.
+#include <algorithm>
+
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency.cuh"
@@ -233,6 +235,8 @@ void launch_type(const Launch& l, void* stream) {
 }
 
 }  // namespace
+
+int low_latency_combine_blocks_per_multiprocessor() { return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false>>(kThreads, kSharedBytes); }
 
 void launch_low_latency_combine(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kCombine;

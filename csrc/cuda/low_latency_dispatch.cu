@@ -1,6 +1,8 @@
 // Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
 // others push rows, a token at a time, straight from registers, quantized on the way, each with its place among this rank's tokens of the same
 // expert. Receiving: each warp waits for a row, and for how many rows of its experts come before, and copies a part of it there.
+#include <algorithm>
+
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency.cuh"
@@ -388,6 +390,12 @@ void launch_type(const Launch& l, void* stream) {
 }  // namespace
 
 int64_t low_latency_shared_bytes(const LowLatencyConfig& c) { return 4 * c.num_experts * std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32); }
+
+// The same for all types of rows, by __launch_bounds__.
+int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& c) {
+    const int blocks = blocks_per_multiprocessor<low_latency_dispatch<DType::kBFloat16, false>>(kThreads, low_latency_shared_bytes(c));
+    return std::min({2, blocks, low_latency_combine_blocks_per_multiprocessor()});
+}
 
 void launch_low_latency_dispatch(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kDispatch;

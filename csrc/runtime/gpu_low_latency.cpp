@@ -8,11 +8,6 @@
 #include "common/signature.h"
 
 namespace deepep_moe {
-namespace {
-
-constexpr int kBlocksPerMultiprocessor = 2;
-
-}  // namespace
 
 // ---- memory ----
 
@@ -35,12 +30,12 @@ GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& con
 
 void GpuLowLatencyCommunicator::allocate() {
     const DeviceGuard guard(device_);
-    num_blocks = std::min(kBlocksPerMultiprocessor * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
-    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), needed = low_latency_shared_bytes(config_);
-    if (needed > shared / kBlocksPerMultiprocessor - 1024)
-        throw std::invalid_argument(std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +
-                                    std::to_string(needed) + " bytes of shared memory a block, this GPU has " +
-                                    std::to_string(shared / kBlocksPerMultiprocessor - 1024) + "; use Buffer for batches of this size");
+    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - 1024, needed = low_latency_shared_bytes(config_);
+    const int blocks = needed > shared ? 0 : low_latency_blocks_per_multiprocessor(config_);
+    if (blocks == 0)
+        throw std::runtime_error(std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +
+                                 std::to_string(needed) + " bytes of shared memory a block, this GPU has " + std::to_string(shared));
+    num_blocks = std::min(blocks * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
     memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
     void* pointer = nullptr;
     check_cuda(cudaMalloc(&pointer, sizeof(LowLatencyState)), "cannot allocate the counters");
