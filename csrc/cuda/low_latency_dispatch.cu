@@ -5,7 +5,7 @@
 
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/low_latency.cuh"
+#include "cuda/device/low_latency_places.cuh"
 
 namespace deepep_moe {
 namespace {
@@ -15,106 +15,6 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
 constexpr int kLanesPerScale = kScaleBlock / kColumns;
-
-__device__ __forceinline__ int64_t expert_at(const LowLatencyDispatchParams& p, int64_t i) {
-    return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[i] : static_cast<const int32_t*>(p.topk_idx)[i];
-}
-
-// In shared memory, a bit for each expert and token: which tokens go to which expert.
-struct Marks {
-    const int words;  // of an expert
-    __device__ explicit Marks(int num_tokens) : words((num_tokens + 31) / 32) {}
-    __device__ uint32_t* of(int64_t expert) const { return shared_memory<uint32_t>() + expert * words; }
-    __device__ int count(int expert) const { return count(expert, words); }
-    __device__ int before(int token, int expert) const { return count(expert, token / 32) + __popc(of(expert)[token / 32] & ((1u << token % 32) - 1)); }
-
-private:
-    __device__ int count(int expert, int num_words) const {
-        int count = 0;
-#pragma unroll 1
-        for (int i = 0; i < num_words; ++i) count += __popc(of(expert)[i]);
-        return count;
-    }
-};
-
-// What a block has found wrong with topk_idx first: kind, the lane as peer, the token as expected, the value as seen.
-__device__ __forceinline__ GpuFailure& refusal() {
-    __shared__ GpuFailure found;
-    return found;
-}
-
-// All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
-__device__ __noinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p) {
-    const Marks marks(p.num_tokens);
-    const int num_topk = c.config.num_topk, num_lanes = p.num_tokens * num_topk;
-    if (threadIdx.x == 0) refusal() = {};
-    int64_t expert = static_cast<int>(threadIdx.x) < num_lanes ? expert_at(p, threadIdx.x) : -1;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += kThreads) marks.of(0)[i] = 0;
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < num_lanes; i += kThreads) {
-        const int64_t next = i + kThreads < num_lanes ? expert_at(p, i + kThreads) : -1;
-        const int token = i / num_topk;
-        const bool inside = 0 <= expert && expert < c.config.num_experts;
-        const uint32_t bit = 1u << token % 32;
-        if (expert != -1 && (!inside || (atomicOr(marks.of(expert) + token / 32, bit) & bit) != 0)) {
-            const GpuFailureKind kind = inside ? kDuplicateExpert : kIndexOutOfRange;
-            if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0) refusal() = {kind, i % num_topk, static_cast<int>(GpuPhase::kEntry), token, expert};
-            report(c, kind, i % num_topk, GpuPhase::kEntry, token, expert);
-        }
-        expert = next;
-    }
-    __syncthreads();
-    return refusal().kind == kNoFailure;
-}
-
-// How many tokens `source` has for a local expert.
-__device__ __forceinline__ int tokens_for(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int source, int expert,
-                                          unsigned long long word) {
-    if (word >> kWhatBits < call) word = wait_word_of(c, Turn(c, c.rank, call).counts(source) + expert, call, source, GpuPhase::kEntry);
-    return word != 0 && check_what(c, what, word, source) ? LowLatencyWhat::value_in(word) : 0;
-}
-
-// How many tokens the ranks of `came` before `source` have for a local expert.
-__device__ __noinline__ int tokens_before(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int source, int expert) {
-    int count = 0;
-#pragma unroll 1
-    for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) count += tokens_for(c, call, what, __ffs(rest) - 1, expert, 0);
-    return count;
-}
-
-// The same for all local experts, as far as a warp can hold it, asked for together: of experts lane, lane + 32, ...
-struct Bases {
-    static constexpr int kHeld = 4;
-    int of[kHeld] = {};
-
-    __device__ Bases(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int source) {
-        const Turn own(c, c.rank, call);
-        const int lane = threadIdx.x % 32, num_held = min(c.config.num_local_experts(), 32 * kHeld);
-#pragma unroll 1
-        for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) {
-            const int before = __ffs(rest) - 1;
-            unsigned long long words[kHeld];
-#pragma unroll
-            for (int i = 0; i < kHeld; ++i) words[i] = 32 * i + lane < num_held ? load_relaxed(own.counts(before) + 32 * i + lane) : 0;
-#pragma unroll
-            for (int i = 0; i < kHeld; ++i)
-                if (32 * i + lane < num_held) of[i] += tokens_for(c, call, what, before, 32 * i + lane, words[i]);
-        }
-    }
-
-    // All lanes must call it. -1: of an expert that is not held.
-    __device__ int at(int expert) const {
-        int base = -1;
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int held = __shfl_sync(kFullWarp, of[i], expert & 31);
-            if (expert >> 5 == i) base = held;
-        }
-        return base;
-    }
-};
 
 template <DType kType, bool kQuantized>
 struct Kernel {
