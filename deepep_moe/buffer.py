@@ -30,7 +30,7 @@ from deepep_moe.backends.checks import (
 )
 from deepep_moe.backends.quantize import quantize_fp8
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
-from deepep_moe.backends.select import BACKENDS, introduce, make_backend
+from deepep_moe.backends.select import BACKENDS, introduce, join, make_backend
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 from deepep_moe.handle import DispatchHandle, DispatchOutput, Layout
@@ -84,16 +84,7 @@ class Buffer:
         num_sms: int | None = None,
         timeout_s: float | None = None,
     ):
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        if group is None and config.world_size() > 1:
-            raise ValueError(
-                f"this process is one of WORLD_SIZE={config.world_size()}, but torch.distributed is not initialized; "
-                "call torch.distributed.init_process_group before creating a Buffer"
-            )
-        num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        if rank < 0:
-            raise ValueError("this process is not a member of the group; create the Buffer on the group's ranks only")
+        group, num_ranks, rank = join(group, "Buffer")
         self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
         num_threads: int = 1
         error: Exception | None = None

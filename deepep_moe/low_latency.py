@@ -24,7 +24,7 @@ from deepep_moe.backends.low_latency import (
     check_low_latency_settings,
     num_scale_columns,
 )
-from deepep_moe.backends.select import introduce, make_low_latency_backend
+from deepep_moe.backends.select import introduce, join, make_low_latency_backend
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 
@@ -114,11 +114,7 @@ class LowLatencyBuffer:
         timeout_s: float | None = None,
         mask_stalled: bool = False,
     ):
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        if rank < 0:
-            raise ValueError("this process is not a member of the group; create the LowLatencyBuffer on the group's ranks only")
+        group, num_ranks, rank = join(group, "LowLatencyBuffer")
         s = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
         error: Exception | None = None
         num_threads = 1

@@ -316,3 +316,10 @@ def dies(rank, _, backend, asynchronous):
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_peer_that_dies(asynchronous):
     run_ranks(dies, 3, "shm", asynchronous, expected_dead=[1])
+
+
+def test_forgotten_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "one of WORLD_SIZE=2, but torch.distributed is not initialized; call .*init_process_group before creating a LowLatencyBuffer"
+    with pytest.raises(ValueError, match=message):
+        LowLatencyBuffer(None, 8, 16, 4, 2)

@@ -31,7 +31,7 @@ __device__ void rejoin(const LowLatencyContext& c) {
     }
     for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
     forget_flags(c, c.rank);
-    if (next != 0) count_call(c, next - 2, 0);
+    if (next != 0) count_call(c, next - 2);
     c.state->masks = 0;
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
 }
@@ -57,7 +57,7 @@ __device__ void refuse(const LowLatencyControlParams& p) {
         const Turn there(c, to, call);
         store_release(there.entered(c.rank), what.flag(call, 0));
     }
-    count_call(c, call, 0);
+    count_call(c, call);
 }
 
 __global__ void low_latency_control(const __grid_constant__ LowLatencyControlParams p) {

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deepep_moe import _C
+from deepep_moe import _C, config
 from deepep_moe.backends.base import Backend, Settings
 from deepep_moe.backends.collective import CollectiveBackend
 from deepep_moe.backends.low_latency import LowLatencyBackend, NvlinkLowLatencyBackend, ShmLowLatencyBackend
@@ -44,6 +44,21 @@ def host_id() -> str:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def join(group: "dist.ProcessGroup | None", what: str) -> "tuple[dist.ProcessGroup | None, int, int]":
+    """The group to make a `what` for (None: this process alone), its size and this process's rank in it. Raises ValueError."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None and config.world_size() > 1:
+        raise ValueError(
+            f"this process is one of WORLD_SIZE={config.world_size()}, but torch.distributed is not initialized; "
+            f"call torch.distributed.init_process_group before creating a {what}"
+        )
+    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    if rank < 0:
+        raise ValueError(f"this process is not a member of the group; create the {what} on the group's ranks only")
+    return group, num_ranks, rank
 
 
 def introduce(
@@ -161,7 +176,9 @@ def make_low_latency_backend(
             or _make_connected(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
         )
     if isinstance(made, str):
-        raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {made}; use Buffer")
+        raise BackendUnavailableError(
+            f"no low-latency backend can serve, backend={name!r}: {made}; use backend='auto', or Buffer, which has more backends"
+        )
     return made
 
 

@@ -116,10 +116,10 @@ __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long ca
 // The number of the call that is sent now, which each block counts for itself: none has to wait for the others.
 __device__ __forceinline__ unsigned long long next_call(const LowLatencyContext& c) { return c.state->num_sent[blockIdx.x] + 1; }
 
-// One thread, for blocks `first`, `first` + 1, ...
-__device__ inline void count_call(const LowLatencyContext& c, unsigned long long call, int first) {
+// One thread, for all blocks.
+__device__ inline void count_call(const LowLatencyContext& c, unsigned long long call) {
 #pragma unroll 1
-    for (int block = first; block < kLowLatencyMaxBlocks; ++block) c.state->num_sent[block] = call;
+    for (int block = 0; block < kLowLatencyMaxBlocks; ++block) c.state->num_sent[block] = call;
 }
 
 // All threads of all blocks, at the end of a kernel that sends.
