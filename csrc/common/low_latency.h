@@ -2,13 +2,12 @@
 // call is made of.
 //
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[num_ranks][kMaxReasonBytes] | kTurns turns, each:
-//     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | lanes LowLatencyLane[num_ranks][num_max_tokens][num_topk] |
-//     arrived u64[num_ranks][num_max_tokens][kArrivedWords] | slots [num_ranks][num_max_tokens] of slot_bytes
+//     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | what each backend makes of rows [num_ranks][num_max_tokens]
 //
 // Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in the
 // order in which they send, the same on every rank; call n uses turn n % kTurns. Flags hold the number of their call, what the rank does in
-// it, and a value, so nothing is cleared between calls: `entered` the rank's number of tokens, each of `counts` its tokens for an expert,
-// each of `arrived` 1 where the token comes to this rank, after its lanes and its row (in a combine, its sum), and 0 where it does not.
+// it, and a value, so nothing is cleared between calls: `entered` the rank's number of tokens, in a combine the last bits of the number of
+// its dispatch, each of `counts` its tokens for an expert.
 //
 // At most kMaxInFlight calls are sent and not yet received: a rank that sends call n has received n - 2, for which all had sent n - 2, for
 // which all had received n - 4. So turns never meet, without any word from a receiver.
@@ -23,7 +22,6 @@ namespace deepep_moe {
 
 constexpr int kTurns = 4, kMaxInFlight = 2;
 constexpr int kLowLatencyMaxRanks = 8;
-constexpr int kArrivedWords = 16;  // of one flag of `arrived`, of which the first is used: each has its own line of memory
 constexpr int kValueBitsOfFlag = 16, kWhatBits = 8 + kValueBitsOfFlag;  // of a flag, below the number of its call
 
 enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };
@@ -42,6 +40,14 @@ struct LowLatencyWhat {
     }
     DEEPEP_MOE_HD constexpr unsigned long long flag(unsigned long long call, int value) const {
         return call << kWhatBits | packed() << kValueBitsOfFlag | static_cast<unsigned>(value);
+    }
+    // A combine's, in the words of entry: its dispatch.
+    DEEPEP_MOE_HD unsigned long long flag_along(unsigned long long call, unsigned long long dispatch) const {
+        return flag(call, static_cast<int>(dispatch % (1u << kValueBitsOfFlag)));
+    }
+    // Such a dispatch, of those that were not 2^15 calls from `own`.
+    static constexpr unsigned long long dispatch_near(unsigned long long own, int value) {
+        return own + static_cast<long long>(static_cast<int16_t>(value - static_cast<int>(own % (1u << kValueBitsOfFlag))));
     }
     DEEPEP_MOE_HD static constexpr unsigned packed_in(unsigned long long flag) { return static_cast<unsigned>(flag) % (1u << kWhatBits) >> kValueBitsOfFlag; }
     DEEPEP_MOE_HD static constexpr int value_in(unsigned long long flag) { return static_cast<int>(flag % (1u << kValueBitsOfFlag)); }
@@ -75,21 +81,17 @@ DEEPEP_MOE_HD constexpr int64_t round_up(int64_t value, int64_t multiple) { retu
 
 struct LowLatencyLayout {
     int64_t resumed, left, reasons, turns, total_bytes;
-    int64_t entered, counts, lanes, arrived, slots, turn_bytes;  // in a turn
-    int64_t slot_bytes;
+    int64_t entered, counts, rows, turn_bytes;  // in a turn
 
     LowLatencyLayout() = default;
-    DEEPEP_MOE_HD explicit LowLatencyLayout(const LowLatencyConfig& c) : resumed(0), slot_bytes(round_up(4 * static_cast<int64_t>(c.hidden), 128)) {
-        const int64_t ranks = c.num_ranks, tokens = ranks * c.num_max_tokens;
+    DEEPEP_MOE_HD LowLatencyLayout(const LowLatencyConfig& c, int64_t bytes_of_rows) : resumed(0), entered(0) {
+        const int64_t ranks = c.num_ranks;
         left = 8 * ranks;
         reasons = left + 8 * ranks;
         turns = round_up(reasons + kMaxReasonBytes * ranks, 128);
-        entered = 0;
         counts = 8 * ranks;
-        lanes = round_up(counts + 8 * ranks * c.num_local_experts(), 128);
-        arrived = round_up(lanes + static_cast<int64_t>(sizeof(LowLatencyLane)) * tokens * c.num_topk, 128);
-        slots = arrived + 8 * kArrivedWords * tokens;
-        turn_bytes = slots + tokens * slot_bytes;
+        rows = round_up(counts + 8 * ranks * c.num_local_experts(), 128);
+        turn_bytes = rows + bytes_of_rows;
         total_bytes = turns + kTurns * turn_bytes;
     }
 };

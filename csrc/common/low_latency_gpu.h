@@ -8,6 +8,27 @@ namespace deepep_moe {
 
 constexpr int kLowLatencyMaxBlocks = 1024;
 
+// Rows of a turn on GPUs: slots [num_ranks][num_max_tokens], each
+//   head: LowLatencyLane[num_topk] in lines of kLineLanes; the flag's value is 1 where the token comes to this rank, else 0, and the head is all
+//   row: pieces of 16 bytes in lines of kLinePieces, then scales f32[2], of the blocks of the first and the last piece
+// A line is 128 bytes and ends with its flag. Eight lanes of a warp store it, and load it, with one instruction each, which NVLink and memory take
+// as one, so that a line with its flag has all of its bytes: what NCCL's LL128 protocol relies on, and benchmarks/probes/torn_lines.cu
+// looked for exceptions from. A row that brings its flags is not held up until a link has acknowledged it.
+constexpr int kLineBytes = 128, kLineLanes = 15, kLinePieces = 7;
+
+struct GpuLowLatencyLayout : LowLatencyLayout {
+    int64_t head_bytes, slot_bytes;
+
+    GpuLowLatencyLayout() = default;
+    DEEPEP_MOE_HD explicit GpuLowLatencyLayout(const LowLatencyConfig& c)
+        : LowLatencyLayout(c, c.capacity() * bytes_of_slot(c)), head_bytes(bytes_of_head(c)), slot_bytes(bytes_of_slot(c)) {}
+    DEEPEP_MOE_HD static constexpr int64_t lines_of(int64_t num_pieces) { return (num_pieces + kLinePieces - 1) / kLinePieces; }
+
+private:
+    DEEPEP_MOE_HD static int64_t bytes_of_head(const LowLatencyConfig& c) { return kLineBytes * ((c.num_topk + kLineLanes - 1) / kLineLanes); }
+    DEEPEP_MOE_HD static int64_t bytes_of_slot(const LowLatencyConfig& c) { return bytes_of_head(c) + kLineBytes * lines_of(round_up(c.hidden, 4) / 4); }
+};
+
 // In device memory, of one rank.
 struct LowLatencyState {
     unsigned long long num_sent[kLowLatencyMaxBlocks];                  // calls, as each block of the next one reads it and counts it for itself
@@ -18,7 +39,7 @@ struct LowLatencyState {
 
 struct LowLatencyContext : GpuWaits {
     LowLatencyConfig config;
-    LowLatencyLayout layout;
+    GpuLowLatencyLayout layout;
     LowLatencyState* state;
     unsigned* seen_masks;  // host memory: of the state
     bool masks_stalled;

@@ -25,6 +25,8 @@ std::string describe(const LowLatencyWhat& what) {
     return text;
 }
 
+std::string describe_combine(unsigned long long dispatch) { return "combine with the handle of call " + std::to_string(dispatch); }
+
 uint64_t pack(const Signature& s) {
     const uint64_t flags = (s.has_weights ? 1 : 0) | (s.has_scales ? 2 : 0) | (s.has_lane_values ? 4 : 0);
     return uint64_t{1} << 63 | static_cast<uint64_t>(s.operation) << 57 | static_cast<uint64_t>(s.dtype) << 55 | static_cast<uint64_t>(s.layout) << 54 |

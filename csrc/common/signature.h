@@ -25,6 +25,7 @@ struct Signature {
 
 std::string describe(const Signature& signature);
 std::string describe(const LowLatencyWhat& what);
+std::string describe_combine(unsigned long long dispatch);  // of low-latency calls, along whose handle
 
 // In one word, never 0. `handle_call` keeps its low 32 bits.
 uint64_t pack(const Signature& signature);

@@ -251,7 +251,7 @@ public:
 
     void run() {
         std::memcpy(p_.call, &call_.number, sizeof(call_.number));
-        const uint64_t entered = p_.what.flag(call_.number, 0);
+        const uint64_t entered = p_.what.flag_along(call_.number, *handle_.call);
         visit_from(call_, call_.ranks, [&](int to) { call_.turn(to).entered(call_.rank).store(entered, std::memory_order_release); });
         visit_from(call_, call_.ranks, [&](int to) {
             for (int token = 0; token < handle_.num_tokens[to]; ++token) send_row(to, token);

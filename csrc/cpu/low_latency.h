@@ -10,6 +10,21 @@
 
 namespace deepep_moe {
 
+// Rows of a turn: lanes LowLatencyLane[num_ranks][num_max_tokens][num_topk] | arrived u64[num_ranks][num_max_tokens][kArrivedWords] |
+// slots [num_ranks][num_max_tokens] of slot_bytes.
+struct HostLowLatencyLayout : LowLatencyLayout {
+    static constexpr int kArrivedWords = 16;  // of one flag of `arrived`, of which the first is used: each has its own line of memory
+    int64_t slot_bytes, lanes, arrived, slots;  // in a turn
+
+    explicit HostLowLatencyLayout(const LowLatencyConfig& c)
+        : LowLatencyLayout(c, bytes_of_lanes(c) + c.capacity() * (8 * kArrivedWords + bytes_of_slot(c))), slot_bytes(bytes_of_slot(c)), lanes(rows),
+          arrived(lanes + bytes_of_lanes(c)), slots(arrived + c.capacity() * 8 * kArrivedWords) {}
+
+private:
+    static int64_t bytes_of_lanes(const LowLatencyConfig& c) { return round_up(static_cast<int64_t>(sizeof(LowLatencyLane)) * c.capacity() * c.num_topk, 128); }
+    static int64_t bytes_of_slot(const LowLatencyConfig& c) { return round_up(4 * static_cast<int64_t>(c.hidden), 128); }
+};
+
 // A set of ranks, bit r for rank r.
 using RankSet = uint32_t;
 constexpr bool contains(RankSet ranks, int rank) { return ranks >> rank & 1; }
@@ -19,12 +34,12 @@ inline std::atomic_ref<uint64_t> shared_word(std::byte* address) { return std::a
 // What one call finds in one rank's workspace; row `source` is written by that rank.
 class LowLatencyTurn {
 public:
-    LowLatencyTurn(const LowLatencyConfig& config, const LowLatencyLayout& layout, std::byte* workspace, uint64_t number)
+    LowLatencyTurn(const LowLatencyConfig& config, const HostLowLatencyLayout& layout, std::byte* workspace, uint64_t number)
         : config_(config), layout_(layout), base_(workspace + layout.turns + static_cast<int64_t>(number % kTurns) * layout.turn_bytes) {}
 
     std::atomic_ref<uint64_t> entered(int source) const { return shared_word(base_ + layout_.entered + 8 * source); }
     std::atomic_ref<uint64_t> arrived(int source, int64_t token) const {
-        return shared_word(base_ + layout_.arrived + 8 * kArrivedWords * slot_idx(source, token));
+        return shared_word(base_ + layout_.arrived + 8 * layout_.kArrivedWords * slot_idx(source, token));
     }
     uint64_t& count(int source, int local_expert) const {
         return reinterpret_cast<uint64_t*>(base_ + layout_.counts)[source * config_.num_local_experts() + local_expert];
@@ -38,14 +53,14 @@ private:
     int64_t slot_idx(int source, int64_t token) const { return source * config_.num_max_tokens + token; }
 
     const LowLatencyConfig& config_;
-    const LowLatencyLayout& layout_;
+    const HostLowLatencyLayout& layout_;
     std::byte* base_;
 };
 
 // One call of one rank.
 struct LowLatencyCall {
     const LowLatencyConfig& config;
-    const LowLatencyLayout& layout;
+    const HostLowLatencyLayout& layout;
     std::byte* const* workspaces;  // of all ranks
     int rank;
     uint64_t number;

@@ -1,36 +1,40 @@
-// Low-latency combine in one kernel, or in two halves. Sending: a block sums the rows of a token's experts on this rank and pushes the sum
-// straight from registers. Receiving: a block waits for a token's sums and adds them. What is summed comes through shared memory, as registers
-// could not hold all that must be on its way at once.
+// Low-latency combine in one kernel, or in two halves. Sending: a block sums the rows of a token's experts on this rank and pushes the sum,
+// arranged in lines in shared memory. Receiving: a block waits for a part of a token's sums and adds them. Rows that are summed come through
+// shared memory too, as registers could not hold all that must be on its way at once.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/low_latency.cuh"
+#include "cuda/device/low_latency_lines.cuh"
 
 namespace deepep_moe {
 namespace {
 
 using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 
-constexpr int kThreads = 448, kBatch = 2;  // pieces of 16 bytes of a row, of a lane at a time: at once, a row of 7168 columns of bf16
-constexpr int kStagedRows = 8;             // on their way at once
-constexpr int64_t kSharedBytes = int64_t{16} * kStagedRows * kBatch * kThreads;
-
-template <DType kType>
-constexpr int kLanesPerScale = kScaleBlock / Piece<kType>::kCount;
+constexpr int kThreads = 512, kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
+constexpr int kBatch = 2;                               // pieces of 16 bytes of a row, of a lane at a time
+constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
+constexpr int kRowsOnTheirWay = 7;
+constexpr int64_t kSharedBytes = int64_t{16} * kRowsOnTheirWay * kBatchPieces;
+constexpr int kRanksAtOnce = 4;  // whose parts are on their way
 
 template <DType kType, bool kQuantized>
 struct Kernel {
     using Values = Piece<kType>;
     using Columns = Fp8Columns<Values::kCount>;
     using Sum = float[kBatch][Values::kCount];
+    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;               // of a piece on its way
+    static constexpr int kSentPieces = kBatchPieces * Values::kCount / kColumns;  // of a batch
+    using Staged = StagedPieces<kSentPieces>;
 
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyCombineParams& p;
     const unsigned long long call;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_pieces;
-    const int64_t row_bytes, wire_bytes;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int num_pieces, num_sent;  // of a row, as it is given and on its way
+    const int64_t row_bytes;
     const LowLatencyHandleLayout handle;
 
     __device__ Kernel(const Launch& l, unsigned long long call)
@@ -39,8 +43,8 @@ struct Kernel {
           p(l.call),
           call(call),
           num_pieces(config.hidden / Values::kCount),
+          num_sent(kQuantized ? config.hidden / 16 : num_pieces),
           row_bytes(16 * static_cast<int64_t>(num_pieces)),
-          wire_bytes(kQuantized ? config.hidden : row_bytes),
           handle(config) {}
 
     template <class T>
@@ -48,26 +52,19 @@ struct Kernel {
         return reinterpret_cast<const T*>(p.handle + offset);
     }
 
-    // The batches of a row, a warp at a time: use(first piece of this lane).
-    template <class Use>
-    __device__ void each_batch(const Use& use) const {
-#pragma unroll 1
-        for (int first = warp * 32 * kBatch; first < num_pieces; first += kThreads * kBatch) use(first + lane);
-    }
-
     // Adds pieces `at`, `at` + 32, ... of rows(0), rows(1), ... to `sum`, in order. All lanes must call it.
     template <class Rows, class Weights>
     __device__ void sum_rows(Sum& sum, int at, int num_rows, const Rows& rows, const Weights& weights) const {
-        uint4* const staged = shared_memory<uint4>() + threadIdx.x;  // each thread has places of its own
+        uint4* const places = shared_memory<uint4>() + threadIdx.x;  // of this thread alone
 #pragma unroll 1
-        for (int first = 0; first < num_rows; first += kStagedRows) {
-            const int count = min(kStagedRows, num_rows - first);
+        for (int first = 0; first < num_rows; first += kRowsOnTheirWay) {
+            const int count = min(kRowsOnTheirWay, num_rows - first);
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
                 const uint4* from = rows(first + i);
 #pragma unroll
                 for (int j = 0; j < kBatch; ++j)
-                    if (at + 32 * j < num_pieces) copy_async(staged + (i * kBatch + j) * kThreads, from + at + 32 * j);
+                    if (at + 32 * j < num_pieces) copy_async(places + (i * kBatch + j) * kSummingThreads, from + at + 32 * j);
             }
             wait_copies();
 #pragma unroll 1
@@ -76,7 +73,7 @@ struct Kernel {
 #pragma unroll
                 for (int j = 0; j < kBatch; ++j) {
                     float x[Values::kCount];
-                    Values::load(staged[(i * kBatch + j) * kThreads], x);
+                    Values::load(places[(i * kBatch + j) * kSummingThreads], x);
 #pragma unroll
                     for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], __fmul_rn(weight, x[v]));
                 }
@@ -88,18 +85,18 @@ struct Kernel {
 
     __device__ void enter() const {
         if (threadIdx.x == 0) *reinterpret_cast<unsigned long long*>(p.call) = call;
-        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x)) store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), p.what.flag(call, 0));
+        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x)) store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), p.what.flag_along(call, dispatch()));
     }
+
+    // The call whose handle it is.
+    __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
 
     __device__ void send() const {
         Task task(*this, blockIdx.x);
 #pragma unroll 1
         for (int nth = blockIdx.x; task.to.source >= 0; nth += gridDim.x) {
             const Task next(*this, nth + gridDim.x);
-            if (send_sum(task)) {
-                __syncthreads();
-                if (threadIdx.x == 0) store_release(Turn(c, task.to.source, call).arrived(c.rank, task.to.token), p.what.flag(call, 1));
-            }
+            send_sum(task);
             task = next;
         }
     }
@@ -129,85 +126,106 @@ struct Kernel {
     // The source whose tokens are first: all ranks begin with another one.
     __device__ int first() const { return (c.rank + 1) % config.num_ranks; }
 
-    // Had the token rows here, and can its rank take their sum?
-    __device__ bool send_sum(const Task& task) const {
+    // Where the token had rows here, and its rank can take their sum.
+    __device__ void send_sum(const Task& task) const {
+        __shared__ Staged staged;
         const unsigned lanes = __ballot_sync(kFullWarp, task.own.row >= 0);
-        if (lanes == 0 || is_masked(c, task.to.source)) return false;
-        std::byte* const slot = Turn(c, task.to.source, call).slot(c.rank, task.to.token);
+        if (lanes == 0 || is_masked(c, task.to.source)) return;
         const auto rows = [&](int n) { return pieces(p.x + __shfl_sync(kFullWarp, task.own.row, nth_set(lanes, n)) * row_bytes); };
         const auto weights = [&](int n) { return __shfl_sync(kFullWarp, task.own.weight, nth_set(lanes, n)); };
-        each_batch([&](int at) {
+#pragma unroll 1
+        for (int begin = 0; begin < num_sent; begin += kSentPieces) {
             Sum sum = {};
-            sum_rows(sum, at, __popc(lanes), rows, weights);
-            write(slot, at, sum);
-        });
-        return true;
+            const int piece = warp * 32 * kBatch + lane, first = begin / kSentPieces * kBatchPieces;
+            if (threadIdx.x < kSummingThreads) sum_rows(sum, first + piece, __popc(lanes), rows, weights);
+            __syncthreads();  // until what was staged before is sent
+            if (threadIdx.x < kSummingThreads) stage(staged, piece, sum);
+            __syncthreads();
+            const int first_part = begin / kLinePieces * kPartsOfLine;
+            staged.push(c, 1u << task.to.source, min(kSentPieces, num_sent - begin), kQuantized, p.what.flag(call, 1),
+                        [&](int to) { return Turn(c, to, call).row(c.rank, task.to.token) + first_part; });
+        }
     }
 
-    __device__ void write(std::byte* slot, int at, const Sum& sum) const {
+    __device__ void stage(Staged& staged, int piece, const Sum& sum) const {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
-            const int piece = at + 32 * j;
+            const int at = piece + 32 * j;
             if constexpr (!kQuantized) {
-                if (piece < num_pieces) pieces(slot)[piece] = Values::store(sum[j]);
+                staged.pieces[at] = Values::store(sum[j]);
             } else {
-                const Fp8Block scale(largest_of<kLanesPerScale<kType>>(sum[j]), false);
-                if (piece >= num_pieces) continue;
-                reinterpret_cast<typename Columns::Raw*>(slot)[piece] = scale.store(sum[j]).raw;
-                if (lane % kLanesPerScale<kType> == 0) reinterpret_cast<float*>(slot + wire_bytes)[piece / kLanesPerScale<kType>] = scale.scale;
+                constexpr int kLanes = kScaleBlock / Values::kCount;  // have a scale
+                const Fp8Block block(largest_of<kLanes>(sum[j]), false);
+                reinterpret_cast<typename Columns::Raw*>(staged.pieces)[at] = block.store(sum[j]).raw;
+                if (lane % kLanes == 0) staged.scales[at / kLanes] = block.scale;
             }
         }
     }
 
     // ---- receiving ----
 
+    // A task: as many parts of a token's sums as the block has threads, one each.
     __device__ void receive() const {
-        const unsigned first = ranks_of(blockIdx.x);
-        const Sources sources = meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0);
+        const int num_parts = parts_of(num_sent), num_tasks = (num_parts + kThreads - 1) / kThreads;
+        const unsigned first = ranks_of(blockIdx.x / num_tasks);
+        const unsigned came = come_along(meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0));
 #pragma unroll 1
-        for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x) {
-            const unsigned ranks = wait_token(token, (token == blockIdx.x ? first : ranks_of(token)) & sources.came);
-            each_batch([&](int at) {
-                Sum sum = {};
-                add(sum, token, ranks, at);
-#pragma unroll
-                for (int j = 0; j < kBatch; ++j)
-                    if (at + 32 * j < num_pieces) pieces(p.combined_x + token * row_bytes)[at + 32 * j] = Values::store(sum[j]);
-            });
+        for (int task = blockIdx.x; task < p.num_tokens * num_tasks; task += gridDim.x) {
+            const int token = task / num_tasks, part = task % num_tasks * kThreads + warp * 32;
+            if (part < num_parts) add_up(token, (task == static_cast<int>(blockIdx.x) ? first : ranks_of(token)) & came, part + lane, num_parts);
         }
     }
 
     __device__ unsigned ranks_of(int token) const { return token < p.num_tokens ? in_handle<unsigned>(handle.rank_masks)[token] : 0; }
 
-    // Of `ranks`, those whose sums of the token have come: all, unless one is masked in this very call, when warps may differ.
-    __device__ unsigned wait_token(int token, unsigned ranks) const {
-        bool came = false;
-        if ((ranks >> lane & 1) != 0) came = wait_flag_of(c, Turn(c, c.rank, call).arrived(lane, token), call, lane, GpuPhase::kCombineRows) != 0;
-        __syncwarp();
-        return __ballot_sync(kFullWarp, came);
+    // Of the ranks that have come, those that combine along the same dispatch: all, or the failure is reported.
+    __device__ unsigned come_along(const Sources& sources) const {
+        const unsigned long long own = dispatch();
+        const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(p.what.flag_along(0, own)), came = (sources.came >> lane & 1) != 0;
+        if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(own), sources.num_tokens);
+        return __ballot_sync(kFullWarp, came && is_same);
     }
 
-    __device__ void add(Sum& sum, int token, unsigned ranks, int at) const {
+    // One warp: part `i` of the token's sums of `ranks`, in their order. A rank that is masked meanwhile is left out.
+    __device__ void add_up(int token, unsigned ranks, int i, int num_parts) const {
         const Turn own(c, c.rank, call);
-        if constexpr (!kQuantized) {
-            const auto rows = [&](int n) { return pieces(own.slot(nth_set(ranks, n), token)); };
-            sum_rows(sum, at, __popc(ranks), rows, [](int) { return 1.0f; });
-        } else {
-            for (unsigned rest = ranks; rest != 0; rest &= rest - 1) add_quantized(sum, own.slot(__ffs(rest) - 1, token), at);
+        float sum[kColumns] = {};
+#pragma unroll 1
+        for (unsigned rest = ranks; rest != 0;) {
+            int rank[kRanksAtOnce];
+#pragma unroll
+            for (int n = 0; n < kRanksAtOnce; ++n, rest &= rest - 1) rank[n] = rest != 0 ? __ffs(rest) - 1 : -1;
+            Parts<1> parts[kRanksAtOnce] = {of(own, rank[0], token, i, num_parts), of(own, rank[1], token, i, num_parts), of(own, rank[2], token, i, num_parts),
+                                            of(own, rank[3], token, i, num_parts)};
+#pragma unroll
+            for (int n = 0; n < kRanksAtOnce; ++n)
+                if (rank[n] >= 0 && parts[n].wait(c, p.what, call, rank[n], GpuPhase::kCombineRows)) add(sum, parts[n].values[0], i);
         }
+        if (ends_line() || piece_of(i) >= num_sent) return;
+        uint4* const to = pieces(p.combined_x + token * row_bytes) + piece_of(i) * (kColumns / Values::kCount);
+#pragma unroll
+        for (int j = 0; j < kColumns / Values::kCount; ++j) to[j] = Values::store(sum + j * Values::kCount);
     }
 
-    __device__ void add_quantized(Sum& sum, const std::byte* slot, int at) const {
+    __device__ static Parts<1> of(const Turn& own, int rank, int token, int i, int num_parts) {
+        return Parts<1>(own.row(max(rank, 0), token), i, rank < 0 ? 0 : num_parts);
+    }
+
+    // Columns of a part. All lanes must call it.
+    __device__ void add(float (&sum)[kColumns], const uint4& part, int i) const {
+        float x[kColumns];
+        if constexpr (!kQuantized) {
+            Values::load(part, x);
+        } else {
+            const int end = lane / kPartsOfLine * kPartsOfLine + kLinePieces;
+            const float scale = scale_of(piece_of(i), make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
+            Fp8Columns<kColumns> y;
+            y.raw = part;
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            const int piece = at + 32 * j;
-            if (piece >= num_pieces) continue;
-            Columns y;
-            y.raw = reinterpret_cast<const typename Columns::Raw*>(slot)[piece];
-            const float scale = reinterpret_cast<const float*>(slot + wire_bytes)[piece / kLanesPerScale<kType>];
-#pragma unroll
-            for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], __fmul_rn(load_fp8(y.values[v]), scale));
+            for (int v = 0; v < kColumns; ++v) x[v] = __fmul_rn(load_fp8(y.values[v]), scale);
         }
+#pragma unroll
+        for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
     }
 };
 
@@ -240,7 +258,10 @@ int low_latency_combine_blocks_per_multiprocessor() { return blocks_per_multipro
 
 void launch_low_latency_combine(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kCombine;
-    if (!l.sends) l.num_blocks = std::min(l.num_blocks, std::max(1, l.call.num_tokens));
+    if (!l.sends) {
+        const int64_t threads = 4 * l.context.config.hidden / 16 / kLinePieces * kPartsOfLine;  // for a token, at most
+        l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * (threads / kThreads + 1), 1, l.num_blocks));
+    }
     switch (l.call.what.dtype) {
         case DType::kFloat32: return launch_type<DType::kFloat32>(l, stream);
         case DType::kBFloat16: return launch_type<DType::kBFloat16>(l, stream);

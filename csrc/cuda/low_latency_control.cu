@@ -1,6 +1,6 @@
 // What a rank does between low-latency calls: leaves ranks out, takes them back, comes back itself, refuses.
 #include "cuda/device/launch.cuh"
-#include "cuda/device/low_latency.cuh"
+#include "cuda/device/low_latency_lines.cuh"
 
 namespace deepep_moe {
 namespace {
@@ -9,29 +9,41 @@ __device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, in
     return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed) + source;
 }
 
-// Of a rank that comes back: it may have sent calls that it will make again.
+constexpr int kThreads = 256;
+
+// All threads. Of a rank that comes back: it may have sent calls that it will make again.
 __device__ void forget_flags(const LowLatencyContext& c, int source) {
     for (int turn = 0; turn < kTurns; ++turn) {
         const Turn own(c, c.rank, turn);
-        *own.entered(source) = 0;
-        for (int expert = 0; expert < c.config.num_local_experts(); ++expert) own.counts(source)[expert] = 0;
-        for (int token = 0; token < c.config.num_max_tokens; ++token) *own.arrived(source, token) = 0;
+        if (threadIdx.x == 0) *own.entered(source) = 0;
+        for (int expert = threadIdx.x; expert < c.config.num_local_experts(); expert += kThreads) own.counts(source)[expert] = 0;
+        const int64_t num_lines = c.config.num_max_tokens * c.layout.slot_bytes / kLineBytes;
+        for (int64_t line = threadIdx.x; line < num_lines; line += kThreads) own.head(source, 0)[line * kPartsOfLine + kLinePieces] = make_uint4(0, 0, 0, 0);
     }
+    __syncthreads();
 }
 
-// Until all peers have said which call comes next, plus 1; they must agree.
-__device__ void rejoin(const LowLatencyContext& c) {
+// Until all peers have said which call comes next, plus 1; they must agree. 0 where they do not.
+__device__ unsigned long long resumed_call(const LowLatencyContext& c) {
     unsigned long long next = 0;
     for (int peer = 0; peer < c.config.num_ranks; ++peer) {
         if (peer == c.rank) continue;
         const unsigned long long told = wait_word(c, resumed(c, c.rank, peer), 1, peer, GpuPhase::kRejoin);
-        if (told == 0) return;
-        if (next != 0 && told != next) return report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(told) - 1);
+        if (told == 0) return 0;
+        if (next != 0 && told != next) {
+            report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(told) - 1);
+            return 0;
+        }
         next = told;
     }
+    return next;
+}
+
+__device__ void rejoin(const LowLatencyContext& c) {
+    const unsigned long long next = resumed_call(c);
+    if (next == 0) return;
     for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
-    forget_flags(c, c.rank);
-    if (next != 0) count_call(c, next - 2);
+    count_call(c, next - 2);
     c.state->masks = 0;
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
 }
@@ -63,10 +75,12 @@ __device__ void refuse(const LowLatencyControlParams& p) {
 __global__ void low_latency_control(const __grid_constant__ LowLatencyControlParams p) {
     wait_for_kernel_before();
     const LowLatencyContext& c = p.context;
+    if (p.action == LowLatencyControlParams::kUnmask) forget_flags(c, p.rank);
+    if (p.action == LowLatencyControlParams::kRejoin) forget_flags(c, c.rank);
+    if (threadIdx.x != 0) return;
     switch (p.action) {
         case LowLatencyControlParams::kMask: return set_mask(c, p.rank, true);
         case LowLatencyControlParams::kUnmask:
-            forget_flags(c, p.rank);
             set_mask(c, p.rank, false);
             return store_release(resumed(c, p.rank, c.rank), next_call(c) + 1);
         case LowLatencyControlParams::kRejoin: return rejoin(c);
@@ -78,7 +92,7 @@ __global__ void low_latency_control(const __grid_constant__ LowLatencyControlPar
 }  // namespace
 
 void launch_low_latency_control(const LowLatencyControlParams& p, void* stream) {
-    launch<low_latency_control>("low_latency_control", 1, 1, 0, p, stream);
+    launch<low_latency_control>("low_latency_control", 1, kThreads, 0, p, stream);
 }
 
 }  // namespace deepep_moe

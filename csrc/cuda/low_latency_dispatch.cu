@@ -1,10 +1,11 @@
 // Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
-// others push rows, a token at a time, straight from registers, quantized on the way, each with its place among this rank's tokens of the same
-// expert. Receiving: each warp waits for a row, and for how many rows of its experts come before, and copies a part of it there.
+// others push rows, a token at a time, quantized on the way, each with its place among this rank's tokens of the same expert, and arranged in
+// lines in shared memory. Receiving: each warp waits for a part of a row, and for how many rows of its experts come before, and copies it there.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/device/low_latency_lines.cuh"
 #include "cuda/device/low_latency_places.cuh"
 
 namespace deepep_moe {
@@ -14,20 +15,21 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
-constexpr int kLanesPerScale = kScaleBlock / kColumns;
+constexpr int kStagedPieces = kThreads / kPartsOfLine * kLinePieces;  // a part for each thread
 
 template <DType kType, bool kQuantized>
 struct Kernel {
-    static constexpr int kPieces = kQuantized ? 2 : 4;  // of 16 bytes, of a lane, of a row that is received
+    static constexpr int kParts = kQuantized ? 2 : 4;  // of a lane, of a row that is received
     static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
+    using Staged = StagedPieces<kStagedPieces>;
 
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyDispatchParams& p;
     const unsigned long long call;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
-    const int64_t x_bytes, row_bytes;  // of a row as it is given, and as it travels, without its scales
-    const int num_columns;             // of 16 bytes of that
+    const int64_t x_bytes, row_bytes;  // of a row as it is given, and as it is received, without its scales
+    const int num_pieces;              // of that
 
     __device__ Kernel(const Launch& l, unsigned long long call)
         : c(l.context),
@@ -37,7 +39,7 @@ struct Kernel {
           num_local(config.num_local_experts()),
           x_bytes(config.hidden * (16 / Piece<kType>::kCount)),
           row_bytes(kQuantized ? config.hidden : x_bytes),
-          num_columns(static_cast<int>(row_bytes / 16)) {}
+          num_pieces(static_cast<int>(row_bytes / 16)) {}
 
     __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
     template <class T>
@@ -93,19 +95,23 @@ struct Kernel {
     }
 
     __device__ void send_rows(int first, int step) const {
+        __shared__ Staged staged[2];  // by turns: one is stored from while the other is written to
+        int turn = 0;
 #pragma unroll 1
         for (int token = first; token < p.num_tokens; token += step) {
             unsigned ranks = 0;
 #pragma unroll 1
-            for (int batch = 0; batch < num_columns; batch += kThreads) {
-                const Columns columns(*this, token, batch + threadIdx.x);
-                if (token == first && batch == 0) mark_tokens(c, p);  // while columns are on their way here
+            for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
+                const Given given(*this, token, begin + threadIdx.x);
+                if (token == first && begin == 0) mark_tokens(c, p);  // while columns are on their way here
                 ranks = ranks_of(token);
-                columns.store(*this, token, ranks);
+                if (warp == kWarps - 1 && begin == 0) send_head(token, ranks);  // it has no columns
+                given.stage(*this, staged[turn]);
+                __syncthreads();
+                const int first_part = begin / kLinePieces * kPartsOfLine;
+                staged[turn].push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, p.what.flag(call, 1),
+                                  [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
             }
-            if (warp == kWarps - 1) send_lanes(token, ranks);
-            __syncthreads();
-            if (warp == kWarps - 1) announce(token, ranks);  // which takes as long as the row needs to get there
         }
     }
 
@@ -122,73 +128,59 @@ struct Kernel {
     }
     __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
 
-    // One warp: what of the token goes where. The last, as it has the least to do with rows.
-    __device__ void send_lanes(int token, unsigned ranks) const {
-        const int expert = expert_of(token), rank = rank_of(expert);
+    // One warp: what of the token goes where.
+    __device__ void send_head(int token, unsigned ranks) const {
+        const int expert = expert_of(token), rank = rank_of(expert), num_parts = static_cast<int>(c.layout.head_bytes / 16);
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
         LowLatencyLane out{-1, 0, 1.0f};
         if (lane < config.num_topk && p.topk_weights != nullptr) out.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
         if (rank >= 0) out.index = static_cast<uint16_t>(Marks(p.num_tokens).before(token, expert));
 #pragma unroll 1
-        for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
-            const int to = __ffs(rest) - 1;
+        for (int to = 0; to < config.num_ranks; ++to) {
+            if (__any_sync(kFullWarp, is_masked(c, to))) continue;
             out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
-            if (lane < config.num_topk) Turn(c, to, call).lanes(c.rank, token)[lane] = out;
+            const uint4 part = head_part(out, p.what.flag(call, static_cast<int>(ranks >> to & 1)));
+            store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
         }
-    }
-
-    // One warp: that all of it is there.
-    __device__ void announce(int token, unsigned ranks) const {
-        if (lane < config.num_ranks && !is_masked(c, lane))
-            store_release(Turn(c, lane, call).arrived(c.rank, token), p.what.flag(call, static_cast<int>(ranks >> lane & 1)));
     }
 
     // What becomes 16 bytes of a row on its way.
-    struct Columns {
-        const int index;
-        uint4 given[kGivenBytes / 16] = {};
+    struct Given {
+        const bool is_any;
+        uint4 raw[kGivenBytes / 16] = {};
 
-        __device__ Columns(const Kernel& k, int token, int index) : index(index) {
-            if (index >= k.num_columns) return;
-            const uint4* from = pieces(k.p.x + token * k.x_bytes + index * kGivenBytes);
+        __device__ Given(const Kernel& k, int token, int piece) : is_any(threadIdx.x < kStagedPieces && piece < k.num_pieces) {
+            if (!is_any) return;
+            const uint4* from = pieces(k.p.x + token * k.x_bytes + piece * kGivenBytes);
 #pragma unroll
-            for (int i = 0; i < kGivenBytes / 16; ++i) given[i] = from[i];
+            for (int i = 0; i < kGivenBytes / 16; ++i) raw[i] = from[i];
         }
 
-        __device__ void store(const Kernel& k, int token, unsigned ranks) const {
-            uint4 value = given[0];
-            float scale = 0.0f;
+        __device__ void stage(const Kernel& k, Staged& staged) const {
+            uint4 value = raw[0];
             if constexpr (kQuantized) {
                 float x[kColumns];
 #pragma unroll
-                for (int i = 0; i < kGivenBytes / 16; ++i) Piece<kType>::load(given[i], x + i * Piece<kType>::kCount);
-                const Fp8Block block(largest_of<kLanesPerScale>(x), k.p.what.is_rounded);
+                for (int i = 0; i < kGivenBytes / 16; ++i) Piece<kType>::load(raw[i], x + i * Piece<kType>::kCount);
+                const Fp8Block block(largest_of<kPiecesOfBlock>(x), k.p.what.is_rounded);
                 value = block.store(x).raw;
-                scale = block.scale;
+                if (is_any && threadIdx.x % kPiecesOfBlock == 0) staged.scales[threadIdx.x / kPiecesOfBlock] = block.scale;
             }
-            if (index >= k.num_columns) return;
-#pragma unroll 1
-            for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
-                std::byte* const slot = k.slot_of(token, __ffs(rest) - 1);
-                pieces(slot)[index] = value;
-                if (kQuantized && index % kLanesPerScale == 0) reinterpret_cast<float*>(slot + k.row_bytes)[index / kLanesPerScale] = scale;
-            }
+            if (is_any) staged.pieces[threadIdx.x] = value;
         }
     };
-
-    __device__ std::byte* slot_of(int token, int to) const { return Turn(c, to, call).slot(c.rank, token); }
 
     // ---- receiving ----
 
     __device__ void receive() const {
         const Sources sources = meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0);
         if (blockIdx.x == 0) count(sources);
-        const int num_parts = (num_columns + 32 * kPieces - 1) / (32 * kPieces) + 1;
+        const int num_tasks = (parts_of(num_pieces) + 32 * kParts - 1) / (32 * kParts) + 1;  // of a row
 #pragma unroll 1
         for (int task = warp * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
-            const SourceToken from(task / num_parts, [&](int source) { return __shfl_sync(kFullWarp, sources.num_tokens, source); }, c.rank, config.num_ranks);
+            const SourceToken from(task / num_tasks, [&](int source) { return __shfl_sync(kFullWarp, sources.num_tokens, source); }, c.rank, config.num_ranks);
             if (from.source < 0) return;
-            receive_part(sources, from.source, from.token, task % num_parts, num_parts - 1);
+            receive_part(sources, from.source, from.token, task % num_tasks, num_tasks - 1);
         }
     }
 
@@ -203,51 +195,45 @@ struct Kernel {
         if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = sources.num_tokens;
     }
 
-    // kPieces times 16 bytes a lane, or in the last part what goes with the row.
-    __device__ void receive_part(const Sources& sources, int source, int token, int part, int last) const {
+    // kParts parts a lane, or in the last task what goes with the row.
+    __device__ void receive_part(const Sources& sources, int source, int token, int task, int last) const {
         const Turn own(c, c.rank, call);
+        const int first = task * 32 * kParts + lane;
+        Parts<1> head(own.head(source, token), lane, static_cast<int>(c.layout.head_bytes / 16));
+        Parts<kParts> parts(own.row(source, token), first, task == last ? 0 : parts_of(num_pieces));
         const Bases bases(c, call, p.what, sources.came, source);
-        unsigned long long flag = 0;
-        if (lane == 0) flag = wait_flag_of(c, own.arrived(source, token), call, source, GpuPhase::kDispatchRows);
-        __syncwarp();
-        const bool comes = LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag, 0)) != 0;
-        const std::byte* const slot = own.slot(source, token);
-        const int piece = part * 32 * kPieces + lane;
-        LowLatencyLane there{-1, 0, 0.0f};
-        uint4 values[kPieces] = {};
-        if (comes && lane < config.num_topk) there = own.lanes(source, token)[lane];
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-            if (comes && piece + 32 * i < num_columns) values[i] = pieces(slot)[piece + 32 * i];
+        const bool comes = head.wait(c, p.what, call, source, GpuPhase::kLanes) && LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag_in(head.values[0]), kLinePieces)) != 0;
+        LowLatencyLane there = lane_of_head(head.values[0]);
+        if (!comes || lane >= config.num_topk) there.expert = -1;
         int base = bases.at(there.expert);
         if (base < 0 && there.expert >= 0) base = tokens_before(c, call, p.what, sources.came, source, there.expert);
         const int place = base + there.index;
         const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place;
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
-        if (part == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place);
+        if (task == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place);
+        if (lanes == 0) return;
+        parts.wait(c, p.what, call, source, GpuPhase::kDispatchRows);
         for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
             uint4* const to = pieces(p.recv_x + __shfl_sync(kFullWarp, row, __ffs(rest) - 1) * row_bytes);
 #pragma unroll
-            for (int i = 0; i < kPieces; ++i)
-                if (piece + 32 * i < num_columns) to[piece + 32 * i] = values[i];
+            for (int i = 0; i < kParts; ++i)
+                if (!ends_line() && piece_of(first + 32 * i) < num_pieces) to[piece_of(first + 32 * i)] = parts.values[i];
         }
     }
 
     // For the handle, and scales.
     __device__ void receive_rest(int source, int token, const LowLatencyRow& row, unsigned lanes, int expert, int place) const {
         if (lane < config.num_topk) in_handle<LowLatencyRow>(handle().rows)[(source * config.num_max_tokens + token) * config.num_topk + lane] = row;
-        if (!kQuantized || lanes == 0) return;
-        receive_scales(reinterpret_cast<const float*>(Turn(c, c.rank, call).slot(source, token) + row_bytes), lanes, expert, place);
+        if (kQuantized && lanes != 0) receive_scales(source, token, lanes, expert, place);
     }
 
     // Column-major: the scales of one column of blocks lie together. expert, place: of each lane of top-k.
-    __device__ void receive_scales(const float* scales, unsigned lanes, int expert, int place) const {
+    __device__ void receive_scales(int source, int token, unsigned lanes, int expert, int place) const {
         const int num_scales = config.hidden / kScaleBlock, num_words = p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
 #pragma unroll 1
         for (int first = 0; first < num_words; first += 32) {
             const int column = first + lane;
-            uint32_t value = 0;
-            if (column < num_words) value = p.what.is_rounded ? packed_exponents(scales, 4 * column, num_scales) : __float_as_uint(scales[column]);
+            const uint32_t value = p.what.is_rounded ? packed_exponents(source, token, 4 * column, num_scales) : scale_bits(source, token, column, num_scales);
 #pragma unroll 1
             for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
                 const int from = __ffs(rest) - 1;
@@ -257,12 +243,19 @@ struct Kernel {
         }
     }
 
-    __device__ static uint32_t packed_exponents(const float* scales, int first, int num_scales) {
+    __device__ uint32_t packed_exponents(int source, int token, int first, int num_scales) const {
         uint32_t packed = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (first + i < num_scales) packed |= __float_as_uint(scales[first + i]) >> 23 << 8 * i;
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) packed |= scale_bits(source, token, first + i, num_scales) >> 23 << 8 * i;
         return packed;
+    }
+
+    // All lanes of a warp: the scale of a block each. 0 past the last.
+    __device__ uint32_t scale_bits(int source, int token, int block, int num_scales) const {
+        const int piece = block * kPiecesOfBlock, end = end_of(piece);
+        Parts<1> part(Turn(c, c.rank, call).row(source, token), end, block < num_scales ? end + 1 : 0);
+        part.wait(c, p.what, call, source, GpuPhase::kDispatchRows, true);
+        return __float_as_uint(scale_of(piece, part.values[0]));
     }
 };
 

@@ -169,6 +169,9 @@ void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
         case kMismatch:
             if (phase == GpuPhase::kRejoin)
                 throw MismatchError("ranks take " + me + " back between different calls: before call " + expected + ", " + peer + " before call " + seen);
+            if (phase == GpuPhase::kCombineRows)
+                throw MismatchError("ranks make different calls: " + me + ": " + describe_combine(f.expected) + "; " + peer + ": " +
+                                    describe_combine(LowLatencyWhat::dispatch_near(f.expected, static_cast<int>(f.seen))));
             throw MismatchError("ranks make different calls: " + me + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.expected)) + "; " + peer + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.seen)));
         default:
             throw TimeoutError(me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +

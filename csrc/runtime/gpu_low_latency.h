@@ -44,7 +44,7 @@ private:
     std::string reason_of(int peer) const;
 
     const LowLatencyConfig config_;
-    const LowLatencyLayout layout_;
+    const GpuLowLatencyLayout layout_;
     const int rank_, device_, owner_pid_;
     const double timeout_s_;
     const bool masks_stalled_;

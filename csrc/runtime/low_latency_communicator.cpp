@@ -223,7 +223,10 @@ void LowLatencyCommunicator::send_call(const Params& params, uint64_t& number) {
 }
 
 void LowLatencyCommunicator::check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const {
-    std::string others;
+    std::string others, others_along;
+    const auto dispatch_of = [&](int rank) {
+        return LowLatencyWhat::dispatch_near(number, LowLatencyWhat::value_in(turn(number).entered(rank).load(std::memory_order_acquire)));
+    };
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         if (!contains(ranks, peer)) continue;
         const LowLatencyWhat what = what_of(turn(number).entered(peer).load(std::memory_order_acquire));
@@ -232,8 +235,11 @@ void LowLatencyCommunicator::check_entries(uint64_t number, RankSet ranks, const
             throw PeerError(rank_name(peer) + " refused its arguments: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
         }
         if (what.packed() != own.packed()) others += "; " + rank_name(peer) + ": " + describe(what);
+        if (dispatch_of(peer) != dispatch_of(rank_)) others_along += "; " + rank_name(peer) + ": " + describe_combine(dispatch_of(peer));
     }
-    if (!others.empty()) throw MismatchError("ranks make different calls: " + rank_name(rank_) + ": " + describe(own) + others);
+    const std::string start = "ranks make different calls: " + rank_name(rank_) + ": ";
+    if (!others.empty()) throw MismatchError(start + describe(own) + others);
+    if (own.operation == LowLatencyOperation::kCombine && !others_along.empty()) throw MismatchError(start + describe_combine(dispatch_of(rank_)) + others_along);
 }
 
 template <class Params>

@@ -70,7 +70,7 @@ private:
     void forget_flags(int source);
 
     const LowLatencyConfig config_;
-    const LowLatencyLayout layout_;
+    const HostLowLatencyLayout layout_;
     const int rank_;
     const double timeout_s_;
     const bool mask_stalled_;

@@ -102,6 +102,7 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i]);
     return bits;
 }
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
 inline unsigned __match_any_sync(unsigned, int value) {
     const uint64_t* all = emulation::exchange(static_cast<uint32_t>(value));

@@ -14,11 +14,8 @@ struct Turn {
         : c(c), base(c.workspaces[owner] + c.layout.turns + static_cast<int64_t>(call % kTurns) * c.layout.turn_bytes) {}
     __device__ unsigned long long* entered(int source) const { return at<unsigned long long>(c.layout.entered, source); }
     __device__ unsigned long long* counts(int source) const { return at<unsigned long long>(c.layout.counts, source * c.config.num_local_experts()); }
-    __device__ LowLatencyLane* lanes(int source, int token) const { return at<LowLatencyLane>(c.layout.lanes, slot_index(source, token) * c.config.num_topk); }
-    __device__ unsigned long long* arrived(int source, int token) const {
-        return at<unsigned long long>(c.layout.arrived, slot_index(source, token) * kArrivedWords);
-    }
-    __device__ std::byte* slot(int source, int token) const { return base + c.layout.slots + slot_index(source, token) * c.layout.slot_bytes; }
+    __device__ uint4* head(int source, int token) const { return at<uint4>(c.layout.rows + slot_index(source, token) * c.layout.slot_bytes, 0); }
+    __device__ uint4* row(int source, int token) const { return head(source, token) + c.layout.head_bytes / 16; }
 
 private:
     __device__ int64_t slot_index(int source, int token) const { return source * c.config.num_max_tokens + token; }
@@ -40,6 +37,14 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
     *static_cast<volatile unsigned*>(c.seen_masks) = masks;
 }
 
+// A rank has not delivered within the deadline, and its flag is `seen`.
+__device__ __noinline__ inline void lose(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call, unsigned long long seen) {
+    if (c.masks_stalled && source != c.rank)
+        set_mask(c, source, true);
+    else
+        report(c, kTimeout, source, phase, static_cast<long long>(call), static_cast<long long>(seen >> kWhatBits));
+}
+
 // A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is reported.
 __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word, unsigned long long call, int source,
                                                                GpuPhase phase) {
@@ -49,17 +54,8 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
     if (is_masked(c, source)) return 0;
     seen = watch_word<kLowLatencyPauseNs>(c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
     if (seen >= expected) return seen;
-    if (c.masks_stalled && source != c.rank)
-        set_mask(c, source, true);
-    else
-        report(c, kTimeout, source, phase, static_cast<long long>(call), static_cast<long long>(seen >> kWhatBits));
+    lose(c, source, phase, call, seen);
     return 0;
-}
-
-// The same of a word that announces what was written before it. Looks are cheap, as none but the last acquires.
-__device__ __forceinline__ unsigned long long wait_flag_of(const LowLatencyContext& c, const unsigned long long* flag, unsigned long long call, int source,
-                                                           GpuPhase phase) {
-    return wait_word_of(c, flag, call, source, phase) != 0 ? load_acquire(flag) : 0;
 }
 
 // Of a peer that does something else, or refuses its arguments.

@@ -41,6 +41,24 @@ inline bool replace_release_block(unsigned long long* word, unsigned long long e
     return __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
 inline void store_relaxed(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
+// The last lane of eight, which has the flag, is the last to store, and the first to load.
+inline void store_part(uint4* to, const uint4& value, bool uses) {
+    const bool is_last = threadIdx.x % 8 == 7;
+    if (uses && !is_last) *to = value;
+    __syncwarp();
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    if (uses && is_last) *to = value;
+}
+inline uint4 load_part(const uint4* from, bool uses) {
+    const bool is_last = threadIdx.x % 8 == 7;
+    uint4 value = make_uint4(0, 0, 0, 0);
+    if (uses && is_last) value = *from;
+    emulation::yield();
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    __syncwarp();
+    if (uses && !is_last) value = *from;
+    return value;
+}
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned long long now_ns() {
     return static_cast<unsigned long long>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));

@@ -1,0 +1,138 @@
+// Rows of low-latency calls on their way, in the lines of common/low_latency_gpu.h: how a block stores them, and how a warp waits for them.
+#pragma once
+
+#include "cuda/device/low_latency.cuh"
+#include "cuda/device/rows.cuh"
+
+namespace deepep_moe {
+
+constexpr int kPartsOfLine = kLineBytes / 16;         // pieces, and what ends the line; part i is that of lane i % kPartsOfLine
+constexpr int kPiecesOfBlock = kScaleBlock / 16;      // of fp8
+constexpr int kWholePieces = kLinePieces * kPiecesOfBlock;  // make whole lines and whole blocks
+
+__device__ __forceinline__ bool ends_line() { return threadIdx.x % kPartsOfLine == kLinePieces; }
+__device__ __forceinline__ unsigned long long flag_in(const uint4& part) { return static_cast<unsigned long long>(part.w) << 32 | part.z; }
+__device__ __forceinline__ uint4 line_end(float first_scale, float last_scale, unsigned long long flag) {
+    return make_uint4(__float_as_uint(first_scale), __float_as_uint(last_scale), static_cast<unsigned>(flag), static_cast<unsigned>(flag >> 32));
+}
+
+// The piece that part `i` of a row's lines holds; none where `ends_line`.
+__device__ __forceinline__ int piece_of(int i) { return i / kPartsOfLine * kLinePieces + i % kPartsOfLine; }
+// The part that ends the line of a piece.
+__device__ __forceinline__ int end_of(int piece) { return piece / kLinePieces * kPartsOfLine + kLinePieces; }
+__device__ __forceinline__ int parts_of(int num_pieces) { return static_cast<int>(GpuLowLatencyLayout::lines_of(num_pieces)) * kPartsOfLine; }
+
+// A piece's scale, of the two that end its line.
+__device__ __forceinline__ float scale_of(int piece, const uint4& end) {
+    const int first = piece / kLinePieces * kLinePieces;
+    return __uint_as_float(piece / kPiecesOfBlock == first / kPiecesOfBlock ? end.x : end.y);
+}
+
+// ---- sending ----
+
+// Pieces of a row in shared memory, at most kPieces at a time, which must be a multiple of kWholePieces, and the scales of fp8.
+template <int kPieces>
+struct StagedPieces {
+    static_assert(kPieces % kWholePieces == 0);
+    uint4 pieces[kPieces];
+    float scales[kPieces / kPiecesOfBlock];
+
+    // Part `i` of their lines.
+    __device__ uint4 part(int i, int num_pieces, bool has_scales, unsigned long long flag) const {
+        const int piece = piece_of(i);
+        if (!ends_line()) return piece < num_pieces ? pieces[piece] : make_uint4(0, 0, 0, 0);
+        if (!has_scales) return line_end(0.0f, 0.0f, flag);
+        return line_end(scales[(piece - kLinePieces) / kPiecesOfBlock], scales[(min(piece, num_pieces) - 1) / kPiecesOfBlock], flag);
+    }
+
+    // All threads of a block: to the same place of the rows of all `ranks`, the peers first, one after the other from the next rank on, so that
+    // not all ranks store to the same one at a time. row_at(rank): the first part.
+    template <class RowAt>
+    __device__ void push(const LowLatencyContext& c, unsigned ranks, int num_pieces, bool has_scales, unsigned long long flag, const RowAt& row_at) const {
+        const int num_parts = parts_of(num_pieces);
+#pragma unroll 1
+        for (int first = threadIdx.x / 32 * 32; first < num_parts; first += blockDim.x) {
+            const int i = first + threadIdx.x % 32;
+            const uint4 value = part(i, num_pieces, has_scales, flag);
+#pragma unroll 1
+            for (int turn = 1; turn <= c.config.num_ranks; ++turn) {
+                const int to = c.rank + turn < c.config.num_ranks ? c.rank + turn : c.rank + turn - c.config.num_ranks;
+                if ((ranks >> to & 1) != 0) store_part(row_at(to) + i, value, i < num_parts);
+            }
+        }
+    }
+};
+
+// ---- heads ----
+
+// All lanes of a warp: the part of a head that this one stores, where lane i has what goes to lane i of top-k.
+__device__ __forceinline__ uint4 head_part(const LowLatencyLane& own, unsigned long long flag) {
+    const unsigned long long word = static_cast<unsigned long long>(__float_as_uint(own.weight)) << 32 | static_cast<unsigned>(own.index) << 16 |
+                                    static_cast<uint16_t>(own.expert);
+    const int lane = threadIdx.x % 32, first = lane / kPartsOfLine * kLineLanes + 2 * (lane % kPartsOfLine);
+    const unsigned long long a = __shfl_sync(kFullWarp, word, first % 32), b = __shfl_sync(kFullWarp, word, (first + 1) % 32), end = ends_line() ? flag : b;
+    return make_uint4(static_cast<unsigned>(a), static_cast<unsigned>(a >> 32), static_cast<unsigned>(end), static_cast<unsigned>(end >> 32));
+}
+
+// And back, from the parts that lanes have loaded.
+__device__ __forceinline__ LowLatencyLane lane_of_head(const uint4& part) {
+    const int nth = threadIdx.x % 32 % kLineLanes, from = threadIdx.x % 32 / kLineLanes * kPartsOfLine + nth / 2;
+    const unsigned first[2] = {__shfl_sync(kFullWarp, part.x, from), __shfl_sync(kFullWarp, part.z, from)};
+    const unsigned second[2] = {__shfl_sync(kFullWarp, part.y, from), __shfl_sync(kFullWarp, part.w, from)};
+    const unsigned low = nth % 2 == 0 ? first[0] : first[1], high = nth % 2 == 0 ? second[0] : second[1];
+    return {static_cast<int16_t>(low), static_cast<uint16_t>(low >> 16), __uint_as_float(high)};
+}
+
+// ---- receiving ----
+
+// Parts of lines of one row, kCount of each lane, 32 apart: all lanes of a warp make them, and wait for them, together.
+template <int kCount>
+struct Parts {
+    const uint4* const from;
+    const int num;  // of this lane
+    uint4 values[kCount];
+
+    // The n-th of all parts of a row, n = first, first + 32, ..., as far as there are num_parts.
+    __device__ Parts(const uint4* row, int first, int num_parts) : from(row + first), num(first < num_parts ? (num_parts - 1 - first) / 32 + 1 : 0) { load(); }
+
+    __device__ void load() {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = load_part(from + 32 * i, i < num);
+    }
+
+    // Until the flags of all lines, which lanes that `look` have, are those of `what` in `call`. False: `source`, the same for all lanes, is
+    // masked, or has been now, or the failure is reported; then there is nothing in them.
+    __device__ bool wait(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long call, int source, GpuPhase phase, bool looks = ends_line()) {
+        const unsigned long long wanted = what.flag(call, 0) >> kValueBitsOfFlag;
+        if (are_here(wanted, looks)) return true;
+        const unsigned long long deadline = now_ns() + c.timeout_ns;
+        for (int round = 0; !__any_sync(kFullWarp, is_masked(c, source)); ++round) {
+            pause_ns(kLowLatencyPauseNs);
+            load();
+            if (are_here(wanted, looks)) return true;
+            if (round % 256 == 255 && __any_sync(kFullWarp, gave_up(c) || now_ns() >= deadline)) {
+                const unsigned long long seen = late(wanted, looks);
+                const unsigned lanes = __ballot_sync(kFullWarp, seen != 0);
+                if (threadIdx.x % 32 == __ffs(lanes) - 1) lose(c, source, phase, call, seen - 1);
+                break;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = make_uint4(0, 0, 0, 0);
+        return false;
+    }
+
+private:
+    __device__ bool are_here(unsigned long long wanted, bool looks) const { return __all_sync(kFullWarp, late(wanted, looks) == 0); }
+
+    // A flag of this lane that is not the one wanted, plus 1; 0: none.
+    __device__ unsigned long long late(unsigned long long wanted, bool looks) const {
+        unsigned long long seen = 0;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (looks && i < num && flag_in(values[i]) >> kValueBitsOfFlag != wanted) seen = flag_in(values[i]) + 1;
+        return seen;
+    }
+};
+
+}  // namespace deepep_moe
