@@ -41,11 +41,7 @@ struct LowLatencyWhat {
     DEEPEP_MOE_HD constexpr unsigned long long flag(unsigned long long call, int value) const {
         return call << kWhatBits | packed() << kValueBitsOfFlag | static_cast<unsigned>(value);
     }
-    // A combine's, in the words of entry: its dispatch.
-    DEEPEP_MOE_HD unsigned long long flag_along(unsigned long long call, unsigned long long dispatch) const {
-        return flag(call, static_cast<int>(dispatch % (1u << kValueBitsOfFlag)));
-    }
-    // Such a dispatch, of those that were not 2^15 calls from `own`.
+    // The dispatch that a combine has told its last bits of, if it was less than 2^15 calls from `own`.
     static constexpr unsigned long long dispatch_near(unsigned long long own, int value) {
         return own + static_cast<long long>(static_cast<int16_t>(value - static_cast<int>(own % (1u << kValueBitsOfFlag))));
     }
@@ -73,7 +69,7 @@ struct alignas(8) LowLatencyRow {
 struct LowLatencyConfig {
     int num_ranks, num_experts, num_topk, hidden;
     int64_t num_max_tokens;
-    DEEPEP_MOE_HD int num_local_experts() const { return num_experts / num_ranks; }
+    int num_local_experts = num_ranks > 0 ? num_experts / num_ranks : 0;
     DEEPEP_MOE_HD int64_t capacity() const { return num_ranks * num_max_tokens; }  // rows of a local expert
 };
 
@@ -90,7 +86,7 @@ struct LowLatencyLayout {
         reasons = left + 8 * ranks;
         turns = round_up(reasons + kMaxReasonBytes * ranks, 128);
         counts = 8 * ranks;
-        rows = round_up(counts + 8 * ranks * c.num_local_experts(), 128);
+        rows = round_up(counts + 8 * ranks * c.num_local_experts, 128);
         turn_bytes = rows + bytes_of_rows;
         total_bytes = turns + kTurns * turn_bytes;
     }
@@ -113,7 +109,7 @@ struct LowLatencyHandleLayout {
 struct LowLatencyStatistics {
     int64_t *num_tokens_per_expert, *wait_ns, *num_dropped;
     DEEPEP_MOE_HD LowLatencyStatistics(const LowLatencyConfig& c, int64_t* all)
-        : num_tokens_per_expert(all), wait_ns(all + c.num_local_experts()), num_dropped(wait_ns + c.num_ranks) {}
+        : num_tokens_per_expert(all), wait_ns(all + c.num_local_experts), num_dropped(wait_ns + c.num_ranks) {}
 };
 
 struct LowLatencyDispatchParams {

@@ -88,7 +88,7 @@ public:
     }
 
 private:
-    int rank_of(int32_t expert) const { return expert / c_.num_local_experts(); }
+    int rank_of(int32_t expert) const { return expert / c_.num_local_experts; }
 
     void choose_ranks(uint32_t* rank_masks) {
         int64_t num_dropped = 0;
@@ -107,7 +107,7 @@ private:
 
     void send_lanes(int to) {
         const LowLatencyTurn there = call_.turn(to);
-        const int num_local = c_.num_local_experts(), first = to * num_local;
+        const int num_local = c_.num_local_experts, first = to * num_local;
         std::vector<int> before(num_local);
         for (int token = 0; token < p_.num_tokens; ++token) {
             LowLatencyLane* lanes = there.lanes(call_.rank, token);
@@ -164,7 +164,7 @@ class DispatchReceiver {
 public:
     DispatchReceiver(const LowLatencyCall& call, const LowLatencyDispatchParams& p, LowLatencyWaits& waits)
         : c_(call.config), call_(call), p_(p), waits_(waits), format_(call.config, p.what), handle_(call.config, p.handle), here_(call.turn(call.rank)),
-          first_place_(static_cast<size_t>(c_.num_ranks) * c_.num_local_experts()), missing_row_(format_.bytes()) {}
+          first_place_(static_cast<size_t>(c_.num_ranks) * c_.num_local_experts), missing_row_(format_.bytes()) {}
 
     void run() {
         place();
@@ -177,10 +177,10 @@ private:
     // Rows of an expert by source, those of a source by token.
     void place() {
         const LowLatencyStatistics statistics(c_, p_.statistics);
-        for (int expert = 0; expert < c_.num_local_experts(); ++expert) {
+        for (int expert = 0; expert < c_.num_local_experts; ++expert) {
             int32_t num_rows = 0;
             for (int source = 0; source < c_.num_ranks; ++source) {
-                first_place_[source * c_.num_local_experts() + expert] = num_rows;
+                first_place_[source * c_.num_local_experts + expert] = num_rows;
                 if (contains(call_.ranks, source)) num_rows += LowLatencyWhat::value_in(here_.count(source, expert));
             }
             p_.num_recv_tokens_per_expert[expert] = num_rows;
@@ -203,7 +203,7 @@ private:
         for (int k = 0; k < c_.num_topk; ++k) {
             rows[k] = {-1, 0.0f};
             if (lanes[k].expert < 0) continue;
-            const int32_t place = first_place_[source * c_.num_local_experts() + lanes[k].expert] + lanes[k].index;
+            const int32_t place = first_place_[source * c_.num_local_experts + lanes[k].expert] + lanes[k].index;
             rows[k] = {static_cast<int32_t>(lanes[k].expert * c_.capacity() + place), lanes[k].weight};
             is_any = true;
         }
@@ -251,7 +251,7 @@ public:
 
     void run() {
         std::memcpy(p_.call, &call_.number, sizeof(call_.number));
-        const uint64_t entered = p_.what.flag_along(call_.number, *handle_.call);
+        const uint64_t entered = p_.what.flag(call_.number, LowLatencyWhat::value_in(*handle_.call));
         visit_from(call_, call_.ranks, [&](int to) { call_.turn(to).entered(call_.rank).store(entered, std::memory_order_release); });
         visit_from(call_, call_.ranks, [&](int to) {
             for (int token = 0; token < handle_.num_tokens[to]; ++token) send_row(to, token);

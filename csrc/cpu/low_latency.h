@@ -42,7 +42,7 @@ public:
         return shared_word(base_ + layout_.arrived + 8 * layout_.kArrivedWords * slot_idx(source, token));
     }
     uint64_t& count(int source, int local_expert) const {
-        return reinterpret_cast<uint64_t*>(base_ + layout_.counts)[source * config_.num_local_experts() + local_expert];
+        return reinterpret_cast<uint64_t*>(base_ + layout_.counts)[source * config_.num_local_experts + local_expert];
     }
     LowLatencyLane* lanes(int source, int64_t token) const {
         return reinterpret_cast<LowLatencyLane*>(base_ + layout_.lanes) + slot_idx(source, token) * config_.num_topk;

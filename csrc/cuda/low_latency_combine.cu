@@ -16,7 +16,12 @@ constexpr int kThreads = 512, kSummingThreads = kThreads / kPartsOfLine * kLineP
 constexpr int kBatch = 2;                               // pieces of 16 bytes of a row, of a lane at a time
 constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
 constexpr int kRowsOnTheirWay = 7;
-constexpr int64_t kSharedBytes = int64_t{16} * kRowsOnTheirWay * kBatchPieces;
+
+// In shared memory.
+struct Shared {
+    StagedPieces<kBatchPieces> staged;
+    uint4 rows[kRowsOnTheirWay * kBatchPieces];
+};
 constexpr int kRanksAtOnce = 4;  // whose parts are on their way
 
 template <DType kType, bool kQuantized>
@@ -26,12 +31,12 @@ struct Kernel {
     using Sum = float[kBatch][Values::kCount];
     static constexpr int kColumns = kQuantized ? 16 : Values::kCount;               // of a piece on its way
     static constexpr int kSentPieces = kBatchPieces * Values::kCount / kColumns;  // of a batch
-    using Staged = StagedPieces<kSentPieces>;
+    using Staged = StagedPieces<kSentPieces>;  // not more than Shared::staged
 
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyCombineParams& p;
-    const unsigned long long call;
+    const unsigned long long call, flag;  // of this rank in the call, its value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int num_pieces, num_sent;  // of a row, as it is given and on its way
     const int64_t row_bytes;
@@ -42,6 +47,7 @@ struct Kernel {
           config(c.config),
           p(l.call),
           call(call),
+          flag(p.what.flag(call, 0)),
           num_pieces(config.hidden / Values::kCount),
           num_sent(kQuantized ? config.hidden / 16 : num_pieces),
           row_bytes(16 * static_cast<int64_t>(num_pieces)),
@@ -55,7 +61,7 @@ struct Kernel {
     // Adds pieces `at`, `at` + 32, ... of rows(0), rows(1), ... to `sum`, in order. All lanes must call it.
     template <class Rows, class Weights>
     __device__ void sum_rows(Sum& sum, int at, int num_rows, const Rows& rows, const Weights& weights) const {
-        uint4* const places = shared_memory<uint4>() + threadIdx.x;  // of this thread alone
+        uint4* const places = shared_memory<Shared>()->rows + threadIdx.x;  // of this thread alone
 #pragma unroll 1
         for (int first = 0; first < num_rows; first += kRowsOnTheirWay) {
             const int count = min(kRowsOnTheirWay, num_rows - first);
@@ -85,7 +91,7 @@ struct Kernel {
 
     __device__ void enter() const {
         if (threadIdx.x == 0) *reinterpret_cast<unsigned long long*>(p.call) = call;
-        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x)) store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), p.what.flag_along(call, dispatch()));
+        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x)) store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch()));
     }
 
     // The call whose handle it is.
@@ -128,7 +134,7 @@ struct Kernel {
 
     // Where the token had rows here, and its rank can take their sum.
     __device__ void send_sum(const Task& task) const {
-        __shared__ Staged staged;
+        Staged& staged = *shared_memory<Staged>();
         const unsigned lanes = __ballot_sync(kFullWarp, task.own.row >= 0);
         if (lanes == 0 || is_masked(c, task.to.source)) return;
         const auto rows = [&](int n) { return pieces(p.x + __shfl_sync(kFullWarp, task.own.row, nth_set(lanes, n)) * row_bytes); };
@@ -142,7 +148,7 @@ struct Kernel {
             if (threadIdx.x < kSummingThreads) stage(staged, piece, sum);
             __syncthreads();
             const int first_part = begin / kLinePieces * kPartsOfLine;
-            staged.push(c, 1u << task.to.source, min(kSentPieces, num_sent - begin), kQuantized, p.what.flag(call, 1),
+            staged.push(c, 1u << task.to.source, min(kSentPieces, num_sent - begin), kQuantized, flag + 1,
                         [&](int to) { return Turn(c, to, call).row(c.rank, task.to.token) + first_part; });
         }
     }
@@ -168,7 +174,7 @@ struct Kernel {
     __device__ void receive() const {
         const int num_parts = parts_of(num_sent), num_tasks = (num_parts + kThreads - 1) / kThreads;
         const unsigned first = ranks_of(blockIdx.x / num_tasks);
-        const unsigned came = come_along(meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0));
+        const unsigned came = come_along(meet(c, flag, p.statistics, blockIdx.x == 0 && warp == 0));
 #pragma unroll 1
         for (int task = blockIdx.x; task < p.num_tokens * num_tasks; task += gridDim.x) {
             const int token = task / num_tasks, part = task % num_tasks * kThreads + warp * 32;
@@ -181,25 +187,20 @@ struct Kernel {
     // Of the ranks that have come, those that combine along the same dispatch: all, or the failure is reported.
     __device__ unsigned come_along(const Sources& sources) const {
         const unsigned long long own = dispatch();
-        const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(p.what.flag_along(0, own)), came = (sources.came >> lane & 1) != 0;
+        const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(own), came = (sources.came >> lane & 1) != 0;
         if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(own), sources.num_tokens);
         return __ballot_sync(kFullWarp, came && is_same);
     }
 
     // One warp: part `i` of the token's sums of `ranks`, in their order. A rank that is masked meanwhile is left out.
     __device__ void add_up(int token, unsigned ranks, int i, int num_parts) const {
-        const Turn own(c, c.rank, call);
         float sum[kColumns] = {};
 #pragma unroll 1
         for (unsigned rest = ranks; rest != 0;) {
             int rank[kRanksAtOnce];
 #pragma unroll
-            for (int n = 0; n < kRanksAtOnce; ++n, rest &= rest - 1) rank[n] = rest != 0 ? __ffs(rest) - 1 : -1;
-            Parts<1> parts[kRanksAtOnce] = {of(own, rank[0], token, i, num_parts), of(own, rank[1], token, i, num_parts), of(own, rank[2], token, i, num_parts),
-                                            of(own, rank[3], token, i, num_parts)};
-#pragma unroll
-            for (int n = 0; n < kRanksAtOnce; ++n)
-                if (rank[n] >= 0 && parts[n].wait(c, p.what, call, rank[n], GpuPhase::kCombineRows)) add(sum, parts[n].values[0], i);
+            for (int n = 0; n < kRanksAtOnce; ++n, rest &= rest - 1) rank[n] = __ffs(rest) - 1;
+            add_parts(sum, token, rank, i, num_parts);
         }
         if (ends_line() || piece_of(i) >= num_sent) return;
         uint4* const to = pieces(p.combined_x + token * row_bytes) + piece_of(i) * (kColumns / Values::kCount);
@@ -207,8 +208,26 @@ struct Kernel {
         for (int j = 0; j < kColumns / Values::kCount; ++j) to[j] = Values::store(sum + j * Values::kCount);
     }
 
-    __device__ static Parts<1> of(const Turn& own, int rank, int token, int i, int num_parts) {
-        return Parts<1>(own.row(max(rank, 0), token), i, rank < 0 ? 0 : num_parts);
+    // rank: -1 where there is none.
+    __device__ void add_parts(float (&sum)[kColumns], int token, const int (&rank)[kRanksAtOnce], int i, int num_parts) const {
+        const Turn own(c, c.rank, call);
+        const auto place = [&](int n) { return rank[n] >= 0 && i < num_parts ? own.row(rank[n], token) + i : nullptr; };
+        Parts<kRanksAtOnce> parts;
+        unsigned here = 0;
+        const auto done = [&](bool masks_too) {
+            parts.load(place);
+            here = parts.here(place, flag, ends_line());
+            unsigned given_up = 0;
+#pragma unroll
+            for (int n = 0; n < kRanksAtOnce; ++n) given_up |= static_cast<unsigned>(masks_too && rank[n] >= 0 && is_masked(c, rank[n])) << n;
+            return (here | __reduce_or_sync(kFullWarp, given_up)) == parts.kAll;
+        };
+        const bool is_done = look_until(c, done);
+#pragma unroll
+        for (int n = 0; n < kRanksAtOnce; ++n) {
+            if (rank[n] >= 0 && (here >> n & 1) != 0) add(sum, parts.values[n], i);
+            if (!is_done && (here >> n & 1) == 0 && lane == 0) lose(c, rank[n], GpuPhase::kCombineRows, call, 0);
+        }
     }
 
     // Columns of a part. All lanes must call it.
@@ -247,14 +266,14 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_
 template <DType kType>
 void launch_type(const Launch& l, void* stream) {
     if (l.call.what.fp8)
-        launch<low_latency_combine<kType, true>>("low_latency_combine", l.num_blocks, kThreads, kSharedBytes, l, stream, starts_early());
+        launch<low_latency_combine<kType, true>>("low_latency_combine", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
     else
-        launch<low_latency_combine<kType, false>>("low_latency_combine", l.num_blocks, kThreads, kSharedBytes, l, stream, starts_early());
+        launch<low_latency_combine<kType, false>>("low_latency_combine", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
 }
 
 }  // namespace
 
-int low_latency_combine_blocks_per_multiprocessor() { return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false>>(kThreads, kSharedBytes); }
+int low_latency_combine_blocks_per_multiprocessor() { return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false>>(kThreads, sizeof(Shared)); }
 
 void launch_low_latency_combine(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kCombine;

@@ -16,7 +16,7 @@ __device__ void forget_flags(const LowLatencyContext& c, int source) {
     for (int turn = 0; turn < kTurns; ++turn) {
         const Turn own(c, c.rank, turn);
         if (threadIdx.x == 0) *own.entered(source) = 0;
-        for (int expert = threadIdx.x; expert < c.config.num_local_experts(); expert += kThreads) own.counts(source)[expert] = 0;
+        for (int expert = threadIdx.x; expert < c.config.num_local_experts; expert += kThreads) own.counts(source)[expert] = 0;
         const int64_t num_lines = c.config.num_max_tokens * c.layout.slot_bytes / kLineBytes;
         for (int64_t line = threadIdx.x; line < num_lines; line += kThreads) own.head(source, 0)[line * kPartsOfLine + kLinePieces] = make_uint4(0, 0, 0, 0);
     }

@@ -16,17 +16,23 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
 constexpr int kStagedPieces = kThreads / kPartsOfLine * kLinePieces;  // a part for each thread
+using Staged = StagedPieces<kStagedPieces>;
+
+// In shared memory.
+struct Shared {
+    Staged staged[2];  // by turns: one is stored from while the other is written to
+    uint32_t marks[];  // Marks
+};
 
 template <DType kType, bool kQuantized>
 struct Kernel {
     static constexpr int kParts = kQuantized ? 2 : 4;  // of a lane, of a row that is received
     static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
-    using Staged = StagedPieces<kStagedPieces>;
 
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
     const LowLatencyDispatchParams& p;
-    const unsigned long long call;
+    const unsigned long long call, flag;  // of this rank in the call, its value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
     const int64_t x_bytes, row_bytes;  // of a row as it is given, and as it is received, without its scales
     const int num_pieces;              // of that
@@ -36,7 +42,8 @@ struct Kernel {
           config(c.config),
           p(l.call),
           call(call),
-          num_local(config.num_local_experts()),
+          flag(p.what.flag(call, 0)),
+          num_local(config.num_local_experts),
           x_bytes(config.hidden * (16 / Piece<kType>::kCount)),
           row_bytes(kQuantized ? config.hidden : x_bytes),
           num_pieces(static_cast<int>(row_bytes / 16)) {}
@@ -47,6 +54,8 @@ struct Kernel {
         return reinterpret_cast<T*>(p.handle + offset);
     }
 
+    __device__ Marks marks() const { return Marks(shared_memory<Shared>()->marks, p.num_tokens); }
+
     // ---- sending ----
 
     // The first blocks send counts, one for each destination, the others rows.
@@ -54,7 +63,7 @@ struct Kernel {
         const int block = static_cast<int>(blockIdx.x) - config.num_ranks;
         if (block < 0) {
             enter(blockIdx.x);
-            send_counts(blockIdx.x, mark_tokens(c, p));
+            send_counts(blockIdx.x, mark_tokens(c, p, marks()));
         } else if (block < p.num_tokens) {
             send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks);
         }
@@ -63,7 +72,7 @@ struct Kernel {
     // Every word is its own flag.
     __device__ void enter(int to) const {
         if (threadIdx.x != 0) return;
-        if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), p.what.flag(call, p.num_tokens));
+        if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), flag + p.num_tokens);
         if (to == 0) *in_handle<unsigned long long>(0) = call;
     }
 
@@ -72,12 +81,13 @@ struct Kernel {
         const bool masked = is_masked(c, to);
         LowLatencyWhat what = p.what;
         what.is_refused = !accepted;
+        const unsigned long long told = what.flag(call, 0);
         if (!accepted && !masked) tell_reason(to);
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int count = Marks(p.num_tokens).count(to * num_local + expert);
+            const int count = marks().count(to * num_local + expert);
             if (!masked)
-                store_relaxed(there.counts(c.rank) + expert, what.flag(call, count));
+                store_relaxed(there.counts(c.rank) + expert, told + count);
             else if (count > 0)
                 atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_dropped), count);
         }
@@ -95,7 +105,7 @@ struct Kernel {
     }
 
     __device__ void send_rows(int first, int step) const {
-        __shared__ Staged staged[2];  // by turns: one is stored from while the other is written to
+        Staged* const staged = shared_memory<Shared>()->staged;
         int turn = 0;
 #pragma unroll 1
         for (int token = first; token < p.num_tokens; token += step) {
@@ -103,13 +113,13 @@ struct Kernel {
 #pragma unroll 1
             for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
                 const Given given(*this, token, begin + threadIdx.x);
-                if (token == first && begin == 0) mark_tokens(c, p);  // while columns are on their way here
+                if (token == first && begin == 0) mark_tokens(c, p, marks());  // while columns are on their way here
                 ranks = ranks_of(token);
                 if (warp == kWarps - 1 && begin == 0) send_head(token, ranks);  // it has no columns
                 given.stage(*this, staged[turn]);
                 __syncthreads();
                 const int first_part = begin / kLinePieces * kPartsOfLine;
-                staged[turn].push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, p.what.flag(call, 1),
+                staged[turn].push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag + 1,
                                   [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
             }
         }
@@ -134,12 +144,12 @@ struct Kernel {
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
         LowLatencyLane out{-1, 0, 1.0f};
         if (lane < config.num_topk && p.topk_weights != nullptr) out.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
-        if (rank >= 0) out.index = static_cast<uint16_t>(Marks(p.num_tokens).before(token, expert));
+        if (rank >= 0) out.index = static_cast<uint16_t>(marks().before(token, expert));
 #pragma unroll 1
         for (int to = 0; to < config.num_ranks; ++to) {
             if (__any_sync(kFullWarp, is_masked(c, to))) continue;
             out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
-            const uint4 part = head_part(out, p.what.flag(call, static_cast<int>(ranks >> to & 1)));
+            const uint4 part = head_part(out, flag + (ranks >> to & 1));
             store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
         }
     }
@@ -173,7 +183,7 @@ struct Kernel {
     // ---- receiving ----
 
     __device__ void receive() const {
-        const Sources sources = meet(c, call, p.what, p.statistics, blockIdx.x == 0 && warp == 0);
+        const Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0 && warp == 0);
         if (blockIdx.x == 0) count(sources);
         const int num_tasks = (parts_of(num_pieces) + 32 * kParts - 1) / (32 * kParts) + 1;  // of a row
 #pragma unroll 1
@@ -188,7 +198,7 @@ struct Kernel {
     __device__ void count(const Sources& sources) const {
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int num_tokens = tokens_before(c, call, p.what, sources.came, config.num_ranks, expert);
+            const int num_tokens = tokens_before(c, flag, sources.came, config.num_ranks, expert);
             p.num_recv_tokens_per_expert[expert] = num_tokens;
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, num_tokens);
         }
@@ -198,27 +208,46 @@ struct Kernel {
     // kParts parts a lane, or in the last task what goes with the row.
     __device__ void receive_part(const Sources& sources, int source, int token, int task, int last) const {
         const Turn own(c, c.rank, call);
-        const int first = task * 32 * kParts + lane;
-        Parts<1> head(own.head(source, token), lane, static_cast<int>(c.layout.head_bytes / 16));
-        Parts<kParts> parts(own.row(source, token), first, task == last ? 0 : parts_of(num_pieces));
-        const Bases bases(c, call, p.what, sources.came, source);
-        const bool comes = head.wait(c, p.what, call, source, GpuPhase::kLanes) && LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag_in(head.values[0]), kLinePieces)) != 0;
-        LowLatencyLane there = lane_of_head(head.values[0]);
+        const int first = task * 32 * kParts + lane, num_parts = task == last ? 0 : parts_of(num_pieces);
+        const auto place = [&](int i) -> const uint4* {
+            if (i == kParts) return lane < c.layout.head_bytes / 16 ? own.head(source, token) + lane : nullptr;
+            return first + 32 * i < num_parts ? own.row(source, token) + first + 32 * i : nullptr;
+        };
+        Parts<kParts + 1> parts;
+        parts.load(place);
+        const Bases bases(c, flag, sources.came, source);
+        const bool comes = wait_row(parts, place, source);
+        LowLatencyLane there = lane_of_head(parts.values[kParts]);
         if (!comes || lane >= config.num_topk) there.expert = -1;
         int base = bases.at(there.expert);
-        if (base < 0 && there.expert >= 0) base = tokens_before(c, call, p.what, sources.came, source, there.expert);
-        const int place = base + there.index;
-        const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place;
+        if (base < 0 && there.expert >= 0) base = tokens_before(c, flag, sources.came, source, there.expert);
+        const int place_there = base + there.index;
+        const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place_there;
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
-        if (task == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place);
-        if (lanes == 0) return;
-        parts.wait(c, p.what, call, source, GpuPhase::kDispatchRows);
+        if (task == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place_there);
+#pragma unroll 1
         for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
             uint4* const to = pieces(p.recv_x + __shfl_sync(kFullWarp, row, __ffs(rest) - 1) * row_bytes);
 #pragma unroll
             for (int i = 0; i < kParts; ++i)
                 if (!ends_line() && piece_of(first + 32 * i) < num_pieces) to[piece_of(first + 32 * i)] = parts.values[i];
         }
+    }
+
+    // Until the head is there, the last of `parts`, and the others if it says that the row comes. Does it?
+    template <class Place>
+    __device__ bool wait_row(Parts<kParts + 1>& parts, const Place& place, int source) const {
+        unsigned here = 0;
+        bool comes = false, is_loaded = true;
+        const auto done = [&](bool masks_too) {
+            if (!is_loaded) parts.load(place);
+            is_loaded = false;
+            here = parts.here(place, flag, ends_line());
+            comes = here >> kParts != 0 && LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag_in(parts.values[kParts]), kLinePieces)) != 0;
+            return here == parts.kAll || (here >> kParts != 0 && !comes) || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
+        };
+        if (!look_until(c, done) && lane == 0) lose(c, source, GpuPhase::kDispatchRows, call, 0);
+        return comes;
     }
 
     // For the handle, and scales.
@@ -252,9 +281,15 @@ struct Kernel {
 
     // All lanes of a warp: the scale of a block each. 0 past the last.
     __device__ uint32_t scale_bits(int source, int token, int block, int num_scales) const {
-        const int piece = block * kPiecesOfBlock, end = end_of(piece);
-        Parts<1> part(Turn(c, c.rank, call).row(source, token), end, block < num_scales ? end + 1 : 0);
-        part.wait(c, p.what, call, source, GpuPhase::kDispatchRows, true);
+        const uint4* const row = Turn(c, c.rank, call).row(source, token);
+        const int piece = block * kPiecesOfBlock;
+        const auto place = [&](int) { return block < num_scales ? row + end_of(piece) : nullptr; };
+        Parts<1> part;
+        const auto done = [&](bool masks_too) {
+            part.load(place);
+            return part.here(place, flag, true) != 0 || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
+        };
+        if (!look_until(c, done) && lane == 0) lose(c, source, GpuPhase::kDispatchRows, call, 0);
         return __float_as_uint(scale_of(piece, part.values[0]));
     }
 };
@@ -282,7 +317,9 @@ void launch_type(const Launch& l, void* stream) {
 
 }  // namespace
 
-int64_t low_latency_shared_bytes(const LowLatencyConfig& c) { return 4 * c.num_experts * std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32); }
+int64_t low_latency_shared_bytes(const LowLatencyConfig& c) {
+    return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32);
+}
 
 // The same for all types of rows, by __launch_bounds__.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& c) {

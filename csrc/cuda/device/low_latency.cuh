@@ -13,7 +13,7 @@ struct Turn {
     __device__ Turn(const LowLatencyContext& c, int owner, unsigned long long call)
         : c(c), base(c.workspaces[owner] + c.layout.turns + static_cast<int64_t>(call % kTurns) * c.layout.turn_bytes) {}
     __device__ unsigned long long* entered(int source) const { return at<unsigned long long>(c.layout.entered, source); }
-    __device__ unsigned long long* counts(int source) const { return at<unsigned long long>(c.layout.counts, source * c.config.num_local_experts()); }
+    __device__ unsigned long long* counts(int source) const { return at<unsigned long long>(c.layout.counts, source * c.config.num_local_experts); }
     __device__ uint4* head(int source, int token) const { return at<uint4>(c.layout.rows + slot_index(source, token) * c.layout.slot_bytes, 0); }
     __device__ uint4* row(int source, int token) const { return head(source, token) + c.layout.head_bytes / 16; }
 
@@ -39,6 +39,7 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
 
 // A rank has not delivered within the deadline, and its flag is `seen`.
 __device__ __noinline__ inline void lose(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call, unsigned long long seen) {
+    if (is_masked(c, source)) return;
     if (c.masks_stalled && source != c.rank)
         set_mask(c, source, true);
     else
@@ -59,18 +60,19 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
 }
 
 // Of a peer that does something else, or refuses its arguments.
-__device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsigned expected, unsigned seen, int source) {
+__device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsigned long long flag, unsigned long long word, int source) {
+    const unsigned expected = LowLatencyWhat::packed_in(flag), seen = LowLatencyWhat::packed_in(word);
     if (LowLatencyWhat::unpacked(seen).is_refused)
         report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
     else
         report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
 }
 
-// Does it do the same?
-__device__ __forceinline__ bool check_what(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long word, int source) {
-    const unsigned seen = LowLatencyWhat::packed_in(word), expected = what.packed();
-    if (seen != expected) report_what(c, expected, seen, source);
-    return seen == expected;
+// Does it do the same? Here and below, flag: of this rank in the call, its value 0.
+__device__ __forceinline__ bool check_what(const LowLatencyContext& c, unsigned long long flag, unsigned long long word, int source) {
+    const bool is_same = ((word ^ flag) >> kValueBitsOfFlag) == 0;
+    if (!is_same) report_what(c, flag, word, source);
+    return is_same;
 }
 
 // Has `source` come to the call? As the first of this rank that asked has found, where ranks may be masked while others look.
@@ -92,8 +94,9 @@ struct Sources {
     int num_tokens;
 };
 
-// All lanes of a warp: until all ranks have entered `call` to do `what` there. counts: it is the one that keeps statistics.
-__device__ inline Sources meet(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int64_t* statistics, bool counts) {
+// All lanes of a warp: until all ranks have entered the call. counts: it is the one that keeps statistics.
+__device__ inline Sources meet(const LowLatencyContext& c, unsigned long long flag, int64_t* statistics, bool counts) {
+    const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
     unsigned long long word = 0;
     bool came = false;
@@ -104,7 +107,7 @@ __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long ca
         if (masked) word = 0;
         if (counts) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
         came = c.masks_stalled ? agree(c, call, source, word != 0) : word != 0;
-        came = came && check_what(c, what, word, source);
+        came = came && check_what(c, flag, word, source);
     }
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};
 }

@@ -85,54 +85,44 @@ __device__ __forceinline__ LowLatencyLane lane_of_head(const uint4& part) {
 
 // ---- receiving ----
 
-// Parts of lines of one row, kCount of each lane, 32 apart: all lanes of a warp make them, and wait for them, together.
+// All lanes of a warp, until done(masks_too): at every look, and now and then with masks_too, whether ranks are masked. False past the deadline,
+// or once another wait of this rank has failed.
+template <class Done>
+__device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Done& done) {
+    unsigned long long deadline = 0;
+#pragma unroll 1
+    for (int round = 0; !done(round % 256 == 255); ++round) {
+        if (round == 0) deadline = now_ns() + c.timeout_ns;
+        if (round % 256 == 255 && __any_sync(kFullWarp, gave_up(c) || now_ns() >= deadline)) return false;
+        pause_ns(kLowLatencyPauseNs);
+    }
+    return true;
+}
+
+// Parts of lines, kCount of each lane. All lanes of a warp load them together. place(i): where part i is, or nullptr.
 template <int kCount>
 struct Parts {
-    const uint4* const from;
-    const int num;  // of this lane
+    static constexpr unsigned kAll = (1u << kCount) - 1;
     uint4 values[kCount];
 
-    // The n-th of all parts of a row, n = first, first + 32, ..., as far as there are num_parts.
-    __device__ Parts(const uint4* row, int first, int num_parts) : from(row + first), num(first < num_parts ? (num_parts - 1 - first) / 32 + 1 : 0) { load(); }
-
-    __device__ void load() {
+    template <class Place>
+    __device__ void load(const Place& place) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) values[i] = load_part(from + 32 * i, i < num);
-    }
-
-    // Until the flags of all lines, which lanes that `look` have, are those of `what` in `call`. False: `source`, the same for all lanes, is
-    // masked, or has been now, or the failure is reported; then there is nothing in them.
-    __device__ bool wait(const LowLatencyContext& c, const LowLatencyWhat& what, unsigned long long call, int source, GpuPhase phase, bool looks = ends_line()) {
-        const unsigned long long wanted = what.flag(call, 0) >> kValueBitsOfFlag;
-        if (are_here(wanted, looks)) return true;
-        const unsigned long long deadline = now_ns() + c.timeout_ns;
-        for (int round = 0; !__any_sync(kFullWarp, is_masked(c, source)); ++round) {
-            pause_ns(kLowLatencyPauseNs);
-            load();
-            if (are_here(wanted, looks)) return true;
-            if (round % 256 == 255 && __any_sync(kFullWarp, gave_up(c) || now_ns() >= deadline)) {
-                const unsigned long long seen = late(wanted, looks);
-                const unsigned lanes = __ballot_sync(kFullWarp, seen != 0);
-                if (threadIdx.x % 32 == __ffs(lanes) - 1) lose(c, source, phase, call, seen - 1);
-                break;
-            }
+        for (int i = 0; i < kCount; ++i) {
+            const uint4* from = place(i);
+            values[i] = load_part(from, from != nullptr);
         }
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) values[i] = make_uint4(0, 0, 0, 0);
-        return false;
     }
 
-private:
-    __device__ bool are_here(unsigned long long wanted, bool looks) const { return __all_sync(kFullWarp, late(wanted, looks) == 0); }
-
-    // A flag of this lane that is not the one wanted, plus 1; 0: none.
-    __device__ unsigned long long late(unsigned long long wanted, bool looks) const {
-        unsigned long long seen = 0;
+    // Bit i: all lines of parts i are there. looks: this lane's parts have flags, which then have what `wanted` has.
+    template <class Place>
+    __device__ unsigned here(const Place& place, unsigned long long wanted, bool looks) const {
+        unsigned here = 0;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            if (looks && i < num && flag_in(values[i]) >> kValueBitsOfFlag != wanted) seen = flag_in(values[i]) + 1;
-        return seen;
+        for (int i = 0; i < kCount; ++i) here |= static_cast<unsigned>(__all_sync(kFullWarp, !looks || place(i) == nullptr || is_of(flag_in(values[i]), wanted))) << i;
+        return here;
     }
+    __device__ static bool is_of(unsigned long long flag, unsigned long long wanted) { return flag >> kValueBitsOfFlag == wanted >> kValueBitsOfFlag; }
 };
 
 }  // namespace deepep_moe

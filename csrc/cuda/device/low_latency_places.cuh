@@ -12,9 +12,10 @@ __device__ __forceinline__ int64_t expert_at(const LowLatencyDispatchParams& p, 
 
 // In shared memory, a bit for each expert and token: which tokens go to which expert.
 struct Marks {
+    uint32_t* const all;
     const int words;  // of an expert
-    __device__ explicit Marks(int num_tokens) : words((num_tokens + 31) / 32) {}
-    __device__ uint32_t* of(int64_t expert) const { return shared_memory<uint32_t>() + expert * words; }
+    __device__ Marks(void* all, int num_tokens) : all(static_cast<uint32_t*>(all)), words((num_tokens + 31) / 32) {}
+    __device__ uint32_t* of(int64_t expert) const { return all + expert * words; }
     __device__ int count(int expert) const { return count(expert, words); }
     __device__ int before(int token, int expert) const { return count(expert, token / 32) + __popc(of(expert)[token / 32] & ((1u << token % 32) - 1)); }
 
@@ -34,8 +35,7 @@ __device__ __forceinline__ GpuFailure& refusal() {
 }
 
 // All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
-__device__ __noinline__ inline bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p) {
-    const Marks marks(p.num_tokens);
+__device__ __noinline__ inline bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks) {
     const int num_topk = c.config.num_topk, num_lanes = p.num_tokens * num_topk, step = static_cast<int>(blockDim.x);
     if (threadIdx.x == 0) refusal() = {};
     int64_t expert = static_cast<int>(threadIdx.x) < num_lanes ? expert_at(p, threadIdx.x) : -1;
@@ -60,17 +60,17 @@ __device__ __noinline__ inline bool mark_tokens(const LowLatencyContext& c, cons
 }
 
 // How many tokens `source` has for a local expert.
-__device__ __forceinline__ int tokens_for(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, int source, int expert,
-                                          unsigned long long word) {
+__device__ __forceinline__ int tokens_for(const LowLatencyContext& c, unsigned long long flag, int source, int expert, unsigned long long word) {
+    const unsigned long long call = flag >> kWhatBits;
     if (word >> kWhatBits < call) word = wait_word_of(c, Turn(c, c.rank, call).counts(source) + expert, call, source, GpuPhase::kEntry);
-    return word != 0 && check_what(c, what, word, source) ? LowLatencyWhat::value_in(word) : 0;
+    return word != 0 && check_what(c, flag, word, source) ? LowLatencyWhat::value_in(word) : 0;
 }
 
 // How many tokens the ranks of `came` before `source` have for a local expert.
-__device__ __noinline__ inline int tokens_before(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int source, int expert) {
+__device__ __noinline__ inline int tokens_before(const LowLatencyContext& c, unsigned long long flag, unsigned came, int source, int expert) {
     int count = 0;
 #pragma unroll 1
-    for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) count += tokens_for(c, call, what, __ffs(rest) - 1, expert, 0);
+    for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) count += tokens_for(c, flag, __ffs(rest) - 1, expert, 0);
     return count;
 }
 
@@ -79,9 +79,9 @@ struct Bases {
     static constexpr int kHeld = 4;
     int of[kHeld] = {};
 
-    __device__ Bases(const LowLatencyContext& c, unsigned long long call, const LowLatencyWhat& what, unsigned came, int source) {
-        const Turn own(c, c.rank, call);
-        const int lane = threadIdx.x % 32, num_held = min(c.config.num_local_experts(), 32 * kHeld);
+    __device__ Bases(const LowLatencyContext& c, unsigned long long flag, unsigned came, int source) {
+        const Turn own(c, c.rank, flag >> kWhatBits);
+        const int lane = threadIdx.x % 32, num_held = min(c.config.num_local_experts, 32 * kHeld);
 #pragma unroll 1
         for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) {
             const int before = __ffs(rest) - 1;
@@ -90,7 +90,7 @@ struct Bases {
             for (int i = 0; i < kHeld; ++i) words[i] = 32 * i + lane < num_held ? load_relaxed(own.counts(before) + 32 * i + lane) : 0;
 #pragma unroll
             for (int i = 0; i < kHeld; ++i)
-                if (32 * i + lane < num_held) of[i] += tokens_for(c, call, what, before, 32 * i + lane, words[i]);
+                if (32 * i + lane < num_held) of[i] += tokens_for(c, flag, before, 32 * i + lane, words[i]);
         }
     }
 
