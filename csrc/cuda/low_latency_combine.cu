@@ -15,12 +15,20 @@ using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 constexpr int kThreads = 512, kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 constexpr int kBatch = 2;                               // pieces of 16 bytes of a row, of a lane at a time
 constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
-constexpr int kRowsOnTheirWay = 7;
+constexpr int kRowsOnTheirWay = 7, kLastWarp = kThreads / 32 - 1;
+
+// The rows that make the sum of a token.
+struct TokenRows {
+    int num, rows[kMaxTopk];
+    float weights[kMaxTopk];
+};
 
 // In shared memory.
 struct Shared {
     StagedPieces<kBatchPieces> staged;
-    uint4 rows[kRowsOnTheirWay * kBatchPieces];
+    TokenRows tokens[2];  // by turns: one is summed while the other is filled
+    unsigned came;        // ranks that combine along the same dispatch
+    alignas(16) uint4 rows[kRowsOnTheirWay * kBatchPieces];
 };
 constexpr int kRanksAtOnce = 4;  // whose parts are on their way
 
@@ -53,29 +61,29 @@ struct Kernel {
           row_bytes(16 * static_cast<int64_t>(num_pieces)),
           handle(config) {}
 
+    __device__ static Shared& shared() { return *shared_memory<Shared>(); }
     template <class T>
     __device__ const T* in_handle(int64_t offset) const {
         return reinterpret_cast<const T*>(p.handle + offset);
     }
 
-    // Adds pieces `at`, `at` + 32, ... of rows(0), rows(1), ... to `sum`, in order. All lanes must call it.
-    template <class Rows, class Weights>
-    __device__ void sum_rows(Sum& sum, int at, int num_rows, const Rows& rows, const Weights& weights) const {
-        uint4* const places = shared_memory<Shared>()->rows + threadIdx.x;  // of this thread alone
+    // Adds pieces `at` and `at` + 32 of a token's rows to `sum`, in order.
+    __device__ void sum_rows(Sum& sum, int at, const TokenRows& token) const {
+        uint4* const places = shared().rows + threadIdx.x;  // of this thread alone
 #pragma unroll 1
-        for (int first = 0; first < num_rows; first += kRowsOnTheirWay) {
-            const int count = min(kRowsOnTheirWay, num_rows - first);
+        for (int first = 0; first < token.num; first += kRowsOnTheirWay) {
+            const int count = min(kRowsOnTheirWay, token.num - first);
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                const uint4* from = rows(first + i);
+                const uint4* const from = pieces(p.x + token.rows[first + i] * row_bytes) + at;
 #pragma unroll
                 for (int j = 0; j < kBatch; ++j)
-                    if (at + 32 * j < num_pieces) copy_async(places + (i * kBatch + j) * kSummingThreads, from + at + 32 * j);
+                    if (at + 32 * j < num_pieces) copy_async(places + (i * kBatch + j) * kSummingThreads, from + 32 * j);
             }
             wait_copies();
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                const float weight = weights(first + i);
+                const float weight = token.weights[first + i];
 #pragma unroll
                 for (int j = 0; j < kBatch; ++j) {
                     float x[Values::kCount];
@@ -97,59 +105,49 @@ struct Kernel {
     // The call whose handle it is.
     __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
 
+    // A block takes one token after the other; its last warp, which sums nothing, looks for the rows of the next.
     __device__ void send() const {
-        Task task(*this, blockIdx.x);
+        const int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
+        int turn = 0;
+        if (warp == kLastWarp) find_rows(blockIdx.x, num_tokens, shared().tokens[0]);
+        __syncthreads();
 #pragma unroll 1
-        for (int nth = blockIdx.x; task.to.source >= 0; nth += gridDim.x) {
-            const Task next(*this, nth + gridDim.x);
-            send_sum(task);
-            task = next;
+        for (int nth = blockIdx.x; nth < config.capacity(); nth += gridDim.x, turn ^= 1) {
+            if (warp == kLastWarp) find_rows(nth + gridDim.x, num_tokens, shared().tokens[turn ^ 1]);
+            if (shared().tokens[turn].num != 0) send_sum(token_at(nth), shared().tokens[turn]);
+            __syncthreads();
         }
     }
 
-    // A token that was received, and its rows: of each lane of top-k. to.source: -1 past the last.
-    struct Task {
-        SourceToken to;
+    // All ranks begin with another one.
+    __device__ SourceToken token_at(int nth) const { return SourceToken(nth, (c.rank + 1) % config.num_ranks, config.num_ranks); }
+
+    // One warp: of a token that was received, and whose rank can take their sum. num_tokens: of rank r in lane r.
+    __device__ void find_rows(int nth, int num_tokens, TokenRows& out) const {
+        const SourceToken to = token_at(nth);
         LowLatencyRow own{-1, 0.0f};
+        if (nth < config.capacity() && lane < config.num_topk)
+            own = in_handle<LowLatencyRow>(handle.rows)[(to.source * config.num_max_tokens + to.token) * config.num_topk + lane];
+        if (to.token >= __shfl_sync(kFullWarp, num_tokens, to.source) || is_masked(c, to.source)) own.row = -1;
+        const unsigned lanes = __ballot_sync(kFullWarp, own.row >= 0);
+        const int n = __popc(lanes & ((1u << lane) - 1));
+        if (own.row >= 0) out.rows[n] = own.row, out.weights[n] = own.weight;
+        if (lane == 0) out.num = __popc(lanes);
+    }
 
-        // Ranks often have equally many tokens: rows are loaded as if, before it is known how many there are.
-        __device__ Task(const Kernel& k, int nth)
-            : to(nth, [&](int) { return k.p.num_tokens; }, k.first(), k.config.num_ranks) {
-            const int32_t* num_tokens = k.template in_handle<int32_t>(k.handle.num_tokens);
-            load(k);
-            const SourceToken is(nth, [&](int source) { return num_tokens[source]; }, k.first(), k.config.num_ranks);
-            if (is.source == to.source && is.token == to.token) return;
-            to = is;
-            load(k);
-        }
-        __device__ void load(const Kernel& k) {
-            own.row = -1;
-            if (to.source < 0 || k.lane >= k.config.num_topk) return;
-            own = k.template in_handle<LowLatencyRow>(k.handle.rows)[(to.source * k.config.num_max_tokens + to.token) * k.config.num_topk + k.lane];
-        }
-    };
-
-    // The source whose tokens are first: all ranks begin with another one.
-    __device__ int first() const { return (c.rank + 1) % config.num_ranks; }
-
-    // Where the token had rows here, and its rank can take their sum.
-    __device__ void send_sum(const Task& task) const {
+    __device__ void send_sum(const SourceToken& to, const TokenRows& token) const {
         Staged& staged = *shared_memory<Staged>();
-        const unsigned lanes = __ballot_sync(kFullWarp, task.own.row >= 0);
-        if (lanes == 0 || is_masked(c, task.to.source)) return;
-        const auto rows = [&](int n) { return pieces(p.x + __shfl_sync(kFullWarp, task.own.row, nth_set(lanes, n)) * row_bytes); };
-        const auto weights = [&](int n) { return __shfl_sync(kFullWarp, task.own.weight, nth_set(lanes, n)); };
 #pragma unroll 1
         for (int begin = 0; begin < num_sent; begin += kSentPieces) {
             Sum sum = {};
             const int piece = warp * 32 * kBatch + lane, first = begin / kSentPieces * kBatchPieces;
-            if (threadIdx.x < kSummingThreads) sum_rows(sum, first + piece, __popc(lanes), rows, weights);
+            if (threadIdx.x < kSummingThreads) sum_rows(sum, first + piece, token);
             __syncthreads();  // until what was staged before is sent
             if (threadIdx.x < kSummingThreads) stage(staged, piece, sum);
             __syncthreads();
             const int first_part = begin / kLinePieces * kPartsOfLine;
-            staged.push(c, 1u << task.to.source, min(kSentPieces, num_sent - begin), kQuantized, flag + 1,
-                        [&](int to) { return Turn(c, to, call).row(c.rank, task.to.token) + first_part; });
+            staged.push(c, 1u << to.source, min(kSentPieces, num_sent - begin), kQuantized, flag + 1,
+                        [&](int rank) { return Turn(c, rank, call).row(c.rank, to.token) + first_part; });
         }
     }
 
@@ -173,23 +171,28 @@ struct Kernel {
     // A task: as many parts of a token's sums as the block has threads, one each.
     __device__ void receive() const {
         const int num_parts = parts_of(num_sent), num_tasks = (num_parts + kThreads - 1) / kThreads;
-        const unsigned first = ranks_of(blockIdx.x / num_tasks);
-        const unsigned came = come_along(meet(c, flag, p.statistics, blockIdx.x == 0 && warp == 0));
+        unsigned ranks = ranks_of(blockIdx.x / num_tasks);
+        if (warp == 0) meet_along();
+        __syncthreads();
 #pragma unroll 1
         for (int task = blockIdx.x; task < p.num_tokens * num_tasks; task += gridDim.x) {
             const int token = task / num_tasks, part = task % num_tasks * kThreads + warp * 32;
-            if (part < num_parts) add_up(token, (task == static_cast<int>(blockIdx.x) ? first : ranks_of(token)) & came, part + lane, num_parts);
+            if (task != static_cast<int>(blockIdx.x)) ranks = ranks_of(token);
+            if (part < num_parts) add_up(token, ranks & shared().came, part + lane, num_parts);
         }
     }
 
+    // That have rows of the token.
     __device__ unsigned ranks_of(int token) const { return token < p.num_tokens ? in_handle<unsigned>(handle.rank_masks)[token] : 0; }
 
-    // Of the ranks that have come, those that combine along the same dispatch: all, or the failure is reported.
-    __device__ unsigned come_along(const Sources& sources) const {
+    // One warp: until all ranks have come. Those that combine along another dispatch are reported.
+    __device__ void meet_along() const {
         const unsigned long long own = dispatch();
+        const Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0);
         const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(own), came = (sources.came >> lane & 1) != 0;
         if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(own), sources.num_tokens);
-        return __ballot_sync(kFullWarp, came && is_same);
+        const unsigned ranks = __ballot_sync(kFullWarp, came && is_same);
+        if (lane == 0) shared().came = ranks;
     }
 
     // One warp: part `i` of the token's sums of `ranks`, in their order. A rank that is masked meanwhile is left out.

@@ -1,6 +1,7 @@
 // Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
 // others push rows, a token at a time, quantized on the way, each with its place among this rank's tokens of the same expert, and arranged in
-// lines in shared memory. Receiving: each warp waits for a part of a row, and for how many rows of its experts come before, and copies it there.
+// lines in shared memory. Receiving: a warp waits for a token's head, and for how many rows of its experts come before, then the block copies
+// the row there. What all warps of a block would work out is left to one: instructions are what there is least of.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"
@@ -18,15 +19,23 @@ constexpr int kColumns = 16;                              // of a lane, of a row
 constexpr int kStagedPieces = kThreads / kPartsOfLine * kLinePieces;  // a part for each thread
 using Staged = StagedPieces<kStagedPieces>;
 
+// The rows of a token that has come.
+struct TokenRows {
+    int num, rows[kMaxTopk], experts[kMaxTopk];
+};
+
 // In shared memory.
 struct Shared {
     Staged staged[2];  // by turns: one is stored from while the other is written to
+    unsigned ranks[2];  // that each goes to
+    unsigned came;      // ranks that have entered the call
+    TokenRows tokens[kWarps];
     uint32_t marks[];  // Marks
 };
 
 template <DType kType, bool kQuantized>
 struct Kernel {
-    static constexpr int kParts = kQuantized ? 2 : 4;  // of a lane, of a row that is received
+    static constexpr int kParts = kQuantized ? 1 : 2;  // of a thread at once, of a row that is received
     static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
 
     const LowLatencyContext& c;
@@ -54,7 +63,8 @@ struct Kernel {
         return reinterpret_cast<T*>(p.handle + offset);
     }
 
-    __device__ Marks marks() const { return Marks(shared_memory<Shared>()->marks, p.num_tokens); }
+    __device__ static Shared& shared() { return *shared_memory<Shared>(); }
+    __device__ Marks marks() const { return Marks(shared().marks, p.num_tokens); }
 
     // ---- sending ----
 
@@ -105,7 +115,6 @@ struct Kernel {
     }
 
     __device__ void send_rows(int first, int step) const {
-        Staged* const staged = shared_memory<Shared>()->staged;
         int turn = 0;
 #pragma unroll 1
         for (int token = first; token < p.num_tokens; token += step) {
@@ -114,21 +123,15 @@ struct Kernel {
             for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
                 const Given given(*this, token, begin + threadIdx.x);
                 if (token == first && begin == 0) mark_tokens(c, p, marks());  // while columns are on their way here
-                ranks = ranks_of(token);
-                if (warp == kWarps - 1 && begin == 0) send_head(token, ranks);  // it has no columns
-                given.stage(*this, staged[turn]);
+                if (warp == kWarps - 1 && begin == 0) shared().ranks[turn] = send_head(token);  // it has no columns
+                given.stage(*this, shared().staged[turn]);
                 __syncthreads();
+                if (begin == 0) ranks = shared().ranks[turn];
                 const int first_part = begin / kLinePieces * kPartsOfLine;
-                staged[turn].push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag + 1,
-                                  [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
+                shared().staged[turn].push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag + 1,
+                                           [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
             }
         }
-    }
-
-    // That a token goes to, of those that are not masked.
-    __device__ unsigned ranks_of(int token) const {
-        const int rank = rank_of(expert_of(token));
-        return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
     }
 
     // Of this lane of top-k, and its rank; -1: none.
@@ -138,9 +141,10 @@ struct Kernel {
     }
     __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
 
-    // One warp: what of the token goes where.
-    __device__ void send_head(int token, unsigned ranks) const {
+    // One warp: what of the token goes where. Returns the ranks.
+    __device__ unsigned send_head(int token) const {
         const int expert = expert_of(token), rank = rank_of(expert), num_parts = static_cast<int>(c.layout.head_bytes / 16);
+        const unsigned ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
         LowLatencyLane out{-1, 0, 1.0f};
         if (lane < config.num_topk && p.topk_weights != nullptr) out.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
@@ -152,6 +156,7 @@ struct Kernel {
             const uint4 part = head_part(out, flag + (ranks >> to & 1));
             store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
         }
+        return ranks;
     }
 
     // What becomes 16 bytes of a row on its way.
@@ -182,115 +187,122 @@ struct Kernel {
 
     // ---- receiving ----
 
+    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy one after the other.
     __device__ void receive() const {
-        const Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0 && warp == 0);
-        if (blockIdx.x == 0) count(sources);
-        const int num_tasks = (parts_of(num_pieces) + 32 * kParts - 1) / (32 * kParts) + 1;  // of a row
+        const int end = static_cast<int>(config.capacity()), step = static_cast<int>(gridDim.x);
 #pragma unroll 1
-        for (int task = warp * gridDim.x + blockIdx.x;; task += kWarps * gridDim.x) {
-            const SourceToken from(task / num_tasks, [&](int source) { return __shfl_sync(kFullWarp, sources.num_tokens, source); }, c.rank, config.num_ranks);
-            if (from.source < 0) return;
-            receive_part(sources, from.source, from.token, task % num_tasks, num_tasks - 1);
+        for (int first = blockIdx.x; first < end; first += kWarps * step) {
+            Parts<kParts> parts;
+            parts.load(PartsOfRow(*this, token_at(first), warp * 32));  // before it is known whether it comes
+            TokenRows& own = shared().tokens[warp];
+            if (lane == 0) own.num = 0;
+            if (first + warp * step < end) find_rows(token_at(first + warp * step), own, first == 0 && warp == 0);
+            __syncthreads();
+            if (first == 0) count();
+#pragma unroll 1
+            for (int n = 0; n < kWarps; ++n)
+                if (shared().tokens[n].num != 0) copy(token_at(first + n * step), shared().tokens[n], parts, n == 0);
+            __syncthreads();
         }
     }
 
+    __device__ SourceToken token_at(int nth) const { return SourceToken(nth, c.rank, config.num_ranks); }
+
     // One block.
-    __device__ void count(const Sources& sources) const {
+    __device__ void count() const {
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int num_tokens = tokens_before(c, flag, sources.came, config.num_ranks, expert);
+            const int num_tokens = tokens_before(c, flag, shared().came, config.num_ranks, expert);
             p.num_recv_tokens_per_expert[expert] = num_tokens;
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, num_tokens);
         }
-        if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = sources.num_tokens;
     }
 
-    // kParts parts a lane, or in the last task what goes with the row.
-    __device__ void receive_part(const Sources& sources, int source, int token, int task, int last) const {
-        const Turn own(c, c.rank, call);
-        const int first = task * 32 * kParts + lane, num_parts = task == last ? 0 : parts_of(num_pieces);
-        const auto place = [&](int i) -> const uint4* {
-            if (i == kParts) return lane < c.layout.head_bytes / 16 ? own.head(source, token) + lane : nullptr;
-            return first + 32 * i < num_parts ? own.row(source, token) + first + 32 * i : nullptr;
-        };
-        Parts<kParts + 1> parts;
-        parts.load(place);
-        const Bases bases(c, flag, sources.came, source);
-        const bool comes = wait_row(parts, place, source);
-        LowLatencyLane there = lane_of_head(parts.values[kParts]);
-        if (!comes || lane >= config.num_topk) there.expert = -1;
-        int base = bases.at(there.expert);
-        if (base < 0 && there.expert >= 0) base = tokens_before(c, flag, sources.came, source, there.expert);
-        const int place_there = base + there.index;
-        const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + place_there;
+    // One warp: where the rows of a token go, for the block and the handle. is_first: of all.
+    __device__ void find_rows(const SourceToken& from, TokenRows& out, bool is_first) const {
+        const uint4* const at = Turn(c, c.rank, call).head(from.source, from.token);
+        const auto place = [&](int) { return lane < c.layout.head_bytes / 16 ? at + lane : nullptr; };
+        Parts<1> head;
+        head.load(place);
+        const Sources sources = meet(c, flag, p.statistics, is_first);
+        if (is_first && lane == 0) shared().came = sources.came;
+        if (is_first && lane < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[lane] = sources.num_tokens;
+        if (from.token >= __shfl_sync(kFullWarp, sources.num_tokens, from.source)) return;
+        const Bases bases(c, flag, sources.came, from.source);
+        LowLatencyLane there{-1, 0, 0.0f};
+        if (wait(head, place, from.source, true)) there = lane_of_head(head.values[0]);
+        if (lane >= config.num_topk) there.expert = -1;
+        int before = bases.at(there.expert);
+        if (before < 0 && there.expert >= 0) before = tokens_before(c, flag, sources.came, from.source, there.expert);
+        const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + before + there.index;
+        if (lane < config.num_topk) in_handle<LowLatencyRow>(handle().rows)[(from.source * config.num_max_tokens + from.token) * config.num_topk + lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
-        if (task == last) return receive_rest(source, token, {row, there.weight}, lanes, there.expert, place_there);
-#pragma unroll 1
-        for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
-            uint4* const to = pieces(p.recv_x + __shfl_sync(kFullWarp, row, __ffs(rest) - 1) * row_bytes);
-#pragma unroll
-            for (int i = 0; i < kParts; ++i)
-                if (!ends_line() && piece_of(first + 32 * i) < num_pieces) to[piece_of(first + 32 * i)] = parts.values[i];
-        }
+        const int nth = __popc(lanes & ((1u << lane) - 1));
+        if (row >= 0) out.rows[nth] = row, out.experts[nth] = there.expert;
+        if (lane == 0) out.num = __popc(lanes);
     }
 
-    // Until the head is there, the last of `parts`, and the others if it says that the row comes. Does it?
-    template <class Place>
-    __device__ bool wait_row(Parts<kParts + 1>& parts, const Place& place, int source) const {
-        unsigned here = 0;
-        bool comes = false, is_loaded = true;
+    // All lanes of a warp, until all parts are there; false where they are given up. They are loaded already, if it says so.
+    template <int kCount, class Place>
+    __device__ bool wait(Parts<kCount>& parts, const Place& place, int source, bool is_loaded) const {
+        bool are_here = false;
         const auto done = [&](bool masks_too) {
             if (!is_loaded) parts.load(place);
             is_loaded = false;
-            here = parts.here(place, flag, ends_line());
-            comes = here >> kParts != 0 && LowLatencyWhat::value_in(__shfl_sync(kFullWarp, flag_in(parts.values[kParts]), kLinePieces)) != 0;
-            return here == parts.kAll || (here >> kParts != 0 && !comes) || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
+            are_here = parts.here(place, flag, ends_line()) == parts.kAll;
+            return are_here || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
         };
         if (!look_until(c, done) && lane == 0) lose(c, source, GpuPhase::kDispatchRows, call, 0);
-        return comes;
+        return are_here;
     }
 
-    // For the handle, and scales.
-    __device__ void receive_rest(int source, int token, const LowLatencyRow& row, unsigned lanes, int expert, int place) const {
-        if (lane < config.num_topk) in_handle<LowLatencyRow>(handle().rows)[(source * config.num_max_tokens + token) * config.num_topk + lane] = row;
-        if (kQuantized && lanes != 0) receive_scales(source, token, lanes, expert, place);
-    }
+    // Where a warp's parts of a row are, from `first` on.
+    struct PartsOfRow {
+        const uint4* const row;
+        const int first, num;
+        __device__ PartsOfRow(const Kernel& k, const SourceToken& from, int first)
+            : row(Turn(k.c, k.c.rank, k.call).row(from.source, from.token)), first(first + k.lane), num(parts_of(k.num_pieces)) {}
+        __device__ int nth(int i) const { return first + i * kThreads; }
+        __device__ const uint4* operator()(int i) const { return nth(i) < num ? row + nth(i) : nullptr; }
+    };
 
-    // Column-major: the scales of one column of blocks lie together. expert, place: of each lane of top-k.
-    __device__ void receive_scales(int source, int token, unsigned lanes, int expert, int place) const {
-        const int num_scales = config.hidden / kScaleBlock, num_words = p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
+    // What does not come is zeros.
+    __device__ void copy(const SourceToken& from, const TokenRows& rows, Parts<kParts>& parts, bool is_loaded) const {
 #pragma unroll 1
-        for (int first = 0; first < num_words; first += 32) {
-            const int column = first + lane;
-            const uint32_t value = p.what.is_rounded ? packed_exponents(source, token, 4 * column, num_scales) : scale_bits(source, token, column, num_scales);
-#pragma unroll 1
-            for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
-                const int from = __ffs(rest) - 1;
-                const int64_t at = __shfl_sync(kFullWarp, expert, from) * static_cast<int64_t>(num_words) + column, to = __shfl_sync(kFullWarp, place, from);
-                if (column < num_words) static_cast<uint32_t*>(p.recv_x_scales)[at * config.capacity() + to] = value;
-            }
+        for (int first = warp * 32; first < parts_of(num_pieces); first += kParts * kThreads, is_loaded = false) {
+            const PartsOfRow place(*this, from, first);
+            const bool are_here = wait(parts, place, from.source, is_loaded);
+#pragma unroll
+            for (int i = 0; i < kParts; ++i)
+                if (place(i) != nullptr) write(rows, piece_of(place.nth(i)), are_here ? parts.values[i] : make_uint4(0, 0, 0, 0));
         }
     }
 
-    __device__ uint32_t packed_exponents(int source, int token, int first, int num_scales) const {
-        uint32_t packed = 0;
+    __device__ void write(const TokenRows& rows, int piece, const uint4& part) const {
+        if (kQuantized && ends_line()) write_scale(rows, piece - kLinePieces, part);
+        if (ends_line() || piece >= num_pieces) return;
 #pragma unroll 1
-        for (int i = 0; i < 4; ++i) packed |= scale_bits(source, token, first + i, num_scales) >> 23 << 8 * i;
-        return packed;
+        for (int n = 0; n < rows.num; ++n) pieces(p.recv_x + rows.rows[n] * row_bytes)[piece] = part;
     }
 
-    // All lanes of a warp: the scale of a block each. 0 past the last.
-    __device__ uint32_t scale_bits(int source, int token, int block, int num_scales) const {
-        const uint4* const row = Turn(c, c.rank, call).row(source, token);
-        const int piece = block * kPiecesOfBlock;
-        const auto place = [&](int) { return block < num_scales ? row + end_of(piece) : nullptr; };
-        Parts<1> part;
-        const auto done = [&](bool masks_too) {
-            part.load(place);
-            return part.here(place, flag, true) != 0 || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
-        };
-        if (!look_until(c, done) && lane == 0) lose(c, source, GpuPhase::kDispatchRows, call, 0);
-        return __float_as_uint(scale_of(piece, part.values[0]));
+    // Of the block that begins in a line with `first_piece`, if one does, from the line's end. Column-major: the scales of one column of blocks
+    // lie together, four exponents in a word if they are rounded.
+    __device__ void write_scale(const TokenRows& rows, int first_piece, const uint4& end) const {
+        const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock;
+        if (block * kPiecesOfBlock >= first_piece + kLinePieces || block >= num_scales) return;
+        const uint32_t scale = __float_as_uint(scale_of(block * kPiecesOfBlock, end));
+        const int per_word = p.what.is_rounded ? 4 : 1, num_words = (num_scales + per_word - 1) / per_word;
+#pragma unroll 1
+        for (int n = 0; n < rows.num; ++n) {
+            const int64_t column = rows.experts[n] * static_cast<int64_t>(num_words) + block / per_word;
+            uint32_t* const word = static_cast<uint32_t*>(p.recv_x_scales) + (column - rows.experts[n]) * config.capacity() + rows.rows[n];
+            if (!p.what.is_rounded) {
+                *word = scale;
+                continue;
+            }
+            reinterpret_cast<uint8_t*>(word)[block % 4] = static_cast<uint8_t>(scale >> 23);
+            for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) reinterpret_cast<uint8_t*>(word)[rest % 4] = 0;
+        }
     }
 };
 

@@ -6,7 +6,7 @@
 
 namespace deepep_moe {
 
-constexpr unsigned kLowLatencyPauseNs = 64;
+constexpr unsigned kLowLatencyPauseNs = 20;
 
 // The arrays of a call in the workspace of `owner`.
 struct Turn {
@@ -131,20 +131,11 @@ __device__ inline void end_send(const LowLatencyContext& c, unsigned long long c
     }
 }
 
-// The n-th of all tokens, num_tokens(source) of each source, of one source after the other from `first` on; source: -1 past the last.
+// The n-th of the tokens that there is room for: those of all sources by turns, so that who takes it need not know how many they have.
 struct SourceToken {
-    int source = -1, token = 0;
-    template <class NumTokens>
-    __device__ SourceToken(int nth, const NumTokens& num_tokens, int first, int num_ranks) : token(nth) {
-#pragma unroll 1
-        for (int turn = 0; turn < num_ranks; ++turn) {
-            const int candidate = first + turn < num_ranks ? first + turn : first + turn - num_ranks, count = num_tokens(candidate);
-            if (token < count) {
-                source = candidate;
-                return;
-            }
-            token -= count;
-        }
+    int source, token;
+    __device__ SourceToken(int nth, int first_source, int num_ranks) : source(nth % num_ranks + first_source), token(nth / num_ranks) {
+        if (source >= num_ranks) source -= num_ranks;
     }
 };
 
