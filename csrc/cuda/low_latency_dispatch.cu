@@ -16,8 +16,7 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
-constexpr int kStagedPieces = kThreads / kPartsOfLine * kLinePieces;  // a part for each thread
-using Staged = StagedPieces<kStagedPieces>;
+constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 
 // The rows of a token that has come.
 struct TokenRows {
@@ -26,16 +25,19 @@ struct TokenRows {
 
 // In shared memory.
 struct Shared {
-    Staged staged[2];  // by turns: one is stored from while the other is written to
-    unsigned ranks[2];  // that each goes to
-    unsigned came;      // ranks that have entered the call
+    StagedPieces<2 * kStagingThreads> staged[2];  // by turns: one is stored from while the other is written to
+    unsigned ranks[2];                            // that each goes to
+    unsigned came;                                // ranks that have entered the call, and
+    int num_tokens[kLowLatencyMaxRanks];          // how many tokens they have
     TokenRows tokens[kWarps];
-    uint32_t marks[];  // Marks
+    int more[];  // counts of each rank for the local experts, then Marks
 };
 
 template <DType kType, bool kQuantized>
 struct Kernel {
-    static constexpr int kParts = kQuantized ? 1 : 2;  // of a thread at once, of a row that is received
+    static constexpr int kParts = kQuantized ? 1 : 2;  // of a thread at once: pieces of a row that is sent, parts of one that is received
+    static constexpr int kStagedPieces = kParts * kStagingThreads;
+    using Staged = StagedPieces<kStagedPieces>;  // not more than Shared::staged
     static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
 
     const LowLatencyContext& c;
@@ -64,7 +66,8 @@ struct Kernel {
     }
 
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
-    __device__ Marks marks() const { return Marks(shared().marks, p.num_tokens); }
+    __device__ static Staged& staged(int turn) { return reinterpret_cast<Staged&>(shared().staged[turn]); }
+    __device__ Marks marks() const { return Marks(shared().more + config.num_experts, p.num_tokens); }
 
     // ---- sending ----
 
@@ -73,7 +76,7 @@ struct Kernel {
         const int block = static_cast<int>(blockIdx.x) - config.num_ranks;
         if (block < 0) {
             enter(blockIdx.x);
-            send_counts(blockIdx.x, mark_tokens(c, p, marks()));
+            send_counts(blockIdx.x, mark_tokens(c, p, marks(), first_expert(c, p)));
         } else if (block < p.num_tokens) {
             send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks);
         }
@@ -114,24 +117,33 @@ struct Kernel {
         __syncthreads();
     }
 
+    // The row first, which takes the longest; its head follows when the row's place is known.
     __device__ void send_rows(int first, int step) const {
         int turn = 0;
 #pragma unroll 1
         for (int token = first; token < p.num_tokens; token += step) {
+            const int64_t expert = token == first ? first_expert(c, p) : -1;
             unsigned ranks = 0;
 #pragma unroll 1
             for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
-                const Given given(*this, token, begin + threadIdx.x);
-                if (token == first && begin == 0) mark_tokens(c, p, marks());  // while columns are on their way here
-                if (warp == kWarps - 1 && begin == 0) shared().ranks[turn] = send_head(token);  // it has no columns
-                given.stage(*this, shared().staged[turn]);
+                const Given given(*this, token, begin);
+                if (warp == kWarps - 1 && begin == 0) shared().ranks[turn] = ranks_of(token);  // it has no columns
+                given.stage(*this, staged(turn));
                 __syncthreads();
                 if (begin == 0) ranks = shared().ranks[turn];
                 const int first_part = begin / kLinePieces * kPartsOfLine;
-                shared().staged[turn].push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag + 1,
-                                           [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
+                staged(turn).push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag + 1,
+                                  [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
             }
+            if (token == first) mark_tokens(c, p, marks(), expert);
+            if (warp == kWarps - 1) send_head(token, ranks);
         }
+    }
+
+    // That a token goes to, of those that are not masked.
+    __device__ unsigned ranks_of(int token) const {
+        const int rank = rank_of(expert_of(token));
+        return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
     }
 
     // Of this lane of top-k, and its rank; -1: none.
@@ -141,10 +153,9 @@ struct Kernel {
     }
     __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
 
-    // One warp: what of the token goes where. Returns the ranks.
-    __device__ unsigned send_head(int token) const {
+    // One warp: what of the token goes where.
+    __device__ void send_head(int token, unsigned ranks) const {
         const int expert = expert_of(token), rank = rank_of(expert), num_parts = static_cast<int>(c.layout.head_bytes / 16);
-        const unsigned ranks = __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
         LowLatencyLane out{-1, 0, 1.0f};
         if (lane < config.num_topk && p.topk_weights != nullptr) out.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
@@ -156,32 +167,42 @@ struct Kernel {
             const uint4 part = head_part(out, flag + (ranks >> to & 1));
             store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
         }
-        return ranks;
     }
 
-    // What becomes 16 bytes of a row on its way.
+    // What becomes this thread's pieces of a row on its way.
     struct Given {
-        const bool is_any;
-        uint4 raw[kGivenBytes / 16] = {};
+        static constexpr int kLoads = kGivenBytes / 16;
+        int num = 0;
+        uint4 raw[kParts][kLoads] = {};
 
-        __device__ Given(const Kernel& k, int token, int piece) : is_any(threadIdx.x < kStagedPieces && piece < k.num_pieces) {
-            if (!is_any) return;
-            const uint4* from = pieces(k.p.x + token * k.x_bytes + piece * kGivenBytes);
+        __device__ Given(const Kernel& k, int token, int begin) {
+            if (threadIdx.x >= kStagingThreads) return;
 #pragma unroll
-            for (int i = 0; i < kGivenBytes / 16; ++i) raw[i] = from[i];
+            for (int i = 0; i < kParts; ++i) {
+                const int piece = begin + threadIdx.x + i * kStagingThreads;
+                if (piece >= k.num_pieces) return;
+                ++num;
+                const uint4* from = pieces(k.p.x + token * k.x_bytes + piece * kGivenBytes);
+#pragma unroll
+                for (int load = 0; load < kLoads; ++load) raw[i][load] = from[load];
+            }
         }
 
         __device__ void stage(const Kernel& k, Staged& staged) const {
-            uint4 value = raw[0];
-            if constexpr (kQuantized) {
-                float x[kColumns];
 #pragma unroll
-                for (int i = 0; i < kGivenBytes / 16; ++i) Piece<kType>::load(raw[i], x + i * Piece<kType>::kCount);
-                const Fp8Block block(largest_of<kPiecesOfBlock>(x), k.p.what.is_rounded);
-                value = block.store(x).raw;
-                if (is_any && threadIdx.x % kPiecesOfBlock == 0) staged.scales[threadIdx.x / kPiecesOfBlock] = block.scale;
+            for (int i = 0; i < kParts; ++i) {
+                uint4 value = raw[i][0];
+                const int at = threadIdx.x + i * kStagingThreads;
+                if constexpr (kQuantized) {
+                    float x[kColumns];
+#pragma unroll
+                    for (int load = 0; load < kLoads; ++load) Piece<kType>::load(raw[i][load], x + load * Piece<kType>::kCount);
+                    const Fp8Block block(largest_of<kPiecesOfBlock>(x), k.p.what.is_rounded);
+                    value = block.store(x).raw;
+                    if (i < num && at % kPiecesOfBlock == 0) staged.scales[at / kPiecesOfBlock] = block.scale;
+                }
+                if (i < num) staged.pieces[at] = value;
             }
-            if (is_any) staged.pieces[threadIdx.x] = value;
         }
     };
 
@@ -194,11 +215,15 @@ struct Kernel {
         for (int first = blockIdx.x; first < end; first += kWarps * step) {
             Parts<kParts> parts;
             parts.load(PartsOfRow(*this, token_at(first), warp * 32));  // before it is known whether it comes
-            TokenRows& own = shared().tokens[warp];
-            if (lane == 0) own.num = 0;
-            if (first + warp * step < end) find_rows(token_at(first + warp * step), own, first == 0 && warp == 0);
+            const int own = first + warp * step;
+            const SourceToken from = token_at(own);
+            const PartsOfHead place(*this, from);
+            Parts<1> head;
+            if (own < end) head.load(place);
+            if (first == static_cast<int>(blockIdx.x)) hear();
+            if (lane == 0) shared().tokens[warp].num = 0;
+            if (own < end) find_rows(from, head, place, shared().tokens[warp]);
             __syncthreads();
-            if (first == 0) count();
 #pragma unroll 1
             for (int n = 0; n < kWarps; ++n)
                 if (shared().tokens[n].num != 0) copy(token_at(first + n * step), shared().tokens[n], parts, n == 0);
@@ -208,33 +233,36 @@ struct Kernel {
 
     __device__ SourceToken token_at(int nth) const { return SourceToken(nth, c.rank, config.num_ranks); }
 
-    // One block.
-    __device__ void count() const {
+    // Until all ranks have come, with their counts.
+    __device__ void hear() const {
+        if (warp == 0) {
+            const Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0);
+            if (lane == 0) shared().came = sources.came;
+            if (lane < config.num_ranks) shared().num_tokens[lane] = sources.num_tokens;
+        } else {
+            hear_counts(c, flag, shared().more, threadIdx.x - 32, kThreads - 32);
+        }
+        __syncthreads();
+        if (blockIdx.x != 0) return;
+        if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = shared().num_tokens[threadIdx.x];
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int num_tokens = tokens_before(c, flag, shared().came, config.num_ranks, expert);
+            const int num_tokens = tokens_before(c, shared().more, shared().came, config.num_ranks, expert);
             p.num_recv_tokens_per_expert[expert] = num_tokens;
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, num_tokens);
         }
     }
 
-    // One warp: where the rows of a token go, for the block and the handle. is_first: of all.
-    __device__ void find_rows(const SourceToken& from, TokenRows& out, bool is_first) const {
-        const uint4* const at = Turn(c, c.rank, call).head(from.source, from.token);
-        const auto place = [&](int) { return lane < c.layout.head_bytes / 16 ? at + lane : nullptr; };
-        Parts<1> head;
-        head.load(place);
-        const Sources sources = meet(c, flag, p.statistics, is_first);
-        if (is_first && lane == 0) shared().came = sources.came;
-        if (is_first && lane < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[lane] = sources.num_tokens;
-        if (from.token >= __shfl_sync(kFullWarp, sources.num_tokens, from.source)) return;
-        const Bases bases(c, flag, sources.came, from.source);
+    // One warp: where the rows of a token go, for the block and the handle.
+    template <class Place>
+    __device__ void find_rows(const SourceToken& from, Parts<1>& head, const Place& place, TokenRows& out) const {
+        if (from.token >= shared().num_tokens[from.source]) return;
         LowLatencyLane there{-1, 0, 0.0f};
         if (wait(head, place, from.source, true)) there = lane_of_head(head.values[0]);
         if (lane >= config.num_topk) there.expert = -1;
-        int before = bases.at(there.expert);
-        if (before < 0 && there.expert >= 0) before = tokens_before(c, flag, sources.came, from.source, there.expert);
-        const int row = there.expert < 0 ? -1 : there.expert * static_cast<int>(config.capacity()) + before + there.index;
+        int row = -1;
+        if (there.expert >= 0)
+            row = there.expert * static_cast<int>(config.capacity()) + tokens_before(c, shared().more, shared().came, from.source, there.expert) + there.index;
         if (lane < config.num_topk) in_handle<LowLatencyRow>(handle().rows)[(from.source * config.num_max_tokens + from.token) * config.num_topk + lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
         const int nth = __popc(lanes & ((1u << lane) - 1));
@@ -256,7 +284,14 @@ struct Kernel {
         return are_here;
     }
 
-    // Where a warp's parts of a row are, from `first` on.
+    // Where a warp's parts of a head are, and of a row, from `first` on.
+    struct PartsOfHead {
+        const uint4* const head;
+        const bool is_any;
+        __device__ PartsOfHead(const Kernel& k, const SourceToken& from)
+            : head(Turn(k.c, k.c.rank, k.call).head(from.source, from.token) + k.lane), is_any(k.lane < k.c.layout.head_bytes / 16) {}
+        __device__ const uint4* operator()(int) const { return is_any ? head : nullptr; }
+    };
     struct PartsOfRow {
         const uint4* const row;
         const int first, num;
@@ -330,7 +365,7 @@ void launch_type(const Launch& l, void* stream) {
 }  // namespace
 
 int64_t low_latency_shared_bytes(const LowLatencyConfig& c) {
-    return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32);
+    return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32));
 }
 
 // The same for all types of rows, by __launch_bounds__.

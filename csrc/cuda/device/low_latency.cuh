@@ -102,8 +102,10 @@ __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long fl
     bool came = false;
     if (source < c.config.num_ranks) {
         const unsigned long long start = counts ? now_ns() : 0;
+        const unsigned long long* const entered = Turn(c, c.rank, call).entered(source);
+        word = load_relaxed(entered);
         const bool masked = is_masked(c, source);
-        word = wait_word_of(c, Turn(c, c.rank, call).entered(source), call, source, GpuPhase::kEntry);
+        if (word >> kWhatBits < call) word = wait_word_of(c, entered, call, source, GpuPhase::kEntry);
         if (masked) word = 0;
         if (counts) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
         came = c.masks_stalled ? agree(c, call, source, word != 0) : word != 0;

@@ -34,11 +34,15 @@ __device__ __forceinline__ GpuFailure& refusal() {
     return found;
 }
 
-// All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
-__device__ __noinline__ inline bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks) {
+// Which each thread marks first.
+__device__ __forceinline__ int64_t first_expert(const LowLatencyContext& c, const LowLatencyDispatchParams& p) {
+    return static_cast<int>(threadIdx.x) < p.num_tokens * c.config.num_topk ? expert_at(p, threadIdx.x) : -1;
+}
+
+// All threads of a block; expert: the first of each. False: something is wrong with topk_idx, which is reported, and does not count.
+__device__ __noinline__ inline bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks, int64_t expert) {
     const int num_topk = c.config.num_topk, num_lanes = p.num_tokens * num_topk, step = static_cast<int>(blockDim.x);
     if (threadIdx.x == 0) refusal() = {};
-    int64_t expert = static_cast<int>(threadIdx.x) < num_lanes ? expert_at(p, threadIdx.x) : -1;
 #pragma unroll 1
     for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += step) marks.of(0)[i] = 0;
     __syncthreads();
@@ -59,51 +63,29 @@ __device__ __noinline__ inline bool mark_tokens(const LowLatencyContext& c, cons
     return refusal().kind == kNoFailure;
 }
 
-// How many tokens `source` has for a local expert.
-__device__ __forceinline__ int tokens_for(const LowLatencyContext& c, unsigned long long flag, int source, int expert, unsigned long long word) {
-    const unsigned long long call = flag >> kWhatBits;
-    if (word >> kWhatBits < call) word = wait_word_of(c, Turn(c, c.rank, call).counts(source) + expert, call, source, GpuPhase::kEntry);
-    return word != 0 && check_what(c, flag, word, source) ? LowLatencyWhat::value_in(word) : 0;
+// How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of `step`
+// threads. 0 where a rank is masked, or the failure is reported.
+__device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, int first, int step) {
+    const unsigned long long call = flag >> kWhatBits, * const words = Turn(c, c.rank, call).counts(0);
+#pragma unroll 1
+    for (int i = first; i < c.config.num_experts; i += step) {
+        unsigned long long word = load_relaxed(words + i);
+        if (((word ^ flag) >> kValueBitsOfFlag) != 0) {
+            const int source = i / c.config.num_local_experts;
+            word = wait_word_of(c, words + i, call, source, GpuPhase::kEntry);
+            if (word != 0 && !check_what(c, flag, word, source)) word = 0;
+        }
+        counts[i] = LowLatencyWhat::value_in(word);
+    }
 }
 
 // How many tokens the ranks of `came` before `source` have for a local expert.
-__device__ __noinline__ inline int tokens_before(const LowLatencyContext& c, unsigned long long flag, unsigned came, int source, int expert) {
+__device__ __forceinline__ int tokens_before(const LowLatencyContext& c, const int* counts, unsigned came, int source, int expert) {
     int count = 0;
 #pragma unroll 1
-    for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) count += tokens_for(c, flag, __ffs(rest) - 1, expert, 0);
+    for (int before = 0; before < source; ++before)
+        if ((came >> before & 1) != 0) count += counts[before * c.config.num_local_experts + expert];
     return count;
 }
-
-// The same for all local experts, as far as a warp can hold it, asked for together: of experts lane, lane + 32, ...
-struct Bases {
-    static constexpr int kHeld = 4;
-    int of[kHeld] = {};
-
-    __device__ Bases(const LowLatencyContext& c, unsigned long long flag, unsigned came, int source) {
-        const Turn own(c, c.rank, flag >> kWhatBits);
-        const int lane = threadIdx.x % 32, num_held = min(c.config.num_local_experts, 32 * kHeld);
-#pragma unroll 1
-        for (unsigned rest = came & ((1u << source) - 1); rest != 0; rest &= rest - 1) {
-            const int before = __ffs(rest) - 1;
-            unsigned long long words[kHeld];
-#pragma unroll
-            for (int i = 0; i < kHeld; ++i) words[i] = 32 * i + lane < num_held ? load_relaxed(own.counts(before) + 32 * i + lane) : 0;
-#pragma unroll
-            for (int i = 0; i < kHeld; ++i)
-                if (32 * i + lane < num_held) of[i] += tokens_for(c, flag, before, 32 * i + lane, words[i]);
-        }
-    }
-
-    // All lanes must call it. -1: of an expert that is not held.
-    __device__ int at(int expert) const {
-        int base = -1;
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int held = __shfl_sync(kFullWarp, of[i], expert & 31);
-            if (expert >> 5 == i) base = held;
-        }
-        return base;
-    }
-};
 
 }  // namespace deepep_moe
