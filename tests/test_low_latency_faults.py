@@ -175,6 +175,23 @@ def test_different_calls(backend):
     run_ranks(different_calls, 2, backend)
 
 
+def different_dispatches(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    outputs = [buffer.dispatch(x, idx) for _ in range(2)]
+    check_usable(buffer, x, idx)
+    me, you = (f"rank {who}: combine with the handle of call {who + 1}" for who in (rank, 1 - rank))
+    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}; {you}$"):
+        buffer.combine(outputs[rank].recv_x, outputs[rank].handle)
+        finish(buffer)
+    assert torch.isfinite(buffer.combine(outputs[0].recv_x, outputs[0].handle)).all()
+    check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_handles_of_different_dispatches(backend):
+    run_ranks(different_dispatches, 2, backend)
+
+
 def refusing_on_and_on(rank, _, backend):
     """Who refuses call after call does not get ahead of those who are still in the first, and all stay in step."""
     buffer, x, idx = make(backend, rank)

@@ -201,6 +201,14 @@ def test_workspace_formula():
         assert make_buffer(case, "shm", 0).workspace_bytes == layout(case)[-1]
 
 
+@pytest.mark.gpu
+def test_workspace_formula_on_gpus():
+    for case in (Case([1], hidden=24, num_experts=1, num_topk=1), Case([1], hidden=7168, num_experts=256, num_topk=16, max_tokens=128)):
+        slot = 128 * -(-case.num_topk // 15) + 128 * -(-case.hidden // 28)
+        turn = -(-(8 + 8 * case.num_experts) // 128) * 128 + case.max_tokens * slot
+        assert make_buffer(case, "nvlink", 0).workspace_bytes == 256 + 4 * turn
+
+
 def lose_row(case, paths, call, owner, source, token):
     """The flag of a row, back to nothing."""
     turns, arrived, turn_bytes, total = layout(case)

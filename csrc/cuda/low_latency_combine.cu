@@ -30,7 +30,7 @@ struct Shared {
     unsigned came;        // ranks that combine along the same dispatch
     alignas(16) uint4 rows[kRowsOnTheirWay * kBatchPieces];
 };
-constexpr int kRanksAtOnce = 4;  // whose parts are on their way
+constexpr int kRanksAtOnce = 2;  // whose parts are on their way
 
 template <DType kType, bool kQuantized>
 struct Kernel {

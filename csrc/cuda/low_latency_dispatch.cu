@@ -18,9 +18,10 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
 constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 
-// The rows of a token that has come.
+// Where the rows of a token that has come are: bytes of recv_x, words of recv_x_scales.
 struct TokenRows {
-    int num, rows[kMaxTopk], experts[kMaxTopk];
+    int num;
+    int64_t rows[kMaxTopk], scales[kMaxTopk];
 };
 
 // In shared memory.
@@ -75,8 +76,11 @@ struct Kernel {
     __device__ void send() const {
         const int block = static_cast<int>(blockIdx.x) - config.num_ranks;
         if (block < 0) {
+            const FirstMarks experts(c, p);
             enter(blockIdx.x);
-            send_counts(blockIdx.x, mark_tokens(c, p, marks(), first_expert(c, p)));
+            clear(c, marks());
+            __syncthreads();
+            send_counts(blockIdx.x, mark_tokens(c, p, marks(), experts));
         } else if (block < p.num_tokens) {
             send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks);
         }
@@ -119,15 +123,18 @@ struct Kernel {
 
     // The row first, which takes the longest; its head follows when the row's place is known.
     __device__ void send_rows(int first, int step) const {
+        const FirstMarks experts(c, p);
         int turn = 0;
 #pragma unroll 1
         for (int token = first; token < p.num_tokens; token += step) {
-            const int64_t expert = token == first ? first_expert(c, p) : -1;
+            const bool sends_head = warp == kWarps - 1;  // which has no columns
+            const Lane own(*this, token, sends_head);
             unsigned ranks = 0;
 #pragma unroll 1
             for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
                 const Given given(*this, token, begin);
-                if (warp == kWarps - 1 && begin == 0) shared().ranks[turn] = ranks_of(token);  // it has no columns
+                if (token == first && begin == 0) clear(c, marks());
+                if (sends_head && begin == 0) shared().ranks[turn] = own.ranks();
                 given.stage(*this, staged(turn));
                 __syncthreads();
                 if (begin == 0) ranks = shared().ranks[turn];
@@ -135,35 +142,41 @@ struct Kernel {
                 staged(turn).push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag + 1,
                                   [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
             }
-            if (token == first) mark_tokens(c, p, marks(), expert);
-            if (warp == kWarps - 1) send_head(token, ranks);
+            if (token == first) mark_tokens(c, p, marks(), experts);
+            if (sends_head) send_head(token, own, ranks);
         }
     }
 
-    // That a token goes to, of those that are not masked.
-    __device__ unsigned ranks_of(int token) const {
-        const int rank = rank_of(expert_of(token));
-        return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~*static_cast<volatile unsigned*>(&c.state->masks);
-    }
+    // One of top-k: where it goes, what with, and who is masked. One warp has them.
+    struct Lane {
+        int expert = -1, rank = -1;
+        float weight = 1.0f;
+        unsigned masks = 0;
 
-    // Of this lane of top-k, and its rank; -1: none.
-    __device__ int expert_of(int token) const {
-        const int64_t expert = lane < config.num_topk ? expert_at(p, static_cast<int64_t>(token) * config.num_topk + lane) : -1;
-        return expert < config.num_experts ? static_cast<int>(expert) : -1;
-    }
-    __device__ int rank_of(int expert) const { return expert < 0 ? -1 : expert / num_local; }
+        __device__ Lane(const Kernel& k, int token, bool is_any) {
+            if (!is_any) return;
+            masks = *static_cast<volatile unsigned*>(&k.c.state->masks);
+            if (k.lane >= k.config.num_topk) return;
+            const int64_t at = static_cast<int64_t>(token) * k.config.num_topk + k.lane, chosen = expert_at(k.p, at);
+            if (k.p.topk_weights != nullptr) weight = k.p.topk_weights[at];
+            if (chosen < 0 || chosen >= k.config.num_experts) return;
+            expert = static_cast<int>(chosen);
+            rank = expert / k.num_local;
+        }
+        // All ranks that the token goes to.
+        __device__ unsigned ranks() const { return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~masks; }
+    };
 
     // One warp: what of the token goes where.
-    __device__ void send_head(int token, unsigned ranks) const {
-        const int expert = expert_of(token), rank = rank_of(expert), num_parts = static_cast<int>(c.layout.head_bytes / 16);
+    __device__ void send_head(int token, const Lane& own, unsigned ranks) const {
+        const int num_parts = static_cast<int>(c.layout.head_bytes / 16);
         if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
-        LowLatencyLane out{-1, 0, 1.0f};
-        if (lane < config.num_topk && p.topk_weights != nullptr) out.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
-        if (rank >= 0) out.index = static_cast<uint16_t>(marks().before(token, expert));
+        LowLatencyLane out{-1, 0, own.weight};
+        if (own.rank >= 0) out.index = static_cast<uint16_t>(marks().before(token, own.expert));
 #pragma unroll 1
         for (int to = 0; to < config.num_ranks; ++to) {
-            if (__any_sync(kFullWarp, is_masked(c, to))) continue;
-            out.expert = static_cast<int16_t>(rank == to ? expert - to * num_local : -1);
+            if ((own.masks >> to & 1) != 0) continue;
+            out.expert = static_cast<int16_t>(own.rank == to ? own.expert - to * num_local : -1);
             const uint4 part = head_part(out, flag + (ranks >> to & 1));
             store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
         }
@@ -213,8 +226,6 @@ struct Kernel {
         const int end = static_cast<int>(config.capacity()), step = static_cast<int>(gridDim.x);
 #pragma unroll 1
         for (int first = blockIdx.x; first < end; first += kWarps * step) {
-            Parts<kParts> parts;
-            parts.load(PartsOfRow(*this, token_at(first), warp * 32));  // before it is known whether it comes
             const int own = first + warp * step;
             const SourceToken from = token_at(own);
             const PartsOfHead place(*this, from);
@@ -225,8 +236,8 @@ struct Kernel {
             if (own < end) find_rows(from, head, place, shared().tokens[warp]);
             __syncthreads();
 #pragma unroll 1
-            for (int n = 0; n < kWarps; ++n)
-                if (shared().tokens[n].num != 0) copy(token_at(first + n * step), shared().tokens[n], parts, n == 0);
+            for (int n = 0; n < kWarps && first + n * step < end; ++n)
+                if (shared().tokens[n].num != 0) copy(token_at(first + n * step), shared().tokens[n]);
             __syncthreads();
         }
     }
@@ -266,11 +277,14 @@ struct Kernel {
         if (lane < config.num_topk) in_handle<LowLatencyRow>(handle().rows)[(from.source * config.num_max_tokens + from.token) * config.num_topk + lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
         const int nth = __popc(lanes & ((1u << lane) - 1));
-        if (row >= 0) out.rows[nth] = row, out.experts[nth] = there.expert;
+        if (row >= 0) {
+            out.rows[nth] = row * row_bytes;
+            out.scales[nth] = row + there.expert * (num_scale_words() - 1) * config.capacity();
+        }
         if (lane == 0) out.num = __popc(lanes);
     }
 
-    // All lanes of a warp, until all parts are there; false where they are given up. They are loaded already, if it says so.
+    // All lanes of a warp, until all parts are there; false where they are given up. is_loaded: they are, if not yet there.
     template <int kCount, class Place>
     __device__ bool wait(Parts<kCount>& parts, const Place& place, int source, bool is_loaded) const {
         bool are_here = false;
@@ -302,42 +316,53 @@ struct Kernel {
     };
 
     // What does not come is zeros.
-    __device__ void copy(const SourceToken& from, const TokenRows& rows, Parts<kParts>& parts, bool is_loaded) const {
+    __device__ void copy(const SourceToken& from, const TokenRows& rows) const {
 #pragma unroll 1
-        for (int first = warp * 32; first < parts_of(num_pieces); first += kParts * kThreads, is_loaded = false) {
+        for (int first = warp * 32; first < parts_of(num_pieces); first += kParts * kThreads) {
             const PartsOfRow place(*this, from, first);
-            const bool are_here = wait(parts, place, from.source, is_loaded);
+            Parts<kParts> parts;
+            const bool are_here = wait(parts, place, from.source, false);
 #pragma unroll
-            for (int i = 0; i < kParts; ++i)
-                if (place(i) != nullptr) write(rows, piece_of(place.nth(i)), are_here ? parts.values[i] : make_uint4(0, 0, 0, 0));
+            for (int i = 0; i < kParts; ++i) {
+                const uint4 part = are_here ? parts.values[i] : make_uint4(0, 0, 0, 0);
+                const int piece = piece_of(place.nth(i));
+                if (!ends_line() && piece < num_pieces) write(rows, piece, part);
+                if (kQuantized) write_scales(rows, piece - lane % kPartsOfLine, part);
+            }
         }
     }
 
     __device__ void write(const TokenRows& rows, int piece, const uint4& part) const {
-        if (kQuantized && ends_line()) write_scale(rows, piece - kLinePieces, part);
-        if (ends_line() || piece >= num_pieces) return;
+        uint4* const to = pieces(p.recv_x) + piece;
 #pragma unroll 1
-        for (int n = 0; n < rows.num; ++n) pieces(p.recv_x + rows.rows[n] * row_bytes)[piece] = part;
+        for (int n = 0; n < rows.num; ++n) *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(to) + rows.rows[n]) = part;
     }
 
-    // Of the block that begins in a line with `first_piece`, if one does, from the line's end. Column-major: the scales of one column of blocks
-    // lie together, four exponents in a word if they are rounded.
-    __device__ void write_scale(const TokenRows& rows, int first_piece, const uint4& end) const {
-        const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock;
+    // All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line. Column-major: the scales
+    // of one column of blocks lie together, four exponents in a word if they are rounded.
+    __device__ void write_scales(const TokenRows& rows, int first_piece, const uint4& part) const {
+        const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock, end = lane | kLinePieces;
+        const float scale = scale_of(block * kPiecesOfBlock, make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
         if (block * kPiecesOfBlock >= first_piece + kLinePieces || block >= num_scales) return;
-        const uint32_t scale = __float_as_uint(scale_of(block * kPiecesOfBlock, end));
-        const int per_word = p.what.is_rounded ? 4 : 1, num_words = (num_scales + per_word - 1) / per_word;
 #pragma unroll 1
-        for (int n = 0; n < rows.num; ++n) {
-            const int64_t column = rows.experts[n] * static_cast<int64_t>(num_words) + block / per_word;
-            uint32_t* const word = static_cast<uint32_t*>(p.recv_x_scales) + (column - rows.experts[n]) * config.capacity() + rows.rows[n];
-            if (!p.what.is_rounded) {
-                *word = scale;
-                continue;
-            }
-            reinterpret_cast<uint8_t*>(word)[block % 4] = static_cast<uint8_t>(scale >> 23);
-            for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) reinterpret_cast<uint8_t*>(word)[rest % 4] = 0;
+        for (int n = lane % kPartsOfLine; n < rows.num; n += kPartsOfLine) {
+            uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
+            if (p.what.is_rounded)
+                write_exponent(reinterpret_cast<uint8_t*>(first + block / 4 * config.capacity()), block, num_scales, scale);
+            else
+                first[block * config.capacity()] = __float_as_uint(scale);
         }
+    }
+
+    // The last of a row fills its word.
+    __device__ static void write_exponent(uint8_t* word, int block, int num_scales, float scale) {
+        word[block % 4] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
+        for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) word[rest % 4] = 0;
+    }
+
+    __device__ int64_t num_scale_words() const {
+        const int num_scales = config.hidden / kScaleBlock;
+        return p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
     }
 };
 

@@ -6,7 +6,7 @@
 
 namespace deepep_moe {
 
-constexpr unsigned kLowLatencyPauseNs = 20;
+constexpr unsigned kLowLatencyPauseNs = 0;
 
 // The arrays of a call in the workspace of `owner`.
 struct Turn {

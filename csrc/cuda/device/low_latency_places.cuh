@@ -34,31 +34,45 @@ __device__ __forceinline__ GpuFailure& refusal() {
     return found;
 }
 
-// Which each thread marks first.
-__device__ __forceinline__ int64_t first_expert(const LowLatencyContext& c, const LowLatencyDispatchParams& p) {
-    return static_cast<int>(threadIdx.x) < p.num_tokens * c.config.num_topk ? expert_at(p, threadIdx.x) : -1;
-}
-
-// All threads of a block; expert: the first of each. False: something is wrong with topk_idx, which is reported, and does not count.
-__device__ __noinline__ inline bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks, int64_t expert) {
-    const int num_topk = c.config.num_topk, num_lanes = p.num_tokens * num_topk, step = static_cast<int>(blockDim.x);
+// All threads of a block, which must meet before they mark.
+__device__ __forceinline__ void clear(const LowLatencyContext& c, const Marks& marks) {
     if (threadIdx.x == 0) refusal() = {};
 #pragma unroll 1
-    for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += step) marks.of(0)[i] = 0;
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < num_lanes; i += step) {
-        const int64_t next = i + step < num_lanes ? expert_at(p, i + step) : -1;
-        const int token = i / num_topk;
-        const bool inside = 0 <= expert && expert < c.config.num_experts;
-        const uint32_t bit = 1u << token % 32;
-        if (expert != -1 && (!inside || (atomicOr(marks.of(expert) + token / 32, bit) & bit) != 0)) {
-            const GpuFailureKind kind = inside ? kDuplicateExpert : kIndexOutOfRange;
-            if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0) refusal() = {kind, i % num_topk, static_cast<int>(GpuPhase::kEntry), token, expert};
-            report(c, kind, i % num_topk, GpuPhase::kEntry, token, expert);
+    for (int i = threadIdx.x; i < c.config.num_experts * marks.words; i += blockDim.x) marks.of(0)[i] = 0;
+}
+
+// What each thread marks first, to be loaded before there is time to.
+struct FirstMarks {
+    static constexpr int kCount = 2;
+    int64_t experts[kCount];
+    __device__ FirstMarks(const LowLatencyContext& c, const LowLatencyDispatchParams& p) {
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+            const int i = threadIdx.x + n * blockDim.x;
+            experts[n] = i < p.num_tokens * c.config.num_topk ? expert_at(p, i) : -1;
         }
-        expert = next;
     }
+};
+
+__device__ __forceinline__ void mark(const LowLatencyContext& c, const Marks& marks, int i, int64_t expert) {
+    if (expert == -1) return;
+    const int token = i / c.config.num_topk;
+    const bool inside = 0 <= expert && expert < c.config.num_experts;
+    const uint32_t bit = 1u << token % 32;
+    if (inside && (atomicOr(marks.of(expert) + token / 32, bit) & bit) == 0) return;
+    const GpuFailureKind kind = inside ? kDuplicateExpert : kIndexOutOfRange;
+    const int lane = i - token * c.config.num_topk;
+    if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0) refusal() = {kind, lane, static_cast<int>(GpuPhase::kEntry), token, expert};
+    report(c, kind, lane, GpuPhase::kEntry, token, expert);
+}
+
+// All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
+__device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks, const FirstMarks& first) {
+    const int num_lanes = p.num_tokens * c.config.num_topk, step = static_cast<int>(blockDim.x);
+#pragma unroll
+    for (int n = 0; n < first.kCount; ++n) mark(c, marks, threadIdx.x + n * step, first.experts[n]);
+#pragma unroll 1
+    for (int i = threadIdx.x + first.kCount * step; i < num_lanes; i += step) mark(c, marks, i, expert_at(p, i));
     __syncthreads();
     return refusal().kind == kNoFailure;
 }

@@ -1,0 +1,119 @@
+// Is a line of 128 bytes, which eight lanes store with one instruction and eight lanes load with one, ever seen in part? What low-latency rows
+// rely on (csrc/common/low_latency_gpu.h).
+//
+//   nvcc -std=c++20 -O3 -arch=sm_90 -I../../csrc torn_lines.cu -o torn_lines && ./torn_lines
+//
+// Writers store lines again and again, a round's number in each of the 32 words; readers load them meanwhile. A line is torn where a part of it
+// is of an earlier round than its last one, which would have been taken for a flag. Within a GPU, and from each GPU to the next one. A third
+// case must find torn lines, or the readers see nothing: there the last part is stored first. A line per case, and JSON with --json FILE.
+#include <cstring>
+#include <vector>
+
+#include "cuda/device/ptx.cuh"
+#include "probe.cuh"
+
+using deepep_moe::load_part;
+using deepep_moe::store_part;
+
+constexpr int kBlocks = 64, kThreads = 512, kThreadsInAll = kBlocks * kThreads, kRepeats = 8;  // parts of each thread, in as many lines
+constexpr unsigned kRounds = 20000;
+
+struct Found {
+    unsigned long long loaded, changed, torn;
+};
+
+__global__ void write_lines(uint4* lines, bool flag_first) {
+    const int thread = blockIdx.x * kThreads + threadIdx.x;
+    const bool is_last = thread % 8 == 7;
+    for (unsigned round = 1; round <= kRounds; ++round) {
+        for (int i = 0; i < kRepeats; ++i) {
+            const uint4 value = make_uint4(round, round, round, round);
+            if (!flag_first) {
+                store_part(lines + i * kThreadsInAll + thread, value, true);
+                continue;
+            }
+            store_part(lines + i * kThreadsInAll + thread, value, is_last);
+            __syncwarp();
+            store_part(lines + i * kThreadsInAll + thread, value, !is_last);
+        }
+    }
+}
+
+__global__ void read_lines(const uint4* lines, Found* found) {
+    const int thread = blockIdx.x * kThreads + threadIdx.x, lane = threadIdx.x % 32;
+    unsigned last[kRepeats] = {};
+    Found own{};
+    for (bool done = false; !done;) {
+        done = true;
+        for (int i = 0; i < kRepeats; ++i) {
+            const uint4 part = load_part(lines + i * kThreadsInAll + thread, true);
+            const unsigned flag = __shfl_sync(0xffffffffu, part.w, lane | 7);
+            const bool torn = part.x < flag || part.y < flag || part.z < flag || part.w < flag;
+            const unsigned torn_lanes = __ballot_sync(0xffffffffu, torn) >> (lane & 24) & 0xff;
+            if (lane % 8 == 0) {
+                ++own.loaded;
+                own.changed += flag != last[i];
+                own.torn += torn_lanes != 0;
+            }
+            last[i] = flag;
+            done = done && flag == kRounds;
+        }
+        done = __all_sync(0xffffffffu, done);
+    }
+    if (lane % 8 != 0) return;
+    atomicAdd(&found->loaded, own.loaded);
+    atomicAdd(&found->changed, own.changed);
+    atomicAdd(&found->torn, own.torn);
+}
+
+Found probe(int writer, int reader, bool flag_first) {
+    uint4* lines;
+    Found *found, result;
+    CHECK(cudaSetDevice(reader));
+    CHECK(cudaMalloc(&lines, sizeof(uint4) * kRepeats * kThreadsInAll));
+    CHECK(cudaMemset(lines, 0, sizeof(uint4) * kRepeats * kThreadsInAll));
+    CHECK(cudaMalloc(&found, sizeof(Found)));
+    CHECK(cudaMemset(found, 0, sizeof(Found)));
+    CHECK(cudaDeviceSynchronize());
+    cudaStream_t reading, writing;
+    CHECK(cudaStreamCreate(&reading));
+    read_lines<<<kBlocks, kThreads, 0, reading>>>(lines, found);
+    CHECK(cudaSetDevice(writer));
+    CHECK(cudaStreamCreate(&writing));
+    write_lines<<<kBlocks, kThreads, 0, writing>>>(lines, flag_first);
+    CHECK(cudaStreamSynchronize(writing));
+    CHECK(cudaSetDevice(reader));
+    CHECK(cudaStreamSynchronize(reading));
+    CHECK(cudaMemcpy(&result, found, sizeof(Found), cudaMemcpyDeviceToHost));
+    CHECK(cudaFree(lines));
+    CHECK(cudaFree(found));
+    return result;
+}
+
+int main(int argc, char** argv) {
+    int num_devices = 0;
+    CHECK(cudaGetDeviceCount(&num_devices));
+    cudaDeviceProp properties;
+    CHECK(cudaGetDeviceProperties(&properties, 0));
+    std::FILE* json = argc == 3 && std::strcmp(argv[1], "--json") == 0 ? std::fopen(argv[2], "w") : nullptr;
+    const char* separator = "[";
+    const auto show = [&](const char* what, int writer, int reader, const Found& f) {
+        std::printf("%-28s GPU %d to %d: %llu lines loaded, %llu times another, %llu torn\n", what, writer, reader, f.loaded, f.changed, f.torn);
+        if (json == nullptr) return;
+        std::fprintf(json, "%s\n {\n  \"probe\": \"torn_lines\",\n  \"hardware\": \"%d x %s\",\n  \"case\": \"%s\",\n  \"writer\": %d,\n  \"reader\": %d,\n", separator,
+                     num_devices, properties.name, what, writer, reader);
+        std::fprintf(json, "  \"lines_loaded\": %llu,\n  \"lines_changed\": %llu,\n  \"lines_torn\": %llu\n }", f.loaded, f.changed, f.torn);
+        separator = ",";
+    };
+    for (int writer = 0; writer < num_devices; ++writer) {
+        show("one instruction", writer, writer, probe(writer, writer, false));
+        show("its last part first", writer, writer, probe(writer, writer, true));
+        const int reader = (writer + 1) % num_devices;
+        if (reader == writer) continue;
+        CHECK(cudaSetDevice(writer));
+        CHECK(cudaDeviceEnablePeerAccess(reader, 0));
+        show("one instruction", writer, reader, probe(writer, reader, false));
+        show("its last part first", writer, reader, probe(writer, reader, true));
+    }
+    if (json != nullptr) std::fprintf(json, "\n]\n"), std::fclose(json);
+}
