@@ -15,7 +15,9 @@ using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 constexpr int kThreads = 512, kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 constexpr int kBatch = 2;                               // pieces of 16 bytes of a row, of a lane at a time
 constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
-constexpr int kRowsOnTheirWay = 7, kLastWarp = kThreads / 32 - 1;
+constexpr int kRowsOnTheirWay = 7;                      // of a token, to the block that sums them
+constexpr int kRanksAtOnce = 2;                         // whose parts are on their way to the thread that adds them
+constexpr int kLastWarp = kThreads / 32 - 1;
 
 // The rows that make the sum of a token.
 struct TokenRows {
@@ -30,7 +32,6 @@ struct Shared {
     unsigned came;        // ranks that combine along the same dispatch
     alignas(16) uint4 rows[kRowsOnTheirWay * kBatchPieces];
 };
-constexpr int kRanksAtOnce = 2;  // whose parts are on their way
 
 template <DType kType, bool kQuantized>
 struct Kernel {

@@ -15,7 +15,7 @@ namespace {
 using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kColumns = 16;                              // of a lane, of a row that is quantized: 16 bytes then
+constexpr int kColumns = 16;                                            // that become a piece, of a row that is quantized
 constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 
 // Where the rows of a token that has come are: bytes of recv_x, words of recv_x_scales.

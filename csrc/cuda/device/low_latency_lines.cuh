@@ -18,8 +18,7 @@ __device__ __forceinline__ uint4 line_end(float first_scale, float last_scale, u
 
 // The piece that part `i` of a row's lines holds; none where `ends_line`.
 __device__ __forceinline__ int piece_of(int i) { return i / kPartsOfLine * kLinePieces + i % kPartsOfLine; }
-// The part that ends the line of a piece.
-__device__ __forceinline__ int end_of(int piece) { return piece / kLinePieces * kPartsOfLine + kLinePieces; }
+// How many parts the lines of a row have.
 __device__ __forceinline__ int parts_of(int num_pieces) { return static_cast<int>(GpuLowLatencyLayout::lines_of(num_pieces)) * kPartsOfLine; }
 
 // A piece's scale, of the two that end its line.
