@@ -66,10 +66,19 @@ __global__ void read_lines(const uint4* lines, Found* found) {
     atomicAdd(&found->torn, own.torn);
 }
 
+// A kernel that is loaded while another waits for it would wait for that one.
+void load_kernels(int device) {
+    cudaFuncAttributes attributes;
+    CHECK(cudaSetDevice(device));
+    CHECK(cudaFuncGetAttributes(&attributes, write_lines));
+    CHECK(cudaFuncGetAttributes(&attributes, read_lines));
+}
+
 Found probe(int writer, int reader, bool flag_first) {
     uint4* lines;
     Found *found, result;
-    CHECK(cudaSetDevice(reader));
+    load_kernels(writer);
+    load_kernels(reader);
     CHECK(cudaMalloc(&lines, sizeof(uint4) * kRepeats * kThreadsInAll));
     CHECK(cudaMemset(lines, 0, sizeof(uint4) * kRepeats * kThreadsInAll));
     CHECK(cudaMalloc(&found, sizeof(Found)));
