@@ -89,6 +89,17 @@ def test_extreme_routings(backend):
     run_ranks(check_cases, 3, backend, cases)
 
 
+def test_long_rows_and_few_tokens(backend):
+    """Rows that a block of a GPU takes in several goes, and room for many more tokens than come."""
+    cases = [
+        Case([3, 5], hidden=16384),
+        Case([3, 5], hidden=16384, dtype=torch.float32, fp8=True, scale_format="ue8m0", wire="fp8"),
+        Case([2, 0], max_tokens=300, hidden=8),
+        Case([1, 290], max_tokens=300, hidden=128, fp8=True),
+    ]
+    run_ranks(check_cases, 2, backend, cases)
+
+
 @pytest.mark.parametrize("hidden", (128, 640))
 def test_fp8(hidden, backend):
     """Rows quantized on the way; sums quantized on the way back. 640: the last word of packed scales is not full."""

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from exchange_cases import device_of, on_device
 from low_latency_cases import Case, make_buffer, run_case, start_dispatch
 
 from deepep_moe import LowLatencyBuffer
+from deepep_moe.backends.low_latency import NvlinkLowLatencyBackend
 from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
@@ -147,6 +149,16 @@ def test_hidden(backend):
 def test_bad_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         LowLatencyBuffer(None, **(dict(num_max_tokens_per_rank=8, hidden=16, num_experts=4, num_topk=2) | changes))
+
+
+def test_links_that_are_not_nvlink(caplog):
+    """What the communicator tells of them is said."""
+    backend = object.__new__(NvlinkLowLatencyBackend)
+    for ranks in ([], [1, 3]):
+        backend._communicator = SimpleNamespace(connect=lambda addresses: None, off_nvlink=ranks)
+        backend.connect([b""])
+        assert len(caplog.messages) == (1 if ranks else 0)
+    assert "ranks [1, 3] have GPUs that this one reaches without NVLink" in caplog.messages[0]
 
 
 # ---- ranks that do different things ----
@@ -304,7 +316,7 @@ def late(rank, _, backend):
     buffer = make_buffer(case, backend, rank, timeout_s=1.0)
     run_case(buffer, case, rank, backend)
     if rank == 2:
-        time.sleep(2.5)
+        time.sleep(5)  # an emulated GPU is slow to look at its clock
         start_dispatch(buffer, case, rank, backend)
     else:
         check_timeout(lambda: (start_dispatch(buffer, case, rank, backend), finish(buffer)), 2, "entry into the call", 3)

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same
+from exchange_cases import assert_same, on_device
 from low_latency_cases import Case, Expected, make_buffer, run_case, start_dispatch
 
 from deepep_moe.backends.low_latency import ShmLowLatencyBackend
-from deepep_moe.errors import EPMismatchError, EPTimeoutError
+from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -145,6 +145,51 @@ def returns_too_early(rank, _, backend):
 @on_every_backend
 def test_return_to_a_call_already_sent(backend):
     run_ranks(returns_too_early, 3, backend)
+
+
+def sends_something_else(rank, _, backend):
+    """What a masked rank has sent in the call that the others make is nobody's error."""
+    buffer = make_buffer(CASE, backend, rank)
+    run_case(buffer, CASE, rank, backend)
+    if rank == MASKED:
+        start_dispatch(buffer, replace(CASE, mode="hook", fp8=True), rank, backend)
+        if backend == "nvlink":
+            torch.cuda.synchronize()
+    dist.barrier()
+    if rank != MASKED:
+        buffer.mask_rank(MASKED)
+        run_case(buffer, WITHOUT, rank, backend)
+        assert buffer.masked_ranks == [MASKED]
+    dist.barrier()
+
+
+@on_every_backend
+def test_masked_rank_that_sends_something_else(backend):
+    run_ranks(sends_something_else, 3, backend)
+
+
+def errors_mask_nobody(rank, _, backend):
+    buffer = make_buffer(CASE, backend, rank, mask_stalled=True)
+    x, idx, weights = on_device(backend, rank, *CASE.inputs(rank))
+    refused = ValueError if rank == MASKED else EPPeerError
+    duplicate = torch.zeros_like(idx)
+    for error, arguments in (
+        (refused, dict(scale_format="e8" if rank == MASKED else "fp32")),
+        (refused, dict(topk_idx=duplicate if rank == MASKED else idx)),
+        (EPMismatchError, dict(fp8=rank == MASKED)),
+    ):
+        with pytest.raises(error):
+            buffer.dispatch(**(dict(x=x, topk_idx=idx, topk_weights=weights) | arguments))
+            if backend == "nvlink":
+                torch.cuda.synchronize()
+                buffer.check()
+        assert buffer.masked_ranks == []
+        run_case(buffer, CASE, rank, backend)
+
+
+@on_every_backend
+def test_errors_mask_nobody(backend):
+    run_ranks(errors_mask_nobody, 3, backend)
 
 
 def disagree(rank, _):

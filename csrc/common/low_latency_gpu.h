@@ -9,9 +9,9 @@ namespace deepep_moe {
 constexpr int kLowLatencyMaxBlocks = 1024;
 
 // Rows of a turn on GPUs: slots [num_ranks][num_max_tokens], each
-//   head: LowLatencyLane[num_topk] in lines of kLineLanes; the flag's value is 1 where the token comes to this rank, else 0, and the head is all
+//   head: LowLatencyLane[num_topk] in lines of kLineLanes; it is all, where no lane has an expert here
 //   row: pieces of 16 bytes in lines of kLinePieces, then scales f32[2], of the blocks of the first and the last piece
-// A line is 128 bytes and ends with its flag. Eight lanes of a warp store it, and load it, with one instruction each, which NVLink and memory take
+// A line is 128 bytes and ends with its flag, the value 0. Eight lanes of a warp store it, and load it, with one instruction each, which NVLink and memory take
 // as one, so that a line with its flag has all of its bytes. No manual says so: NCCL's LL128 protocol relies on it, and
 // benchmarks/probes/torn_lines.cu looks for exceptions. A row that brings its flags is not held up until a link has acknowledged it.
 constexpr int kLineBytes = 128, kLineLanes = 15, kLinePieces = 7;

@@ -33,6 +33,8 @@ struct Shared {
     alignas(16) uint4 rows[kRowsOnTheirWay * kBatchPieces];
 };
 
+static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks of a multiprocessor of an H100");
+
 template <DType kType, bool kQuantized>
 struct Kernel {
     using Values = Piece<kType>;
@@ -100,7 +102,8 @@ struct Kernel {
 
     __device__ void enter() const {
         if (threadIdx.x == 0) *reinterpret_cast<unsigned long long*>(p.call) = call;
-        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x)) store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch()));
+        if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x))
+            store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch()));
     }
 
     // The call whose handle it is.
@@ -109,11 +112,12 @@ struct Kernel {
     // A block takes one token after the other; its last warp, which sums nothing, looks for the rows of the next.
     __device__ void send() const {
         const int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
+        const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)), end = min(config.num_ranks * most, config.capacity());
         int turn = 0;
         if (warp == kLastWarp) find_rows(blockIdx.x, num_tokens, shared().tokens[0]);
         __syncthreads();
 #pragma unroll 1
-        for (int nth = blockIdx.x; nth < config.capacity(); nth += gridDim.x, turn ^= 1) {
+        for (int nth = blockIdx.x; nth < end; nth += gridDim.x, turn ^= 1) {
             if (warp == kLastWarp) find_rows(nth + gridDim.x, num_tokens, shared().tokens[turn ^ 1]);
             if (shared().tokens[turn].num != 0) send_sum(token_at(nth), shared().tokens[turn]);
             __syncthreads();
@@ -143,11 +147,11 @@ struct Kernel {
             Sum sum = {};
             const int piece = warp * 32 * kBatch + lane, first = begin / kSentPieces * kBatchPieces;
             if (threadIdx.x < kSummingThreads) sum_rows(sum, first + piece, token);
-            __syncthreads();  // until what was staged before is sent
+            if (begin != 0) __syncthreads();  // until what was staged before is sent
             if (threadIdx.x < kSummingThreads) stage(staged, piece, sum);
             __syncthreads();
             const int first_part = begin / kLinePieces * kPartsOfLine;
-            staged.push(c, 1u << to.source, min(kSentPieces, num_sent - begin), kQuantized, flag + 1,
+            staged.push(c, 1u << to.source, min(kSentPieces, num_sent - begin), kQuantized, flag,
                         [&](int rank) { return Turn(c, rank, call).row(c.rank, to.token) + first_part; });
         }
     }
@@ -220,7 +224,7 @@ struct Kernel {
         unsigned here = 0;
         const auto done = [&](bool masks_too) {
             parts.load(place);
-            here = parts.here(place, flag, ends_line());
+            here = parts.here(place, flag);
             unsigned given_up = 0;
 #pragma unroll
             for (int n = 0; n < kRanksAtOnce; ++n) given_up |= static_cast<unsigned>(masks_too && rank[n] >= 0 && is_masked(c, rank[n])) << n;
@@ -277,13 +281,15 @@ void launch_type(const Launch& l, void* stream) {
 
 }  // namespace
 
-int low_latency_combine_blocks_per_multiprocessor() { return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false>>(kThreads, sizeof(Shared)); }
+int low_latency_combine_blocks_per_multiprocessor() {
+    return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false>>(kThreads, sizeof(Shared));
+}
 
 void launch_low_latency_combine(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kCombine;
     if (!l.sends) {
-        const int64_t threads = 4 * l.context.config.hidden / 16 / kLinePieces * kPartsOfLine;  // for a token, at most
-        l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * (threads / kThreads + 1), 1, l.num_blocks));
+        const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.context.config.hidden / 4);  // for a token, at most
+        l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * ((threads + kThreads - 1) / kThreads), 1, l.num_blocks));
     }
     switch (l.call.what.dtype) {
         case DType::kFloat32: return launch_type<DType::kFloat32>(l, stream);

@@ -44,6 +44,8 @@ __device__ void rejoin(const LowLatencyContext& c) {
     if (next == 0) return;
     for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
     count_call(c, next - 2);
+    for (auto& verdicts : c.state->verdicts)
+        for (auto& verdict : verdicts) verdict = 0;
     c.state->masks = 0;
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
 }

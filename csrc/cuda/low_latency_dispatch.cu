@@ -28,8 +28,8 @@ struct TokenRows {
 struct Shared {
     StagedPieces<2 * kStagingThreads> staged[2];  // by turns: one is stored from while the other is written to
     unsigned ranks[2];                            // that each goes to
-    unsigned came;                                // ranks that have entered the call, and
-    int num_tokens[kLowLatencyMaxRanks];          // how many tokens they have
+    unsigned came;                                // ranks that have entered the call,
+    int num_tokens[kLowLatencyMaxRanks], most;    // how many tokens they have, and how many at most
     TokenRows tokens[kWarps];
     int more[];  // counts of each rank for the local experts, then Marks
 };
@@ -139,7 +139,7 @@ struct Kernel {
                 __syncthreads();
                 if (begin == 0) ranks = shared().ranks[turn];
                 const int first_part = begin / kLinePieces * kPartsOfLine;
-                staged(turn).push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag + 1,
+                staged(turn).push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag,
                                   [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
             }
             if (token == first) mark_tokens(c, p, marks(), experts);
@@ -177,7 +177,7 @@ struct Kernel {
         for (int to = 0; to < config.num_ranks; ++to) {
             if ((own.masks >> to & 1) != 0) continue;
             out.expert = static_cast<int16_t>(own.rank == to ? own.expert - to * num_local : -1);
-            const uint4 part = head_part(out, flag + (ranks >> to & 1));
+            const uint4 part = head_part(out, flag);
             store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
         }
     }
@@ -223,7 +223,8 @@ struct Kernel {
 
     // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy one after the other.
     __device__ void receive() const {
-        const int end = static_cast<int>(config.capacity()), step = static_cast<int>(gridDim.x);
+        const int step = static_cast<int>(gridDim.x);
+        int end = static_cast<int>(config.capacity());
 #pragma unroll 1
         for (int first = blockIdx.x; first < end; first += kWarps * step) {
             const int own = first + warp * step;
@@ -231,7 +232,10 @@ struct Kernel {
             const PartsOfHead place(*this, from);
             Parts<1> head;
             if (own < end) head.load(place);
-            if (first == static_cast<int>(blockIdx.x)) hear();
+            if (first == static_cast<int>(blockIdx.x)) {
+                hear();
+                end = config.num_ranks * shared().most;
+            }
             if (lane == 0) shared().tokens[warp].num = 0;
             if (own < end) find_rows(from, head, place, shared().tokens[warp]);
             __syncthreads();
@@ -248,7 +252,8 @@ struct Kernel {
     __device__ void hear() const {
         if (warp == 0) {
             const Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0);
-            if (lane == 0) shared().came = sources.came;
+            const unsigned most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(sources.num_tokens));
+            if (lane == 0) shared().came = sources.came, shared().most = static_cast<int>(most);
             if (lane < config.num_ranks) shared().num_tokens[lane] = sources.num_tokens;
         } else {
             hear_counts(c, flag, shared().more, threadIdx.x - 32, kThreads - 32);
@@ -274,7 +279,8 @@ struct Kernel {
         int row = -1;
         if (there.expert >= 0)
             row = there.expert * static_cast<int>(config.capacity()) + tokens_before(c, shared().more, shared().came, from.source, there.expert) + there.index;
-        if (lane < config.num_topk) in_handle<LowLatencyRow>(handle().rows)[(from.source * config.num_max_tokens + from.token) * config.num_topk + lane] = {row, there.weight};
+        LowLatencyRow* const rows = in_handle<LowLatencyRow>(handle().rows) + (from.source * config.num_max_tokens + from.token) * config.num_topk;
+        if (lane < config.num_topk) rows[lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
         const int nth = __popc(lanes & ((1u << lane) - 1));
         if (row >= 0) {
@@ -291,7 +297,7 @@ struct Kernel {
         const auto done = [&](bool masks_too) {
             if (!is_loaded) parts.load(place);
             is_loaded = false;
-            are_here = parts.here(place, flag, ends_line()) == parts.kAll;
+            are_here = parts.here(place, flag) == parts.kAll;
             return are_here || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
         };
         if (!look_until(c, done) && lane == 0) lose(c, source, GpuPhase::kDispatchRows, call, 0);
@@ -390,7 +396,7 @@ void launch_type(const Launch& l, void* stream) {
 }  // namespace
 
 int64_t low_latency_shared_bytes(const LowLatencyConfig& c) {
-    return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + std::max<int64_t>(1, round_up(c.num_max_tokens, 32) / 32));
+    return static_cast<int64_t>(sizeof(Shared)) + 4 * c.num_experts * (1 + round_up(c.num_max_tokens, 32) / 32);
 }
 
 // The same for all types of rows, by __launch_bounds__.

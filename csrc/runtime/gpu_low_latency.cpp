@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "common/gpu_workspace.h"
 #include "common/signature.h"
 
 namespace deepep_moe {
@@ -30,7 +31,7 @@ GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& con
 
 void GpuLowLatencyCommunicator::allocate() {
     const DeviceGuard guard(device_);
-    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - 1024, needed = low_latency_shared_bytes(config_);
+    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - kStaticSharedBytes, needed = low_latency_shared_bytes(config_);
     const int blocks = needed > shared ? 0 : low_latency_blocks_per_multiprocessor(config_);
     if (blocks == 0)
         throw std::runtime_error(std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +
@@ -58,6 +59,25 @@ void GpuLowLatencyCommunicator::release() {
     if (followed_ != nullptr) cudaEventDestroy(followed_);
     cudaFree(state_);
     cudaFreeHost(host_);
+}
+
+std::string GpuLowLatencyCommunicator::handle() const {
+    char bus[32] = {};
+    check_cuda(cudaDeviceGetPCIBusId(bus, sizeof(bus), device_), "cudaDeviceGetPCIBusId");
+    return memory_.handle() + bus;
+}
+
+void GpuLowLatencyCommunicator::connect(const std::vector<std::string>& handles) {
+    memory_.connect(handles);
+    for (int rank = 0; rank < config_.num_ranks; ++rank) {
+        int peer = 0, atomics = 1;  // which NVLink has, and PCIe has not
+        const std::string bus = handles[rank].substr(sizeof(cudaIpcMemHandle_t));
+        if (cudaDeviceGetByPCIBusId(&peer, bus.c_str()) != cudaSuccess)
+            cudaGetLastError();  // a GPU that this process does not see
+        else if (peer != device_)
+            check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_, peer), "cudaDeviceGetP2PAttribute");
+        if (atomics == 0) off_nvlink_.push_back(rank);
+    }
 }
 
 // ---- calls ----
@@ -143,6 +163,7 @@ void GpuLowLatencyCommunicator::check() {
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     const GpuFailure failure = host_->failure;
     host_->failure = {};
+    num_to_catch_up_ = kMaxInFlight;
     check_cuda(cudaMemset(&state_->gave_up, 0, sizeof(state_->gave_up)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     raise(failure);

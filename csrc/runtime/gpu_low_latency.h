@@ -15,8 +15,10 @@ public:
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
-    std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
-    void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
+    std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
+    void connect(const std::vector<std::string>& handles);
+    // Ranks whose GPUs are seen from here, but not over NVLink: what rows rely on (common/low_latency_gpu.h) is not known of their links.
+    std::vector<int> off_nvlink() const { return off_nvlink_; }
     int num_blocks;  // of a kernel at most; all must be on the GPU at once. For benchmarks.
 
     // All enqueue work and return. Work on another stream than the last call's waits for that call.
@@ -49,6 +51,7 @@ private:
     const double timeout_s_;
     const bool masks_stalled_;
     GpuMemory memory_;
+    std::vector<int> off_nvlink_;
     LowLatencyState* state_ = nullptr;
     struct HostSlots {
         GpuFailure failure;
@@ -57,7 +60,7 @@ private:
     HostSlots* host_ = nullptr;  // pinned
     cudaStream_t last_ = nullptr;
     bool has_last_ = false;
-    int num_to_catch_up_ = 0;  // calls whose call before last may have been refused
+    int num_to_catch_up_ = 0;  // calls whose call before last may have been refused, or have failed
     cudaEvent_t followed_ = nullptr;
 };
 

@@ -1,5 +1,6 @@
 """What moves the rows of a `LowLatencyBuffer`: checks of its calls, and a backend over each native communicator."""
 
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from deepep_moe.backends.base import DTYPE_NAMES, Settings
 from deepep_moe.backends.checks import check_tensor
 from deepep_moe.backends.output_pool import OutputPool
 from deepep_moe.event import Event
+
+logger = logging.getLogger("deepep_moe")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = {"fp32": (1, torch.float32), "ue8m0": (4, torch.int32)}  # scales to an element, its dtype
@@ -258,11 +261,17 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         self._own_stream: torch.cuda.Stream | None = None
 
     def address(self) -> bytes:
-        """The CUDA IPC handle of this rank's workspace."""
+        """The CUDA IPC handle of this rank's workspace, and where its GPU is."""
         return self._communicator.handle()
 
     def connect(self, addresses: list[bytes]) -> None:
         self._communicator.connect(addresses)
+        if self._communicator.off_nvlink:
+            logger.warning(
+                "LowLatencyBuffer: ranks %s have GPUs that this one reaches without NVLink; that rows arrive whole is known of NVLink only "
+                "(docs/design.md, 'Low latency'); use Buffer",
+                self._communicator.off_nvlink,
+            )
 
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""

@@ -158,6 +158,7 @@ inline unsigned __float_as_uint(float value) {
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrComputeCapabilityMajor };
+enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
 using cudaStream_t = struct EmulatedStream*;
 using cudaEvent_t = struct EmulatedEvent*;
@@ -184,6 +185,10 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
     return *value = which == cudaDevAttrMultiProcessorCount ? 12 : which == cudaDevAttrComputeCapabilityMajor ? 9 : 227 * 1024, cudaSuccess;
 }
+inline cudaError_t cudaDeviceGetPCIBusId(char* id, int capacity, int) { return std::memcpy(id, "0", capacity < 2 ? capacity : 2), cudaSuccess; }
+inline cudaError_t cudaDeviceGetByPCIBusId(int* device, const char*) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) { return *value = 1, cudaSuccess; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, cudaSuccess; }
 inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return *stream = nullptr, cudaSuccess; }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }

@@ -7,6 +7,7 @@
 namespace deepep_moe {
 
 constexpr unsigned kLowLatencyPauseNs = 0;
+constexpr int kLooks = 64;  // at a flag, between two at the clock
 
 // The arrays of a call in the workspace of `owner`.
 struct Turn {
@@ -37,9 +38,9 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
     *static_cast<volatile unsigned*>(c.seen_masks) = masks;
 }
 
-// A rank has not delivered within the deadline, and its flag is `seen`.
+// A rank has not delivered within the deadline, and its flag is `seen`; or the wait ended as another had failed, which is nothing new.
 __device__ __noinline__ inline void lose(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call, unsigned long long seen) {
-    if (is_masked(c, source)) return;
+    if (gave_up(c) || is_masked(c, source)) return;
     if (c.masks_stalled && source != c.rank)
         set_mask(c, source, true);
     else
@@ -53,7 +54,7 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
     unsigned long long seen = load_relaxed(word);
     if (seen >= expected) return seen;
     if (is_masked(c, source)) return 0;
-    seen = watch_word<kLowLatencyPauseNs>(c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
+    seen = watch_word<kLowLatencyPauseNs, kLooks>(c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
     if (seen >= expected) return seen;
     lose(c, source, phase, call, seen);
     return 0;
@@ -109,6 +110,7 @@ __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long fl
         if (masked) word = 0;
         if (counts) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
         came = c.masks_stalled ? agree(c, call, source, word != 0) : word != 0;
+        if (came && word == 0) word = load_relaxed(entered);
         came = came && check_what(c, flag, word, source);
     }
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};

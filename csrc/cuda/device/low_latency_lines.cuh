@@ -45,7 +45,7 @@ struct StagedPieces {
     }
 
     // All threads of a block: to the same place of the rows of all `ranks`, the peers first, one after the other from the next rank on, so that
-    // not all ranks store to the same one at a time. row_at(rank): the first part.
+    // not all ranks store to the same one at a time. row_at(rank): the first part. flag: of each line.
     template <class RowAt>
     __device__ void push(const LowLatencyContext& c, unsigned ranks, int num_pieces, bool has_scales, unsigned long long flag, const RowAt& row_at) const {
         const int num_parts = parts_of(num_pieces);
@@ -53,6 +53,7 @@ struct StagedPieces {
         for (int first = threadIdx.x / 32 * 32; first < num_parts; first += blockDim.x) {
             const int i = first + threadIdx.x % 32;
             const uint4 value = part(i, num_pieces, has_scales, flag);
+            __syncwarp();
 #pragma unroll 1
             for (int turn = 1; turn <= c.config.num_ranks; ++turn) {
                 const int to = c.rank + turn < c.config.num_ranks ? c.rank + turn : c.rank + turn - c.config.num_ranks;
@@ -90,9 +91,9 @@ template <class Done>
 __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Done& done) {
     unsigned long long deadline = 0;
 #pragma unroll 1
-    for (int round = 0; !done(round % 256 == 255); ++round) {
+    for (int round = 0; !done(round % kLooks == kLooks - 1); ++round) {
         if (round == 0) deadline = now_ns() + c.timeout_ns;
-        if (round % 256 == 255 && __any_sync(kFullWarp, gave_up(c) || now_ns() >= deadline)) return false;
+        if (round % kLooks == kLooks - 1 && __any_sync(kFullWarp, gave_up(c) || now_ns() >= deadline)) return false;
         pause_ns(kLowLatencyPauseNs);
     }
     return true;
@@ -113,15 +114,17 @@ struct Parts {
         }
     }
 
-    // Bit i: all lines of parts i are there. looks: this lane's parts have flags, which then have what `wanted` has.
+    // Bit i: all lines of parts i are there: the lanes that end them have `flag`.
     template <class Place>
-    __device__ unsigned here(const Place& place, unsigned long long wanted, bool looks) const {
+    __device__ unsigned here(const Place& place, unsigned long long flag) const {
         unsigned here = 0;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) here |= static_cast<unsigned>(__all_sync(kFullWarp, !looks || place(i) == nullptr || is_of(flag_in(values[i]), wanted))) << i;
+        for (int i = 0; i < kCount; ++i) {
+            const bool is_here = !ends_line() || place(i) == nullptr || flag_in(values[i]) == flag;
+            here |= static_cast<unsigned>(__all_sync(kFullWarp, is_here)) << i;
+        }
         return here;
     }
-    __device__ static bool is_of(unsigned long long flag, unsigned long long wanted) { return flag >> kValueBitsOfFlag == wanted >> kValueBitsOfFlag; }
 };
 
 }  // namespace deepep_moe

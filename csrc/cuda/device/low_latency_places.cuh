@@ -86,7 +86,7 @@ __device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned
         unsigned long long word = load_relaxed(words + i);
         if (((word ^ flag) >> kValueBitsOfFlag) != 0) {
             const int source = i / c.config.num_local_experts;
-            word = wait_word_of(c, words + i, call, source, GpuPhase::kEntry);
+            word = is_masked(c, source) ? 0 : wait_word_of(c, words + i, call, source, GpuPhase::kEntry);
             if (word != 0 && !check_what(c, flag, word, source)) word = 0;
         }
         counts[i] = LowLatencyWhat::value_in(word);

@@ -60,14 +60,19 @@ __device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned
 
 // ---- 16 bytes of a line that eight lanes store, or load, at once ----
 
-// All lanes of a warp must call these; `uses`: whether this one's counts.
+// All lanes of a warp must call these together, or a line is not of one instruction; `uses`: whether this one's counts.
 __device__ __forceinline__ void store_part(uint4* to, const uint4& value, bool uses) {
-    if (uses) asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+    if (uses)
+        asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_part(const uint4* from, bool uses) {
     uint4 value = make_uint4(0, 0, 0, 0);
-    if (uses) asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from) : "memory");
+    if (uses)
+        asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                     : "l"(from)
+                     : "memory");
     return value;
 }
 

@@ -23,9 +23,9 @@ __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kin
     failure->kind = kind;
 }
 
-// *word, which `load` loads, once it has reached `expected`. Less, as it was last seen, past the deadline or once another wait of this rank has
+// *word, which `load` loads, once it has reached `expected`, with a look at the clock every kLooks. Less, as it was last seen, past the deadline or once another wait of this rank has
 // failed.
-template <unsigned kPause, class Load>
+template <unsigned kPause, int kLooks = 256, class Load>
 __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, const unsigned long long* word, const Load& load, unsigned long long expected,
                                                          unsigned long long timeout_ns) {
     unsigned long long seen = load(word);
@@ -33,7 +33,7 @@ __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, cons
     const unsigned long long deadline = now_ns() + timeout_ns;
     for (int round = 0; (seen = load(word)) < expected; ++round) {
         pause_ns(kPause);
-        if (round % 256 == 255 && (gave_up(w) || now_ns() >= deadline)) break;
+        if (round % kLooks == kLooks - 1 && (gave_up(w) || now_ns() >= deadline)) break;
     }
     return seen;
 }
