@@ -54,6 +54,18 @@ def test_a_sum_by_hand(device, dtype):
     assert grad_weights.tolist() == [[28.0, 92.0], [156.0, 220.0]]
 
 
+def test_second_derivative():
+    autograd = pytest.importorskip("deepep_moe.integrations.deepspeed.weighing").weighed_sum
+    rows, weights = torch.randn(3, 5, 8, requires_grad=True), torch.rand(3, 5, requires_grad=True)
+
+    def second(sums):
+        first = torch.autograd.grad(sums.square().sum(), (rows, weights), create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), (rows, weights))
+
+    for ours, plain in zip(second(autograd(rows, weights)), second((rows * weights.unsqueeze(-1)).sum(0)), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_topk", "num_tokens", "hidden"), [(1, 5, 8), (2, 70, 264), (3, 0, 16), (4, 1, 16), (5, 9, 1032), (32, 3, 40)])

@@ -15,7 +15,7 @@ from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, shared
-from deepep_moe.integrations.deepspeed.layer import lengthened, say_once, widened
+from deepep_moe.integrations.deepspeed.layer import lengthened, say_once, widened, with_gradient
 from deepep_moe.integrations.deepspeed.weighing import weighed_sum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +55,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
 
     def _route(self, tokens: Tensor, router_output: Any) -> Tensor:
         route = self._route_exact if self.deepep_moe_plan.options.exact else self._route_fast
-        return route(tokens, router_output.selected_experts, router_output.top_scores)
+        return route(with_gradient(tokens), router_output.selected_experts, router_output.top_scores)
 
     def _route_exact(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """A row per (token, expert) there and back, weighed and summed here as AutoEP does; experts see rows in AutoEP's order."""

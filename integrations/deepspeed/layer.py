@@ -46,7 +46,7 @@ class PackedMOELayer(MOELayer):
             say_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}")
             return super().forward(*inputs, **kwargs)
         with self._timed(MOE_TIMER, "time_moe"):
-            x = inputs[0].reshape(-1, inputs[0].shape[-1])
+            x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
             routing = route(self.gate, x, inputs[1] if len(inputs) > 1 else None)
             self.l_aux, self.exp_counts = routing.l_aux, routing.exp_counts
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
@@ -95,8 +95,10 @@ class PackedMOELayer(MOELayer):
     @contextlib.contextmanager
     def _timing(self, timer: str, attribute: str) -> Iterator[None]:
         self.timers(timer).start()
-        yield
-        self.timers(timer).stop()
+        try:
+            yield
+        finally:
+            self.timers(timer).stop()
         setattr(self, attribute, self.timers(timer).elapsed(reset=False))
 
 
@@ -105,6 +107,11 @@ def plan_of(layer: PackedMOELayer) -> Plan:
     if layer.deepep_moe_plan is None:
         layer.deepep_moe_plan = Plan(Options(), layer.num_local_experts, layer.gate.k)
     return layer.deepep_moe_plan
+
+
+def with_gradient(x: Tensor) -> Tensor:
+    """x, part of the backward on every rank or on none: a rank whose x needs no gradient, say of no tokens, is in the others' too."""
+    return x.detach().requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
 
 
 def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -> Tensor:

@@ -1,9 +1,13 @@
 """Swap the MoE layers of a model, and swap them back."""
 
+import inspect
+import json
 import logging
+import os
 import re
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +37,8 @@ def replace_moe_layers(
 
     Before or after `deepspeed.initialize`, which makes AutoEP's layers, on every rank. Only the forward of the layers changes:
     parameters, state dict, hooks, gates and their random numbers, optimizer groups and checkpoints stay. Again with other options: those
-    hold from the next forward on. Layers that share a group and a width of rows share one buffer, constructed at the first forward.
+    hold from the next forward on, no backward being under way. Layers that share a group and a width of rows share one buffer,
+    constructed at the first forward.
 
     Args:
         model: the module, or DeepSpeed's engine.
@@ -57,12 +62,12 @@ def replace_moe_layers(
 
 def _replace(model: nn.Module, options: Options) -> int:
     _check_version()
-    from deepspeed.moe.sharded_moe import MOELayer
+    from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 
     from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
 
-    found = [module for module in model.modules() if isinstance(module, MOELayer)]
-    native: list[Any] = [module for module in found if type(module) in (MOELayer, PackedMOELayer)]
+    found: list[Any] = [module for module in model.modules() if isinstance(module, MOELayer)]
+    native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
     autoep = _autoep_layers(model)
     layers = native + autoep
     plans = _plans(layers, options)
@@ -73,7 +78,8 @@ def _replace(model: nn.Module, options: Options) -> int:
     for layer, plan in zip(native, plans, strict=False):
         layer.__class__, layer.deepep_moe_plan = PackedMOELayer, plan
     _swapped.update(layers)
-    _report(found, len(native), len(autoep), options)
+    shared.keep({layer.deepep_moe_plan for layer in _swapped})
+    _report([layer for layer in found if layer not in native], len(native), len(autoep), options)
     return len(layers)
 
 
@@ -92,10 +98,10 @@ def _autoep_layers(model: nn.Module) -> list[Any]:
     return [module for module in found if type(module) in (AutoEPMoELayer, PackedAutoEPMoELayer)]
 
 
-def _report(found: list[nn.Module], num_native: int, num_autoep: int, options: Options) -> None:
-    others = sorted({type(module).__name__ for module in found} - {"MOELayer", "PackedMOELayer"})
+def _report(left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:
+    others = sorted({f"{type(layer).__name__} with {type(layer.gate).__name__}" for layer in left})
     if others:
-        _say(logging.WARNING, f"MoE layers of {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer only")
+        _say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
     if num_native and options.expert_bias_update_rate is not None:
         _say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
     mode = "exact" if options.exact else "fast"
@@ -135,13 +141,13 @@ def restore_moe_layers(model: nn.Module) -> int:
     for layer in native:
         layer.__class__ = MOELayer
         layer.__dict__.pop("deepep_moe_plan", None)
-    autoep = [layer for layer in _autoep_layers(model) if layer in _swapped]
+    autoep = [layer for layer in _autoep_layers(model) if hasattr(layer, "deepep_moe_plan")]
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep import restore
 
         restore(autoep)
     _swapped.difference_update(native + autoep)
-    if not _swapped:
+    if (native or autoep) and not _swapped:
         shared.destroy()
     return len(native) + len(autoep)
 
@@ -156,12 +162,22 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """
     import deepspeed
 
+    _check_section(inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments)
     initialized = deepspeed.initialize(*args, **kwargs)
     engine = initialized[0]
     options = options_of(engine._config._param_dict)
     if options is not None:
         _replace(engine, options)
     return initialized
+
+
+def _check_section(arguments: Mapping[str, Any]) -> None:
+    """Raises for a wrong section before the engine is built, where ds_config is a dictionary or a file of JSON."""
+    config = arguments.get("config") or arguments.get("config_params") or getattr(arguments.get("args"), "deepspeed_config", None)
+    if isinstance(config, str | os.PathLike) and os.path.isfile(config):
+        config = json.loads(Path(config).read_text())
+    if isinstance(config, Mapping):
+        options_of(config)
 
 
 def _check_version() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepep_moe.backends import weigh
 
@@ -26,6 +25,9 @@ class _WeighedSum(torch.autograd.Function):
         return weigh.weighed_sum(rows, weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return weigh.weighed_sum_backward(grad, *ctx.saved_tensors)
+        rows, weights = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return weigh.weighed_sum_backward(grad, rows, weights)
+        wide = grad.float()  # to be differentiated once more
+        return (wide * weights.unsqueeze(-1)).to(rows.dtype), (wide * rows.float()).sum(-1)

@@ -6,8 +6,10 @@ import torch.distributed as dist
 from deepspeed_cases import HIDDEN, Case, Expert, assert_equal, build_engine, engine_ready, logged, make_moe, run_layer
 from torch import nn
 
-from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
+from deepep_moe.errors import EPPeerError
+from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.routing import route
 from deepep_moe.testing.launch import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
@@ -108,16 +110,111 @@ def _train_uneven(rank: int, num_ranks: int, engine) -> list[float]:
     return losses
 
 
+def _pass_worker(rank: int, num_ranks: int, ours: bool) -> int:
+    with engine_ready():
+        layer = make_moe(4, k=2)
+        layer.set_deepspeed_parallelism()
+        if ours:
+            replace_moe_layers(layer)
+        return len(layer(torch.randn(40 + 24 * rank, HIDDEN))[0])
+
+
 def test_uneven_tokens_fail_in_deepspeed():
     """gloo ends the process, NCCL would hang: ranks exchange blocks of different sizes."""
-    with pytest.raises(RankFailedError):
-        run_ranks(_uneven_worker, 2, False, timeout_s=60)
+    with pytest.raises(RankFailedError) as failed:
+        run_ranks(_pass_worker, 2, False, timeout_s=60)
+    assert "no result in time" not in str(failed.value)
+    assert run_ranks(_pass_worker, 2, True) == [40, 64]
+
+
+def _dense(layer: nn.Module, experts: list[nn.Module], x: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a layer that drops nothing computes, with the experts of all ranks at hand: of this rank's tokens."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(5)  # gates draw the second expert
+    routing = route(layer.deepspeed_moe.gate, x, None) if len(x) else None
+    y = 0 * x
+    for lane in range(2 if routing else 0):
+        for expert, module in enumerate(experts):
+            chose = (routing.topk_idx[lane] == expert).nonzero().squeeze(1)
+            y = y.index_add(0, chose, module(x[chose]) * routing.topk_weights[lane, chose, None])
+    (y * cotangent).sum().backward()
+    return {"output": y.detach(), "input gradient": x.grad}
+
+
+def _all_experts(layer: nn.Module, num_ranks: int) -> list[nn.Module]:
+    states: list = [None] * num_ranks
+    dist.all_gather_object(states, [expert.state_dict() for expert in layer.deepspeed_moe.experts.deepspeed_experts])
+    experts = [Expert() for _ in range(4)]
+    for expert, state in zip(experts, [state for of_rank in states for state in of_rank], strict=True):
+        expert.load_state_dict(state)
+    return experts
+
+
+def _dense_worker(rank: int, num_ranks: int, exact: bool) -> None:
+    with engine_ready():
+        torch.manual_seed(3)
+        layer = make_moe(4, k=2, drop_tokens=False)
+        layer.set_deepspeed_parallelism()
+        torch.manual_seed(rank)
+        local = layer.deepspeed_moe.experts.deepspeed_experts
+        for parameter in local.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        experts = _all_experts(layer, num_ranks)
+        replace_moe_layers(layer, exact=exact)
+        for num_tokens in ((5, 9), (11, 0), (0, 7)):
+            layer.zero_grad()
+            x, cotangent = torch.randn(2, num_tokens[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
+            x.requires_grad_(len(x) > 0)  # where there are no tokens, nobody may have asked for their gradient
+            torch.manual_seed(5)
+            y = layer(x)[0]
+            (y * cotangent).sum().backward()
+            found = {"output": y.detach()} | ({"input gradient": x.grad} if len(x) else {})
+            for module in (*experts, layer.deepspeed_moe.gate):
+                found |= {"gate": module.wg.weight.grad.clone()} if hasattr(module, "wg") else {}
+                module.zero_grad()
+            expected = _dense(layer, experts, x.detach(), cotangent)
+            expected |= {"gate": layer.deepspeed_moe.gate.wg.weight.grad if len(x) else torch.zeros(4, HIDDEN)}
+            for index, expert in enumerate(experts):
+                for name, parameter in expert.named_parameters():
+                    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(grad)
+                    if index // 2 == rank:
+                        expected[f"expert {index} {name}"] = grad
+                        found[f"expert {index} {name}"] = dict(local[index % 2].named_parameters())[name].grad
+            found.setdefault("input gradient", torch.zeros(0, HIDDEN))
+            assert_equal(found, expected, f"{num_tokens}, exact {exact}, rank {rank}", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("exact", (True, False))
+def test_uneven_tokens_equal_a_dense_layer(exact):
+    """Outputs and every gradient, against each expert applied to the tokens that chose it; a rank without tokens too."""
+    run_ranks(_dense_worker, 2, exact)
 
 
 def test_uneven_tokens_train():
     exact, fast = run_ranks(_uneven_worker, 2, True)[0]
     assert exact[-1] < 0.9 * exact[0], exact
     assert fast == pytest.approx(exact, rel=1e-4)
+
+
+def _bound_worker(rank: int, num_ranks: int) -> None:
+    """As on GPUs, where the first forward bounds the others."""
+    buffers._UNBOUNDED = 32
+    with engine_ready():
+        layer = make_moe(4, k=2)
+        layer.set_deepspeed_parallelism()
+        replace_moe_layers(layer)
+        layer(torch.randn(16, HIDDEN))
+        message = (
+            "17 tokens in a forward, and MoE layers have room for 16, .*set num_max_tokens_per_rank, an argument of replace_moe_layers"
+        )
+        with pytest.raises(EPPeerError if rank else ValueError, match=message):
+            layer(torch.randn(16 if rank else 17, HIDDEN))
+        layer(torch.randn(16, HIDDEN))
+
+
+def test_more_tokens_than_the_bound():
+    run_ranks(_bound_worker, 2)
 
 
 # ---- where DeepSpeed's forward runs ----

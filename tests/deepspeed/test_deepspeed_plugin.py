@@ -1,8 +1,10 @@
 """Switching on and off, what is refused, ds_config, checkpoints, optimizer groups."""
 
+import copy
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,11 +103,26 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
         assert all(type(layer.deepspeed_moe) is MOELayer and "deepep_moe_plan" not in vars(layer.deepspeed_moe) for layer in layers)
         assert restore_moe_layers(layers) == 0
 
+        assert replace_moe_layers(layers[0]) == replace_moe_layers(layers[1]) == 1
+        layers[0](torch.randn(8, HIDDEN))
+        replace_moe_layers(layers[0], exact=False)
+        layers[0](torch.randn(8, HIDDEN))
+        assert len(shared) == 2, "one for each plan"
+        assert restore_moe_layers(torch.nn.Linear(1, 1)) == 0 and len(shared) == 2
+        replace_moe_layers(layers[1], exact=False)
+        assert len(shared) == 1, "a buffer that no layer uses any more is gone"
+        assert restore_moe_layers(layers) == 2 and len(shared) == 0
+        fresh = make_moe()
+        assert replace_moe_layers(fresh) == restore_moe_layers(copy.deepcopy(fresh)) == restore_moe_layers(fresh) == 1
+
         layers[0].deepspeed_moe.__class__ = Own
+        layers.append(make_moe())
+        layers[2].deepspeed_moe.gate = torch.nn.Linear(HIDDEN, 8)
         with logged() as messages:
             assert replace_moe_layers(layers, exact=False) == 1
         assert messages == [
-            "MoE layers of ['Own'] keep their own forward: deepep_moe swaps deepspeed's MOELayer only",
+            "MoE layers ['MOELayer with Linear', 'Own with TopKGate'] keep their own forward: deepep_moe swaps deepspeed's MOELayer "
+            "with TopKGate only",
             "1 MoE layers dispatch through deepep_moe (fast mode)",
         ] * (rank == 0)
         with pytest.raises(ValueError, match="backend must be one of"):
@@ -134,8 +151,11 @@ def _config_worker(rank: int, num_ranks: int, folder: str) -> None:
         model = make_model(case)
         engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))
         assert type(engine.module.layers[0].deepspeed_moe).__name__ == "MOELayer", "no section, no change"
-        with pytest.raises(ValueError, match="unknown keys"):
-            initialize(model=make_model(case), config=ds_config(case) | {"deepep_moe": {"on": True}})
+        wrong = ds_config(case) | {"deepep_moe": {"on": True}}
+        path.write_text(json.dumps(wrong))
+        for arguments in ({"config": wrong}, {"config": str(path)}, {"args": SimpleNamespace(deepspeed_config=path)}):
+            with pytest.raises(ValueError, match="unknown keys"):
+                initialize(model=None, **arguments)  # before any engine is built
 
 
 def test_initialize_honours_ds_config(tmp_path):
