@@ -290,7 +290,6 @@ class GpuLowLatencyCommunicator:
     workspace_bytes: int
     handle_bytes: int
     masks: int
-    off_nvlink: list[int]
     num_blocks: int
     def handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...

@@ -62,7 +62,7 @@ class Buffer:
             an NCCL group), `shm` (ranks of one host, CPU tensors) and `collective` (`all_to_all_single` of the group).
             `buffer.backend` says which; so does one log line on rank 0.
         num_sms: multiprocessors of a GPU that send rows, 1 to all; 0: copy engines send, and no multiprocessor while rows fly. A
-            call may say otherwise; results never depend on it. None: 16, or all where there are fewer. CPU backends have none and
+            call may say otherwise; results never depend on it. None: 12, or all where there are fewer. CPU backends have none and
             do not look.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
@@ -102,6 +102,7 @@ class Buffer:
         self._number = next(_numbers)
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Event | None = None
+        self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
         self._process_id = os.getpid()
         self._mode = self._own_mode = Mode(num_sms=num_sms)
         torch_ops.register_buffer(self._number, self)
@@ -264,6 +265,11 @@ class Buffer:
         """
         self._alive().check()
 
+    def refused(self, error: Exception) -> Exception:
+        """For wrappers that check arguments of their own: tell the peers, who are or will be in a call, that this rank does not make it;
+        they raise EPPeerError with the same reason. Returns `error`, to be raised."""
+        return self._refuse(error)
+
     def destroy(self) -> None:
         """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so; on GPUs, where they
         only reach their deadline, memory goes once all peers have destroyed their buffers too, or a second later."""
@@ -368,6 +374,10 @@ class Buffer:
         self._wait_for_pending()
         self._or_refuse(check_device, args.x, backend)
         self._or_refuse(check, args, self._settings)
+        try:
+            self._earlier_failure = backend.take_failure()
+        except EPError as error:
+            raise self._refuse(error) from None
         return args
 
     @contextlib.contextmanager
@@ -419,7 +429,8 @@ class Buffer:
             self._mode = Mode(is_async, is_split, self._own_mode.num_sms if num_sms is None else num_sms)
 
     def _run(self, move: Move, *keep_alive: Any) -> None:
-        """Move the rows, now or later; until then the tensors that native code knows by address are held."""
+        """Move the rows, now or later; until then the tensors that native code knows by address are held. Raises what an earlier call's
+        kernels have reported."""
         mode, on_thread = self._mode, self._alive().moves_on_thread
         if mode.is_split and self._alive().can_split:
             self._pending = Event(second_half=partial(_second_half, move, keep_alive))
@@ -429,6 +440,9 @@ class Buffer:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
             self._pending = Event(self._executor.submit(lambda _: move(), keep_alive))
+        failure, self._earlier_failure = self._earlier_failure, None
+        if failure is not None:
+            raise failure
 
     def _event(self, *used: Any) -> Event | None:
         """Of the call just made, where it is asynchronous; `used` are its tensors, and what holds some."""

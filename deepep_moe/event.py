@@ -37,7 +37,7 @@ class Event:
         finally:
             self.seen = True
         if self._recorded is not None:
-            torch.cuda.current_stream().wait_event(self._recorded)
+            torch.cuda.current_stream(self._recorded.device).wait_event(self._recorded)
 
     def failure(self) -> BaseException | None:
         """The operation's error, once it is over."""
@@ -46,9 +46,16 @@ class Event:
         return None if self._future is None else self._future.exception()
 
     def query(self) -> bool:
-        """True when `wait` would not block."""
-        return (self._future is None or self._future.done()) and (self._recorded is None or self._recorded.query())
+        """True when `wait` would not block. While a CUDA graph is captured False, as CUDA lets nobody ask then what a GPU has done."""
+        if self._recorded is not None and (torch.cuda.is_current_stream_capturing() or not self._recorded.query()):
+            return False
+        return self._future is None or self._future.done()
+
+    @property
+    def is_half(self) -> bool:
+        """Is the second half of the call still to come?"""
+        return self._second_half is not None
 
     def is_over(self) -> bool:
         """Has the operation ended? Of a call in two halves: not before `wait`."""
-        return self._second_half is None and self.query()
+        return not self.is_half and self.query()

@@ -16,6 +16,7 @@ from deepep_moe import config
 from deepep_moe.backends.base import Settings
 from deepep_moe.backends.checks import check_settings
 from deepep_moe.backends.low_latency import (
+    DESTROYED,
     CombineCall,
     DispatchCall,
     LowLatencyBackend,
@@ -44,6 +45,8 @@ class LowLatencyHandle:
     """Of this rank."""
     state: Tensor
     """uint8, on the device of the dispatch: csrc/common/low_latency.h says what it holds."""
+    event: Event | None = None
+    """Of a dispatch with `async_op` or `return_hook`."""
 
 
 class LowLatencyOutput(NamedTuple):
@@ -91,9 +94,8 @@ class LowLatencyBuffer:
         hidden: columns of a row: a multiple of 16 bytes; with `fp8`, of 128 columns.
         num_experts: of all ranks together, a multiple of the group's size.
         num_topk: experts per token, at most 32.
-        backend: "auto", `nvlink` (GPUs of one host, on NVLink; a warning is logged where CUDA says that they are not) or `shm` (ranks of
-            one host, CPU tensors). "auto" takes `nvlink` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one
-            log line on rank 0.
+        backend: "auto", `nvlink` (GPUs of one host, linked by NVLink) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink`
+            on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
         mask_stalled: mask a rank that misses the deadline, and go on without it, instead of failing; see `mask_rank`.
 
@@ -135,6 +137,7 @@ class LowLatencyBuffer:
         self._combine_input: dict[torch.dtype, Tensor] = {}
         self._statistics = self._backend.zeros(s.num_local_experts + num_ranks + 1, torch.int64)
         self._masks_told: set[int] = set()
+        self._earlier_failure: Exception | None = None
         if rank == 0:
             logger.info(
                 "LowLatencyBuffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, %.1f MiB of shared memory per rank",
@@ -211,9 +214,10 @@ class LowLatencyBuffer:
             num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
             scales = backend.empty((shape[0], num_columns, shape[1]), scale_dtype).transpose(1, 2)
         counts = backend.empty((s.num_local_experts,), torch.int32)
-        handle = LowLatencyHandle(self._number, x.shape[0], backend.empty((backend.handle_bytes,), torch.uint8))
-        call = DispatchCall(x, topk_idx, topk_weights, scale_format == "ue8m0", handle.state, recv_x, scales, counts, self._statistics)
+        state = backend.empty((backend.handle_bytes,), torch.uint8)
+        call = DispatchCall(x, topk_idx, topk_weights, scale_format == "ue8m0", state, recv_x, scales, counts, self._statistics)
         event = self._run(call, async_op, return_hook)
+        handle = LowLatencyHandle(self._number, x.shape[0], state, event)
         return LowLatencyOutput(recv_x, scales, counts, handle, event, event.wait if return_hook and event is not None else None)
 
     def combine(
@@ -332,14 +336,20 @@ class LowLatencyBuffer:
     def _run(self, call: DispatchCall | CombineCall, async_op: bool, return_hook: bool) -> Event | None:
         backend = self._alive()
         self._num_calls += 1
+        event = None
         if return_hook:
             event = backend.start(call)
         elif async_op:
             event = backend.start_async(call)
         else:
             backend.run(call)
-            return None
-        self._in_flight.append((self._num_calls, event))
+        if event is not None:
+            self._in_flight.append((self._num_calls, event))
+        failure, self._earlier_failure = self._earlier_failure, None
+        if failure is not None:
+            if event is not None:
+                event.wait()  # nobody will be given it
+            raise failure
         return event
 
     def _check_room(self) -> None:
@@ -360,9 +370,12 @@ class LowLatencyBuffer:
     def _refusing(self) -> Iterator[LowLatencyBackend]:
         """What is raised inside, the peers are told."""
         backend = self._alive()
-        backend.check()
         self._tell_masks()
         self._check_room()
+        try:
+            backend.check()
+        except (EPError, ValueError) as error:  # of an earlier call: raised once this one is made, so that ranks stay in step
+            self._earlier_failure = error
         try:
             yield backend
         except (TypeError, ValueError) as error:
@@ -381,7 +394,7 @@ class LowLatencyBuffer:
 
     def _alive(self) -> LowLatencyBackend:
         if self._backend is None:
-            raise BufferDestroyedError("this LowLatencyBuffer was destroyed; create another")
+            raise BufferDestroyedError(DESTROYED)
         if os.getpid() != self._backend.process_id:
             raise BufferDestroyedError(
                 "this LowLatencyBuffer belongs to the process that created it, not to one forked from it; create another"

@@ -92,7 +92,7 @@ def install() -> None:
         current_device=torch.cuda.current_device,
         current_stream=torch.cuda.current_stream,
         Stream=lambda device: stream,
-        Event=lambda: SimpleNamespace(record=lambda _: None, query=lambda: True),
+        Event=lambda: SimpleNamespace(record=lambda _: None, query=lambda: True, device=None),
     )
     nvlink.NvlinkBackend.device_types = ("cpu",)
     low_latency.torch = nvlink.torch

@@ -78,6 +78,13 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
     return buffer
 
 
+def finish(buffer):
+    """On a GPU, errors of calls show when the host looks."""
+    if buffer.backend == "nvlink":
+        torch.cuda.synchronize()
+        buffer.check()
+
+
 def start_dispatch(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str):
     """The dispatch of a case, and a function that waits for it."""
     x, idx, weights = (tensor.to(device_of(backend, rank)) for tensor in case.inputs(rank))

@@ -4,17 +4,16 @@ import os
 import signal
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
+import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import device_of, on_device
-from low_latency_cases import Case, make_buffer, run_case, start_dispatch
+from low_latency_cases import Case, finish, make_buffer, run_case, start_dispatch
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.backends.low_latency import NvlinkLowLatencyBackend
-from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import BackendUnavailableError, BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -22,13 +21,6 @@ on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 CASE = Case([4, 4], max_tokens=8, hidden=128, num_experts=4, num_topk=2, masked=0.0, dtype=torch.float32)
 IDX = torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
 X = torch.randn(4, 128, generator=torch.Generator().manual_seed(3))
-
-
-def finish(buffer):
-    """On a GPU, errors of calls show when the host looks."""
-    if buffer.backend == "nvlink":
-        torch.cuda.synchronize()
-        buffer.check()
 
 
 def make(backend, rank, **options):
@@ -151,14 +143,17 @@ def test_bad_settings(changes, message):
         LowLatencyBuffer(None, **(dict(num_max_tokens_per_rank=8, hidden=16, num_experts=4, num_topk=2) | changes))
 
 
-def test_links_that_are_not_nvlink(caplog):
-    """What the communicator tells of them is said."""
-    backend = object.__new__(NvlinkLowLatencyBackend)
-    for ranks in ([], [1, 3]):
-        backend._communicator = SimpleNamespace(connect=lambda addresses: None, off_nvlink=ranks)
-        backend.connect([b""])
-        assert len(caplog.messages) == (1 if ranks else 0)
-    assert "ranks [1, 3] have GPUs that this one reaches without NVLink" in caplog.messages[0]
+def over_pcie(rank, _):
+    os.environ["DEEPEP_MOE_EMULATED_BUS"] = f"0000:{rank}1:00.0"
+    message = r"on rank 0: the GPU of rank 1, 0000:11:00.0, is reached without NVLink .*; use backend='auto', or Buffer"
+    with pytest.raises(BackendUnavailableError, match=message):
+        make("nvlink", rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="needs GPUs linked by PCIe, or emulated ones")
+def test_links_that_are_not_nvlink():
+    run_ranks(over_pcie, 2)
 
 
 # ---- ranks that do different things ----
@@ -225,12 +220,14 @@ def unreceived_handle(rank, _, backend):
     out = buffer.dispatch(x, idx, return_hook=True)
     with pytest.raises(ValueError, match="handle is of a dispatch that was not received; call its hook"):
         buffer.combine(out.recv_x, out.handle)
+    dist.barrier()  # both have refused, so neither has heard of the other's refusal
     out.hook()
     assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
 
 
-def test_combine_before_the_hook():
-    run_ranks(unreceived_handle, 2, "shm")
+@on_every_backend
+def test_combine_before_the_hook(backend):
+    run_ranks(unreceived_handle, 2, backend)
 
 
 def fails_on_the_thread(rank, _):
@@ -256,12 +253,13 @@ def test_failure_on_the_thread():
 
 def after_destroy(rank, _, backend):
     buffer, x, idx = make(backend, rank)
-    out = buffer.dispatch(x, idx)
+    out, hook = buffer.dispatch(x, idx), buffer.dispatch(x, idx, return_hook=True).hook
     finish(buffer)
+    dist.barrier()
     buffer.destroy()
     buffer.destroy()
     assert "destroyed" in repr(buffer)
-    for call in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.recv_x, out.handle), lambda: buffer.masked_ranks):
+    for call in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.recv_x, out.handle), lambda: buffer.masked_ranks, hook):
         with pytest.raises(BufferDestroyedError, match="this LowLatencyBuffer was destroyed; create another"):
             call()
 
@@ -327,6 +325,27 @@ def late(rank, _, backend):
 @on_every_backend
 def test_late_peer(backend):
     run_ranks(late, 3, backend)
+
+
+def overtakes(rank, _):
+    """Rank 0 gives up on rank 1, and nobody looks before its next calls, as in a CUDA graph: rank 1 hears why its call cannot be made."""
+    buffer, x, idx = make("nvlink", rank, timeout_s=1.0 if rank == 0 else 20)
+    if rank == 0:
+        buffer._backend.check = lambda: None
+        for _ in range(5):
+            buffer.dispatch(x, idx)
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(EPMismatchError, match="rank 0 is in call 5 already, rank 1 in call 1: rank 0 gave up waiting for a rank"):
+            buffer.dispatch(x, idx)
+            finish(buffer)
+    dist.barrier()
+
+
+@pytest.mark.gpu
+def test_peer_that_gave_up_and_went_on():
+    run_ranks(overtakes, 2)
 
 
 def dies(rank, _, backend, asynchronous):

@@ -7,11 +7,12 @@ import signal
 import time
 from dataclasses import replace
 
+import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import assert_same, on_device
-from low_latency_cases import Case, Expected, make_buffer, run_case, start_dispatch
+from low_latency_cases import Case, Expected, check_dispatch, finish, make_buffer, run_case, start_dispatch
 
 from deepep_moe.backends.low_latency import ShmLowLatencyBackend
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
@@ -192,6 +193,57 @@ def test_errors_mask_nobody(backend):
     run_ranks(errors_mask_nobody, 3, backend)
 
 
+def fails_alone(rank, _, backend):
+    """Calls that a masked rank has made alone, in vain, do not keep it from coming back, nor those that failed meanwhile the others."""
+    buffer = make_buffer(CASE, backend, rank, timeout_s=2.0 if rank == MASKED else 60)
+    x, idx, weights = on_device(backend, rank, *CASE.inputs(rank))
+    for looks in (True, False):  # does the rank look at the failure before it comes back?
+        run_case(buffer, CASE, rank, backend)
+        if rank == MASKED:
+            if looks or backend == "shm":
+                with pytest.raises(EPTimeoutError, match="did not deliver"):
+                    buffer.dispatch(x, idx, weights)
+                    finish(buffer)
+            else:
+                buffer.dispatch(x, idx, weights)
+        else:
+            buffer.mask_rank(MASKED)
+            for _ in range(3):
+                run_case(buffer, WITHOUT, rank, backend)
+            with pytest.raises((ValueError, EPPeerError), match="scale_format is 'e8'"):
+                buffer.dispatch(x, idx, weights, scale_format="fp32" if rank else "e8")
+                finish(buffer)
+        come_back(buffer, rank)
+        for seed in range(3):
+            run_case(buffer, replace(CASE, seed=seed), rank, backend)
+
+
+@on_every_backend
+def test_return_after_failed_calls(backend):
+    run_ranks(fails_alone, 3, backend)
+
+
+def back_between_halves(rank, _, backend):
+    """A rank that is taken back has no part in a call that was sent before."""
+    buffer = make_buffer(CASE, backend, rank)
+    run_case(buffer, CASE, rank, backend)
+    hook = None
+    if rank != MASKED:
+        buffer.mask_rank(MASKED)
+        out, hook = start_dispatch(buffer, replace(WITHOUT, mode="hook"), rank, backend)
+    come_back(buffer, rank)
+    if hook is not None:
+        hook()
+        check_dispatch(WITHOUT, rank, out, Expected(WITHOUT))
+    for seed in range(3):
+        run_case(buffer, replace(CASE, seed=seed), rank, backend)
+
+
+@on_every_backend
+def test_return_between_two_halves(backend):
+    run_ranks(back_between_halves, 3, backend)
+
+
 def disagree(rank, _):
     """Rank 0 takes rank 1 back one call before rank 2 does."""
     buffer = make_buffer(CASE, "shm", rank, timeout_s=3)
@@ -329,3 +381,48 @@ def loses_sums(rank, _, mask_stalled):
 @pytest.mark.parametrize("mask_stalled", (False, True))
 def test_lost_row_of_a_combine(mask_stalled):
     run_ranks(loses_sums, 3, mask_stalled)
+
+
+def lose_counts(buffer, case, call, source):
+    """What `source` has said of its tokens for the experts of this rank, on an emulated GPU."""
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        if (
+            not os.path.exists(path)
+            or not os.readlink(path).startswith("/memfd:emulated-gpu")
+            or os.stat(path).st_size != buffer.workspace_bytes
+        ):
+            continue
+        turn_bytes = (buffer.workspace_bytes - layout(case)[0]) // 4
+        num_bytes = 8 * buffer.num_local_experts
+        at = layout(case)[0] + call % 4 * turn_bytes + 8 * case.num_ranks + source * num_bytes
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), buffer.workspace_bytes) as memory:
+            assert all(int.from_bytes(memory[i : i + 8], "little") >> 24 == call for i in range(at, at + num_bytes, 8))
+            memory[at : at + num_bytes] = bytes(num_bytes)
+        return
+    raise AssertionError("no workspace of an emulated GPU")
+
+
+def loses_counts(rank, _):
+    """Rank 1 has entered the call, its rows are there, how many they are does not come: to rank 0 it has not come."""
+    buffer = make_buffer(CASE, "nvlink", rank, timeout_s=2.0 if rank == 0 else 60, mask_stalled=rank == 0)
+    case = replace(CASE, mode="hook")
+    if rank == MASKED:
+        out, hook = start_dispatch(buffer, case, rank, "nvlink")
+    dist.barrier()
+    if rank != MASKED:
+        if rank == 0:
+            lose_counts(buffer, CASE, 1, MASKED)
+        out, hook = start_dispatch(buffer, case, rank, "nvlink")
+    hook()
+    finish(buffer)
+    case = WITHOUT if rank == 0 else CASE
+    check_dispatch(case, rank, out, Expected(case))
+    assert buffer.masked_ranks == ([MASKED] if rank == 0 else [])
+    dist.barrier()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="reaches into the memory of an emulated GPU")
+def test_lost_counts_of_a_dispatch():
+    run_ranks(loses_counts, 3)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
 
 from deepep_moe import _C, Buffer, ops, reference
-from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -271,6 +271,97 @@ def refusing_on_and_on(rank, num_ranks):
 
 def test_refusals_of_later_calls():
     run_ranks(refusing_on_and_on, 4)
+
+
+def refuses_once(rank, num_ranks):
+    """Calls that wait for nothing learn of a refusal later. Who does makes the call all the same, so that it is nobody else's error."""
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx)
+    expected = buffer.combine(out.recv_x, out.handle)
+    if rank == 1:
+        with pytest.raises(TypeError, match="x has dtype float64; it must be"):
+            buffer.combine(out.recv_x.double(), out.handle)
+    else:
+        buffer.combine(out.recv_x, out.handle)
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(EPPeerError, match="rank 1 refused its arguments: TypeError: x has dtype float64"):
+            buffer.combine(out.recv_x, out.handle)
+    else:
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+
+
+def test_errors_that_are_learned_later():
+    run_ranks(refuses_once, 2)
+
+
+def checks_between_halves(rank, num_ranks):
+    """Once its failure is raised, the second half of a call has nothing to wait for."""
+    buffer, x, idx = make_buffer(rank, timeout_s=30)
+    out = buffer.dispatch(x, idx)
+    expected = buffer.combine(out.recv_x, out.handle)
+    halves = (
+        lambda: buffer.combine(out.recv_x, out.handle, return_hook=True)[1],
+        lambda: buffer.dispatch(x, handle=out.handle, return_hook=True).hook,
+    )
+    for half in halves:
+        if rank == 1:
+            with pytest.raises(TypeError):
+                buffer.combine(out.recv_x.double(), out.handle)
+        else:
+            hook = half()
+            torch.cuda.synchronize()
+            with pytest.raises(EPPeerError, match="rank 1 refused its arguments"):
+                buffer.check()
+            began = time.monotonic()
+            hook()
+            torch.cuda.synchronize()
+            assert time.monotonic() - began < 20
+        dist.barrier()
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+
+
+def test_check_between_two_halves():
+    run_ranks(checks_between_halves, 2)
+
+
+def hook_after_destroy(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx)
+    hook = buffer.combine(out.recv_x, out.handle, return_hook=True)[1]
+    torch.cuda.synchronize()
+    dist.barrier()
+    buffer.destroy()
+    with pytest.raises(BufferDestroyedError, match="destroyed before this call's hook"):
+        hook()
+
+
+def test_hook_after_destroy():
+    run_ranks(hook_after_destroy, 2)
+
+
+def scales_of_whole_pieces(rank, num_ranks, bulk_copies):
+    """Rows whose scales are as long as the instructions of sm_90 copy at once."""
+    device = device_of("nvlink", rank)
+    poison_outputs()
+    xs, idxs = zip(*(Case([40, 23], hidden=1024, num_experts=8, num_topk=4).inputs(r)[:2] for r in range(num_ranks)), strict=True)
+    buffer = Buffer(None, 40, 1024, 8, 4, backend="nvlink", timeout_s=60)
+    buffer._backend.tuning.uses_bulk_copies = bulk_copies
+    out = buffer.dispatch(xs[rank].to(device), idxs[rank].to(device), fp8=True, expert_alignment=8)
+    rows, scales = zip(*(reference.quantize_fp8(x) for x in xs), strict=True)
+    expected = reference.dispatch(rows, idxs, None, 8, expert_alignment=8, x_scales=scales)[rank]
+    assert_same("recv_x", out.recv_x, expected.recv_x)
+    assert_same("recv_x_scales", out.recv_x_scales, expected.recv_x_scales)
+
+
+@pytest.mark.parametrize("bulk_copies", (True, False))
+def test_scales_of_whole_pieces(bulk_copies):
+    run_ranks(scales_of_whole_pieces, 2, bulk_copies)
 
 
 def under_another_default_device(rank, num_ranks):

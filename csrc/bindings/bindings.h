@@ -9,6 +9,12 @@
 
 namespace py = pybind11;
 
+// Ctrl-C ends a wait.
+inline void poll_signals() {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 // A field of a params struct that holds an address: an int in Python, 0 for none.
 template <class Struct, class Pointer>
 void pointer_field(py::class_<Struct>& cls, const char* name, Pointer Struct::* field) {

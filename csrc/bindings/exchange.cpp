@@ -120,10 +120,7 @@ void bind_communicator(py::module_& m) {
     py::class_<Communicator>(m, "Communicator")
         .def(py::init([](int num_ranks, int rank, int num_channels, int num_experts, int num_topk, int hidden, double timeout_s) {
                  auto made = std::make_unique<Communicator>(WorkspaceConfig{num_ranks, num_channels, num_experts, num_topk, hidden}, rank, timeout_s);
-                 made->set_poll([] {  // Ctrl-C ends a wait
-                     const py::gil_scoped_acquire gil;
-                     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-                 });
+                 made->set_poll(poll_signals);
                  return made;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_channels"), py::arg("num_experts"), py::arg("num_topk"),

@@ -122,8 +122,10 @@ void bind_gpu(py::module_& m) {
     bind_weighed_sum(m);
     py::class_<GpuCommunicator>(m, "GpuCommunicator")
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, double timeout_s) {
-                 return std::make_unique<GpuCommunicator>(GpuWorkspaceConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank, device,
-                                                          timeout_s);
+                 const GpuWorkspaceConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
+                 auto made = std::make_unique<GpuCommunicator>(config, rank, device, timeout_s);
+                 made->set_poll(poll_signals);
+                 return made;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"),
              py::arg("num_max_tokens"), py::arg("timeout_s"))

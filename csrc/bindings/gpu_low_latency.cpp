@@ -18,7 +18,6 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_property_readonly("workspace_bytes", &Communicator::workspace_bytes)
         .def_property_readonly("handle_bytes", &Communicator::handle_bytes)
         .def_property_readonly("masks", &Communicator::masks)
-        .def_property_readonly("off_nvlink", &Communicator::off_nvlink)
         .def_readwrite("num_blocks", &Communicator::num_blocks)
         .def("handle", [](const Communicator& self) { return py::bytes(self.handle()); })
         .def("connect", &Communicator::connect, py::arg("handles"))

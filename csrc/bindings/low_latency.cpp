@@ -45,10 +45,7 @@ std::unique_ptr<LowLatencyCommunicator> make(int num_ranks, int rank, int num_ex
                                              double timeout_s, bool mask_stalled) {
     auto made = std::make_unique<LowLatencyCommunicator>(LowLatencyConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank, timeout_s,
                                                          mask_stalled);
-    made->set_poll([] {  // Ctrl-C ends a wait
-        const py::gil_scoped_acquire gil;
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    });
+    made->set_poll(poll_signals);
     return made;
 }
 

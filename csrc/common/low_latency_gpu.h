@@ -33,6 +33,7 @@ private:
 struct LowLatencyState {
     unsigned long long num_sent[kLowLatencyMaxBlocks];                  // calls, as each block of the next one reads it and counts it for itself
     unsigned long long verdicts[kTurns][kLowLatencyMaxRanks];           // 2 * call + 1 where its blocks have agreed that the rank came, + 0 that it did not
+    unsigned long long first_calls[kLowLatencyMaxRanks];                // of each rank since it was last taken back: it has no part in those before
     unsigned masks;                                                     // bit r: rank r is masked
     int gave_up;
 };
@@ -62,7 +63,9 @@ struct LowLatencyLaunch {
 
 void launch_low_latency_dispatch(LowLatencyLaunch<LowLatencyDispatchParams> launch, void* stream);
 void launch_low_latency_combine(LowLatencyLaunch<LowLatencyCombineParams> launch, void* stream);
+// Of a block; the first of dispatch, which has the same for all types of rows.
 int64_t low_latency_shared_bytes(const LowLatencyConfig& config);
+int64_t low_latency_combine_shared_bytes();
 // Blocks of either kernel that a multiprocessor of the current device holds at once, two at most.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& config);
 int low_latency_combine_blocks_per_multiprocessor();

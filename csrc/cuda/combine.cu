@@ -220,7 +220,7 @@ struct Kernel {
 
 template <DType kType, class Ring>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
-    if (!wait_for_plan(p.context, false)) return;
+    if (!wait_for_plan(p.context, false)) return wait_for_kernel_before();
     const Kernel<kType> kernel(p);
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {
         kernel.template send<Ring>();

@@ -193,7 +193,8 @@ struct Kernel {
     // One warp: until all ranks have come. Those that combine along another dispatch are reported.
     __device__ void meet_along() const {
         const unsigned long long own = dispatch();
-        const Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0);
+        Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0);
+        if (c.masks_stalled) sources = agreed(c, flag, sources);
         const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(own), came = (sources.came >> lane & 1) != 0;
         if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(own), sources.num_tokens);
         const unsigned ranks = __ballot_sync(kFullWarp, came && is_same);
@@ -280,6 +281,8 @@ void launch_type(const Launch& l, void* stream) {
 }
 
 }  // namespace
+
+int64_t low_latency_combine_shared_bytes() { return sizeof(Shared); }
 
 int low_latency_combine_blocks_per_multiprocessor() {
     return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false>>(kThreads, sizeof(Shared));

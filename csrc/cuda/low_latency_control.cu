@@ -44,6 +44,7 @@ __device__ void rejoin(const LowLatencyContext& c) {
     if (next == 0) return;
     for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
     count_call(c, next - 2);
+    for (auto& first : c.state->first_calls) first = next - 1;
     for (auto& verdicts : c.state->verdicts)
         for (auto& verdict : verdicts) verdict = 0;
     c.state->masks = 0;
@@ -56,7 +57,7 @@ __device__ void catch_up(const LowLatencyContext& c) {
     if (call <= kMaxInFlight) return;
     const Turn own(c, c.rank, call - kMaxInFlight);
     for (int peer = 0; peer < c.config.num_ranks; ++peer)
-        if (peer != c.rank && !is_masked(c, peer)) wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry);
+        if (peer != c.rank && takes_part(c, peer, call - kMaxInFlight)) wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry);
 }
 
 __device__ void refuse(const LowLatencyControlParams& p) {
@@ -83,6 +84,7 @@ __global__ void low_latency_control(const __grid_constant__ LowLatencyControlPar
     switch (p.action) {
         case LowLatencyControlParams::kMask: return set_mask(c, p.rank, true);
         case LowLatencyControlParams::kUnmask:
+            c.state->first_calls[p.rank] = next_call(c);
             set_mask(c, p.rank, false);
             return store_release(resumed(c, p.rank, c.rank), next_call(c) + 1);
         case LowLatencyControlParams::kRejoin: return rejoin(c);

@@ -28,7 +28,7 @@ struct TokenRows {
 struct Shared {
     StagedPieces<2 * kStagingThreads> staged[2];  // by turns: one is stored from while the other is written to
     unsigned ranks[2];                            // that each goes to
-    unsigned came;                                // ranks that have entered the call,
+    unsigned came, lacking;                       // ranks that have entered the call, and whose counts have not come,
     int num_tokens[kLowLatencyMaxRanks], most;    // how many tokens they have, and how many at most
     TokenRows tokens[kWarps];
     int more[];  // counts of each rank for the local experts, then Marks
@@ -250,16 +250,35 @@ struct Kernel {
 
     // Until all ranks have come, with their counts.
     __device__ void hear() const {
-        if (warp == 0) {
-            const Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0);
-            const unsigned most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(sources.num_tokens));
-            if (lane == 0) shared().came = sources.came, shared().most = static_cast<int>(most);
-            if (lane < config.num_ranks) shared().num_tokens[lane] = sources.num_tokens;
-        } else {
-            hear_counts(c, flag, shared().more, threadIdx.x - 32, kThreads - 32);
+        if (c.masks_stalled) {
+            shared().lacking = 0;
+            __syncthreads();
         }
+        if (warp == 0)
+            keep(meet(c, flag, p.statistics, blockIdx.x == 0));
+        else
+            hear_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
         __syncthreads();
-        if (blockIdx.x != 0) return;
+        if (c.masks_stalled) go_by_all_blocks();
+        if (blockIdx.x == 0) tell_counts();
+    }
+
+    // One warp.
+    __device__ void keep(const Sources& sources) const {
+        const unsigned most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(sources.num_tokens));
+        if (lane == 0) shared().came = sources.came, shared().most = static_cast<int>(most);
+        if (lane < config.num_ranks) shared().num_tokens[lane] = sources.num_tokens;
+    }
+
+    // A rank has come for all blocks or for none: rows of one whose counts are not known would lie where those of another belong.
+    __device__ void go_by_all_blocks() const {
+        if (warp == 0) keep(agreed(c, flag, {shared().came & ~shared().lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
+        __syncthreads();
+        hear_counts_again(c, flag, shared().more, shared().came & shared().lacking);
+        __syncthreads();
+    }
+
+    __device__ void tell_counts() const {
         if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = shared().num_tokens[threadIdx.x];
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {

@@ -44,7 +44,7 @@ struct Plan {
     int32_t* const all_counts;           // [num_ranks, columns] of each rank, in its place later
     int32_t* const experts;              // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
     const Workspace own;
-    int* const num_rows;                 // shared memory: of this rank in the expert layout
+    int* const num_rows;                 // shared memory: that this rank receives
 
     __device__ Plan(const GpuPlanParams& p, int32_t* shared, int* num_rows)
         : p(p), c(p.context), config(c.config), r(p.routing), columns(c.layout.columns),
@@ -194,7 +194,10 @@ struct Plan {
         const bool is_counted = !p.cached && !failed;
         if (is_counted && warp < config.num_ranks) lay_out(warp);
         __syncthreads();
-        if (threadIdx.x == 0 && !failed) store_release_local(&c.state->counted, c.plan);
+        if (threadIdx.x == 0 && !failed) {
+            if (is_counted) c.state->num_rows = *num_rows;  // which receivers read once it is counted
+            store_release_local(&c.state->counted, c.plan);
+        }
         if (is_counted && warp == kPlanWarps - 1) tell();
     }
 
@@ -286,8 +289,16 @@ struct Plan {
             if (local < num_local) r.expert_row_base[expert] = rows + inclusive - padded + before_me;
             rows += __shfl_sync(kFullWarp, inclusive, 31);
         }
-        if (rank == c.rank && lane == 0) *num_rows = rows;
-        if (rank == c.rank && lane < config.num_ranks) p.recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
+        if (rank != c.rank) return;
+        if (lane == 0) *num_rows = p.is_expert_layout ? rows : num_recv_tokens();
+        if (lane < config.num_ranks) p.recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
+    }
+
+    __device__ int num_recv_tokens() const {
+        int num_tokens = 0;
+#pragma unroll 1
+        for (int source = 0; source < config.num_ranks; ++source) num_tokens += count_of(source, config.num_experts + c.rank);
+        return num_tokens;
     }
 
     // The sums over this rank's segments are all that its tokens' slots need.
@@ -300,12 +311,8 @@ struct Plan {
     // Tells the host. A warp's work.
     __device__ void tell() const {
         volatile GpuCounts* counts = c.counts;
-        long long num_tokens = 0;
-#pragma unroll 1
-        for (int peer = 0; peer < config.num_ranks; ++peer) num_tokens += count_of(peer, config.num_experts + c.rank);
-        const long long rows = p.is_expert_layout ? *num_rows : num_tokens;
-        if (lane == 0 && p.num_recv_rows_bound >= 0 && rows > p.num_recv_rows_bound)
-            report(c, kBoundExceeded, c.rank, GpuPhase::kNone, p.num_recv_rows_bound, rows);
+        if (lane == 0 && p.num_recv_rows_bound >= 0 && *num_rows > p.num_recv_rows_bound)
+            report(c, kBoundExceeded, c.rank, GpuPhase::kNone, p.num_recv_rows_bound, *num_rows);
         if (!p.reports_counts) return;
         if (lane < config.num_ranks) {
             counts->recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
@@ -313,8 +320,8 @@ struct Plan {
         }
         __syncwarp();
         if (lane != 0) return;
-        counts->num_recv_tokens = num_tokens;
-        counts->num_rows = c.state->num_rows = rows;
+        counts->num_recv_tokens = num_recv_tokens();
+        counts->num_rows = *num_rows;
         __threadfence_system();
         counts->ready = 1;
     }

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
-#include <thread>
+#include <utility>
 
 #include "common/wait.h"
 #include "cuda/launch.h"
@@ -18,6 +18,7 @@ constexpr int kFewestWorkers = 8;         // blocks of a combine that do not sen
 constexpr int kPiecesForLink = 128;       // of a row that a warp sums at a time: small tasks end soon after the last rows came,
 constexpr int kPiecesForMemory = 256;     // large ones read faster, which counts where half the rows stay on the GPU
 constexpr int kMaxLaneBlocks = 48;        // with those that send and receive no more than there are multiprocessors
+constexpr int64_t kRoundsToAsk = 1 << 20;  // of a wait for counts: some tens of milliseconds
 constexpr int kRingBytes = 184 * 1024;    // of a block's rows on their way: the link is slower where more are
 
 // That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
@@ -150,13 +151,13 @@ GpuCombineParams GpuCommunicator::completed(GpuCombineParams params) const {
 
 void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uintptr_t stream) {
     const DeviceGuard guard(device_);
+    if (params.reports_counts && is_capturing(as_stream(stream)))
+        throw std::invalid_argument("a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
     follow(as_stream(stream));
     complete(params.routing);
     ++num_plans_;
     params.context = context();
     if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
-    if (params.reports_counts && is_capturing(as_stream(stream)))
-        throw std::invalid_argument("a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
     if (params.reports_counts) static_cast<volatile GpuCounts&>(host_->counts).ready = 0;
     launch_plan(params, as_stream(stream));
 }
@@ -169,6 +170,7 @@ GpuCounts GpuCommunicator::wait_counts(int64_t call, int64_t* numbers) {
         relax_cpu();
         if (round % 1024 != 1023) continue;
         check();
+        if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
         if (Clock::now() > deadline) {
             check_cuda(cudaDeviceSynchronize(), "the GPU failed");
             throw TimeoutError("rank " + std::to_string(rank_) + ": no counts from this rank's own GPU within the deadline", rank_, "counts", 1, 0);
@@ -181,6 +183,13 @@ GpuCounts GpuCommunicator::wait_counts(int64_t call, int64_t* numbers) {
     numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
     std::copy_n(expert_counts_, config_.num_experts / config_.num_ranks, numbers);
     return host_->counts;
+}
+
+// Of a wait that takes long: does somebody want it to end, has the GPU failed in whatever it was given before?
+void GpuCommunicator::ask() const {
+    if (poll_) poll_();
+    const cudaError_t status = cudaStreamQuery(last_);
+    if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
 }
 
 void GpuCommunicator::dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream) { dispatch(params, num_sms, true, true, stream); }
@@ -266,6 +275,7 @@ std::byte* GpuCommunicator::outbox_for(int peer) const { return memory_.of(rank_
 
 void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
     const DeviceGuard guard(device_);
+    if (void_plan_ == num_plans_) return join(as_stream(stream));
     if (is_sending_) check_cuda(cudaStreamWaitEvent(as_stream(stream), forked_, 0), "cudaStreamWaitEvent");  // the plan may be on another
     dispatch(params, 0, false, true, stream);
     join(as_stream(stream));
@@ -273,6 +283,7 @@ void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
 
 void GpuCommunicator::end_combine(GpuCombineParams params, uintptr_t stream) {
     const DeviceGuard guard(device_);
+    if (void_plan_ == num_plans_) return join(as_stream(stream));
     params = completed(params);
     params.finishes = true;
     params.num_work_blocks = num_multiprocessors_;
@@ -321,9 +332,9 @@ void GpuCommunicator::fork(cudaStream_t stream) {
 }
 
 void GpuCommunicator::join(cudaStream_t stream) {
-    if (is_sending_) check_cuda(cudaStreamWaitEvent(stream, sent_, 0), "cudaStreamWaitEvent");
-    is_sending_ = false;
+    const bool waits = std::exchange(is_sending_, false);
     last_ = stream;
+    if (waits) check_cuda(cudaStreamWaitEvent(stream, sent_, 0), "cudaStreamWaitEvent");
 }
 
 // ---- failures ----
@@ -334,6 +345,7 @@ void GpuCommunicator::check() {
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     const GpuFailure failure = in_calls(host_->failure);
     host_->failure = {};
+    if (failure.kind != kBoundExceeded) void_plan_ = num_plans_;
     start_afresh();
     raise(failure);
 }

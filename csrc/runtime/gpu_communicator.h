@@ -1,6 +1,7 @@
 // The GPUs of one host and their calls: who owns workspace and scratch, whose memory is mapped here, what failed.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,7 @@ public:
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
+    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // called now and then by waits, which end if it throws
     GpuTuning tuning;
 
     // Each call begins with `plan` and goes on with the others; all enqueue work and return. Work on another stream than the last
@@ -64,6 +66,7 @@ private:
     void allocate_scratch();
     void release();
     void start_afresh();
+    void ask() const;
     void dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream);
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
@@ -87,7 +90,8 @@ private:
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
-    unsigned long long num_plans_ = 0;
+    unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
+    std::function<void()> poll_;
     struct HostSlots {
         GpuFailure failure;
         GpuCounts counts;

@@ -31,10 +31,10 @@ GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& con
 
 void GpuLowLatencyCommunicator::allocate() {
     const DeviceGuard guard(device_);
-    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - kStaticSharedBytes, needed = low_latency_shared_bytes(config_);
+    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - kStaticSharedBytes, needed = std::max(low_latency_shared_bytes(config_), low_latency_combine_shared_bytes());
     const int blocks = needed > shared ? 0 : low_latency_blocks_per_multiprocessor(config_);
     if (blocks == 0)
-        throw std::runtime_error(std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +
+        throw std::runtime_error("low-latency calls with " + std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +
                                  std::to_string(needed) + " bytes of shared memory a block, this GPU has " + std::to_string(shared));
     num_blocks = std::min(blocks * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
     memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
@@ -68,16 +68,19 @@ std::string GpuLowLatencyCommunicator::handle() const {
 }
 
 void GpuLowLatencyCommunicator::connect(const std::vector<std::string>& handles) {
+    for (int rank = 0; rank < config_.num_ranks; ++rank) check_link(rank, handles[rank].substr(sizeof(cudaIpcMemHandle_t)));
     memory_.connect(handles);
-    for (int rank = 0; rank < config_.num_ranks; ++rank) {
-        int peer = 0, atomics = 1;  // which NVLink has, and PCIe has not
-        const std::string bus = handles[rank].substr(sizeof(cudaIpcMemHandle_t));
-        if (cudaDeviceGetByPCIBusId(&peer, bus.c_str()) != cudaSuccess)
-            cudaGetLastError();  // a GPU that this process does not see
-        else if (peer != device_)
-            check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_, peer), "cudaDeviceGetP2PAttribute");
-        if (atomics == 0) off_nvlink_.push_back(rank);
-    }
+}
+
+void GpuLowLatencyCommunicator::check_link(int rank, const std::string& bus) const {
+    int peer = 0, atomics = 1;  // which NVLink has, and PCIe has not
+    if (cudaDeviceGetByPCIBusId(&peer, bus.c_str()) != cudaSuccess)
+        cudaGetLastError();  // a GPU that this process does not see, which it cannot map either
+    else if (peer != device_)
+        check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_, peer), "cudaDeviceGetP2PAttribute");
+    if (atomics == 0)
+        throw std::runtime_error("the GPU of rank " + std::to_string(rank) + ", " + bus +
+                                 ", is reached without NVLink (its link has no atomics), and only of NVLink it is known that lines of 128 bytes arrive whole");
 }
 
 // ---- calls ----
@@ -90,7 +93,7 @@ LowLatencyContext GpuLowLatencyCommunicator::context() const {
 }
 
 void GpuLowLatencyCommunicator::follow(cudaStream_t stream) {
-    if (has_last_ && last_ != stream && !is_capturing(stream) && !is_capturing(last_)) {
+    if (has_last_ && last_ != stream && is_capturing(stream) == is_capturing(last_)) {
         check_cuda(cudaEventRecord(followed_, last_), "cudaEventRecord");
         check_cuda(cudaStreamWaitEvent(stream, followed_, 0), "cudaStreamWaitEvent");
     }
@@ -147,6 +150,7 @@ void GpuLowLatencyCommunicator::mask(int rank, bool masked, uintptr_t stream) {
 }
 
 void GpuLowLatencyCommunicator::rejoin(uintptr_t stream) {
+    forget_failure();  // the calls that this rank has made alone count for nobody
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kRejoin;
     control(params, stream);
@@ -159,14 +163,20 @@ unsigned GpuLowLatencyCommunicator::masks() const { return static_cast<volatile 
 
 void GpuLowLatencyCommunicator::check() {
     if (static_cast<volatile GpuFailure&>(host_->failure).kind == kNoFailure) return;
+    const GpuFailure failure = forget_failure();
+    num_to_catch_up_ = kMaxInFlight;
+    raise(failure);
+}
+
+// What it was, once the GPU has done all that it was given.
+GpuFailure GpuLowLatencyCommunicator::forget_failure() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     const GpuFailure failure = host_->failure;
     host_->failure = {};
-    num_to_catch_up_ = kMaxInFlight;
     check_cuda(cudaMemset(&state_->gave_up, 0, sizeof(state_->gave_up)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    raise(failure);
+    return failure;
 }
 
 std::string GpuLowLatencyCommunicator::describe(const GpuFailure& f) const {
@@ -187,6 +197,9 @@ void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
         case kIndexOutOfRange:
         case kDuplicateExpert: throw std::invalid_argument(describe(f));
         case kPeerRefused: throw PeerError(peer + " refused its arguments: " + reason_of(f.peer), f.peer);
+        case kOvertaken:
+            throw MismatchError(peer + " is in call " + seen + " already, " + me + " in call " + expected + ": " + peer +
+                                " gave up waiting for a rank, and calls of its that were enqueued went on");
         case kMismatch:
             if (phase == GpuPhase::kRejoin)
                 throw MismatchError("ranks take " + me + " back between different calls: before call " + expected + ", " + peer + " before call " + seen);

@@ -16,9 +16,8 @@ public:
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
     std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
+    // Throws where a GPU is reached, but not over NVLink: what rows rely on (common/low_latency_gpu.h) is not known of such links.
     void connect(const std::vector<std::string>& handles);
-    // Ranks whose GPUs are seen from here, but not over NVLink: what rows rely on (common/low_latency_gpu.h) is not known of their links.
-    std::vector<int> off_nvlink() const { return off_nvlink_; }
     int num_blocks;  // of a kernel at most; all must be on the GPU at once. For benchmarks.
 
     // All enqueue work and return. Work on another stream than the last call's waits for that call.
@@ -37,10 +36,12 @@ public:
 private:
     void allocate();
     void release();
+    void check_link(int rank, const std::string& bus) const;
     LowLatencyContext context() const;
     void follow(cudaStream_t stream);
     void control(LowLatencyControlParams& params, uintptr_t stream);
     void begin(bool sends, cudaStream_t stream);
+    GpuFailure forget_failure();
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string describe(const GpuFailure& failure) const;
     std::string reason_of(int peer) const;
@@ -51,7 +52,6 @@ private:
     const double timeout_s_;
     const bool masks_stalled_;
     GpuMemory memory_;
-    std::vector<int> off_nvlink_;
     LowLatencyState* state_ = nullptr;
     struct HostSlots {
         GpuFailure failure;

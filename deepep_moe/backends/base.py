@@ -135,6 +135,11 @@ class Backend(Protocol):
         """Raise what earlier calls have reported since."""
         ...
 
+    def take_failure(self) -> Exception | None:
+        """What earlier calls have reported since, to be raised once the present call is made: so ranks stay in step. Raises EPTimeoutError:
+        a peer that is gone is not waited for again."""
+        ...
+
     def abort(self, message: str) -> None:
         """Tell the peers, who are or will be in the same call, that this rank refused its arguments."""
         ...

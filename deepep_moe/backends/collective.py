@@ -142,6 +142,9 @@ class CollectiveBackend:
     def check(self) -> None:
         """Its calls raise what they have to say."""
 
+    def take_failure(self) -> None:
+        return None
+
     def abort(self, message: str) -> None:
         entry = Entry(0, 1, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others

@@ -1,6 +1,5 @@
 """What moves the rows of a `LowLatencyBuffer`: checks of its calls, and a backend over each native communicator."""
 
-import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +14,14 @@ from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, Settings
 from deepep_moe.backends.checks import check_tensor
 from deepep_moe.backends.output_pool import OutputPool
+from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.event import Event
-
-logger = logging.getLogger("deepep_moe")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_FORMATS = {"fp32": (1, torch.float32), "ue8m0": (4, torch.int32)}  # scales to an element, its dtype
 _WIRES = (None, "fp8")
 _MAX_ROWS = 2**31 - 1
+DESTROYED = "this LowLatencyBuffer was destroyed; create another"
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,8 @@ def check_combine(
         raise TypeError(f"handle must be the LowLatencyHandle of a dispatch, not {type(handle).__name__}")
     if handle.buffer_id != buffer_id:
         raise ValueError(f"handle belongs to low-latency buffer {handle.buffer_id}, this is {buffer_id}; use the buffer that dispatched it")
+    if handle.event is not None and handle.event.is_half:
+        raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
     _check_rows("x", x, (s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank, s.hidden), backend)
     if out is not None:
         _check_rows("out", out, (handle.num_tokens, s.hidden), backend)
@@ -186,7 +187,7 @@ class LowLatencyBackend:
         self._communicator.check()
 
     def destroy(self) -> None:
-        del self._communicator
+        self._communicator = None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -198,6 +199,8 @@ class LowLatencyBackend:
         return _dispatch_params(call) if isinstance(call, DispatchCall) else _combine_params(call)
 
     def _method(self, call: DispatchCall | CombineCall) -> Callable[..., None]:
+        if self._communicator is None:
+            raise BufferDestroyedError(DESTROYED)
         return self._communicator.dispatch if isinstance(call, DispatchCall) else self._communicator.combine
 
 
@@ -266,12 +269,6 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
 
     def connect(self, addresses: list[bytes]) -> None:
         self._communicator.connect(addresses)
-        if self._communicator.off_nvlink:
-            logger.warning(
-                "LowLatencyBuffer: ranks %s have GPUs that this one reaches without NVLink; that rows arrive whole is known of NVLink only "
-                "(docs/design.md, 'Low latency'); use Buffer",
-                self._communicator.off_nvlink,
-            )
 
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
+from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.handle import DispatchHandle
 
 DEFAULT_NUM_SMS = 12
@@ -24,7 +25,7 @@ class NvlinkBackend:
 
     A dispatch starts before this rank knows what it will receive: where the last two received about as many rows, its kernels have room
     for a sixteenth more (`recv_x` is then the first rows of that); else they send while the host waits for the number. A failure in a
-    kernel is raised by the call that waits for its counts (an uncached dispatch), else by the buffer's next call.
+    kernel is raised by the call that waits for its counts (an uncached dispatch), else by the buffer's next call, once that is made.
     """
 
     name = "nvlink"
@@ -36,7 +37,7 @@ class NvlinkBackend:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
-        self._communicator = _C.GpuCommunicator(
+        self._communicator: Any = _C.GpuCommunicator(
             num_ranks=settings.num_ranks,
             rank=settings.rank,
             device=torch.cuda.current_device(),
@@ -75,7 +76,6 @@ class NvlinkBackend:
     # ---- dispatch ----
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
-        self._communicator.check()
         num_sms, is_bounded = self._num_sms(args.mode), args.num_recv_rows >= 0
         if is_bounded and num_sms == 0:
             raise ValueError("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them")
@@ -98,8 +98,7 @@ class NvlinkBackend:
         room = args.num_recv_rows if is_bounded else self._guess(args, num_sms)
         if room >= 0:  # whatever can fail does so before the call is entered
             rows, recv_topk_idx = self._receive_buffers(args, params, room, self._absent_rows(args, args.layout))
-        stream = self._begin(args.mode)
-        self._communicator.plan(plan, signature, stream)
+        stream = self._enter(plan, signature, args.mode)
         if is_bounded:
             handle.call.fill_(-1)[0] = self.num_calls
             handle = self._completed(handle, room, handle.recv_row_idx, recv_topk_idx)
@@ -145,9 +144,7 @@ class NvlinkBackend:
         self._fill_outputs(params, handle.num_rows, rows)
         signature = self._signature(_C.Operation.cached_dispatch, args.x, handle, weights=args.topk_weights, scales=args.x_scales)
         plan = self._plan_params(handle.topk_idx, handle.layout, cached=True)
-        self._communicator.check()
-        stream = self._begin(args.mode)
-        self._communicator.plan(plan, signature, stream)
+        stream = self._enter(plan, signature, args.mode)
         return rows, self._dispatch_move(args, params, num_sms, stream, rows, handle, counts)
 
     def _dispatch_move(
@@ -173,9 +170,7 @@ class NvlinkBackend:
         is_aligned = _address(args.lane_values) % _C.ROW_ALIGNMENT == 0
         params.direct = handle.layout == "rank" and args.weights is None and num_sms > 0 and handle.num_rows > 0 and is_aligned
         signature = self._signature(_C.Operation.combine, args.x, handle, lane_values=args.lane_values)
-        self._communicator.check()
-        stream = self._begin(args.mode)
-        self._communicator.plan(self._plan_params(handle.topk_idx, handle.layout, cached=True), signature, stream)
+        stream = self._enter(self._plan_params(handle.topk_idx, handle.layout, cached=True), signature, args.mode)
         if num_sms > 0 and not args.mode.is_split:
             return combined_x, lane_values, lambda: self._communicator.combine(params, num_sms, True, stream)
         self._communicator.start_combine(params, num_sms, stream)
@@ -188,12 +183,19 @@ class NvlinkBackend:
         self._communicator.check()
         _C.gpu_gate_check()
 
+    def take_failure(self) -> Exception | None:
+        try:
+            self._communicator.check()
+        except (EPPeerError, EPMismatchError, EPCapacityError, ValueError) as error:
+            return error
+        return None
+
     def abort(self, message: str) -> None:
         self.num_calls += 1
         self._communicator.refuse(message, torch.cuda.current_stream(self.device).cuda_stream)
 
     def destroy(self) -> None:
-        del self._communicator
+        self._communicator = None
 
     # ---- streams ----
 
@@ -216,9 +218,14 @@ class NvlinkBackend:
             elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs)):
                 self._record(stream, *vars(value).values())
 
-    def _begin(self, mode: Mode) -> int:
-        """Count a call; returns the stream it goes to."""
+    def _enter(self, plan: Any, signature: Any, mode: Mode) -> int:
+        """Enqueue the plan of a call, which enters it; returns the stream of the call."""
+        stream = self._stream_of(mode)
+        self._communicator.plan(plan, signature, stream)
         self.num_calls += 1
+        return stream
+
+    def _stream_of(self, mode: Mode) -> int:
         if not mode.is_async or mode.is_split:
             return torch.cuda.current_stream(self.device).cuda_stream
         if self._own_stream is None:
@@ -234,6 +241,8 @@ class NvlinkBackend:
     def _end(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, params: Any, *used: Any) -> None:
         """The second half of a call; in split mode on the stream that is current by now. Holds the call's tensors until then, and has
         their memory wait for that stream."""
+        if self._communicator is None:
+            raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
         own = self._own_stream if args.mode.is_async and not args.mode.is_split else None
         if own is None:
             self._record(torch.cuda.current_stream(self.device), args, *used)

@@ -134,6 +134,9 @@ class ShmBackend:
     def check(self) -> None:
         """Its calls raise what they have to say."""
 
+    def take_failure(self) -> None:
+        return None
+
     def abort(self, message: str) -> None:
         self._communicator.abort(message)
 

@@ -32,6 +32,12 @@ __device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) 
     return *static_cast<volatile unsigned*>(&c.state->masks) >> rank & 1;
 }
 
+// Does it take part in the call?
+__device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank, unsigned long long call) {
+    const unsigned long long first_call = c.state->first_calls[rank];  // on its way with the other
+    return !is_masked(c, rank) & (call >= first_call);
+}
+
 __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
     const unsigned bit = 1u << rank;
     const unsigned masks = masked ? atomicOr(&c.state->masks, bit) | bit : atomicAnd(&c.state->masks, ~bit) & ~bit;
@@ -53,17 +59,27 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
     const unsigned long long expected = call << kWhatBits;
     unsigned long long seen = load_relaxed(word);
     if (seen >= expected) return seen;
-    if (is_masked(c, source)) return 0;
+    if (!takes_part(c, source, call)) return 0;
     seen = watch_word<kLowLatencyPauseNs, kLooks>(c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
     if (seen >= expected) return seen;
     lose(c, source, phase, call, seen);
     return 0;
 }
 
-// Of a peer that does something else, or refuses its arguments.
+// A word of the call that another block of this rank has seen.
+__device__ __forceinline__ unsigned long long seen_elsewhere(const unsigned long long* word, unsigned long long call) {
+    unsigned long long seen = load_relaxed(word);
+    while (seen >> kWhatBits < call) seen = load_relaxed(word);
+    return seen;
+}
+
+// Of a peer that does something else, or refuses its arguments, or is in a later call, as it gave up waiting and its next calls were enqueued.
 __device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsigned long long flag, unsigned long long word, int source) {
     const unsigned expected = LowLatencyWhat::packed_in(flag), seen = LowLatencyWhat::packed_in(word);
-    if (LowLatencyWhat::unpacked(seen).is_refused)
+    const unsigned long long call = flag >> kWhatBits, last = word >> kWhatBits;
+    if (last != call)
+        report(c, kOvertaken, source, GpuPhase::kEntry, static_cast<long long>(call), static_cast<long long>(last));
+    else if (LowLatencyWhat::unpacked(seen).is_refused)
         report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
     else
         report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
@@ -76,7 +92,7 @@ __device__ __forceinline__ bool check_what(const LowLatencyContext& c, unsigned 
     return is_same;
 }
 
-// Has `source` come to the call? As the first of this rank that asked has found, where ranks may be masked while others look.
+// Has `source` come to the call? As the first block of this rank that asked has found.
 __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned long long call, int source, bool came) {
     unsigned long long* const verdict = &c.state->verdicts[call % kTurns][source];
     const unsigned long long own = 2 * call + came;
@@ -95,7 +111,7 @@ struct Sources {
     int num_tokens;
 };
 
-// All lanes of a warp: until all ranks have entered the call. counts: it is the one that keeps statistics.
+// All lanes of a warp: until all ranks have entered the call, as far as this block can see. counts: it is the one that keeps statistics.
 __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long flag, int64_t* statistics, bool counts) {
     const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
@@ -105,15 +121,22 @@ __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long fl
         const unsigned long long start = counts ? now_ns() : 0;
         const unsigned long long* const entered = Turn(c, c.rank, call).entered(source);
         word = load_relaxed(entered);
-        const bool masked = is_masked(c, source);
+        const bool is_expected = takes_part(c, source, call);
         if (word >> kWhatBits < call) word = wait_word_of(c, entered, call, source, GpuPhase::kEntry);
-        if (masked) word = 0;
+        if (!is_expected) word = 0;
         if (counts) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
-        came = c.masks_stalled ? agree(c, call, source, word != 0) : word != 0;
-        if (came && word == 0) word = load_relaxed(entered);
-        came = came && check_what(c, flag, word, source);
+        came = word != 0 && check_what(c, flag, word, source);
     }
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};
+}
+
+// All lanes of a warp, where ranks may be masked while others look: what all blocks of this rank go by, of what each has found.
+__device__ __noinline__ inline Sources agreed(const LowLatencyContext& c, unsigned long long flag, Sources own) {
+    const unsigned long long call = flag >> kWhatBits;
+    const int source = threadIdx.x % 32;
+    const bool has_come = (own.came >> source & 1) != 0, came = source < c.config.num_ranks && agree(c, call, source, has_come);
+    if (came && !has_come) own.num_tokens = LowLatencyWhat::value_in(seen_elsewhere(Turn(c, c.rank, call).entered(source), call));
+    return {__ballot_sync(kFullWarp, came), came ? own.num_tokens : 0};
 }
 
 // The number of the call that is sent now, which each block counts for itself: none has to wait for the others.

@@ -91,8 +91,8 @@ template <class Done>
 __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Done& done) {
     unsigned long long deadline = 0;
 #pragma unroll 1
-    for (int round = 0; !done(round % kLooks == kLooks - 1); ++round) {
-        if (round == 0) deadline = now_ns() + c.timeout_ns;
+    for (unsigned round = 0; !done(round % kLooks == kLooks - 1); ++round) {
+        if (deadline == 0) deadline = now_ns() + c.timeout_ns;
         if (round % kLooks == kLooks - 1 && __any_sync(kFullWarp, gave_up(c) || now_ns() >= deadline)) return false;
         pause_ns(kLowLatencyPauseNs);
     }
@@ -107,6 +107,7 @@ struct Parts {
 
     template <class Place>
     __device__ void load(const Place& place) {
+        __syncwarp();
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const uint4* from = place(i);

@@ -78,8 +78,8 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
 }
 
 // How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of `step`
-// threads. 0 where a rank is masked, or the failure is reported.
-__device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, int first, int step) {
+// threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`.
+__device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first, int step) {
     const unsigned long long call = flag >> kWhatBits, * const words = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
     for (int i = first; i < c.config.num_experts; i += step) {
@@ -88,9 +88,18 @@ __device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned
             const int source = i / c.config.num_local_experts;
             word = is_masked(c, source) ? 0 : wait_word_of(c, words + i, call, source, GpuPhase::kEntry);
             if (word != 0 && !check_what(c, flag, word, source)) word = 0;
+            if (word == 0) atomicOr(lacking, 1u << source);
         }
         counts[i] = LowLatencyWhat::value_in(word);
     }
+}
+
+// All threads of a block: the counts of `sources`, all of which other blocks of this rank have seen.
+__device__ __noinline__ inline void hear_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
+    const unsigned long long call = flag >> kWhatBits, * const words = Turn(c, c.rank, call).counts(0);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < c.config.num_experts; i += blockDim.x)
+        if ((sources >> i / c.config.num_local_experts & 1) != 0) counts[i] = LowLatencyWhat::value_in(seen_elsewhere(words + i, call));
 }
 
 // How many tokens the ranks of `came` before `source` have for a local expert.

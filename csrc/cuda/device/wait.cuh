@@ -31,7 +31,7 @@ __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, cons
     unsigned long long seen = load(word);
     if (seen >= expected) return seen;
     const unsigned long long deadline = now_ns() + timeout_ns;
-    for (int round = 0; (seen = load(word)) < expected; ++round) {
+    for (unsigned round = 0; (seen = load(word)) < expected; ++round) {
         pause_ns(kPause);
         if (round % kLooks == kLooks - 1 && (gave_up(w) || now_ns() >= deadline)) break;
     }
