@@ -21,6 +21,7 @@ class Case:
 
     family: str = "mixtral"
     zero: int = 0
+    ep: int = 2
     dtype: str = "fp32"
     score_apply: str = "auto"
     exact: bool = True
@@ -74,7 +75,7 @@ def ds_config(case: Case, **sections: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": case.zero, "reduce_scatter": True, "contiguous_gradients": True},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False, "score_apply": case.score_apply},
+        "expert_parallel": {"enabled": True, "autoep_size": case.ep, "use_grouped_mm": False, "score_apply": case.score_apply},
     }
     return config | ({} if case.dtype == "fp32" else {case.dtype: {"enabled": True}}) | sections
 
@@ -105,7 +106,7 @@ def run_steps(engine: Any, rank: int, case: Case, steps: int = STEPS) -> dict[st
     """Losses and logits of every step, gradients of the first and last, parameters at the end."""
     found: dict[str, torch.Tensor] = {}
     for step in range(steps):
-        ids = tokens(rank, step, case.uneven)
+        ids = tokens(rank, step, case.uneven).to(engine.device)
         with recorded_gradients(engine) as gradients:
             output = engine(input_ids=ids, labels=ids)
             engine.backward(output.loss)

@@ -93,7 +93,7 @@ class Model(nn.Module):
 
     def predict(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The prediction and the layers' balance losses."""
-        h, l_aux = self.input(x), torch.zeros(())
+        h, l_aux = self.input(x), torch.zeros((), device=x.device)
         for layer in self.layers:
             y, layer_aux, _ = layer(h)
             h, l_aux = h + y, l_aux + layer_aux
@@ -154,7 +154,7 @@ def run_steps(engine: Any, rank: int, steps: range | int = STEPS, num_tokens: in
         for step in range(steps) if isinstance(steps, int) else steps:
             for micro in range(engine.gradient_accumulation_steps()):
                 generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
-                x, target = (torch.randn(2, num_tokens, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+                x, target = (torch.randn(2, num_tokens, HIDDEN, generator=generator).to(engine.device, dtype) for _ in range(2))
                 torch.manual_seed(step)
                 loss = engine(x, target)
                 engine.backward(loss)

@@ -1,5 +1,7 @@
 """Swapped layers against DeepSpeed's own: losses, every gradient, ten optimizer steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from deepspeed_cases import (
@@ -7,6 +9,7 @@ from deepspeed_cases import (
     STEPS,
     Case,
     Expert,
+    Model,
     assert_equal,
     build_engine,
     engine_ready,
@@ -47,9 +50,9 @@ FOUR_RANKS = [
 ]
 
 
-def _steps_worker(rank: int, num_ranks: int, cases: list[Case]) -> dict[str, float]:
+def _steps_worker(rank: int, num_ranks: int, cases: list[Case], device_type: str = "cpu") -> dict[str, float]:
     worst = {}
-    with engine_ready():
+    with engine_ready(device_type):
         for case in filter(serves, cases):
             runs = [run_steps(build_engine(case, ours), rank, num_tokens=128 // num_ranks) for ours in (True, False)]
             assert len(runs[0]["losses"]) == STEPS * case.accumulation and runs[0]["losses"].std() > 0
@@ -137,12 +140,39 @@ def _sizes_worker(rank: int, num_ranks: int) -> None:
             assert replace_moe_layers(layers, exact=exact) == 4
             for i, layer in enumerate(layers):
                 assert_equal(run_layer(layer, x, cotangent), want[i], f"layer {i}, exact {exact}, rank {rank}", tolerance=2e-6)
-        assert len(shared) == 4, "a buffer per group and mode"
+        assert len(shared) == 2, "a buffer per group, those of the other mode are gone"
         assert restore_moe_layers(layers) == 4 and len(shared) == 0
 
 
 def test_layers_of_several_sizes_share_buffers():
     run_ranks(_sizes_worker, 2)
+
+
+def _groups_worker(rank: int, num_ranks: int) -> None:
+    """Layers of two group sizes in one engine: ZeRO has groups of its own for the experts of each."""
+    case = Case(zero=2, k=2)
+    runs = []
+    with engine_ready():
+        for ours in (True, False):
+            torch.manual_seed(7)
+            model = Model([make_moe(4, k=2, ep=2), make_moe(8, k=1, ep=4)])
+            engine = build_engine(case, ours, model=model)
+            names = {group["name"] for group in engine.optimizer.optimizer.param_groups}
+            assert {"ep_size_2", "ep_size_4"} <= names, names
+            runs.append(run_steps(engine, rank, 4, num_tokens=32))
+            assert len(shared) == 2 * ours, "a buffer for each group"
+            restore_moe_layers(engine)
+    assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
+
+
+def test_groups_of_several_sizes():
+    run_ranks(_groups_worker, 4)
+
+
+@pytest.mark.multi_gpu(2)
+def test_ten_steps_equal_deepspeed_on_gpus():
+    cases = [replace(case, tolerance=max(case.tolerance, REORDERED)) for case in TWO_RANKS if case.noisy_gate_policy is None]
+    run_ranks(_steps_worker, 2, cases, "cuda", timeout_s=400)
 
 
 def _recomputed_worker(rank: int, num_ranks: int) -> None:
