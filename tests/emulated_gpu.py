@@ -66,9 +66,14 @@ def build() -> Path:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """pytest, in a process of its own, on the emulated device."""
-    site = build()
-    environment = os.environ | {VARIABLE: "1", "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    return execute("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
+
+
+def execute(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python, with the emulated device."""
+    paths = os.pathsep.join(map(str, (build(), ROOT / "tests")))
+    environment = os.environ | {VARIABLE: "1", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 

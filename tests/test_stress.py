@@ -1,4 +1,4 @@
-"""Many random routings one after another: sizes from none to the bound, skewed, with lanes that choose nobody.
+"""Many random routings one after another: sizes from none to the bound, skewed, with lanes that choose nobody; in all types and layouts.
 
 `DEEPEP_MOE_STRESS_ROUNDS=10000 pytest -m gpu tests/test_stress.py` is the long run; the tests of every day make fewer rounds.
 """
@@ -14,6 +14,7 @@ from deepep_moe.testing import run_ranks
 
 ROUNDS = int(os.environ.get("DEEPEP_MOE_STRESS_ROUNDS", "100"))
 MAX_TOKENS, HIDDEN, NUM_TOPK = 96, 64, 4
+LAYOUTS, DTYPES = ("expert", "rank"), (torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw(seed, rank, num_experts, device):
@@ -33,13 +34,24 @@ def draw(seed, rank, num_experts, device):
     return x, idx.contiguous()
 
 
-def expected_rows(drawn, first, last):
-    """The rows of experts first to last - 1, by expert, then (source, token)."""
+def expected_rows(drawn, first, last, layout):
+    """The rows of experts first to last - 1: by (source, token), in the expert layout by expert before that."""
     x = torch.cat([x for x, _ in drawn])
     idx = torch.cat([idx for _, idx in drawn])
-    token, lane = ((idx >= first) & (idx < last)).nonzero(as_tuple=True)
+    here = (idx >= first) & (idx < last)
+    if layout == "rank":
+        return x[here.any(1)]
+    token, lane = here.nonzero(as_tuple=True)
     order = idx[token, lane].argsort(stable=True)
     return x[token[order]]
+
+
+def expected_sums(x, idx, num_ranks, num_local, layout):
+    """As many times each token as rows of it came back."""
+    rank = idx.div(num_local, rounding_mode="floor").masked_fill(idx < 0, -1)
+    is_there = [(rank == r).any(1, keepdim=True) for r in range(num_ranks)] if layout == "rank" else [idx >= 0]
+    num_targets = torch.cat(is_there, 1).sum(1, keepdim=True)
+    return x * num_targets.to(x.dtype)
 
 
 def stress(rank, num_ranks, backend, rounds):
@@ -47,12 +59,17 @@ def stress(rank, num_ranks, backend, rounds):
     num_local = 3
     buffer = Buffer(None, MAX_TOKENS, HIDDEN, num_ranks * num_local, NUM_TOPK, backend=backend, timeout_s=60)
     for seed in range(rounds):
+        layout, dtype = LAYOUTS[seed % 5 % 2], DTYPES[seed % 7 % 3]
         drawn = [draw(seed, r, num_ranks * num_local, device) for r in range(num_ranks)]
+        drawn = [(x.to(dtype), idx) for x, idx in drawn]
         x, idx = drawn[rank]
-        out = buffer.dispatch(x, idx, num_sms=(None, 1, 5, 0)[seed % 4])
-        assert torch.equal(out.recv_x, expected_rows(drawn, rank * num_local, (rank + 1) * num_local)), f"round {seed}: rows differ"
-        y = buffer.combine(out.recv_x, out.handle, num_sms=(None, 0, 3)[seed % 3])
-        assert torch.equal(y, x * (idx >= 0).sum(1, keepdim=True)), f"round {seed}: sums differ"
+        out = buffer.dispatch(x, idx, layout=layout, num_sms=(None, 1, 5, 0)[seed % 4], async_op=seed % 11 == 3, return_hook=seed % 11 == 5)
+        (out.hook or (out.event.wait if out.event else bool))()
+        rows = expected_rows(drawn, rank * num_local, (rank + 1) * num_local, layout)
+        assert torch.equal(out.recv_x, rows), f"round {seed}: rows differ"
+        y, hook = buffer.combine(out.recv_x, out.handle, num_sms=(None, 0, 3)[seed % 3], return_hook=True)
+        hook()
+        assert torch.equal(y, expected_sums(x, idx, num_ranks, num_local, layout)), f"round {seed}: sums differ"
 
 
 @pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))

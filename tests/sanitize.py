@@ -1,0 +1,72 @@
+"""Small calls of most kernels for compute-sanitizer (`.ci/sanitize`): two ranks, few blocks, each result compared."""
+
+import sys
+
+import torch
+from exchange_cases import Case, check_case, device_of
+from low_latency_cases import Case as LowLatencyCase
+from low_latency_cases import make_buffer, run_case
+
+from deepep_moe import LowLatencyBuffer, ops, reference
+from deepep_moe.backends.nvlink import NvlinkBackend
+from deepep_moe.testing import run_ranks
+
+FEW_BLOCKS = 5
+EXCHANGES = [
+    Case([9, 14], num_sms=2, layout=layout, dtype=dtype, with_bias=True, expert_alignment=4, bulk_copies=bulk, backends=("nvlink",))
+    for layout, dtype, bulk in (("expert", torch.bfloat16, True), ("rank", torch.float32, True), ("expert", torch.float16, False))
+]
+LOW_LATENCY = [
+    LowLatencyCase([9, 5], hidden=256, num_experts=12, num_topk=4, fp8=True, scale_format="ue8m0", wire="fp8"),
+    LowLatencyCase([20, 3], hidden=1024, num_experts=8, num_topk=3, with_weights=False, mode="hook"),
+]
+
+
+def exchange(rank: int, num_ranks: int, case: Case) -> None:
+    constructor = NvlinkBackend.__init__
+
+    def with_few_blocks(self, *arguments):
+        constructor(self, *arguments)
+        self.tuning.num_receive_blocks = self.tuning.num_work_blocks = FEW_BLOCKS
+
+    NvlinkBackend.__init__ = with_few_blocks
+    check_case(rank, num_ranks, case)
+
+
+def low_latency(rank: int, num_ranks: int, case: LowLatencyCase) -> None:
+    constructor = LowLatencyBuffer.__init__
+
+    def with_few_blocks(self, *arguments, **options):
+        constructor(self, *arguments, **options)
+        self._backend._communicator.num_blocks = FEW_BLOCKS + num_ranks
+
+    LowLatencyBuffer.__init__ = with_few_blocks
+    run_case(make_buffer(case, "nvlink", rank, timeout_s=200), case, rank, "nvlink")
+
+
+def gate(rank: int, num_ranks: int) -> None:
+    logits = torch.randn(33, 16, generator=torch.Generator().manual_seed(rank))
+    ours, theirs = (logits.to(where).requires_grad_() for where in (device_of("nvlink", rank), "cpu"))
+    idx, weights, _ = ops.gate(ours, 4, num_groups=4, topk_groups=2)
+    expected_idx, expected_weights, _ = reference.gate(theirs, 4, num_groups=4, topk_groups=2)
+    assert torch.equal(idx.cpu(), expected_idx.to(idx.dtype))
+    torch.testing.assert_close(weights.detach().cpu(), expected_weights.detach())
+    weights.square().sum().backward()
+    expected_weights.square().sum().backward()
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+
+def main() -> None:
+    parts = {
+        "exchange": [(exchange, case) for case in EXCHANGES],
+        "low_latency": [(low_latency, case) for case in LOW_LATENCY],
+        "gate": [(gate,)],
+    }
+    for part in sys.argv[1:] or parts:
+        for worker, *case in parts[part]:
+            run_ranks(worker, 2, *case, timeout_s=280)
+            print(f"{part} is right: {case}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
