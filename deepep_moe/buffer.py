@@ -1,10 +1,9 @@
 """`Buffer`: dispatch and combine over a group of ranks."""
 
-import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -263,6 +262,9 @@ class Buffer:
         Raises EPCapacityError, EPTimeoutError, EPPeerError, EPMismatchError, or ValueError for a bad routing or, found by this process's
         gate, a logit or expert bias that is not finite.
         """
+        failure, self._earlier_failure = self._earlier_failure, None
+        if failure is not None:
+            raise failure
         self._alive().check()
 
     def refused(self, error: Exception) -> Exception:
@@ -292,49 +294,19 @@ class Buffer:
         if handle is not None:
             self._or_refuse(check_owner, handle, self._number)
             self._or_refuse(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
-            return self._call_dispatch_cached(x, x_scales, topk_weights, handle)
-        self._or_refuse(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
-        assert topk_idx is not None  # checked
-        return self._call_dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
+            recv_x, scales, weights = torch_ops.dispatch_cached(self, x, x_scales, topk_weights, handle)
+        else:
+            self._or_refuse(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
+            assert topk_idx is not None  # checked
+            bound = -1 if num_recv_rows is None else num_recv_rows
+            recv_x, scales, weights, handle = torch_ops.dispatch(self, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, bound)
+        return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.num_recv_tokens_per_expert, handle, None, None)
 
     def _combine_now(self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None) -> Tensor:
         self._alive()
         self._or_refuse(check_tensors, x, topk_weights=topk_weights, bias=bias)
         self._or_refuse(check_owner, handle, self._number)
-        combined_x, _ = torch_ops.call(
-            "combine", (x, topk_weights, bias, None), handle.topk_idx, handle.recv_row_idx, handle.recv_counts,
-            handle.num_recv_tokens_per_expert, handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
-        )  # fmt: skip
-        return combined_x
-
-    def _call_dispatch(
-        self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str, expert_alignment: int,
-        num_recv_rows: int | None,
-    ) -> DispatchOutput:  # fmt: skip
-        bound = -1 if num_recv_rows is None else num_recv_rows
-        recv_x, scales, idx, weights, counts, handle_topk_idx, recv_row_idx, recv_counts, call = torch_ops.call(
-            "dispatch", (x, x_scales, topk_idx, topk_weights), self._number, layout, expert_alignment, bound
-        )
-        recv_topk_idx = idx if layout == "rank" else None
-        handle = DispatchHandle(
-            self._number, layout, expert_alignment, recv_x.shape[0], handle_topk_idx, recv_row_idx, recv_counts, counts, call, recv_topk_idx
-        )
-        return DispatchOutput(
-            recv_x, None if x_scales is None else scales, recv_topk_idx, None if topk_weights is None else weights, counts, handle,
-            None, None,
-        )  # fmt: skip
-
-    def _call_dispatch_cached(
-        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
-    ) -> DispatchOutput:
-        recv_x, scales, weights = torch_ops.call(
-            "dispatch_cached", (x, x_scales, topk_weights), handle.topk_idx, handle.recv_row_idx, handle.recv_counts,
-            handle.num_recv_tokens_per_expert, handle.call, self._number, handle.layout, handle.expert_alignment, handle.num_rows,
-        )  # fmt: skip
-        return DispatchOutput(
-            recv_x, None if x_scales is None else scales, handle.recv_topk_idx, None if topk_weights is None else weights,
-            handle.num_recv_tokens_per_expert, handle, None, None,
-        )  # fmt: skip
+        return torch_ops.combine(self, x, topk_weights, bias, None, handle)[0]
 
     def _quantized(self, x: Tensor, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
         self._or_refuse(check_quantizable, x, x_scales)
@@ -368,25 +340,25 @@ class Buffer:
         except (TypeError, ValueError) as error:
             raise self._refuse(error) from None
 
-    def _checked(self, check: Callable[[Any, Settings], None], args: _Args) -> _Args:
+    def _checked(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:
+        """The backend, to make a call with `args`, which are right."""
         backend = self._alive()
         self._refuse_other_process()
         self._wait_for_pending()
         self._or_refuse(check_device, args.x, backend)
         self._or_refuse(check, args, self._settings)
         try:
-            self._earlier_failure = backend.take_failure()
+            self._earlier_failure = backend.take_failure() or self._earlier_failure
         except EPError as error:
             raise self._refuse(error) from None
-        return args
+        return backend
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[Backend]:
-        """Whatever fails before this rank has entered the call (memory, an interrupt) is told to the peers, who are in it."""
+    def _or_tell(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """The function's result. Whatever fails before this rank has entered its call (memory, an interrupt) is told to the peers there."""
         backend = self._alive()
         before = backend.num_calls
         try:
-            yield backend
+            return function(*args)
         except BaseException as error:
             if backend.num_calls == before:
                 backend.abort(f"{type(error).__name__}: {error}")
@@ -396,29 +368,34 @@ class Buffer:
         self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str, expert_alignment: int,
         num_recv_rows: int,
     ) -> tuple[Rows, DispatchHandle]:  # fmt: skip
-        args = self._checked(
-            check_dispatch, DispatchArgs(self._mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
-        )
-        with self._told() as backend:
-            rows, handle, move = backend.plan(args)
+        args = DispatchArgs(self._mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, self._number)
+        rows, handle, move = self._or_tell(self._checked(check_dispatch, args).plan, args)
         self._run(move, args, rows, handle)
         return rows, handle
 
     def _dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> Rows:
-        args = self._checked(check_cached_dispatch, CachedDispatchArgs(self._mode, x, x_scales, topk_weights, handle))
-        with self._told() as backend:
+        args = CachedDispatchArgs(self._mode, x, x_scales, topk_weights, handle)
+        backend = self._checked(check_cached_dispatch, args)
+
+        def make() -> Rows:
             rows, move = backend.dispatch_cached(args)
             self._run(move, args, rows)
-        return rows
+            return rows
+
+        return self._or_tell(make)
 
     def _combine(
         self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle
-    ) -> tuple[Tensor, Tensor]:
-        args = self._checked(check_combine, CombineArgs(self._mode, x, weights, bias, lane_values, handle))
-        with self._told() as backend:
+    ) -> tuple[Tensor, Tensor | None]:
+        args = CombineArgs(self._mode, x, weights, bias, lane_values, handle)
+        backend = self._checked(check_combine, args)
+
+        def make() -> tuple[Tensor, Tensor | None]:
             combined_x, combined_values, move = backend.combine(args)
             self._run(move, args, combined_x, combined_values)
-        return combined_x, combined_values
+            return combined_x, combined_values
+
+        return self._or_tell(make)
 
     # ---- asynchronous calls: on one thread of the buffer's own, in order, or as the backend has it ----
 
@@ -442,6 +419,9 @@ class Buffer:
             self._pending = Event(self._executor.submit(lambda _: move(), keep_alive))
         failure, self._earlier_failure = self._earlier_failure, None
         if failure is not None:
+            event = self._event(*keep_alive)
+            if event is not None:
+                event.wait()  # nobody will be given it
             raise failure
 
     def _event(self, *used: Any) -> Event | None:

@@ -94,8 +94,9 @@ class LowLatencyBuffer:
         hidden: columns of a row: a multiple of 16 bytes; with `fp8`, of 128 columns.
         num_experts: of all ranks together, a multiple of the group's size.
         num_topk: experts per token, at most 32.
-        backend: "auto", `nvlink` (GPUs of one host, linked by NVLink) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink`
-            on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0.
+        backend: "auto", `nvlink` (GPUs of one host linked by NVLink, which is not checked where a process sees its own GPU alone) or `shm`
+            (ranks of one host, CPU tensors). "auto" takes `nvlink` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so
+            does one log line on rank 0.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
         mask_stalled: mask a rank that misses the deadline, and go on without it, instead of failing; see `mask_rank`.
 
@@ -298,6 +299,7 @@ class LowLatencyBuffer:
         self._alive().rejoin()
         self._in_flight.clear()
         self._masks_told.clear()
+        self._earlier_failure = None
 
     @property
     def masked_ranks(self) -> list[int]:

@@ -4,16 +4,18 @@ Operators take tensors and numbers only: a buffer goes by its number, a handle b
 dispatch's backward is combine, combine's backward is a cached dispatch. What backward keeps is the handle, never rows, except where
 a weighted combine needs its rows for the gradient of the weights.
 
-Only calls that PyTorch traces go through the operators, `call` takes the others past its dispatcher: to an autograd function of the same
-three parts where a gradient is wanted, else straight to the implementation. A host that waits for a GPU's counts has no time to lose.
+Only calls that PyTorch traces go through the operators. The others go past its dispatcher: to an autograd function where a gradient is
+wanted, else straight to the buffer, in both cases with the handle as one object. A host that waits for a GPU's counts has no time to lose.
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from deepep_moe.backends.base import Rows
 from deepep_moe.backends.weigh import weigh_backward
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.handle import DispatchHandle
@@ -45,9 +47,13 @@ def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
     if _is_traced(tensors):
         return getattr(torch.ops.deepep_moe, name)(*tensors, *arguments)
     implementation, function = _eager[name]
-    if function is not None and torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if function is not None and _needs_gradients(tensors):
         return function.apply(*tensors, *arguments)
     return implementation(*tensors, *arguments)
+
+
+def _needs_gradients(tensors: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -56,14 +62,90 @@ def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
     return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
 
 
-def _handle(number: int, layout: str, expert_alignment: int, num_rows: int, tensors: tuple[Tensor, ...]) -> DispatchHandle:
+# ---- handles ----
+
+
+def _handle(
+    number: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor], recv_topk_idx: Tensor | None = None
+) -> DispatchHandle:
     topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call = tensors
     return DispatchHandle(
-        number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call, None
+        number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call, recv_topk_idx
     )
 
 
+def _tensors(handle: DispatchHandle) -> tuple[Tensor, ...]:
+    """As the operators take them."""
+    return handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call
+
+
+def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
+    return *_tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
+
+
+def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
+    """For the backward: the handle, `more`, and that gradients are expected of these outputs only: PyTorch would fill zeros for each of the
+    others, a kernel apiece. `values`: None where there are none."""
+    ctx.set_materialize_grads(False)
+    ctx.expected = [None if output is None else (tuple(output.shape), output.dtype, output.device) for output in (rows, values)]
+    ctx.of_handle = handle.buffer_id, handle.layout, handle.expert_alignment
+    ctx.save_for_backward(*_tensors(handle), *more)
+
+
+def _kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
+    (number, layout, expert_alignment), saved = ctx.of_handle, ctx.saved_tensors  # unpacked once: checkpointing allows no more
+    return _handle(number, layout, expert_alignment, num_rows, saved[:5]), saved[5:]
+
+
+def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
+    """`grads` of the expected outputs, contiguous; zeros for those that nothing has used, so that all ranks make the same calls."""
+    return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
+
+
+def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | None:
+    if like is None:
+        return None
+    return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else grad.contiguous()
+
+
 # ---- dispatch ----
+
+
+def dispatch(
+    buffer: "Buffer", x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str,
+    expert_alignment: int, num_recv_rows: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]:  # fmt: skip
+    """`buffer._dispatch`, with gradients: recv_x, recv_x_scales, recv_topk_weights, the handle."""
+    tensors, number = (x, x_scales, topk_idx, topk_weights), buffer._number
+    if not _is_traced(tensors):
+        if _needs_gradients(tensors):
+            return _Dispatch.apply(*tensors, number, layout, expert_alignment, num_recv_rows)
+        rows, handle = buffer._dispatch(*tensors, layout, expert_alignment, num_recv_rows)
+        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
+    recv_x, scales, idx, weights, *rest = torch.ops.deepep_moe.dispatch(*tensors, number, layout, expert_alignment, num_recv_rows)
+    handle = _handle(number, layout, expert_alignment, recv_x.shape[0], rest, idx if layout == "rank" else None)
+    return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights, handle
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, x_scales: Any, topk_idx: Tensor, topk_weights: Any, buffer: int, *how: Any) -> tuple[Any, ...]:
+        rows, handle = _buffer(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, *how)
+        _keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
+        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any, _handle: Any) -> tuple[Any, ...]:
+        grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+        return grad_x, None, None, grad_topk_weights, None, None, None, None
+
+
+def _dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of x and topk_weights, cached or not."""
+    rows, values = _given(ctx, grad_recv_x, grad_recv_topk_weights)
+    handle, _ = _kept(ctx, rows.shape[0])
+    return combine(_buffer(handle.buffer_id), rows, None, None, values, handle)
+
 
 _library.define(
     "dispatch(Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int expert_alignment, "
@@ -71,16 +153,25 @@ _library.define(
 )
 
 
-def dispatch(
+def _dispatch_operator(
     x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
     num_recv_rows: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, tensors of the handle; empty where they do not apply."""
     rows, handle = _buffer(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
-    return (
-        rows.recv_x, rows.recv_x_scales, recv_topk_idx, rows.recv_topk_weights, handle.num_recv_tokens_per_expert, handle.topk_idx,
-        handle.recv_row_idx, handle.recv_counts, handle.call,
-    )  # fmt: skip
+    recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
+    return recv_x, scales, recv_topk_idx, weights, *_tensors(handle)
+
+
+def _filled(rows: Rows, num_topk: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """`rows` with empty tensors in place of None: operators return tensors."""
+    scales, weights, x = rows.recv_x_scales, rows.recv_topk_weights, rows.recv_x
+    if scales is None:
+        scales = x.new_empty(0, 0, dtype=torch.float32)
+    if weights is None:
+        weights = x.new_empty((0,) if layout == "expert" else (0, num_topk), dtype=torch.float32)
+    return x, scales, weights
 
 
 def _fake_rows(
@@ -105,55 +196,53 @@ def _fake_dispatch(
     recv_x, recv_x_scales, recv_topk_weights = _fake_rows(x, x_scales, topk_weights, num_topk, layout, num_rows)
     return (
         recv_x, recv_x_scales, topk_idx.new_empty(0 if is_expert else num_rows, num_topk), recv_topk_weights,
-        topk_idx.new_empty(owner.num_local_experts, dtype=torch.int32), topk_idx.new_empty(num_tokens, num_topk, dtype=torch.int32),
-        topk_idx.new_empty(num_slots, num_topk, dtype=torch.int32),
+        topk_idx.new_empty(num_tokens, num_topk, dtype=torch.int32), topk_idx.new_empty(num_slots, num_topk, dtype=torch.int32),
         topk_idx.new_empty(owner.num_ranks, owner.num_channels, dtype=torch.int32),
+        topk_idx.new_empty(owner.num_local_experts, dtype=torch.int32),
         topk_idx.new_empty(owner.num_handle_numbers, dtype=torch.int64, device="cpu"),
     )  # fmt: skip
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, _, topk_weights, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
-    recv_x, _, _, recv_topk_weights, num_recv_tokens_per_expert, handle_topk_idx, recv_row_idx, recv_counts, call = output
-    ctx.with_weights = topk_weights is not None
-    _expect_gradients(ctx, recv_x, recv_topk_weights if ctx.with_weights else None)
-    ctx.save_for_backward(handle_topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call)
+    _, _, _, topk_weights, buffer, layout, expert_alignment, _ = inputs
+    recv_x, _, _, recv_topk_weights, *rest = output
+    _keep(ctx, _handle(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
 
 
-def _expect_gradients(ctx: Any, rows: Tensor, values: Tensor | None) -> None:
-    """Of these outputs only: PyTorch would fill zeros for each of the others, a kernel apiece. `values`: None where there are none."""
-    ctx.set_materialize_grads(False)
-    ctx.expected = [None if output is None else (tuple(output.shape), output.dtype, output.device) for output in (rows, values)]
-
-
-def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
-    """`grads` of the expected outputs, contiguous; zeros for those that nothing has used, so that all ranks make the same calls."""
-    return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
-
-
-def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | None:
-    if like is None:
-        return None
-    return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else grad.contiguous()
-
-
-def _combine_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of a dispatch's x and topk_weights."""
-    rows, values = _given(ctx, grad_recv_x, grad_recv_topk_weights)
-    grad_x, grad_topk_weights = call(
-        "combine", (rows, None, None, values), *ctx.saved_tensors, ctx.buffer, ctx.layout, ctx.expert_alignment, rows.shape[0]
-    )
-    return grad_x, grad_topk_weights if ctx.with_weights else None
-
-
-def _dispatch_backward(
-    ctx: Any, grad_recv_x: Tensor | None, _scales: Any, _idx: Any, grad_recv_topk_weights: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
+    grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, None, None, None, None
 
 
 # ---- dispatch along a handle ----
+
+
+def dispatch_cached(
+    buffer: "Buffer", x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`buffer._dispatch_cached`, with gradients: recv_x, recv_x_scales, recv_topk_weights."""
+    tensors = (x, x_scales, topk_weights)
+    if not _is_traced(tensors):
+        if _needs_gradients(tensors):
+            return _DispatchCached.apply(*tensors, handle)
+        rows = buffer._dispatch_cached(*tensors, handle)
+        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
+    recv_x, scales, weights = torch.ops.deepep_moe.dispatch_cached(*tensors, *_arguments(handle))
+    return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights
+
+
+class _DispatchCached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, x_scales: Any, topk_weights: Any, handle: DispatchHandle) -> tuple[Any, ...]:
+        rows = _buffer(handle.buffer_id)._dispatch_cached(x, x_scales, topk_weights, handle)
+        _keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
+        return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
+
+    @staticmethod
+    def backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
+        grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+        return grad_x, None, grad_topk_weights, None
+
 
 _library.define(
     f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int buffer, str layout, int expert_alignment, "
@@ -161,13 +250,12 @@ _library.define(
 )
 
 
-def dispatch_cached(
+def _dispatch_cached_operator(
     x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor, recv_counts: Tensor,
     num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    rows = _buffer(buffer)._dispatch_cached(x, x_scales, topk_weights, handle)
-    return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
+    return _filled(_buffer(buffer)._dispatch_cached(x, x_scales, topk_weights, handle), topk_idx.shape[1], layout)
 
 
 def _fake_dispatch_cached(
@@ -178,20 +266,60 @@ def _fake_dispatch_cached(
 
 
 def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, topk_weights, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, _ = inputs
-    ctx.with_weights = topk_weights is not None
-    _expect_gradients(ctx, output[0], output[2] if ctx.with_weights else None)
-    ctx.save_for_backward(*handle)
+    _, _, topk_weights, *tensors, buffer, layout, expert_alignment, _ = inputs
+    _keep(ctx, _handle(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
 
 
-def _dispatch_cached_backward(
-    ctx: Any, grad_recv_x: Tensor | None, _: Any, grad_recv_topk_weights: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    grad_x, grad_topk_weights = _combine_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+def _dispatch_cached_backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
+    grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, grad_topk_weights, *[None] * 9
 
 
 # ---- combine ----
+
+
+def combine(
+    buffer: "Buffer", x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle
+) -> tuple[Tensor, Tensor | None]:
+    """`buffer._combine`, with gradients: combined_x, combined lane values."""
+    tensors = (x, weights, bias, lane_values)
+    if not _is_traced(tensors):
+        if _needs_gradients(tensors):
+            return _Combine.apply(*tensors, handle)
+        return buffer._combine(*tensors, handle)
+    combined_x, values = torch.ops.deepep_moe.combine(*tensors, *_arguments(handle))
+    return combined_x, None if lane_values is None else values
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Any, bias: Any, lane_values: Any, handle: DispatchHandle) -> tuple[Any, ...]:
+        combined_x, values = _buffer(handle.buffer_id)._combine(x, weights, bias, lane_values, handle)
+        _keep_combine(ctx, handle, x, weights, bias, combined_x, values)
+        return combined_x, values
+
+    @staticmethod
+    def backward(ctx: Any, grad_combined_x: Any, grad_values: Any) -> tuple[Any, ...]:
+        return *_combine_gradients(ctx, grad_combined_x, grad_values), None
+
+
+def _keep_combine(
+    ctx: Any, handle: DispatchHandle, x: Tensor, weights: Tensor | None, bias: Tensor | None, combined_x: Tensor, values: Tensor | None
+) -> None:
+    ctx.with_bias, ctx.num_rows = bias is not None, handle.num_rows
+    _keep(ctx, handle, combined_x, values, *(() if weights is None else (x, weights)))
+
+
+def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_values: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of x, weights, bias and lane_values."""
+    rows, values = _given(ctx, grad_combined_x, grad_values)
+    handle, weighed = _kept(ctx, ctx.num_rows)
+    grad_x, _, grad_lane_values = dispatch_cached(_buffer(handle.buffer_id), rows, None, values, handle)
+    grad_weights = None
+    if weighed:
+        grad_x, grad_weights = call("weigh_backward", (grad_x, *weighed))
+    return grad_x, grad_weights, rows if ctx.with_bias else None, grad_lane_values
+
 
 _library.define(
     f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? lane_values, {_HANDLE}, int buffer, str layout, int expert_alignment, "
@@ -199,12 +327,13 @@ _library.define(
 )
 
 
-def combine(
+def _combine_operator(
     x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, topk_idx: Tensor, recv_row_idx: Tensor,
     recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    return _buffer(buffer)._combine(x, weights, bias, lane_values, handle)
+    combined_x, values = _buffer(buffer)._combine(x, weights, bias, lane_values, handle)
+    return combined_x, x.new_empty(0, topk_idx.shape[1], dtype=torch.float32) if values is None else values
 
 
 def _fake_combine(
@@ -216,24 +345,13 @@ def _fake_combine(
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weights, bias, lane_values, *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, ctx.num_rows = inputs
-    ctx.with_weights, ctx.with_bias, ctx.with_values = weights is not None, bias is not None, lane_values is not None
-    _expect_gradients(ctx, output[0], output[1] if ctx.with_values else None)
-    ctx.save_for_backward(*handle, *((x, weights) if ctx.with_weights else ()))
+    x, weights, bias, lane_values, *tensors, buffer, layout, expert_alignment, num_rows = inputs
+    handle = _handle(buffer, layout, expert_alignment, num_rows, tensors)
+    _keep_combine(ctx, handle, x, weights, bias, output[0], None if lane_values is None else output[1])
 
 
-def _combine_backward(ctx: Any, grad_combined_x: Tensor | None, grad_values: Tensor | None) -> tuple[Tensor | None, ...]:
-    rows, values = _given(ctx, grad_combined_x, grad_values)
-    saved = ctx.saved_tensors  # unpacked once: checkpointing allows no more
-    handle, rest = saved[:5], saved[5:]
-    grad_x, _, grad_lane_values = call(
-        "dispatch_cached", (rows, None, values), *handle, ctx.buffer, ctx.layout, ctx.expert_alignment, ctx.num_rows
-    )
-    grad_weights = None
-    if ctx.with_weights:
-        grad_x, grad_weights = call("weigh_backward", (grad_x, *rest))
-    grad_bias = rows if ctx.with_bias else None
-    return grad_x, grad_weights, grad_bias, grad_lane_values if ctx.with_values else None, *[None] * 9
+def _combine_backward(ctx: Any, grad_combined_x: Any, grad_values: Any) -> tuple[Any, ...]:
+    return *_combine_gradients(ctx, grad_combined_x, grad_values), *[None] * 9
 
 
 _library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")
@@ -243,14 +361,19 @@ def _fake_weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tens
     return torch.empty_like(x), torch.empty_like(weights)
 
 
-def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
-    """Make `implementation` that of the operator `name`, which is defined, and of `call`. `save`, `backward`: its gradient, if any."""
+def _register_operator(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
+
+
+def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
+    """Make `implementation` that of the operator `name`, which is defined, and of `call`. `save`, `backward`: its gradient, if any."""
+    _register_operator(name, implementation, fake, save, backward)
     if backward is None:
         _eager[name] = implementation, None
         return
-    torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
 
     def forward(ctx: Any, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
         output = implementation(*inputs)
@@ -261,7 +384,7 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
     _eager[name] = implementation, type(name, (torch.autograd.Function,), parts)
 
 
-register("dispatch", dispatch, _fake_dispatch, _save_dispatch, _dispatch_backward)
-register("dispatch_cached", dispatch_cached, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
-register("combine", combine, _fake_combine, _save_combine, _combine_backward)
+_register_operator("dispatch", _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)
+_register_operator("dispatch_cached", _dispatch_cached_operator, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
+_register_operator("combine", _combine_operator, _fake_combine, _save_combine, _combine_backward)
 register("weigh_backward", weigh_backward, _fake_weigh_backward)

@@ -96,6 +96,7 @@ def install() -> None:
     nvlink.torch.cuda = SimpleNamespace(
         current_device=torch.cuda.current_device,
         current_stream=torch.cuda.current_stream,
+        is_current_stream_capturing=torch.cuda.is_current_stream_capturing,
         Stream=lambda device: stream,
         Event=lambda: SimpleNamespace(record=lambda _: None, query=lambda: True, device=None),
     )

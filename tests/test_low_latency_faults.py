@@ -9,8 +9,8 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import device_of, on_device
-from low_latency_cases import Case, finish, make_buffer, run_case, start_dispatch
+from exchange_cases import assert_same, device_of, on_device
+from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_dispatch
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.errors import BackendUnavailableError, BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -246,6 +246,42 @@ def fails_on_the_thread(rank, _):
 
 def test_failure_on_the_thread():
     run_ranks(fails_on_the_thread, 2)
+
+
+# ---- graphs ----
+
+
+def captured(rank, _):
+    """A capture that begins while an event was not waited for; a graph whose second half is on another stream."""
+    case = Case([24, 6])
+    expected, buffer = Expected(case), make_buffer(case, "nvlink", rank)
+    x, idx, weights = (tensor.cuda() for tensor in case.inputs(rank))
+    before, wait = start_dispatch(buffer, replace(case, mode="async"), rank, "nvlink")
+    torch.cuda.synchronize()
+    rows = combine_rows(case, rank, before, expected)
+    graphs, side = [torch.cuda.CUDAGraph() for _ in range(2)], torch.cuda.Stream()
+    with torch.cuda.graph(graphs[0]):
+        out = buffer.dispatch(x, idx, weights)
+    wait()
+    graphs[0].replay()
+    check_dispatch(case, rank, out, expected)
+    with torch.cuda.graph(graphs[1]):
+        out = buffer.dispatch(x, idx, weights, return_hook=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out.hook()
+        torch.cuda.current_stream().wait_stream(side)
+        y = buffer.combine(rows, out.handle)
+    for _ in range(5):
+        y.fill_(float("nan"))
+        graphs[1].replay()
+        check_dispatch(case, rank, out, expected)
+        assert_same("combined_x", y, expected.combined[rank])
+
+
+@pytest.mark.gpu
+def test_cuda_graph_across_streams():
+    run_ranks(captured, 2)
 
 
 # ---- after the end ----

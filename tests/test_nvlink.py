@@ -171,6 +171,20 @@ def test_cuda_graph(layout):
     run_ranks(captured, 2, layout)
 
 
+def waits_in_a_capture(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank)
+    rows = buffer.dispatch(x, idx).recv_x
+    torch.cuda.synchronize()
+    message = "waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.dispatch(x, idx)
+    assert_same("recv_x", buffer.dispatch(x, idx).recv_x, rows)
+
+
+def test_what_waits_is_no_part_of_a_cuda_graph():
+    run_ranks(waits_in_a_capture, 2)
+
+
 # ---- errors ----
 
 IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]

@@ -56,14 +56,15 @@ def test_a_sum_by_hand(device, dtype):
 
 def test_second_derivative():
     autograd = pytest.importorskip("deepep_moe.integrations.deepspeed.weighing").weighed_sum
-    rows, weights = torch.randn(3, 5, 8, requires_grad=True), torch.rand(3, 5, requires_grad=True)
+    generator = torch.Generator().manual_seed(1)
+    rows, weights = torch.randn(3, 5, 8, generator=generator).requires_grad_(), torch.rand(3, 5, generator=generator).requires_grad_()
 
     def second(sums):
         first = torch.autograd.grad(sums.square().sum(), (rows, weights), create_graph=True)
         return torch.autograd.grad(sum(grad.square().sum() for grad in first), (rows, weights))
 
     for ours, plain in zip(second(autograd(rows, weights)), second((rows * weights.unsqueeze(-1)).sum(0)), strict=True):
-        torch.testing.assert_close(ours, plain)
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("by_token", [False, True])

@@ -67,6 +67,7 @@ private:
     void release();
     void start_afresh();
     void ask() const;
+    void check_this_call();
     void dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream);
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;

@@ -75,7 +75,7 @@ void GpuLowLatencyCommunicator::connect(const std::vector<std::string>& handles)
 void GpuLowLatencyCommunicator::check_link(int rank, const std::string& bus) const {
     int peer = 0, atomics = 1;  // which NVLink has, and PCIe has not
     if (cudaDeviceGetByPCIBusId(&peer, bus.c_str()) != cudaSuccess)
-        cudaGetLastError();  // a GPU that this process does not see, which it cannot map either
+        cudaGetLastError();  // a GPU that this process does not see, of whose link it learns nothing
     else if (peer != device_)
         check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_, peer), "cudaDeviceGetP2PAttribute");
     if (atomics == 0)

@@ -20,6 +20,7 @@ int attribute(cudaDeviceAttr which, int device) {
 }
 
 bool is_capturing(cudaStream_t stream) {
+    if (stream == nullptr) return false;  // the legacy stream cannot, and must not be asked while another captures
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;

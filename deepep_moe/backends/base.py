@@ -55,6 +55,7 @@ class DispatchArgs:
     layout: str
     expert_alignment: int
     num_recv_rows: int  # the caller's bound, or -1
+    buffer_id: int  # for the handle
 
 
 @dataclass
@@ -78,16 +79,16 @@ class CombineArgs:
 
 @dataclass
 class Rows:
-    """Results of a dispatch; a tensor that does not apply is empty."""
+    """Results of a dispatch; None: does not apply."""
 
     recv_x: Tensor
-    recv_x_scales: Tensor
-    recv_topk_weights: Tensor
+    recv_x_scales: Tensor | None
+    recv_topk_weights: Tensor | None
 
     def shrink(self, num_rows: int) -> None:
         """Keeps the first rows only, in place: views would be refused as operands of in-place operations where there are gradients."""
         for tensor in (self.recv_x, self.recv_x_scales, self.recv_topk_weights):
-            if tensor.shape[0] > num_rows:
+            if tensor is not None and tensor.shape[0] > num_rows:
                 tensor.resize_(num_rows, *tensor.shape[1:])
 
 
@@ -123,8 +124,8 @@ class Backend(Protocol):
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]: ...
 
-    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
-        """combined_x [num_tokens, hidden]; combined lane values [num_tokens, num_topk], empty when not asked for."""
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
+        """combined_x [num_tokens, hidden]; combined lane values [num_tokens, num_topk], None when not asked for."""
         ...
 
     def recorded(self, *used: Any) -> "torch.cuda.Event | None":
@@ -136,8 +137,9 @@ class Backend(Protocol):
         ...
 
     def take_failure(self) -> Exception | None:
-        """What earlier calls have reported since, to be raised once the present call is made: so ranks stay in step. Raises EPTimeoutError:
-        a peer that is gone is not waited for again."""
+        """What earlier calls have reported since, to be raised once the present call is made: so ranks stay in step.
+
+        Raises EPTimeoutError, of a peer that may be gone: the present call is refused then."""
         ...
 
     def abort(self, message: str) -> None:

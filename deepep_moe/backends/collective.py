@@ -104,7 +104,7 @@ class CollectiveBackend:
         recv_row_idx = torch.full((num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32, device=topk_idx.device)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
         handle = DispatchHandle(
-            -1, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True), recv_row_idx,
+            args.buffer_id, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True), recv_row_idx,
             to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device),
             torch.tensor([self.num_calls]), recv_topk_idx,
         )  # fmt: skip
@@ -120,11 +120,10 @@ class CollectiveBackend:
 
         return rows, move
 
-    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
         combined_x = args.x.new_empty(handle.num_tokens, s.hidden)
-        with_values = args.lane_values is not None
-        lane_values = args.x.new_empty(handle.num_tokens if with_values else 0, s.num_topk, dtype=torch.float32)
+        lane_values = None if args.lane_values is None else args.x.new_empty(handle.num_tokens, s.num_topk, dtype=torch.float32)
 
         def move() -> None:
             self._enter(self._entry(2, args.x, handle.layout, args))
@@ -164,11 +163,9 @@ class CollectiveBackend:
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         x, num_rows = args.x, handle.num_rows
         recv_x = x.new_zeros(num_rows, self.settings.hidden * x.element_size(), dtype=torch.uint8).view(x.dtype)
-        num_scales = 0 if args.x_scales is None else args.x_scales.shape[1]
-        recv_x_scales = x.new_zeros(num_rows if num_scales else 0, num_scales, dtype=torch.float32)
-        num_weights = 0 if args.topk_weights is None else num_rows
-        shape = (num_weights,) if handle.layout == "expert" else (num_weights, self.settings.num_topk)
-        return Rows(recv_x, recv_x_scales, x.new_zeros(shape, dtype=torch.float32))
+        scales = None if args.x_scales is None else x.new_zeros(num_rows, args.x_scales.shape[1], dtype=torch.float32)
+        shape = (num_rows,) if handle.layout == "expert" else (num_rows, self.settings.num_topk)
+        return Rows(recv_x, scales, None if args.topk_weights is None else x.new_zeros(shape, dtype=torch.float32))
 
     def _move(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, *, cached: bool) -> None:
         s = self.settings
@@ -187,17 +184,17 @@ class CollectiveBackend:
             slots = target = torch.arange(num_tokens, device=recv_x.device)
             if handle.recv_topk_idx is not None and not cached:
                 handle.recv_topk_idx[:num_tokens] = experts
-            if weights is not None:
+            if weights is not None and rows.recv_topk_weights is not None:
                 rows.recv_topk_weights[:num_tokens] = torch.where(experts >= 0, weights, 0.0)
         else:
             if not cached:
                 handle.recv_row_idx.copy_(self._row_idx(experts, handle))
             slots, lanes = (handle.recv_row_idx >= 0).nonzero(as_tuple=True)
             target = handle.recv_row_idx[slots, lanes].long()
-            if weights is not None:
+            if weights is not None and rows.recv_topk_weights is not None:
                 rows.recv_topk_weights[target] = weights[slots, lanes]
         rows.recv_x.view(torch.uint8)[target] = recv_x.view(torch.uint8)[slots]
-        if scales is not None:
+        if scales is not None and rows.recv_x_scales is not None:
             rows.recv_x_scales[target] = scales[slots]
 
     def _row_idx(self, experts: Tensor, handle: DispatchHandle) -> Tensor:
@@ -232,7 +229,7 @@ class CollectiveBackend:
         values[there] = args.lane_values[handle.recv_row_idx[there].long()]
         return [x, values]
 
-    def _combine(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor) -> None:
+    def _combine(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor | None) -> None:
         s, handle = self.settings, args.handle
         destinations, tokens = self._sent(handle)
         counts = destinations.bincount(minlength=s.num_ranks).tolist()
@@ -241,7 +238,7 @@ class CollectiveBackend:
         for idx, rows in zip(tokens.split(counts), arrived[0].split(counts), strict=True):
             total[idx] = total[idx] + rows.float()
         combined_x.copy_(total if args.bias is None else total + args.bias.float())
-        if args.lane_values is not None:
+        if lane_values is not None:
             lane_values.zero_()
             for rank, (idx, values) in enumerate(zip(tokens.split(counts), arrived[1].split(counts), strict=True)):
                 there = (handle.topk_idx[idx] >= 0) & (handle.topk_idx[idx] // s.num_local_experts == rank)

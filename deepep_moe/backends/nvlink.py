@@ -1,7 +1,7 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,22 @@ from deepep_moe.handle import DispatchHandle
 
 DEFAULT_NUM_SMS = 12
 GUESS_SHARE = 16  # rows that are allocated before they are counted may be this part more than come
-Absent = tuple[Tensor | None, Tensor | None]
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
+
+
+class HandleMemory(NamedTuple):
+    """Of a `DispatchHandle`, while it is not known how many rows come. (The handle itself takes longer to make than the GPU has.)"""
+
+    layout: str
+    expert_alignment: int
+    topk_idx: Tensor
+    recv_row_idx: Tensor
+    recv_counts: Tensor
+    num_recv_tokens_per_expert: Tensor
+    call: Tensor
 
 
 class NvlinkBackend:
@@ -79,7 +90,7 @@ class NvlinkBackend:
         num_sms, is_bounded = self._num_sms(args.mode), args.num_recv_rows >= 0
         if is_bounded and num_sms == 0:
             raise ValueError("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them")
-        handle = self._new_handle(args)
+        handle = self._handle_memory(args)
         signature = _C.Signature(
             _C.Operation.dispatch,
             getattr(_C.DType, DTYPE_NAMES[args.x.dtype]),
@@ -97,21 +108,26 @@ class NvlinkBackend:
             params.recv_row_idx = _address(handle.recv_row_idx)
         room = args.num_recv_rows if is_bounded else self._guess(args, num_sms)
         if room >= 0:  # whatever can fail does so before the call is entered
-            rows, recv_topk_idx = self._receive_buffers(args, params, room, self._absent_rows(args, args.layout))
+            rows, recv_topk_idx = self._receive_buffers(args, params, room)
         stream = self._enter(plan, signature, args.mode)
         if is_bounded:
             handle.call.fill_(-1)[0] = self.num_calls
-            handle = self._completed(handle, room, handle.recv_row_idx, recv_topk_idx)
-            return rows, handle, self._dispatch_move(args, params, num_sms, stream, rows, handle)
+            completed = self._completed(args, handle, room, handle.recv_row_idx, recv_topk_idx)
+            return rows, completed, self._dispatch_move(args, params, num_sms, stream, rows, completed)
         params.is_guess = room >= 0
         (self._communicator.dispatch if params.is_guess else self._communicator.start_dispatch)(params, num_sms, stream)
-        counts = self._communicator.wait_counts(self.num_calls, handle.call.data_ptr())  # from here on rows wait for receivers
+        try:
+            counts = self._communicator.wait_counts(self.num_calls, handle.call.data_ptr())  # from here on rows wait for receivers
+        except BaseException:
+            if args.mode.is_async and self._own_stream is not None:  # which goes on with what it was given
+                self._record(self._own_stream, args, *handle, *([rows] if params.is_guess else []))
+            raise
         if num_sms == 0:
             send_counts = handle.call[1 : 1 + self.settings.num_ranks].tolist()
             self._communicator.copy(send_counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
         if counts.num_rows > room:
             params.is_guess = False
-            rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows, self._absent_rows(args, args.layout))
+            rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows)
             if not args.mode.is_split:
                 self._communicator.end_dispatch(params, stream)
         elif counts.num_rows < room:
@@ -119,8 +135,8 @@ class NvlinkBackend:
             if recv_topk_idx is not None:
                 recv_topk_idx.resize_(counts.num_rows, self.settings.num_topk)
         self._remember(args, counts.num_rows)
-        handle = self._completed(handle, counts.num_rows, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
-        return rows, handle, partial(self._end, args, params, rows, handle) if args.mode.is_split else lambda: None
+        completed = self._completed(args, handle, counts.num_rows, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
+        return rows, completed, partial(self._end, args, params, rows, completed) if args.mode.is_split else lambda: None
 
     def _guess(self, args: DispatchArgs, num_sms: int) -> int:
         """Rows to allocate before they are counted, so that the kernel that receives need not wait for the host: a little more than came
@@ -137,7 +153,7 @@ class NvlinkBackend:
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         handle, num_sms = args.handle, self._num_sms(args.mode)
         counts = self._counts(handle, num_sms, is_dispatch=True)
-        rows = self._allocate(args, handle.layout, handle.num_rows, self._absent_rows(args, handle.layout))
+        rows = self._allocate(args, handle.layout, handle.num_rows)
         params = self._dispatch_params(args, handle, handle.topk_idx)
         params.cached, params.has_lanes = True, args.topk_weights is not None
         params.recv_row_idx = _address(handle.recv_row_idx)
@@ -161,11 +177,11 @@ class NvlinkBackend:
 
     # ---- combine ----
 
-    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle, num_sms = self.settings, args.handle, self._num_sms(args.mode)
         counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
-        lane_values = self._empty((handle.num_tokens if args.lane_values is not None else 0, s.num_topk), torch.float32)
+        lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
         params = self._combine_params(args, combined_x, lane_values)
         is_aligned = _address(args.lane_values) % _C.ROW_ALIGNMENT == 0
         params.direct = handle.layout == "rank" and args.weights is None and num_sms > 0 and handle.num_rows > 0 and is_aligned
@@ -191,6 +207,8 @@ class NvlinkBackend:
         return None
 
     def abort(self, message: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # nobody is in a call yet, and nobody may wait for a GPU now
         self.num_calls += 1
         self._communicator.refuse(message, torch.cuda.current_stream(self.device).cuda_stream)
 
@@ -288,25 +306,26 @@ class NvlinkBackend:
             has_lane_values=lane_values is not None,
         )
 
-    def _new_handle(self, args: DispatchArgs) -> DispatchHandle:
-        """A handle for the plan to fill, with room for all that may come."""
+    def _handle_memory(self, args: DispatchArgs) -> HandleMemory:
+        """For the plan to fill, with room for all that may come."""
         s = self.settings
         num_slots = s.num_ranks * s.num_max_tokens_per_rank if args.layout == "expert" else 0
-        return DispatchHandle(
-            -1, args.layout, args.expert_alignment, -1, self._empty((args.topk_idx.shape[0], s.num_topk), torch.int32),
+        return HandleMemory(
+            args.layout, args.expert_alignment, self._empty((args.topk_idx.shape[0], s.num_topk), torch.int32),
             self._empty((num_slots, s.num_topk), torch.int32), self._empty((s.num_ranks, 1), torch.int32),
-            self._empty((s.num_local_experts,), torch.int32), torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu"), None,
+            self._empty((s.num_local_experts,), torch.int32), torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu"),
         )  # fmt: skip
 
-    def _completed(self, handle: DispatchHandle, num_rows: int, recv_row_idx: Tensor, recv_topk_idx: Tensor | None) -> DispatchHandle:
-        """`handle` with what is known once the counts are. (`dataclasses.replace` takes longer than the GPU has.)"""
+    def _completed(
+        self, args: DispatchArgs, handle: HandleMemory, num_rows: int, recv_row_idx: Tensor, recv_topk_idx: Tensor | None
+    ) -> DispatchHandle:
         return DispatchHandle(
-            -1, handle.layout, handle.expert_alignment, num_rows, handle.topk_idx, recv_row_idx, handle.recv_counts,
+            args.buffer_id, handle.layout, handle.expert_alignment, num_rows, handle.topk_idx, recv_row_idx, handle.recv_counts,
             handle.num_recv_tokens_per_expert, handle.call, recv_topk_idx,
         )  # fmt: skip
 
-    def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int, absent: Absent) -> tuple[Rows, Tensor | None]:
-        rows, recv_topk_idx = self._allocate(args, args.layout, num_rows, absent), None
+    def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int) -> tuple[Rows, Tensor | None]:
+        rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None
         if args.layout == "rank":
             recv_topk_idx = self._empty((num_rows, self.settings.num_topk), args.topk_idx.dtype)
             if args.num_recv_rows >= 0:
@@ -324,23 +343,15 @@ class NvlinkBackend:
         plan.num_recv_rows_bound = -1
         return plan
 
-    def _absent_rows(self, args: DispatchArgs | CachedDispatchArgs, layout: str) -> Absent:
-        """The outputs that do not apply: scales, weights."""
-        return (
-            self._empty((0, 0), torch.float32) if args.x_scales is None else None,
-            self._empty((0,) if layout == "expert" else (0, self.settings.num_topk), torch.float32) if args.topk_weights is None else None,
-        )
-
-    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, layout: str, num_rows: int, absent: Absent) -> Rows:
-        scales, weights = absent
+    def _allocate(self, args: DispatchArgs | CachedDispatchArgs, layout: str, num_rows: int) -> Rows:
+        scales = weights = None
         if args.x_scales is not None:
             scales = self._empty((num_rows, args.x_scales.shape[1]), torch.float32)
         if args.topk_weights is not None:
             weights = self._empty((num_rows,) if layout == "expert" else (num_rows, self.settings.num_topk), torch.float32)
-        assert scales is not None and weights is not None
         return Rows(self._empty((num_rows, self.settings.hidden), args.x.dtype), scales, weights)
 
-    def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, topk_idx: Tensor) -> Any:
+    def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle | HandleMemory, topk_idx: Tensor) -> Any:
         params = _C.GpuDispatchParams()
         params.topk_idx, params.num_tokens, params.topk_idx_is_int64 = _address(topk_idx), topk_idx.shape[0], topk_idx.dtype == torch.int64
         params.is_expert_layout, params.expert_alignment = handle.layout == "expert", handle.expert_alignment
@@ -357,7 +368,7 @@ class NvlinkBackend:
         params.recv_x, params.recv_x_scales = _address(rows.recv_x), _address(rows.recv_x_scales)
         params.recv_topk_weights = _address(rows.recv_topk_weights)
 
-    def _combine_params(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor) -> Any:
+    def _combine_params(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor | None) -> Any:
         handle = args.handle
         params = _C.GpuCombineParams()
         params.topk_idx, params.num_tokens = _address(handle.topk_idx), handle.num_tokens

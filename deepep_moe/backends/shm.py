@@ -82,7 +82,7 @@ class ShmBackend:
         recv_row_idx = torch.full((result.num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype)
         handle = DispatchHandle(
-            -1,
+            args.buffer_id,
             args.layout,
             args.expert_alignment,
             num_rows,
@@ -107,11 +107,11 @@ class ShmBackend:
         signature = self._signature("cached_dispatch", args.x, args.handle.layout, args)
         return rows, lambda: self._communicator.dispatch_cached(signature, params)
 
-    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor, Move]:
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
         combined_x = self.empty((handle.num_tokens, s.hidden), args.x.dtype)
         with_values = args.lane_values is not None
-        lane_values = torch.empty(handle.num_tokens if with_values else 0, s.num_topk, dtype=torch.float32)
+        lane_values = torch.empty(handle.num_tokens, s.num_topk, dtype=torch.float32) if with_values else None
         params = _C.CombineParams()
         params.dtype = getattr(_C.DType, DTYPE_NAMES[args.x.dtype])
         params.layout = getattr(_C.Layout, handle.layout)
@@ -159,16 +159,17 @@ class ShmBackend:
         """Outputs of a dispatch, with the rows that nobody sends (padding, and the rest up to a bound) already zero."""
         num_rows = handle.num_rows
         recv_x = self.empty((num_rows, self.settings.hidden), args.x.dtype)
-        num_scales = 0 if args.x_scales is None else args.x_scales.shape[1]
-        recv_x_scales = torch.empty(num_rows if num_scales else 0, num_scales, dtype=torch.float32)
-        num_weights = 0 if args.topk_weights is None else num_rows
-        shape = (num_weights,) if handle.layout == "expert" else (num_weights, self.settings.num_topk)
-        rows = Rows(recv_x, recv_x_scales, torch.empty(shape, dtype=torch.float32))
+        scales = weights = None
+        if args.x_scales is not None:
+            scales = torch.empty(num_rows, args.x_scales.shape[1], dtype=torch.float32)
+        if args.topk_weights is not None:
+            weights = torch.empty((num_rows,) if handle.layout == "expert" else (num_rows, self.settings.num_topk), dtype=torch.float32)
         for begin, end in _unsent_rows(handle):
             recv_x[begin:end].view(torch.uint8).zero_()
-            recv_x_scales[begin:end].zero_()
-            rows.recv_topk_weights[begin:end].zero_()
-        return rows
+            for tensor in (scales, weights):
+                if tensor is not None:
+                    tensor[begin:end].zero_()
+        return Rows(recv_x, scales, weights)
 
     def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows) -> Any:
         params = _C.DispatchParams()

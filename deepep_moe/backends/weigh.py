@@ -11,7 +11,7 @@ from deepep_moe.backends.base import DTYPE_NAMES
 
 GPU = "cuda"  # the type of the devices that the CUDA kernels serve
 
-# Tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
+# Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
 _BLOCK = 64
 
 
@@ -21,9 +21,13 @@ def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Te
     grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
     Returns [num_rows, hidden] in x's dtype and [num_rows] fp32, both computed in fp32.
     """
-    if not _has_kernels(grad):
-        return (grad.float() * weights[:, None]).to(x.dtype), (grad.float() * x.float()).sum(1)
     grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
+    if not _has_kernels(grad):
+        for rows in _blocks(x):
+            wide = grad[rows].float()
+            grad_x[rows] = wide * weights[rows, None]
+            grad_weights[rows] = (wide * x[rows]).sum(1)
+        return grad_x, grad_weights
     with _current(x):
         _C.gpu_weigh_backward(
             grad=grad.data_ptr(), x=x.data_ptr(), weights=weights.data_ptr(), grad_x=grad_x.data_ptr(),
@@ -100,6 +104,7 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    num_tokens = rows.shape[1]
-    step = _BLOCK if rows.device.type == "cpu" else max(1, num_tokens)
-    return [slice(start, start + step) for start in range(0, num_tokens, step)]
+    """Of its last dimension but one."""
+    num_rows = rows.shape[-2]
+    step = _BLOCK if rows.device.type == "cpu" else max(1, num_rows)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]

@@ -1,7 +1,7 @@
 """Swap the MoE layers of a model, and swap them back."""
 
+import gc
 import inspect
-import json
 import logging
 import os
 import re
@@ -78,6 +78,7 @@ def _replace(model: nn.Module, options: Options) -> int:
     for layer, plan in zip(native, plans, strict=False):
         layer.__class__, layer.deepep_moe_plan = PackedMOELayer, plan
     _swapped.update(layers)
+    gc.collect()  # layers that are gone are so on all ranks, as their buffers must be
     shared.keep({layer.deepep_moe_plan for layer in _swapped})
     _report([layer for layer in found if layer not in native], len(native), len(autoep), options)
     return len(layers)
@@ -147,6 +148,7 @@ def restore_moe_layers(model: nn.Module) -> int:
 
         restore(autoep)
     _swapped.difference_update(native + autoep)
+    gc.collect()
     if (native or autoep) and not _swapped:
         shared.destroy()
     return len(native) + len(autoep)
@@ -172,10 +174,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _check_section(arguments: Mapping[str, Any]) -> None:
-    """Raises for a wrong section before the engine is built, where ds_config is a dictionary or a file of JSON."""
+    """Raises for a wrong section before the engine is built, where ds_config is a dictionary or a file."""
+    import hjson  # DeepSpeed reads its files so
+
     config = arguments.get("config") or arguments.get("config_params") or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(config, str | os.PathLike) and os.path.isfile(config):
-        config = json.loads(Path(config).read_text())
+        config = hjson.loads(Path(config).read_text())
     if isinstance(config, Mapping):
         options_of(config)
 
