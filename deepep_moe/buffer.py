@@ -268,9 +268,11 @@ class Buffer:
         self._alive().check()
 
     def refused(self, error: Exception) -> Exception:
-        """For wrappers that check arguments of their own: tell the peers, who are or will be in a call, that this rank does not make it;
+        """Tell the peers, who are or will be in a call, that this rank does not make it, also for wrappers with checks of their own;
         they raise EPPeerError with the same reason. Returns `error`, to be raised."""
-        return self._refuse(error)
+        self._wait_for_pending()
+        self._alive().abort(f"{type(error).__name__}: {error}")
+        return error
 
     def destroy(self) -> None:
         """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so; on GPUs, where they
@@ -327,18 +329,12 @@ class Buffer:
                 "create a Buffer in each process"
             )
 
-    def _refuse(self, error: Exception) -> Exception:
-        """Tell the peers of a refused argument, so that they raise instead of waiting; returns the error to raise."""
-        self._wait_for_pending()
-        self._alive().abort(f"{type(error).__name__}: {error}")
-        return error
-
     def _or_refuse(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """The function's result. Wrong types and values that it finds are told to the peers. (A context manager takes longer.)"""
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            raise self._refuse(error) from None
+            raise self.refused(error) from None
 
     def _checked(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:
         """The backend, to make a call with `args`, which are right."""
@@ -350,7 +346,7 @@ class Buffer:
         try:
             self._earlier_failure = backend.take_failure() or self._earlier_failure
         except EPError as error:
-            raise self._refuse(error) from None
+            raise self.refused(error) from None
         return backend
 
     def _or_tell(self, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -438,4 +434,4 @@ class Buffer:
         error = pending.failure()
         self._pending = None
         if error is not None and not pending.seen:
-            raise self._refuse(EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")) from error
+            raise self.refused(EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")) from error

@@ -23,8 +23,8 @@ __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kin
     failure->kind = kind;
 }
 
-// *word, which `load` loads, once it has reached `expected`, with a look at the clock every kLooks. Less, as it was last seen, past the deadline or once another wait of this rank has
-// failed.
+// *word, which `load` loads, once it has reached `expected`, with a look at the clock every kLooks. Less, as it was last seen, past the deadline
+// or once another wait of this rank has failed.
 template <unsigned kPause, int kLooks = 256, class Load>
 __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, const unsigned long long* word, const Load& load, unsigned long long expected,
                                                          unsigned long long timeout_ns) {
