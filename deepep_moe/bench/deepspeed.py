@@ -3,10 +3,11 @@
 In one run, in turns, on the same inputs, gate and experts: "exchange" is the layer with experts that cost nothing (rows return as they
 came), so gate, encoding, both all-to-alls and decoding are in it; "communication" is what is left of it without the gate, whose median is
 taken off; "layer" has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers); "deepspeed" is the
-layer's own forward. Results are compared first. Times are of the slowest rank.
+layer's own forward. Results are compared first. Times are of the slowest rank, for one of `--num-layers` that are run forward one after
+another and then backward, as in a model, where a backward's thread is woken once and not for each layer.
 
-Without options: on the CPU, 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, in fp32 and bf16; on GPUs, all of them, hidden 4096,
-top-2 and top-8 of 64 experts, in bf16.
+Without options: on the CPU, 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, in fp32 and bf16, a layer at a time; on GPUs, all of
+them, hidden 4096, top-2 and top-8 of 64 experts, in bf16, 4 layers at a time.
 """
 
 import argparse
@@ -29,8 +30,24 @@ from deepep_moe.testing import run_ranks
 DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
 _WARMUP = 3
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"backend": "auto", "hidden": 1024, "ffn_hidden": 512, "num_experts": 16, "num_topk": [2], "dtype": ["fp32", "bf16"]},
-    "cuda": {"backend": "nvlink", "hidden": 4096, "ffn_hidden": 2048, "num_experts": 64, "num_topk": [2, 8], "dtype": ["bf16"]},
+    "cpu": {
+        "backend": "auto",
+        "hidden": 1024,
+        "ffn_hidden": 512,
+        "num_experts": 16,
+        "num_topk": [2],
+        "dtype": ["fp32", "bf16"],
+        "num_layers": 1,
+    },
+    "cuda": {
+        "backend": "nvlink",
+        "hidden": 4096,
+        "ffn_hidden": 2048,
+        "num_experts": 64,
+        "num_topk": [2, 8],
+        "dtype": ["bf16"],
+        "num_layers": 4,
+    },
 }
 
 
@@ -44,41 +61,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-topk", type=int, nargs="+")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), nargs="+")
     parser.add_argument("--capacity-factor", type=float, default=1.25, help="of DeepSpeed's gates: what exceeds it is dropped")
+    parser.add_argument(
+        "--num-layers", type=int, help="timed in one forward and one backward, all with the same input; default 1, on GPUs 4"
+    )
     parser.add_argument("--repeats", type=int, default=20)
 
 
 class LayerPass(Pass):
-    """A forward and a backward of a MoE layer, its loss for the balance included. Gates draw the same random numbers every time."""
+    """Forwards and backwards of a MoE layer, its loss for the balance included. Gates draw the same random numbers every time."""
+
+    num_layers = 1
 
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
         super().__init__(self._run, cotangent, {"input": x} | dict(layer.named_parameters()))
         self._layer, self._x = layer, x
-        self._l_aux: Tensor | None = None
+        self._made: list[tuple[Tensor, Tensor]] = []
 
     def _run(self) -> Tensor:
         reseed(self._x.device)
-        output, self._l_aux, _ = self._layer(self._x)
-        return output
+        self._made = [self._one() for _ in range(self.num_layers)]
+        return self._made[0][0]
+
+    def _one(self) -> tuple[Tensor, Tensor]:
+        """The output, and the loss for the balance."""
+        output, l_aux, _ = self._layer(self._x)
+        return output, l_aux
 
     def backward(self) -> None:
-        assert self._output is not None and self._l_aux is not None
-        torch.autograd.backward([self._output, self._l_aux], [self._cotangent, torch.ones_like(self._l_aux)])
+        outputs, losses = zip(*self._made, strict=True)
+        gradients = [self._cotangent] * len(outputs) + [torch.ones_like(loss) for loss in losses]
+        torch.autograd.backward([*outputs, *losses], gradients)
 
     def clear(self) -> None:
         super().clear()
-        self._l_aux = None
+        self._made = []
 
 
 class GatePass(LayerPass):
     """The same of the layer's gate alone."""
 
-    def _run(self) -> Tensor:
+    def _one(self) -> tuple[Tensor, Tensor]:
         from deepep_moe.integrations.deepspeed.routing import route  # type: ignore[import-not-found]
 
-        reseed(self._x.device)
         routing = route(self._layer.deepspeed_moe.gate, self._x, None)
-        self._l_aux = routing.l_aux
-        return routing.topk_weights
+        return routing.topk_weights, routing.l_aux
 
 
 def reseed(device: torch.device) -> None:
@@ -186,7 +212,8 @@ def _time(passes: dict[str, dict[str, LayerPass]], measured: Measured, options: 
     for turn in range(_WARMUP + options.repeats):
         for what, of_one in passes.items():
             for kind, timed in of_one.items():
-                times = clock.times(timed)
+                timed.num_layers = options.num_layers
+                times = [time / options.num_layers for time in clock.times(timed)]
                 if turn >= _WARMUP:
                     measured.times.setdefault((what, kind), []).append(times)
     if device.type == "cuda":
@@ -254,6 +281,7 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
                     "hardware": first.hardware,
                     "rival_versions": first.versions,
                     "capacity_factor": options.capacity_factor,
+                    "num_layers": options.num_layers,
                     "ffn_hidden": options.ffn_hidden if what == "layer" else None,
                     "differences": first.differences["layer" if what == "layer" else "exchange"][mode],
                 }
@@ -267,8 +295,8 @@ def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> No
     first, times = ranks[0], slowest(ranks)
     print(
         f"\nMoE, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {shape.dtype} a rank, top-{shape.num_topk} of "
-        f"{options.num_experts} experts, capacity factor {options.capacity_factor:g}, ffn {options.ffn_hidden}; "
-        f"deepep_moe backend {first.backend}"
+        f"{options.num_experts} experts, capacity factor {options.capacity_factor:g}, ffn {options.ffn_hidden}, one of "
+        f"{options.num_layers} layers; deepep_moe backend {first.backend}"
     )
     print(f"{'ms, median (p10 to p90)':28}" + "".join(f"{part:>26}" for part in PARTS) + f"{'faster than deepspeed':>24}")
     for (what, kind), of_one in times.items():
@@ -301,10 +329,10 @@ def resolve(options: argparse.Namespace) -> None:
             "give --num-ranks, or --device cpu"
         )
     fits = all(0 < num_topk <= options.num_experts for num_topk in options.num_topk)
-    if options.num_experts % options.num_ranks or not fits or options.repeats < 1:
+    if options.num_experts % options.num_ranks or not fits or min(options.repeats, options.num_layers) < 1:
         raise ValueError(
             f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, each of --num-topk "
-            f"{options.num_topk} 1 to the experts, --repeats {options.repeats} at least 1"
+            f"{options.num_topk} 1 to the experts, --repeats {options.repeats} and --num-layers {options.num_layers} at least 1"
         )
 
 
