@@ -70,27 +70,33 @@ struct Kernel {
         return reinterpret_cast<const T*>(p.handle + offset);
     }
 
-    // Adds pieces `at` and `at` + 32 of a token's rows to `sum`, in order.
-    __device__ void sum_rows(Sum& sum, int at, const TokenRows& token) const {
-        uint4* const places = shared().rows + threadIdx.x;  // of this thread alone
+    // Pieces `at` and `at` + 32 of a token's rows from the first-th on set out for shared memory.
+    __device__ void load_rows(const TokenRows& token, int first, int at) const {
+        const int count = min(kRowsOnTheirWay, token.num - first);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const uint4* const from = pieces(p.x + token.rows[first + i] * row_bytes) + at;
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j)
+                if (at + 32 * j < num_pieces) copy_async(place(i) + j * kSummingThreads, from + 32 * j);
+        }
+    }
+    // Of this thread alone.
+    __device__ static uint4* place(int nth_row) { return shared().rows + nth_row * kBatchPieces + threadIdx.x; }
+
+    // Adds them to `sum`, in order. is_loaded: the first ones have set out.
+    __device__ void sum_rows(Sum& sum, const TokenRows& token, int at, bool is_loaded) const {
 #pragma unroll 1
         for (int first = 0; first < token.num; first += kRowsOnTheirWay) {
-            const int count = min(kRowsOnTheirWay, token.num - first);
-#pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-                const uint4* const from = pieces(p.x + token.rows[first + i] * row_bytes) + at;
-#pragma unroll
-                for (int j = 0; j < kBatch; ++j)
-                    if (at + 32 * j < num_pieces) copy_async(places + (i * kBatch + j) * kSummingThreads, from + 32 * j);
-            }
+            if (first != 0 || !is_loaded) load_rows(token, first, at);
             wait_copies();
 #pragma unroll 1
-            for (int i = 0; i < count; ++i) {
+            for (int i = 0; i < min(kRowsOnTheirWay, token.num - first); ++i) {
                 const float weight = token.weights[first + i];
 #pragma unroll
                 for (int j = 0; j < kBatch; ++j) {
                     float x[Values::kCount];
-                    Values::load(places[(i * kBatch + j) * kSummingThreads], x);
+                    Values::load(place(i)[j * kSummingThreads], x);
 #pragma unroll
                     for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], __fmul_rn(weight, x[v]));
                 }
@@ -109,23 +115,31 @@ struct Kernel {
     // The call whose handle it is.
     __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
 
-    // A block takes one token after the other; its last warp, which sums nothing, looks for the rows of the next.
+    // A block takes one token after the other. Its last warp, which sums nothing, looks for the rows of the next, and these set out before
+    // the sum of this one is pushed: a link takes it slowly.
     __device__ void send() const {
         const int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
         const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)), end = min(config.num_ranks * most, config.capacity());
         int turn = 0;
+        bool is_loaded = false;
         if (warp == kLastWarp) find_rows(blockIdx.x, num_tokens, shared().tokens[0]);
         __syncthreads();
 #pragma unroll 1
         for (int nth = blockIdx.x; nth < end; nth += gridDim.x, turn ^= 1) {
             if (warp == kLastWarp) find_rows(nth + gridDim.x, num_tokens, shared().tokens[turn ^ 1]);
-            if (shared().tokens[turn].num != 0) send_sum(token_at(nth), shared().tokens[turn]);
+            const TokenRows &token = shared().tokens[turn], &next = shared().tokens[turn ^ 1];
+            const bool sends = token.num != 0;
+            if (sends) send_sum(token_at(nth), token, is_loaded, next);
+            is_loaded = sends;
             __syncthreads();
         }
     }
 
-    // All ranks begin with another one.
-    __device__ SourceToken token_at(int nth) const { return SourceToken(nth, (c.rank + 1) % config.num_ranks, config.num_ranks); }
+    // Of all ranks by turns, beginning with another one than all others do.
+    __device__ SourceToken token_at(int nth) const {
+        const int source = (nth + c.rank + 1) % config.num_ranks;
+        return {source, nth / config.num_ranks};
+    }
 
     // One warp: of a token that was received, and whose rank can take their sum. num_tokens: of rank r in lane r.
     __device__ void find_rows(int nth, int num_tokens, TokenRows& out) const {
@@ -140,16 +154,18 @@ struct Kernel {
         if (lane == 0) out.num = __popc(lanes);
     }
 
-    __device__ void send_sum(const SourceToken& to, const TokenRows& token) const {
+    __device__ void send_sum(const SourceToken& to, const TokenRows& token, bool is_loaded, const TokenRows& next) const {
         Staged& staged = *shared_memory<Staged>();
+        const int piece = warp * 32 * kBatch + lane;
+        const bool sums = threadIdx.x < kSummingThreads;
 #pragma unroll 1
         for (int begin = 0; begin < num_sent; begin += kSentPieces) {
             Sum sum = {};
-            const int piece = warp * 32 * kBatch + lane, first = begin / kSentPieces * kBatchPieces;
-            if (threadIdx.x < kSummingThreads) sum_rows(sum, first + piece, token);
+            if (sums) sum_rows(sum, token, begin / kSentPieces * kBatchPieces + piece, is_loaded && begin == 0);
             if (begin != 0) __syncthreads();  // until what was staged before is sent
-            if (threadIdx.x < kSummingThreads) stage(staged, piece, sum);
+            if (sums) stage(staged, piece, sum);
             __syncthreads();
+            if (sums && begin + kSentPieces >= num_sent) load_rows(next, 0, piece);
             const int first_part = begin / kLinePieces * kPartsOfLine;
             staged.push(c, 1u << to.source, min(kSentPieces, num_sent - begin), kQuantized, flag,
                         [&](int rank) { return Turn(c, rank, call).row(c.rank, to.token) + first_part; });

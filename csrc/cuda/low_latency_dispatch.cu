@@ -48,6 +48,7 @@ struct Kernel {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
     const int64_t x_bytes, row_bytes;  // of a row as it is given, and as it is received, without its scales
     const int num_pieces;              // of that
+    const int num_senders;             // blocks that send before they receive
 
     __device__ Kernel(const Launch& l, unsigned long long call)
         : c(l.context),
@@ -58,7 +59,8 @@ struct Kernel {
           num_local(config.num_local_experts),
           x_bytes(config.hidden * (16 / Piece<kType>::kCount)),
           row_bytes(kQuantized ? config.hidden : x_bytes),
-          num_pieces(static_cast<int>(row_bytes / 16)) {}
+          num_pieces(static_cast<int>(row_bytes / 16)),
+          num_senders(l.sends ? min(static_cast<int>(gridDim.x), config.num_ranks + p.num_tokens) : 0) {}
 
     __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
     template <class T>
@@ -221,46 +223,59 @@ struct Kernel {
 
     // ---- receiving ----
 
-    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy one after the other.
+    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy one after the other. Which they are needs the most
+    // tokens of a rank; until all ranks have told, those of this one.
     __device__ void receive() const {
-        const int step = static_cast<int>(gridDim.x);
-        int end = static_cast<int>(config.capacity());
+        const int begin = first_token(), step = static_cast<int>(gridDim.x);
+        int most = max(1, p.num_tokens), end = static_cast<int>(config.capacity());
 #pragma unroll 1
-        for (int first = blockIdx.x; first < end; first += kWarps * step) {
+        for (int first = begin; first < end; first += kWarps * step) {
             const int own = first + warp * step;
-            const SourceToken from = token_at(own);
-            const PartsOfHead place(*this, from);
+            bool is_loaded = own < min(end, config.num_ranks * most);
             Parts<1> head;
-            if (own < end) head.load(place);
-            if (first == static_cast<int>(blockIdx.x)) {
-                hear();
+            if (is_loaded) head.load(PartsOfHead(*this, token_at(own, most)));
+            if (first == begin) {
+                hear(begin == 0);
                 end = config.num_ranks * shared().most;
+                is_loaded &= shared().most == most;
+                most = max(1, shared().most);
             }
+            const SourceToken from = token_at(own, most);
             if (lane == 0) shared().tokens[warp].num = 0;
-            if (own < end) find_rows(from, head, place, shared().tokens[warp]);
+            if (own < end) find_rows(from, head, is_loaded, shared().tokens[warp]);
             __syncthreads();
 #pragma unroll 1
             for (int n = 0; n < kWarps && first + n * step < end; ++n)
-                if (shared().tokens[n].num != 0) copy(token_at(first + n * step), shared().tokens[n]);
+                if (shared().tokens[n].num != 0) copy(token_at(first + n * step, most), shared().tokens[n]);
             __syncthreads();
         }
     }
 
-    __device__ SourceToken token_at(int nth) const { return SourceToken(nth, c.rank, config.num_ranks); }
+    // Blocks that send nothing take the first ones.
+    __device__ int first_token() const {
+        const int block = static_cast<int>(blockIdx.x) - num_senders;
+        return block < 0 ? block + static_cast<int>(gridDim.x) : block;
+    }
 
-    // Until all ranks have come, with their counts.
-    __device__ void hear() const {
+    // The n-th of `most` of each rank, in the order in which their rows come: this rank's own, then those of the rank that pushes here first.
+    __device__ SourceToken token_at(int nth, int most) const {
+        const int turn = nth / most, source = c.rank - turn;
+        return {source < 0 ? source + config.num_ranks : source, nth - turn * most};
+    }
+
+    // Until all ranks have come, with their counts. tells: it is the block that passes them on, and keeps statistics.
+    __device__ void hear(bool tells) const {
         if (c.masks_stalled) {
             shared().lacking = 0;
             __syncthreads();
         }
         if (warp == 0)
-            keep(meet(c, flag, p.statistics, blockIdx.x == 0));
+            keep(meet(c, flag, p.statistics, tells));
         else
             hear_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
         __syncthreads();
         if (c.masks_stalled) go_by_all_blocks();
-        if (blockIdx.x == 0) tell_counts();
+        if (tells) tell_counts();
     }
 
     // One warp.
@@ -288,12 +303,11 @@ struct Kernel {
         }
     }
 
-    // One warp: where the rows of a token go, for the block and the handle.
-    template <class Place>
-    __device__ void find_rows(const SourceToken& from, Parts<1>& head, const Place& place, TokenRows& out) const {
+    // One warp: where the rows of a token go, for the block and the handle. is_loaded: its head is, if it has come.
+    __device__ void find_rows(const SourceToken& from, Parts<1>& head, bool is_loaded, TokenRows& out) const {
         if (from.token >= shared().num_tokens[from.source]) return;
         LowLatencyLane there{-1, 0, 0.0f};
-        if (wait(head, place, from.source, true)) there = lane_of_head(head.values[0]);
+        if (wait(head, PartsOfHead(*this, from), from.source, is_loaded)) there = lane_of_head(head.values[0]);
         if (lane >= config.num_topk) there.expert = -1;
         int row = -1;
         if (there.expert >= 0)

@@ -158,12 +158,9 @@ __device__ inline void end_send(const LowLatencyContext& c, unsigned long long c
     }
 }
 
-// The n-th of the tokens that there is room for: those of all sources by turns, so that who takes it need not know how many they have.
+// A token of a rank.
 struct SourceToken {
     int source, token;
-    __device__ SourceToken(int nth, int first_source, int num_ranks) : source(nth % num_ranks + first_source), token(nth / num_ranks) {
-        if (source >= num_ranks) source -= num_ranks;
-    }
 };
 
 }  // namespace deepep_moe

@@ -44,8 +44,8 @@ struct StagedPieces {
         return line_end(scales[(piece - kLinePieces) / kPiecesOfBlock], scales[(min(piece, num_pieces) - 1) / kPiecesOfBlock], flag);
     }
 
-    // All threads of a block: to the same place of the rows of all `ranks`, the peers first, one after the other from the next rank on, so that
-    // not all ranks store to the same one at a time. row_at(rank): the first part. flag: of each line.
+    // All threads of a block: to the same place of the rows of all `ranks`, one after the other from this rank on, so that not all store to
+    // the same one at a time. row_at(rank): the first part. flag: of each line.
     template <class RowAt>
     __device__ void push(const LowLatencyContext& c, unsigned ranks, int num_pieces, bool has_scales, unsigned long long flag, const RowAt& row_at) const {
         const int num_parts = parts_of(num_pieces);
@@ -55,7 +55,7 @@ struct StagedPieces {
             const uint4 value = part(i, num_pieces, has_scales, flag);
             __syncwarp();
 #pragma unroll 1
-            for (int turn = 1; turn <= c.config.num_ranks; ++turn) {
+            for (int turn = 0; turn < c.config.num_ranks; ++turn) {
                 const int to = c.rank + turn < c.config.num_ranks ? c.rank + turn : c.rank + turn - c.config.num_ranks;
                 if ((ranks >> to & 1) != 0) store_part(row_at(to) + i, value, i < num_parts);
             }
