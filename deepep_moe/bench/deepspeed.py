@@ -1,8 +1,8 @@
 """Benchmark of DeepSpeed's MoE layer, forward and backward, with packed tokens through deepep_moe and with its own padded slots.
 
 In one run, in turns, on the same inputs, gate and experts: "exchange" is the layer with experts that cost nothing (rows return as they
-came), so gate, encoding, both all-to-alls and decoding are in it; "communication" is what is left of it without the gate, whose median is
-taken off; "layer" has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers); "deepspeed" is the
+came), so gate, encoding, both all-to-alls and decoding are in it; "communication" is the same where the gate has decided before; "layer"
+has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers); "deepspeed" is the
 layer's own forward. Results are compared first. Times are of the slowest rank, for one of `--num-layers` that are run forward one after
 another and then backward, as in a model, where a backward's thread is woken once and not for each layer.
 
@@ -97,14 +97,32 @@ class LayerPass(Pass):
         self._made = []
 
 
-class GatePass(LayerPass):
-    """The same of the layer's gate alone."""
+class CommunicationPass(LayerPass):
+    """The same without the gate: it has decided, and its weights and its loss are leaves."""
+
+    def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
+        from deepep_moe.integrations.deepspeed.routing import ask  # type: ignore[import-not-found]
+
+        super().__init__(layer, x, cotangent)
+        self._gate = layer.deepspeed_moe.gate
+        reseed(x.device)
+        self._decided = [_leaf(value) for value in ask(self._gate, x, None)]
+        self._leaves = {"input": x} | {f"gate.{i}": value for i, value in enumerate(self._decided) if _has_gradient(value)}
 
     def _one(self) -> tuple[Tensor, Tensor]:
-        from deepep_moe.integrations.deepspeed.routing import route  # type: ignore[import-not-found]
+        self._gate.forward = lambda *_: self._decided
+        try:
+            return super()._one()
+        finally:
+            del self._gate.forward
 
-        routing = route(self._layer.deepspeed_moe.gate, self._x, None)
-        return routing.topk_weights, routing.l_aux
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_() if _has_gradient(value) else value
 
 
 def reseed(device: torch.device) -> None:
@@ -189,6 +207,7 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
         for what, expert in (("exchange", nn.Identity()), ("layer", FeedForward(options.hidden, options.ffn_hidden)))
     }
     passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
+    passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
     for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # copies of one, which a gate need not tell apart
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     differences = {what: compare(of_one) for what, of_one in passes.items()}
@@ -198,8 +217,6 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     topk_idx = experts_of(layers["exchange"][DEEPSPEED], x)
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     measured = Measured(shared.backends()[0], *_describe(device, num_ranks), sent, differences)
-    layer = layers["exchange"][DEEPSPEED]
-    passes["gate"] = {"gate": GatePass(layer, x, cotangent.new_ones((shape.num_topk, len(x)), dtype=torch.float32))}
     _time(passes, measured, options, device)
     shared.destroy()
     return measured
@@ -245,10 +262,6 @@ def slowest(ranks: list[Measured]) -> dict[tuple[str, str], dict[str, list[float
     for key in ranks[0].times:
         turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
         found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
-    gate = {part: statistics.median(times) for part, times in found["gate", "gate"].items()}
-    for kind in (*MODES, DEEPSPEED):
-        exchange = found["exchange", kind]
-        found["communication", kind] = {part: [time - gate[part] for time in exchange[part]] for part in PARTS}
     return found
 
 
@@ -273,7 +286,7 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
     settings |= {"num_topk": shape.num_topk, "dtype": dtype}
     records = []
-    for what in (*first.differences, "communication"):
+    for what in first.differences:
         for mode in MODES:
             for part in PARTS:
                 num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
@@ -283,7 +296,7 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
                     "capacity_factor": options.capacity_factor,
                     "num_layers": options.num_layers,
                     "ffn_hidden": options.ffn_hidden if what == "layer" else None,
-                    "differences": first.differences["layer" if what == "layer" else "exchange"][mode],
+                    "differences": first.differences[what][mode],
                 }
                 op = f"deepspeed {what} {mode} {shape} {part}"
                 ours, theirs = times[what, mode][part], times[what, DEEPSPEED][part]

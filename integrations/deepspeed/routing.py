@@ -32,18 +32,24 @@ def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
     if len(x) == 0:
         return _route_nothing(gate, x)
     with _alone(gate, len(x)):
-        if _has_sparse_routes(type(gate)):
-            l_aux, _, _, topk_idx, _, topk_weights, exp_counts = gate(x, used_token, True, False)
-            return Routing(topk_idx, topk_weights, l_aux, exp_counts)
-        l_aux, combine_weights, _, exp_counts = gate(x, used_token)
+        decided = ask(gate, x, used_token)
+    if has_sparse_routes(type(gate)):
+        l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
+        return Routing(topk_idx, topk_weights, l_aux, exp_counts)
+    l_aux, combine_weights, _, exp_counts = decided
     # [num_tokens, num_experts]: a token has at most one slot in an expert. These versions weigh in the dtype of the rows.
     weights = combine_weights.sum(-1).to(x.dtype).float()
     topk_weights, topk_idx = weights.topk(gate.k, dim=1)
     return Routing(topk_idx.masked_fill(topk_weights == 0, -1).t(), topk_weights.t(), l_aux, exp_counts)
 
 
+def ask(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
+    """What the gate returns to its layer."""
+    return gate(x, used_token, True, False) if has_sparse_routes(type(gate)) else gate(x, used_token)
+
+
 @functools.cache
-def _has_sparse_routes(gate_class: type) -> bool:
+def has_sparse_routes(gate_class: type) -> bool:
     """0.19.4 and newer: the third argument asks for experts and weights per token, and a fourth is for Tutel."""
     return "sparse_routes" in inspect.signature(gate_class.forward).parameters
 
