@@ -36,8 +36,10 @@ struct Shared {
 
 template <DType kType, bool kQuantized>
 struct Kernel {
-    static constexpr int kParts = kQuantized ? 1 : 2;  // of a thread at once: pieces of a row that is sent, parts of one that is received
-    static constexpr int kStagedPieces = kParts * kStagingThreads;
+    static constexpr int kPieces = kQuantized ? 1 : 2;  // of a row that is sent, of a thread at once
+    static constexpr int kParts = 2;                    // of a row that is received, likewise
+    static constexpr int kGroups = 2;                   // of warps that receive
+    static constexpr int kStagedPieces = kPieces * kStagingThreads;
     using Staged = StagedPieces<kStagedPieces>;  // not more than Shared::staged
     static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
 
@@ -80,9 +82,7 @@ struct Kernel {
         if (block < 0) {
             const FirstMarks experts(c, p);
             enter(blockIdx.x);
-            clear(c, marks());
-            __syncthreads();
-            send_counts(blockIdx.x, mark_tokens(c, p, marks(), experts));
+            send_counts(blockIdx.x, find_places(experts));
         } else if (block < p.num_tokens) {
             send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks);
         }
@@ -123,7 +123,8 @@ struct Kernel {
         __syncthreads();
     }
 
-    // The row first, which takes the longest; its head follows when the row's place is known.
+    // The head first: by the time that the row has come, its receiver knows where it belongs. All places are worked out while the first
+    // token's columns are on their way.
     __device__ void send_rows(int first, int step) const {
         const FirstMarks experts(c, p);
         int turn = 0;
@@ -135,18 +136,24 @@ struct Kernel {
 #pragma unroll 1
             for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
                 const Given given(*this, token, begin);
-                if (token == first && begin == 0) clear(c, marks());
+                if (token == first && begin == 0) find_places(experts);
                 if (sends_head && begin == 0) shared().ranks[turn] = own.ranks();
                 given.stage(*this, staged(turn));
                 __syncthreads();
                 if (begin == 0) ranks = shared().ranks[turn];
+                if (sends_head && begin == 0) send_head(token, own, ranks);
                 const int first_part = begin / kLinePieces * kPartsOfLine;
                 staged(turn).push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag,
                                   [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
             }
-            if (token == first) mark_tokens(c, p, marks(), experts);
-            if (sends_head) send_head(token, own, ranks);
         }
+    }
+
+    // All threads. Whether something is wrong with them, a block that counts tells.
+    __device__ bool find_places(const FirstMarks& experts) const {
+        clear(c, marks());
+        __syncthreads();
+        return mark_tokens(c, p, marks(), experts);
     }
 
     // One of top-k: where it goes, what with, and who is masked. One warp has them.
@@ -188,12 +195,12 @@ struct Kernel {
     struct Given {
         static constexpr int kLoads = kGivenBytes / 16;
         int num = 0;
-        uint4 raw[kParts][kLoads] = {};
+        uint4 raw[kPieces][kLoads] = {};
 
         __device__ Given(const Kernel& k, int token, int begin) {
             if (threadIdx.x >= kStagingThreads) return;
 #pragma unroll
-            for (int i = 0; i < kParts; ++i) {
+            for (int i = 0; i < kPieces; ++i) {
                 const int piece = begin + threadIdx.x + i * kStagingThreads;
                 if (piece >= k.num_pieces) return;
                 ++num;
@@ -205,7 +212,7 @@ struct Kernel {
 
         __device__ void stage(const Kernel& k, Staged& staged) const {
 #pragma unroll
-            for (int i = 0; i < kParts; ++i) {
+            for (int i = 0; i < kPieces; ++i) {
                 uint4 value = raw[i][0];
                 const int at = threadIdx.x + i * kStagingThreads;
                 if constexpr (kQuantized) {
@@ -223,8 +230,8 @@ struct Kernel {
 
     // ---- receiving ----
 
-    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy one after the other. Which they are needs the most
-    // tokens of a rank; until all ranks have told, those of this one.
+    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy, a group of warps a token, so that the next one's
+    // parts are on their way. Which tokens they are needs the most of a rank; until all ranks have told, those of this one.
     __device__ void receive() const {
         const int begin = first_token(), step = static_cast<int>(gridDim.x);
         int most = max(1, p.num_tokens), end = static_cast<int>(config.capacity());
@@ -244,9 +251,10 @@ struct Kernel {
             if (lane == 0) shared().tokens[warp].num = 0;
             if (own < end) find_rows(from, head, is_loaded, shared().tokens[warp]);
             __syncthreads();
+            const int num_groups = first + step < end ? kGroups : 1;
 #pragma unroll 1
-            for (int n = 0; n < kWarps && first + n * step < end; ++n)
-                if (shared().tokens[n].num != 0) copy(token_at(first + n * step, most), shared().tokens[n]);
+            for (int n = warp % num_groups; n < kWarps && first + n * step < end; n += num_groups)
+                if (shared().tokens[n].num != 0) copy(token_at(first + n * step, most), shared().tokens[n], num_groups);
             __syncthreads();
         }
     }
@@ -347,18 +355,19 @@ struct Kernel {
     };
     struct PartsOfRow {
         const uint4* const row;
-        const int first, num;
-        __device__ PartsOfRow(const Kernel& k, const SourceToken& from, int first)
-            : row(Turn(k.c, k.c.rank, k.call).row(from.source, from.token)), first(first + k.lane), num(parts_of(k.num_pieces)) {}
-        __device__ int nth(int i) const { return first + i * kThreads; }
+        const int first, step, num;
+        __device__ PartsOfRow(const Kernel& k, const SourceToken& from, int first, int step)
+            : row(Turn(k.c, k.c.rank, k.call).row(from.source, from.token)), first(first + k.lane), step(step), num(parts_of(k.num_pieces)) {}
+        __device__ int nth(int i) const { return first + i * step; }
         __device__ const uint4* operator()(int i) const { return nth(i) < num ? row + nth(i) : nullptr; }
     };
 
-    // What does not come is zeros.
-    __device__ void copy(const SourceToken& from, const TokenRows& rows) const {
+    // A group of warps, of which this is one. What does not come is zeros.
+    __device__ void copy(const SourceToken& from, const TokenRows& rows, int num_groups) const {
+        const int step = kThreads / num_groups;
 #pragma unroll 1
-        for (int first = warp * 32; first < parts_of(num_pieces); first += kParts * kThreads) {
-            const PartsOfRow place(*this, from, first);
+        for (int first = warp / num_groups * 32; first < parts_of(num_pieces); first += kParts * step) {
+            const PartsOfRow place(*this, from, first, step);
             Parts<kParts> parts;
             const bool are_here = wait(parts, place, from.source, false);
 #pragma unroll
