@@ -61,8 +61,8 @@ class Buffer:
             an NCCL group), `shm` (ranks of one host, CPU tensors) and `collective` (`all_to_all_single` of the group).
             `buffer.backend` says which; so does one log line on rank 0.
         num_sms: multiprocessors of a GPU that send rows, 1 to all; 0: copy engines send, and no multiprocessor while rows fly. A
-            call may say otherwise; results never depend on it. None: 12, or all where there are fewer. CPU backends have none and
-            do not look.
+            call may say otherwise; results never depend on it. None: 12, in a combine from the expert layout among three
+            ranks or more 14, or all where there are fewer. CPU backends have none and do not look.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
     Raises:

@@ -11,7 +11,7 @@ from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArg
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.handle import DispatchHandle
 
-DEFAULT_NUM_SMS = 12
+DEFAULT_NUM_SMS, DEFAULT_NUM_SMS_OF_SUMS = 12, 14  # the latter for sums for several peers
 GUESS_SHARE = 16  # rows that are allocated before they are counted may be this part more than come
 
 
@@ -178,7 +178,8 @@ class NvlinkBackend:
     # ---- combine ----
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        s, handle, num_sms = self.settings, args.handle, self._num_sms(args.mode)
+        s, handle = self.settings, args.handle
+        num_sms = self._num_sms(args.mode, DEFAULT_NUM_SMS_OF_SUMS if handle.layout == "expert" and s.num_ranks > 2 else DEFAULT_NUM_SMS)
         counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
@@ -270,9 +271,9 @@ class NvlinkBackend:
         else:
             self._communicator.end_dispatch(params, stream)
 
-    def _num_sms(self, mode: Mode) -> int:
+    def _num_sms(self, mode: Mode, default: int = DEFAULT_NUM_SMS) -> int:
         most = self._communicator.num_multiprocessors
-        num_sms = min(DEFAULT_NUM_SMS, most) if mode.num_sms is None else mode.num_sms
+        num_sms = min(default, most) if mode.num_sms is None else mode.num_sms
         if not 0 <= num_sms <= most:
             raise ValueError(f"num_sms is {num_sms}; this GPU has {most}: give 1 to {most}, or 0 for copy engines")
         return num_sms

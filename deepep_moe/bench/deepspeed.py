@@ -4,7 +4,8 @@ In one run, in turns, on the same inputs, gate and experts: "exchange" is the la
 came), so gate, encoding, both all-to-alls and decoding are in it; "communication" is the same where the gate has decided before; "layer"
 has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers); "deepspeed" is the
 layer's own forward. Results are compared first. Times are of the slowest rank, for one of `--num-layers` that are run forward one after
-another and then backward, as in a model, where a backward's thread is woken once and not for each layer.
+another and then backward, as in a model, where a backward's thread is woken once and not for each layer. On GPUs a profile of other runs
+says what kernels alone take.
 
 Without options: on the CPU, 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, in fp32 and bf16, a layer at a time; on GPUs, all of
 them, hidden 4096, top-2 and top-8 of 64 experts, in bf16, 4 layers at a time.
@@ -29,6 +30,7 @@ from deepep_moe.testing import run_ranks
 
 DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
 _WARMUP = 3
+_PROFILED = 5  # runs whose kernels are looked at
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "backend": "auto",
@@ -156,6 +158,8 @@ class Measured:
     """By what is timed, mode, kind of result: the largest difference from DeepSpeed's."""
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
     """By what is timed and layer: an entry per turn, as `Clock.times` has them."""
+    kernel_us: dict[tuple[str, str], float] = field(default_factory=dict)
+    """On GPUs, likewise: what the kernels of a forward and a backward take, without the time between them."""
 
 
 def kind_of(name: str) -> str:
@@ -218,6 +222,8 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     measured = Measured(shared.backends()[0], *_describe(device, num_ranks), sent, differences)
     _time(passes, measured, options, device)
+    if device.type == "cuda":
+        measured.kernel_us = {(what, kind): _kernel_us(timed) for what, of_one in passes.items() for kind, timed in of_one.items()}
     shared.destroy()
     return measured
 
@@ -236,6 +242,21 @@ def _time(passes: dict[str, dict[str, LayerPass]], measured: Measured, options: 
     if device.type == "cuda":
         torch.cuda.synchronize()
         dist.barrier()
+
+
+def _kernel_us(timed: LayerPass) -> float:
+    """Of one layer. The shortest of some runs: kernels that wait for a peer take as long as it is late."""
+    runs = []
+    for _ in range(_PROFILED):
+        timed.clear()
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            timed.forward()
+            timed.backward()
+            torch.cuda.synchronize()
+        spans = (event.time_range.elapsed_us() for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA)
+        runs.append(sum(spans) / timed.num_layers)
+    return min(runs)
 
 
 def _describe(device: torch.device, num_ranks: int) -> tuple[str, str]:
@@ -263,6 +284,11 @@ def slowest(ranks: list[Measured]) -> dict[tuple[str, str], dict[str, list[float
         turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
         found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
     return found
+
+
+def fewest_kernel_us(ranks: list[Measured], what: str, kind: str) -> float:
+    """Of the rank whose kernels wait least for others."""
+    return min(rank.kernel_us[what, kind] for rank in ranks)
 
 
 def disagreements(ranks: list[Measured], shape: Shape) -> list[str]:
@@ -299,6 +325,8 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
                     "differences": first.differences[what][mode],
                 }
                 op = f"deepspeed {what} {mode} {shape} {part}"
+                if part == PARTS[2] and first.kernel_us:
+                    extra["us_kernels"], extra["rival_us_kernels"] = (fewest_kernel_us(ranks, what, kind) for kind in (mode, DEEPSPEED))
                 ours, theirs = times[what, mode][part], times[what, DEEPSPEED][part]
                 records.append(record(op, settings, ours, num_bytes, rival=DEEPSPEED, rival_times=theirs, **extra))
     return records
@@ -311,12 +339,15 @@ def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> No
         f"{options.num_experts} experts, capacity factor {options.capacity_factor:g}, ffn {options.ffn_hidden}, one of "
         f"{options.num_layers} layers; deepep_moe backend {first.backend}"
     )
-    print(f"{'ms, median (p10 to p90)':28}" + "".join(f"{part:>26}" for part in PARTS) + f"{'faster than deepspeed':>24}")
+    print(
+        f"{'ms, median (p10 to p90)':28}" + "".join(f"{part:>26}" for part in PARTS) + f"{'faster than deepspeed':>24}{'kernels alone':>16}"
+    )
     for (what, kind), of_one in times.items():
         ratio = ""
         if kind in MODES:
             ratio = f"{statistics.median(times[what, DEEPSPEED][PARTS[2]]) / statistics.median(of_one[PARTS[2]]):23.2f}x"
-        print(f"{what + ', ' + kind:28}" + "".join(f"{_cell(of_one[part]):>26}" for part in PARTS) + ratio)
+        kernels = f"{fewest_kernel_us(ranks, what, kind) / 1e3:16.2f}" if first.kernel_us else ""
+        print(f"{what + ', ' + kind:28}" + "".join(f"{_cell(of_one[part]):>26}" for part in PARTS) + f"{ratio:24}{kernels}")
     print("largest difference from deepspeed on rank 0, relative to the largest entry:")
     for what, modes in first.differences.items():
         for mode, kinds in modes.items():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 WARMUP = 3
-_SLEEP_US = 400.0  # of the device, while the host reaches the first launch of the call
+_SLEEP_US = 1000.0  # of the device, while the host reaches the first launch of the call
 _LEAD_S = 1e-3  # from the agreement on a moment to that moment
 _MAX_MARKS = 4  # in one call
 
