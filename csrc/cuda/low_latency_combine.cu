@@ -119,36 +119,33 @@ struct Kernel {
     // the sum of this one is pushed: a link takes it slowly.
     __device__ void send() const {
         const int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
-        const int most = static_cast<int>(__reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens))), end = config.num_ranks * most;
+        const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)), end = min(config.num_ranks * most, config.capacity());
         int turn = 0;
         bool is_loaded = false;
-        if (warp == kLastWarp) {
-            find_rows(token_at(blockIdx.x, p.num_tokens), num_tokens, shared().tokens[0]);  // not to wait for `most`, which is the same as a rule
-            if (most != p.num_tokens) find_rows(token_at(blockIdx.x, most), num_tokens, shared().tokens[0]);
-        }
+        if (warp == kLastWarp) find_rows(blockIdx.x, num_tokens, shared().tokens[0]);
         __syncthreads();
 #pragma unroll 1
         for (int nth = blockIdx.x; nth < end; nth += gridDim.x, turn ^= 1) {
-            if (warp == kLastWarp) find_rows(token_at(nth + gridDim.x, most), num_tokens, shared().tokens[turn ^ 1]);
+            if (warp == kLastWarp) find_rows(nth + gridDim.x, num_tokens, shared().tokens[turn ^ 1]);
             const TokenRows &token = shared().tokens[turn], &next = shared().tokens[turn ^ 1];
             const bool sends = token.num != 0;
-            if (sends) send_sum(token_at(nth, most), token, is_loaded, next);
+            if (sends) send_sum(token_at(nth), token, is_loaded, next);
             is_loaded = sends;
             __syncthreads();
         }
     }
 
-    // The n-th of `most` of each rank: those of the peers by turns, which a link takes slowly, then this rank's own.
-    __device__ SourceToken token_at(int nth, int most) const {
-        const int num_peers = config.num_ranks - 1;
-        if (nth >= num_peers * most) return {c.rank, nth - num_peers * most};
-        return {(c.rank + 1 + nth % num_peers) % config.num_ranks, nth / num_peers};
+    // Of all ranks by turns, beginning with another one than all others do.
+    __device__ SourceToken token_at(int nth) const {
+        const int source = (nth + c.rank + 1) % config.num_ranks;
+        return {source, nth / config.num_ranks};
     }
 
     // One warp: of a token that was received, and whose rank can take their sum. num_tokens: of rank r in lane r.
-    __device__ void find_rows(const SourceToken& to, int num_tokens, TokenRows& out) const {
+    __device__ void find_rows(int nth, int num_tokens, TokenRows& out) const {
+        const SourceToken to = token_at(nth);
         LowLatencyRow own{-1, 0.0f};
-        if (to.token < config.num_max_tokens && lane < config.num_topk)
+        if (nth < config.capacity() && lane < config.num_topk)
             own = in_handle<LowLatencyRow>(handle.rows)[(to.source * config.num_max_tokens + to.token) * config.num_topk + lane];
         if (to.token >= __shfl_sync(kFullWarp, num_tokens, to.source) || is_masked(c, to.source)) own.row = -1;
         const unsigned lanes = __ballot_sync(kFullWarp, own.row >= 0);
