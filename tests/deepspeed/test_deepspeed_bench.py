@@ -60,6 +60,18 @@ def test_records(tmp_path):
     assert all(value == 0 for differences in exact for value in differences.values()), "to the bit, where experts change nothing"
 
 
+@pytest.mark.gpu
+def test_kernels_are_timed_on_a_gpu(tmp_path):
+    arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = options_of("--device", "cuda", "--num-ranks", "1", *arguments, "--json", str(tmp_path / "records.json"))
+    bench.main(options)
+    records = json.loads((tmp_path / "records.json").read_text())
+    for r in records:
+        timed = r["op"].endswith("forward+backward")
+        assert ("us_kernels" in r) == ("rival_us_kernels" in r) == timed
+        assert not timed or (0 < r["us_kernels"] < 1e6 and 0 < r["rival_us_kernels"] < 1e6)
+
+
 def _link_bytes_worker(rank: int, num_ranks: int) -> dict[str, int]:
     # Of 4 experts, ranks have two each. Token 0 goes to both of rank 1, token 1 to one each, token 2 to one of rank 0 and is dropped.
     return bench.link_bytes(torch.tensor([[2, 3], [0, 2], [1, -1]]), 2, 10)
