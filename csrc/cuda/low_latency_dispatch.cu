@@ -1,7 +1,7 @@
 // Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
-// others push rows, a token at a time, quantized on the way, each with its place among this rank's tokens of the same expert, and arranged in
-// lines in shared memory. Receiving: a warp waits for a token's head, and for how many rows of its experts come before, then the block copies
-// the row there. What all warps of a block would work out is left to one: instructions are what there is least of.
+// others push rows, a token at a time, each with its place among this rank's tokens of the same expert, quantized on the way and arranged in
+// lines in shared memory. Receiving: a warp waits for a token's head, and for how many rows of its experts come before, then half of the block
+// copies the row there. What all warps of a block would work out is left to one: instructions are what there is least of.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"
