@@ -50,7 +50,7 @@ def bad_dispatches(rank, _, backend):
         (
             dict(x=x.repeat(3, 1), topk_idx=idx.repeat(3, 1), topk_weights=None),
             ValueError,
-            "x has 12 tokens, more than the buffer's num_max_tokens_per_rank of 8",
+            "x has 12 tokens, more than the buffer's num_max_tokens_per_rank of 8; create the LowLatencyBuffer with a larger bound",
         ),
         (dict(topk_idx=idx.float()), TypeError, "topk_idx has dtype float32; it must be int64 or int32"),
         (dict(topk_idx=idx[:3]), ValueError, r"topk_idx has shape \[3, 2\]; it must be \[4, 2\]"),

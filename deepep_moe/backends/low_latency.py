@@ -99,7 +99,10 @@ def check_dispatch(
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, (num_tokens, s.num_topk), (torch.float32,), x.device)
     if num_tokens > s.num_max_tokens_per_rank:
-        raise ValueError(f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}")
+        raise ValueError(
+            f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
+            "create the LowLatencyBuffer with a larger bound"
+        )
     if scale_format not in _SCALE_FORMATS:
         raise ValueError(f"scale_format is {scale_format!r}; it must be one of {list(_SCALE_FORMATS)}")
     if fp8:

@@ -336,12 +336,11 @@ def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> No
     first, times = ranks[0], slowest(ranks)
     print(
         f"\nMoE, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {shape.dtype} a rank, top-{shape.num_topk} of "
-        f"{options.num_experts} experts, capacity factor {options.capacity_factor:g}, ffn {options.ffn_hidden}, one of "
-        f"{options.num_layers} layers; deepep_moe backend {first.backend}"
+        f"{options.num_experts} experts, capacity factor {options.capacity_factor:g}, ffn {options.ffn_hidden}, layers at a time: "
+        f"{options.num_layers}; deepep_moe backend {first.backend}"
     )
-    print(
-        f"{'ms, median (p10 to p90)':28}" + "".join(f"{part:>26}" for part in PARTS) + f"{'faster than deepspeed':>24}{'kernels alone':>16}"
-    )
+    columns = [f"{part:>26}" for part in PARTS] + [f"{'faster than deepspeed':>24}"] + [f"{'kernels alone':>16}"] * bool(first.kernel_us)
+    print(f"{'ms, median (p10 to p90)':28}" + "".join(columns))
     for (what, kind), of_one in times.items():
         ratio = ""
         if kind in MODES:
