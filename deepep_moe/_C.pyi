@@ -1,5 +1,9 @@
 """Native library: tensors are addresses (`Tensor.data_ptr()`, 0 for none) of contiguous memory; sizes are counts of elements."""
 
+from typing import Any
+
+from torch import Tensor
+
 __version__: str
 MAX_RANKS: int
 MAX_TOPK: int
@@ -183,64 +187,41 @@ class HostPool:
 # GPU, only where the build found nvcc (csrc/common/gpu_params.h, csrc/runtime/gpu_communicator.h)
 MAX_GPU_RANKS: int
 
-class GpuPlanParams:
-    topk_idx: int
-    topk_idx_is_int64: bool
-    num_tokens: int
-    narrow_topk_idx: int
-    cached: bool
-    reports_counts: bool
-    is_expert_layout: bool
-    expert_alignment: int
-    num_recv_rows_bound: int
-    recv_counts: int
-    num_recv_tokens_per_expert: int
-
 class GpuCounts:
     num_recv_tokens: int
     num_rows: int
 
-class GpuDispatchParams:
-    topk_idx: int
-    topk_idx_is_int64: bool
-    num_tokens: int
-    cached: bool
-    has_lanes: bool
-    is_expert_layout: bool
-    is_guess: bool
-    recv_topk_idx_is_int64: bool
-    expert_alignment: int
-    row_bytes: int
-    scale_bytes: int
-    num_rows: int
-    x: int
-    x_scales: int
-    topk_weights: int
-    recv_counts: int
-    num_recv_tokens_per_expert: int
-    recv_x: int
-    recv_x_scales: int
-    recv_topk_idx: int
-    recv_topk_weights: int
-    recv_row_idx: int
+# of csrc/bindings/gpu_calls.cpp
+class GpuDispatchCall:
+    def __init__(
+        self,
+        handle: Any,
+        x: Tensor,
+        x_scales: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        dtype: DType,
+        num_recv_rows: int = -1,
+    ) -> None: ...
+    def receive_into(
+        self, recv_x: Tensor, recv_x_scales: Tensor | None, recv_topk_idx: Tensor | None, recv_topk_weights: Tensor | None, is_guess: bool
+    ) -> None: ...
+    slot_bytes: int
 
-class GpuCombineParams:
-    topk_idx: int
-    topk_idx_is_int64: bool
-    num_tokens: int
-    is_expert_layout: bool
-    dtype: DType
-    has_lane_values: bool
-    num_rows: int
-    direct: bool
-    recv_counts: int
-    recv_row_idx: int
-    x: int
-    weights: int
-    lane_values: int
-    bias: int
-    combined_x: int
-    combined_lane_values: int
+class GpuCombineCall:
+    def __init__(
+        self,
+        handle: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        lane_values: Tensor | None,
+        combined_x: Tensor,
+        combined_lane_values: Tensor | None,
+        dtype: DType,
+        is_sent_by_copies: bool,
+    ) -> None: ...
+    slot_bytes: int
 
 class GpuTuning:
     ring_warps: int
@@ -271,7 +252,6 @@ class GpuWeighedSumParams:
 def gpu_weighed_sum(params: GpuWeighedSumParams, stream: int) -> None: ...
 def gpu_weighed_sum_backward(params: GpuWeighedSumParams, stream: int) -> None: ...
 def gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
-def gpu_slot_bytes(row_bytes: int, tail_bytes: int) -> int: ...
 
 class GpuLowLatencyCommunicator:
     def __init__(
@@ -318,16 +298,17 @@ class GpuCommunicator:
     def connect(self, handles: list[bytes]) -> None: ...
     num_multiprocessors: int
     tuning: GpuTuning
-    def plan(self, params: GpuPlanParams, signature: Signature, stream: int) -> None: ...
-    def wait_counts(self, call: int, numbers: int) -> GpuCounts: ...
-    def dispatch(self, params: GpuDispatchParams, num_sms: int, stream: int) -> None: ...
-    def combine(self, params: GpuCombineParams, num_sms: int, finishes: bool, stream: int) -> None: ...
-    def start_dispatch(self, params: GpuDispatchParams, num_sms: int, stream: int) -> None: ...
-    def start_combine(self, params: GpuCombineParams, num_sms: int, stream: int) -> None: ...
+    num_calls: int
+    def plan(self, call: GpuDispatchCall | GpuCombineCall, stream: int) -> None: ...
+    def wait_counts(self, numbers: int) -> GpuCounts: ...
+    def dispatch(self, call: GpuDispatchCall, num_sms: int, stream: int) -> None: ...
+    def combine(self, call: GpuCombineCall, num_sms: int, stream: int) -> None: ...
+    def start_dispatch(self, call: GpuDispatchCall, num_sms: int, stream: int) -> None: ...
+    def start_combine(self, call: GpuCombineCall, num_sms: int, stream: int) -> None: ...
     def copy(self, counts: list[int], slot_bytes: int, stream: int) -> None: ...
     def copy_block(self, peer: int, bytes: int, stream: int) -> None: ...
-    def end_dispatch(self, params: GpuDispatchParams, stream: int) -> None: ...
-    def end_combine(self, params: GpuCombineParams, stream: int) -> None: ...
+    def end_dispatch(self, call: GpuDispatchCall, stream: int) -> None: ...
+    def end_combine(self, call: GpuCombineCall, stream: int) -> None: ...
     def refuse(self, reason: str, stream: int) -> None: ...
     def check(self) -> None: ...
 

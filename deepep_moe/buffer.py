@@ -20,6 +20,7 @@ from deepep_moe.backends.checks import (
     check_combine,
     check_device,
     check_dispatch,
+    check_handle,
     check_num_sms,
     check_owner,
     check_quantizable,
@@ -335,6 +336,10 @@ class Buffer:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
             raise self.refused(error) from None
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        """Of a handle that an operator was given as tensors."""
+        self._or_refuse(check_handle, handle, self._settings)
 
     def _checked(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:
         """The backend, to make a call with `args`, which are right."""

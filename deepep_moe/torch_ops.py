@@ -255,7 +255,9 @@ def _dispatch_cached_operator(
     num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    return _filled(_buffer(buffer)._dispatch_cached(x, x_scales, topk_weights, handle), topk_idx.shape[1], layout)
+    owner = _buffer(buffer)
+    owner._check_handle(handle)
+    return _filled(owner._dispatch_cached(x, x_scales, topk_weights, handle), topk_idx.shape[1], layout)
 
 
 def _fake_dispatch_cached(
@@ -332,7 +334,9 @@ def _combine_operator(
     recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    combined_x, values = _buffer(buffer)._combine(x, weights, bias, lane_values, handle)
+    owner = _buffer(buffer)
+    owner._check_handle(handle)
+    combined_x, values = owner._combine(x, weights, bias, lane_values, handle)
     return combined_x, x.new_empty(0, topk_idx.shape[1], dtype=torch.float32) if values is None else values
 
 

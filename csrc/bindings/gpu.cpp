@@ -1,84 +1,13 @@
-// Bindings of the GPU library: its communicator and the params of its calls.
+// Bindings of the GPU library: its communicator, and kernels of one GPU.
 #include "bindings/bindings.h"
 #include "cuda/launch.h"
 #include "runtime/gpu_communicator.h"
 
 using namespace deepep_moe;
 
+void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator);
+
 namespace {
-
-// The routing of a call as Python gives it; scratch is the communicator's.
-template <class Params>
-void routing_fields(py::class_<Params>& cls) {
-    cls.def_property(
-        "topk_idx", [](const Params& self) { return reinterpret_cast<uintptr_t>(self.routing.topk_idx); },
-        [](Params& self, uintptr_t address) { self.routing.topk_idx = reinterpret_cast<const void*>(address); });
-    cls.def_property(
-        "topk_idx_is_int64", [](const Params& self) { return self.routing.is_int64; }, [](Params& self, bool value) { self.routing.is_int64 = value; });
-    cls.def_property(
-        "num_tokens", [](const Params& self) { return self.routing.num_tokens; }, [](Params& self, int64_t value) { self.routing.num_tokens = static_cast<int>(value); });
-}
-
-void bind_plan(py::module_& m) {
-    py::class_<GpuPlanParams> plan(m, "GpuPlanParams");
-    plan.def(py::init([] { return GpuPlanParams{}; }))
-        .def_readwrite("cached", &GpuPlanParams::cached)
-        .def_readwrite("reports_counts", &GpuPlanParams::reports_counts)
-        .def_readwrite("is_expert_layout", &GpuPlanParams::is_expert_layout)
-        .def_readwrite("expert_alignment", &GpuPlanParams::expert_alignment)
-        .def_readwrite("num_recv_rows_bound", &GpuPlanParams::num_recv_rows_bound);
-    plan.def_property(
-        "narrow_topk_idx", [](const GpuPlanParams& self) { return reinterpret_cast<uintptr_t>(self.routing.narrow_topk_idx); },
-        [](GpuPlanParams& self, uintptr_t address) { self.routing.narrow_topk_idx = reinterpret_cast<int32_t*>(address); });
-    routing_fields(plan);
-    pointer_field(plan, "recv_counts", &GpuPlanParams::recv_counts);
-    pointer_field(plan, "num_recv_tokens_per_expert", &GpuPlanParams::num_recv_tokens_per_expert);
-    py::class_<GpuCounts>(m, "GpuCounts")
-        .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
-        .def_readonly("num_rows", &GpuCounts::num_rows);
-}
-
-void bind_moves(py::module_& m) {
-    py::class_<GpuDispatchParams> dispatch(m, "GpuDispatchParams");
-    dispatch.def(py::init([] { return GpuDispatchParams{}; }))
-        .def_readwrite("cached", &GpuDispatchParams::cached)
-        .def_readwrite("has_lanes", &GpuDispatchParams::has_lanes)
-        .def_readwrite("is_expert_layout", &GpuDispatchParams::is_expert_layout)
-        .def_readwrite("is_guess", &GpuDispatchParams::is_guess)
-        .def_readwrite("recv_topk_idx_is_int64", &GpuDispatchParams::recv_topk_idx_is_int64)
-        .def_readwrite("expert_alignment", &GpuDispatchParams::expert_alignment)
-        .def_readwrite("row_bytes", &GpuDispatchParams::row_bytes)
-        .def_readwrite("scale_bytes", &GpuDispatchParams::scale_bytes)
-        .def_readwrite("num_rows", &GpuDispatchParams::num_rows);
-    routing_fields(dispatch);
-    pointer_field(dispatch, "x", &GpuDispatchParams::x);
-    pointer_field(dispatch, "x_scales", &GpuDispatchParams::x_scales);
-    pointer_field(dispatch, "topk_weights", &GpuDispatchParams::topk_weights);
-    pointer_field(dispatch, "recv_counts", &GpuDispatchParams::recv_counts);
-    pointer_field(dispatch, "num_recv_tokens_per_expert", &GpuDispatchParams::num_recv_tokens_per_expert);
-    pointer_field(dispatch, "recv_x", &GpuDispatchParams::recv_x);
-    pointer_field(dispatch, "recv_x_scales", &GpuDispatchParams::recv_x_scales);
-    pointer_field(dispatch, "recv_topk_idx", &GpuDispatchParams::recv_topk_idx);
-    pointer_field(dispatch, "recv_topk_weights", &GpuDispatchParams::recv_topk_weights);
-    pointer_field(dispatch, "recv_row_idx", &GpuDispatchParams::recv_row_idx);
-
-    py::class_<GpuCombineParams> combine(m, "GpuCombineParams");
-    combine.def(py::init([] { return GpuCombineParams{}; }))
-        .def_readwrite("is_expert_layout", &GpuCombineParams::is_expert_layout)
-        .def_readwrite("dtype", &GpuCombineParams::dtype)
-        .def_readwrite("has_lane_values", &GpuCombineParams::has_lane_values)
-        .def_readwrite("num_rows", &GpuCombineParams::num_rows)
-        .def_readwrite("direct", &GpuCombineParams::direct);
-    routing_fields(combine);
-    pointer_field(combine, "recv_counts", &GpuCombineParams::recv_counts);
-    pointer_field(combine, "recv_row_idx", &GpuCombineParams::recv_row_idx);
-    pointer_field(combine, "x", &GpuCombineParams::x);
-    pointer_field(combine, "weights", &GpuCombineParams::weights);
-    pointer_field(combine, "lane_values", &GpuCombineParams::lane_values);
-    pointer_field(combine, "bias", &GpuCombineParams::bias);
-    pointer_field(combine, "combined_x", &GpuCombineParams::combined_x);
-    pointer_field(combine, "combined_lane_values", &GpuCombineParams::combined_lane_values);
-}
 
 void bind_tuning(py::module_& m) {
     py::class_<GpuTuning>(m, "GpuTuning")
@@ -116,11 +45,11 @@ void bind_weighed_sum(py::module_& m) {
 void bind_gpu(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     m.attr("MAX_GPU_RANKS") = kMaxGpuRanks;
-    bind_plan(m);
-    bind_moves(m);
     bind_tuning(m);
     bind_weighed_sum(m);
-    py::class_<GpuCommunicator>(m, "GpuCommunicator")
+    py::class_<GpuCommunicator> communicator(m, "GpuCommunicator");
+    bind_gpu_calls(m, communicator);
+    communicator
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, double timeout_s) {
                  const GpuWorkspaceConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
                  auto made = std::make_unique<GpuCommunicator>(config, rank, device, timeout_s);
@@ -130,21 +59,13 @@ void bind_gpu(py::module_& m) {
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"),
              py::arg("num_max_tokens"), py::arg("timeout_s"))
         .def_property_readonly("workspace_bytes", &GpuCommunicator::workspace_bytes)
+        .def_property_readonly("num_calls", &GpuCommunicator::num_calls)
         .def_property_readonly("num_multiprocessors", &GpuCommunicator::num_multiprocessors)
         .def_readwrite("tuning", &GpuCommunicator::tuning)
         .def("handle", [](const GpuCommunicator& self) { return py::bytes(self.handle()); })
         .def("connect", &GpuCommunicator::connect, py::arg("handles"))
-        .def("plan", &GpuCommunicator::plan, py::arg("params"), py::arg("signature"), py::arg("stream"), Released())
-        .def("wait_counts", [](GpuCommunicator& self, int64_t call, uintptr_t numbers) { return self.wait_counts(call, reinterpret_cast<int64_t*>(numbers)); },
-             py::arg("call"), py::arg("numbers"), Released())
-        .def("dispatch", py::overload_cast<GpuDispatchParams, int, uintptr_t>(&GpuCommunicator::dispatch), py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
-        .def("combine", &GpuCommunicator::combine, py::arg("params"), py::arg("num_sms"), py::arg("finishes"), py::arg("stream"), Released())
-        .def("start_dispatch", &GpuCommunicator::start_dispatch, py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
-        .def("start_combine", &GpuCommunicator::start_combine, py::arg("params"), py::arg("num_sms"), py::arg("stream"), Released())
         .def("copy", &GpuCommunicator::copy, py::arg("counts"), py::arg("slot_bytes"), py::arg("stream"), Released())
         .def("copy_block", &GpuCommunicator::copy_block, py::arg("peer"), py::arg("bytes"), py::arg("stream"), Released())
-        .def("end_dispatch", &GpuCommunicator::end_dispatch, py::arg("params"), py::arg("stream"), Released())
-        .def("end_combine", &GpuCommunicator::end_combine, py::arg("params"), py::arg("stream"), Released())
         .def("refuse", &GpuCommunicator::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("check", &GpuCommunicator::check, Released());
     m.def(
@@ -172,6 +93,4 @@ void bind_gpu(py::module_& m) {
             return GpuWorkspaceLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}).total_bytes;
         },
         py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
-    m.def("gpu_slot_bytes", [](int64_t row_bytes, int64_t tail_bytes) { return GpuSlotLayout(row_bytes, tail_bytes).bytes; }, py::arg("row_bytes"),
-          py::arg("tail_bytes"));
 }

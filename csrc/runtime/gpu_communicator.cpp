@@ -160,9 +160,10 @@ void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uin
     if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
     if (params.reports_counts) static_cast<volatile GpuCounts&>(host_->counts).ready = 0;
     launch_plan(params, as_stream(stream));
+    ++num_calls_;
 }
 
-GpuCounts GpuCommunicator::wait_counts(int64_t call, int64_t* numbers) {
+GpuCounts GpuCommunicator::wait_counts(int64_t* numbers) {
     using Clock = std::chrono::steady_clock;
     const auto deadline = Clock::now() + std::chrono::duration<double>(2 * timeout_s_ + 10);  // the kernel's own deadline comes first
     volatile GpuCounts& counts = host_->counts;
@@ -178,7 +179,7 @@ GpuCounts GpuCommunicator::wait_counts(int64_t call, int64_t* numbers) {
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     check_this_call();
-    *numbers++ = call;
+    *numbers++ = num_calls_;
     numbers = std::copy_n(host_->counts.send_counts, config_.num_ranks, numbers);
     numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
     std::copy_n(expert_counts_, config_.num_experts / config_.num_ranks, numbers);

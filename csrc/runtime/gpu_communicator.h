@@ -27,6 +27,7 @@ public:
     GpuCommunicator(const GpuCommunicator&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
+    int64_t num_calls() const { return num_calls_; }  // that this rank has entered or refused so far
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
@@ -36,8 +37,8 @@ public:
     // Each call begins with `plan` and goes on with the others; all enqueue work and return. Work on another stream than the last
     // call's waits for that call.
     void plan(GpuPlanParams params, const Signature& signature, uintptr_t stream);
-    // Of a plan that reports them. numbers: `call`, then tokens to each rank, from each rank, for each local expert.
-    GpuCounts wait_counts(int64_t call, int64_t* numbers);
+    // Of the plan before, if it reports them. numbers: that of the call, then tokens to each rank, from each rank, for each local expert.
+    GpuCounts wait_counts(int64_t* numbers);
 
     // `num_sms` senders and all that receive, in one launch.
     void dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream);
@@ -91,6 +92,7 @@ private:
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
+    int64_t num_calls_ = 0;
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
     std::function<void()> poll_;
     struct HostSlots {

@@ -151,8 +151,9 @@ def check_dispatch(args: DispatchArgs, s: Settings) -> None:
         raise ValueError(f"num_recv_rows is {args.num_recv_rows}; it must be None or a number of rows")
 
 
-def _check_handle(handle: DispatchHandle, s: Settings) -> None:
-    """Do the handle's tensors fit the buffer and each other? (What they hold is the dispatch's and must not be changed.)"""
+def check_handle(handle: DispatchHandle, s: Settings) -> None:
+    """Do the handle's tensors, which were given one by one, fit the buffer and each other? (What they hold is the dispatch's and must not
+    be changed.)"""
     check_tensor("handle.topk_idx", handle.topk_idx, (handle.num_tokens, s.num_topk), (torch.int32,))
     check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))
     if handle.layout == "expert" and not handle.recv_counts.is_cuda:
@@ -162,7 +163,6 @@ def _check_handle(handle: DispatchHandle, s: Settings) -> None:
 
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
-    _check_handle(args.handle, s)
     num_tokens = args.handle.num_tokens
     _check_rows("x", args.x, num_tokens, s, tuple(DTYPE_NAMES))
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
@@ -171,7 +171,6 @@ def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
 
 def check_combine(args: CombineArgs, s: Settings) -> None:
     handle = args.handle
-    _check_handle(handle, s)
     if isinstance(args.x, Tensor) and args.x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(args.x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
     _check_rows("x", args.x, handle.num_rows, s, (torch.float32, torch.bfloat16, torch.float16))

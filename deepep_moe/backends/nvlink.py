@@ -15,8 +15,11 @@ DEFAULT_NUM_SMS, DEFAULT_NUM_SMS_OF_SUMS = 12, 14  # the latter for sums for sev
 GUESS_SHARE = 16  # rows that are allocated before they are counted may be this part more than come
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
+DTYPES = {dtype: getattr(_C.DType, name) for dtype, name in DTYPE_NAMES.items()}
+
+
+def _nothing() -> None:
+    """A move that is made already."""
 
 
 class HandleMemory(NamedTuple):
@@ -58,11 +61,14 @@ class NvlinkBackend:
             num_max_tokens=max(1, settings.num_max_tokens_per_rank),
             timeout_s=settings.timeout_s,
         )
-        self.num_calls = 0
         self.num_handle_numbers = 1 + 2 * settings.num_ranks + settings.num_local_experts
         self.workspace_bytes: int = self._communicator.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
         self._latest_rows: dict[tuple[str, int], tuple[int, int]] = {}  # of the last two dispatches, by layout and alignment
+
+    @property
+    def num_calls(self) -> int:
+        return self._communicator.num_calls  # type: ignore[no-any-return]
 
     @property
     def tuning(self) -> Any:
@@ -91,52 +97,39 @@ class NvlinkBackend:
         if is_bounded and num_sms == 0:
             raise ValueError("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them")
         handle = self._handle_memory(args)
-        signature = _C.Signature(
-            _C.Operation.dispatch,
-            getattr(_C.DType, DTYPE_NAMES[args.x.dtype]),
-            getattr(_C.Layout, args.layout),
-            expert_alignment=args.expert_alignment,
-            has_weights=args.topk_weights is not None,
-            has_scales=args.x_scales is not None,
-        )
-        plan = self._plan_params(args.topk_idx, args.layout, cached=False)
-        plan.expert_alignment, plan.num_recv_rows_bound, plan.reports_counts = args.expert_alignment, args.num_recv_rows, not is_bounded
-        plan.narrow_topk_idx, plan.recv_counts = _address(handle.topk_idx), _address(handle.recv_counts)
-        plan.num_recv_tokens_per_expert = _address(handle.num_recv_tokens_per_expert)
-        params = self._dispatch_params(args, handle, args.topk_idx)
-        if args.layout == "expert":
-            params.recv_row_idx = _address(handle.recv_row_idx)
+        call = _C.GpuDispatchCall(
+            handle, args.x, args.x_scales, args.topk_idx, args.topk_weights, DTYPES[args.x.dtype], args.num_recv_rows
+        )  # fmt: skip
         room = args.num_recv_rows if is_bounded else self._guess(args, num_sms)
+        is_guess = room >= 0 and not is_bounded
         if room >= 0:  # whatever can fail does so before the call is entered
-            rows, recv_topk_idx = self._receive_buffers(args, params, room)
-        stream = self._enter(plan, signature, args.mode)
+            rows, recv_topk_idx = self._receive_buffers(args, call, room, is_guess)
+        stream = self._enter(call, args.mode)
         if is_bounded:
             handle.call.fill_(-1)[0] = self.num_calls
             completed = self._completed(args, handle, room, handle.recv_row_idx, recv_topk_idx)
-            return rows, completed, self._dispatch_move(args, params, num_sms, stream, rows, completed)
-        params.is_guess = room >= 0
-        (self._communicator.dispatch if params.is_guess else self._communicator.start_dispatch)(params, num_sms, stream)
+            return rows, completed, self._dispatch_move(args, call, num_sms, stream, rows, completed)
+        (self._communicator.dispatch if is_guess else self._communicator.start_dispatch)(call, num_sms, stream)
         try:
-            counts = self._communicator.wait_counts(self.num_calls, handle.call.data_ptr())  # from here on rows wait for receivers
+            counts = self._communicator.wait_counts(handle.call.data_ptr())  # from here on rows wait for receivers
         except BaseException:
             if args.mode.is_async and self._own_stream is not None:  # which goes on with what it was given
-                self._record(self._own_stream, args, *handle, *([rows] if params.is_guess else []))
+                self._record(self._own_stream, args, *handle, *([rows] if is_guess else []))
             raise
         if num_sms == 0:
-            send_counts = handle.call[1 : 1 + self.settings.num_ranks].tolist()
-            self._communicator.copy(send_counts, _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
-        if counts.num_rows > room:
-            params.is_guess = False
-            rows, recv_topk_idx = self._receive_buffers(args, params, counts.num_rows)
+            self._communicator.copy(handle.call[1 : 1 + self.settings.num_ranks].tolist(), call.slot_bytes, stream)
+        num_rows = counts.num_rows
+        if num_rows > room:
+            rows, recv_topk_idx = self._receive_buffers(args, call, num_rows, False)
             if not args.mode.is_split:
-                self._communicator.end_dispatch(params, stream)
-        elif counts.num_rows < room:
-            rows.shrink(counts.num_rows)
+                self._communicator.end_dispatch(call, stream)
+        elif num_rows < room:
+            rows.shrink(num_rows)
             if recv_topk_idx is not None:
-                recv_topk_idx.resize_(counts.num_rows, self.settings.num_topk)
-        self._remember(args, counts.num_rows)
-        completed = self._completed(args, handle, counts.num_rows, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
-        return rows, completed, partial(self._end, args, params, rows, completed) if args.mode.is_split else lambda: None
+                recv_topk_idx.resize_(num_rows, self.settings.num_topk)
+        self._remember(args, num_rows)
+        completed = self._completed(args, handle, num_rows, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
+        return rows, completed, partial(self._end, args, call, rows, completed) if args.mode.is_split else _nothing
 
     def _guess(self, args: DispatchArgs, num_sms: int) -> int:
         """Rows to allocate before they are counted, so that the kernel that receives need not wait for the host: a little more than came
@@ -154,26 +147,22 @@ class NvlinkBackend:
         handle, num_sms = args.handle, self._num_sms(args.mode)
         counts = self._counts(handle, num_sms, is_dispatch=True)
         rows = self._allocate(args, handle.layout, handle.num_rows)
-        params = self._dispatch_params(args, handle, handle.topk_idx)
-        params.cached, params.has_lanes = True, args.topk_weights is not None
-        params.recv_row_idx = _address(handle.recv_row_idx)
-        self._fill_outputs(params, handle.num_rows, rows)
-        signature = self._signature(_C.Operation.cached_dispatch, args.x, handle, weights=args.topk_weights, scales=args.x_scales)
-        plan = self._plan_params(handle.topk_idx, handle.layout, cached=True)
-        stream = self._enter(plan, signature, args.mode)
-        return rows, self._dispatch_move(args, params, num_sms, stream, rows, handle, counts)
+        call = _C.GpuDispatchCall(handle, args.x, args.x_scales, None, args.topk_weights, DTYPES[args.x.dtype])
+        call.receive_into(rows.recv_x, rows.recv_x_scales, None, rows.recv_topk_weights, False)
+        stream = self._enter(call, args.mode)
+        return rows, self._dispatch_move(args, call, num_sms, stream, rows, handle, counts)
 
     def _dispatch_move(
-        self, args: DispatchArgs | CachedDispatchArgs, params: Any, num_sms: int, stream: int, rows: Rows, handle: DispatchHandle,
+        self, args: DispatchArgs | CachedDispatchArgs, call: Any, num_sms: int, stream: int, rows: Rows, handle: DispatchHandle,
         counts: list[int] | None = None,
     ) -> Move:  # fmt: skip
         """The rest of a dispatch whose outputs are allocated: all of it, or what follows the start."""
         if num_sms > 0 and not args.mode.is_split:
-            return lambda: self._communicator.dispatch(params, num_sms, stream)
-        self._communicator.start_dispatch(params, num_sms, stream)
+            return partial(self._communicator.dispatch, call, num_sms, stream)
+        self._communicator.start_dispatch(call, num_sms, stream)
         if num_sms == 0:
-            self._communicator.copy(counts or [], _C.gpu_slot_bytes(params.row_bytes, params.scale_bytes), stream)
-        return partial(self._end, args, params, rows, handle)
+            self._communicator.copy(counts or [], call.slot_bytes, stream)
+        return partial(self._end, args, call, rows, handle)
 
     # ---- combine ----
 
@@ -183,18 +172,16 @@ class NvlinkBackend:
         counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        params = self._combine_params(args, combined_x, lane_values)
-        is_aligned = _address(args.lane_values) % _C.ROW_ALIGNMENT == 0
-        params.direct = handle.layout == "rank" and args.weights is None and num_sms > 0 and handle.num_rows > 0 and is_aligned
-        signature = self._signature(_C.Operation.combine, args.x, handle, lane_values=args.lane_values)
-        stream = self._enter(self._plan_params(handle.topk_idx, handle.layout, cached=True), signature, args.mode)
+        call = _C.GpuCombineCall(
+            handle, args.x, args.weights, args.bias, args.lane_values, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0
+        )  # fmt: skip
+        stream = self._enter(call, args.mode)
         if num_sms > 0 and not args.mode.is_split:
-            return combined_x, lane_values, lambda: self._communicator.combine(params, num_sms, True, stream)
-        self._communicator.start_combine(params, num_sms, stream)
+            return combined_x, lane_values, partial(self._communicator.combine, call, num_sms, stream)
+        self._communicator.start_combine(call, num_sms, stream)
         if num_sms == 0:
-            tail_bytes = 0 if args.lane_values is None else 4 * s.num_topk
-            self._communicator.copy(counts, _C.gpu_slot_bytes(s.hidden * args.x.element_size(), tail_bytes), stream)
-        return combined_x, lane_values, partial(self._end, args, params, combined_x, lane_values, handle)
+            self._communicator.copy(counts, call.slot_bytes, stream)
+        return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle)
 
     def check(self) -> None:
         self._communicator.check()
@@ -210,7 +197,6 @@ class NvlinkBackend:
     def abort(self, message: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self.num_calls += 1
         self._communicator.refuse(message, torch.cuda.current_stream(self.device).cuda_stream)
 
     def destroy(self) -> None:
@@ -237,11 +223,10 @@ class NvlinkBackend:
             elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs)):
                 self._record(stream, *vars(value).values())
 
-    def _enter(self, plan: Any, signature: Any, mode: Mode) -> int:
+    def _enter(self, call: Any, mode: Mode) -> int:
         """Enqueue the plan of a call, which enters it; returns the stream of the call."""
         stream = self._stream_of(mode)
-        self._communicator.plan(plan, signature, stream)
-        self.num_calls += 1
+        self._communicator.plan(call, stream)
         return stream
 
     def _stream_of(self, mode: Mode) -> int:
@@ -257,7 +242,7 @@ class NvlinkBackend:
         if mode.is_async and not mode.is_split and self._own_stream is not None:
             self._own_stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _end(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, params: Any, *used: Any) -> None:
+    def _end(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, call: Any, *used: Any) -> None:
         """The second half of a call; in split mode on the stream that is current by now. Holds the call's tensors until then, and has
         their memory wait for that stream."""
         if self._communicator is None:
@@ -267,9 +252,9 @@ class NvlinkBackend:
             self._record(torch.cuda.current_stream(self.device), args, *used)
         stream = (own or torch.cuda.current_stream(self.device)).cuda_stream
         if isinstance(args, CombineArgs):
-            self._communicator.end_combine(params, stream)
+            self._communicator.end_combine(call, stream)
         else:
-            self._communicator.end_dispatch(params, stream)
+            self._communicator.end_dispatch(call, stream)
 
     def _num_sms(self, mode: Mode, default: int = DEFAULT_NUM_SMS) -> int:
         most = self._communicator.num_multiprocessors
@@ -293,20 +278,6 @@ class NvlinkBackend:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _signature(
-        self, operation: Any, x: Tensor, handle: DispatchHandle, *, weights: Tensor | None = None, scales: Tensor | None = None,
-        lane_values: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        return _C.Signature(
-            operation,
-            getattr(_C.DType, DTYPE_NAMES[x.dtype]),
-            getattr(_C.Layout, handle.layout),
-            handle_call=handle.call.tolist()[0],
-            has_weights=weights is not None,
-            has_scales=scales is not None,
-            has_lane_values=lane_values is not None,
-        )
-
     def _handle_memory(self, args: DispatchArgs) -> HandleMemory:
         """For the plan to fill, with room for all that may come."""
         s = self.settings
@@ -325,24 +296,15 @@ class NvlinkBackend:
             handle.num_recv_tokens_per_expert, handle.call, recv_topk_idx,
         )  # fmt: skip
 
-    def _receive_buffers(self, args: DispatchArgs, params: Any, num_rows: int) -> tuple[Rows, Tensor | None]:
+    def _receive_buffers(self, args: DispatchArgs, call: Any, num_rows: int, is_guess: bool) -> tuple[Rows, Tensor | None]:
         rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None
         if args.layout == "rank":
             recv_topk_idx = self._empty((num_rows, self.settings.num_topk), args.topk_idx.dtype)
             if args.num_recv_rows >= 0:
                 recv_topk_idx.fill_(-1)  # rows behind the last
-            params.recv_topk_idx, params.recv_topk_idx_is_int64 = _address(recv_topk_idx), recv_topk_idx.dtype == torch.int64
-        self._fill_outputs(params, num_rows, rows)
+        call.receive_into(rows.recv_x, rows.recv_x_scales, recv_topk_idx, rows.recv_topk_weights, is_guess)
         self._follow_current(args.mode)
         return rows, recv_topk_idx
-
-    def _plan_params(self, topk_idx: Tensor, layout: str, *, cached: bool) -> Any:
-        plan = _C.GpuPlanParams()
-        plan.topk_idx, plan.topk_idx_is_int64, plan.num_tokens = _address(topk_idx), topk_idx.dtype == torch.int64, topk_idx.shape[0]
-        plan.cached, plan.is_expert_layout = cached, layout == "expert"
-        plan.expert_alignment = 1
-        plan.num_recv_rows_bound = -1
-        return plan
 
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, layout: str, num_rows: int) -> Rows:
         scales = weights = None
@@ -351,33 +313,3 @@ class NvlinkBackend:
         if args.topk_weights is not None:
             weights = self._empty((num_rows,) if layout == "expert" else (num_rows, self.settings.num_topk), torch.float32)
         return Rows(self._empty((num_rows, self.settings.hidden), args.x.dtype), scales, weights)
-
-    def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle | HandleMemory, topk_idx: Tensor) -> Any:
-        params = _C.GpuDispatchParams()
-        params.topk_idx, params.num_tokens, params.topk_idx_is_int64 = _address(topk_idx), topk_idx.shape[0], topk_idx.dtype == torch.int64
-        params.is_expert_layout, params.expert_alignment = handle.layout == "expert", handle.expert_alignment
-        params.has_lanes = True
-        params.row_bytes = self.settings.hidden * args.x.element_size()
-        params.scale_bytes = 0 if args.x_scales is None else args.x_scales.shape[1] * args.x_scales.element_size()
-        params.x, params.x_scales, params.topk_weights = _address(args.x), _address(args.x_scales), _address(args.topk_weights)
-        params.recv_counts = _address(handle.recv_counts)
-        params.num_recv_tokens_per_expert = _address(handle.num_recv_tokens_per_expert)
-        return params
-
-    def _fill_outputs(self, params: Any, num_rows: int, rows: Rows) -> None:
-        params.num_rows = num_rows
-        params.recv_x, params.recv_x_scales = _address(rows.recv_x), _address(rows.recv_x_scales)
-        params.recv_topk_weights = _address(rows.recv_topk_weights)
-
-    def _combine_params(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor | None) -> Any:
-        handle = args.handle
-        params = _C.GpuCombineParams()
-        params.topk_idx, params.num_tokens = _address(handle.topk_idx), handle.num_tokens
-        params.is_expert_layout, params.has_lane_values = handle.layout == "expert", args.lane_values is not None
-        params.dtype = getattr(_C.DType, DTYPE_NAMES[args.x.dtype])
-        params.recv_counts, params.recv_row_idx = _address(handle.recv_counts), _address(handle.recv_row_idx)
-        params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
-        params.lane_values = _address(args.lane_values)
-        params.combined_x, params.combined_lane_values = _address(combined_x), _address(lane_values)
-        params.num_rows = handle.num_rows
-        return params

@@ -1,0 +1,173 @@
+// Bindings of the calls of the GPU library: what tensors and a handle say becomes params, in one step.
+#include "bindings/tensor.h"
+#include "runtime/gpu_communicator.h"
+
+using namespace deepep_moe;
+
+namespace {
+
+const Name kTopkIdx{"topk_idx"}, kRecvRowIdx{"recv_row_idx"}, kRecvCounts{"recv_counts"}, kTokensPerExpert{"num_recv_tokens_per_expert"}, kCall{"call"},
+    kLayout{"layout"}, kAlignment{"expert_alignment"};
+
+// What a call reads of a `DispatchHandle`, or of its memory while it is not known how many rows come.
+struct HandleArg {
+    TensorArg topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call;
+    bool is_expert_layout;
+    int expert_alignment;
+
+    explicit HandleArg(py::handle handle)
+        : topk_idx(attribute(handle, kTopkIdx)), recv_row_idx(attribute(handle, kRecvRowIdx)), recv_counts(attribute(handle, kRecvCounts)),
+          num_recv_tokens_per_expert(attribute(handle, kTokensPerExpert)), call(attribute(handle, kCall)),
+          is_expert_layout(PyUnicode_CompareWithASCIIString(attribute(handle, kLayout).ptr(), "expert") == 0),
+          expert_alignment(static_cast<int>(to_int(attribute(handle, kAlignment)))) {}
+
+    int64_t number() const { return *call.as<const int64_t*>(); }  // of the dispatch
+    Layout layout() const { return is_expert_layout ? Layout::kExpert : Layout::kRank; }
+};
+
+GpuRouting routing_of(const TensorArg& topk_idx) {
+    GpuRouting routing{};  // scratch is the communicator's
+    routing.topk_idx = topk_idx.as<const void*>();
+    routing.is_int64 = topk_idx.element_bytes == 8;
+    routing.num_tokens = static_cast<int>(topk_idx.num_rows);
+    return routing;
+}
+
+// Of a call along a handle.
+GpuPlanParams cached_plan(const HandleArg& handle) {
+    GpuPlanParams plan{};
+    plan.routing = routing_of(handle.topk_idx);
+    plan.cached = true;
+    plan.is_expert_layout = handle.is_expert_layout;
+    plan.expert_alignment = 1;
+    plan.num_recv_rows_bound = -1;
+    return plan;
+}
+
+GpuPlanParams fresh_plan(const HandleArg& handle, const TensorArg& topk_idx, int64_t num_recv_rows) {
+    GpuPlanParams plan{};
+    plan.routing = routing_of(topk_idx);
+    plan.routing.narrow_topk_idx = handle.topk_idx.as<int32_t*>();
+    plan.reports_counts = num_recv_rows < 0;
+    plan.is_expert_layout = handle.is_expert_layout;
+    plan.expert_alignment = handle.expert_alignment;
+    plan.num_recv_rows_bound = num_recv_rows;
+    plan.recv_counts = handle.recv_counts.as<int32_t*>();
+    plan.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<int32_t*>();
+    return plan;
+}
+
+struct GpuDispatchCall {
+    GpuPlanParams plan;
+    GpuDispatchParams params{};
+    Signature signature{};
+
+    // topk_idx: none along a handle, which else is filled. num_recv_rows: -1 without a bound.
+    GpuDispatchCall(py::handle handle_memory, const TensorArg& x, const TensorArg& x_scales, const TensorArg& topk_idx, const TensorArg& topk_weights,
+                    DType dtype, int64_t num_recv_rows) {
+        const HandleArg handle(handle_memory);
+        const bool cached = !topk_idx.is_there;
+        plan = cached ? cached_plan(handle) : fresh_plan(handle, topk_idx, num_recv_rows);
+        params.routing = plan.routing;
+        params.routing.narrow_topk_idx = nullptr;
+        params.cached = cached;
+        params.has_lanes = !cached || topk_weights.is_there;
+        params.is_expert_layout = handle.is_expert_layout;
+        params.expert_alignment = handle.expert_alignment;
+        params.row_bytes = x.row_bytes();
+        params.scale_bytes = x_scales.is_there ? x_scales.row_bytes() : 0;
+        params.x = x.as<const std::byte*>();
+        params.x_scales = x_scales.as<const std::byte*>();
+        params.topk_weights = topk_weights.as<const float*>();
+        params.recv_counts = handle.recv_counts.as<const int32_t*>();
+        params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
+        params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
+        signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch, dtype, handle.layout(), plan.expert_alignment,
+                     cached ? handle.number() : 0, topk_weights.is_there, x_scales.is_there, false};
+    }
+
+    // Where rows go. is_guess: as in GpuDispatchParams.
+    void receive_into(const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx, const TensorArg& recv_topk_weights, bool is_guess) {
+        params.num_rows = recv_x.num_rows;
+        params.recv_x = recv_x.as<std::byte*>();
+        params.recv_x_scales = recv_x_scales.as<std::byte*>();
+        params.recv_topk_idx = recv_topk_idx.as<void*>();
+        params.recv_topk_idx_is_int64 = recv_topk_idx.element_bytes == 8;
+        params.recv_topk_weights = recv_topk_weights.as<float*>();
+        params.is_guess = is_guess;
+    }
+
+    int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
+};
+
+struct GpuCombineCall {
+    GpuPlanParams plan;
+    GpuCombineParams params{};
+    Signature signature{};
+
+    // is_sent_by_copies: by copy engines, which take rows from the outbox.
+    GpuCombineCall(py::handle handle_object, const TensorArg& x, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
+                   const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype, bool is_sent_by_copies) {
+        const HandleArg handle(handle_object);
+        plan = cached_plan(handle);
+        params.routing = plan.routing;
+        params.is_expert_layout = handle.is_expert_layout;
+        params.has_lane_values = lane_values.is_there;
+        params.dtype = dtype;
+        params.num_rows = x.num_rows;
+        params.recv_counts = handle.recv_counts.as<const int32_t*>();
+        params.recv_row_idx = handle.recv_row_idx.as<const int32_t*>();
+        params.x = x.as<const std::byte*>();
+        params.weights = weights.as<const float*>();
+        params.bias = bias.as<const std::byte*>();
+        params.lane_values = lane_values.as<const float*>();
+        params.combined_x = combined_x.as<std::byte*>();
+        params.combined_lane_values = combined_lane_values.as<float*>();
+        params.direct = !handle.is_expert_layout && !weights.is_there && !is_sent_by_copies && x.num_rows > 0 && lane_values.address % kRowAlignment == 0;
+        params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
+        row_bytes = x.row_bytes();
+        signature = {Operation::kCombine, dtype, handle.layout(), 1, handle.number(), false, false, lane_values.is_there};
+    }
+
+    int64_t slot_bytes() const { return GpuSlotLayout(row_bytes, params.tail_bytes()).bytes; }
+    int64_t row_bytes = 0;
+};
+
+}  // namespace
+
+void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
+    using Released = py::call_guard<py::gil_scoped_release>;
+    py::class_<GpuDispatchCall>(m, "GpuDispatchCall")
+        .def(py::init<py::handle, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, int64_t>(), py::arg("handle"), py::arg("x"),
+             py::arg("x_scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("dtype"), py::arg("num_recv_rows") = -1)
+        .def("receive_into", &GpuDispatchCall::receive_into, py::arg("recv_x"), py::arg("recv_x_scales"), py::arg("recv_topk_idx"),
+             py::arg("recv_topk_weights"), py::arg("is_guess"))
+        .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
+    py::class_<GpuCombineCall>(m, "GpuCombineCall")
+        .def(py::init<py::handle, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
+             py::arg("handle"), py::arg("x"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("combined_x"),
+             py::arg("combined_lane_values"), py::arg("dtype"), py::arg("is_sent_by_copies"))
+        .def_property_readonly("slot_bytes", &GpuCombineCall::slot_bytes);
+    py::class_<GpuCounts>(m, "GpuCounts")
+        .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
+        .def_readonly("num_rows", &GpuCounts::num_rows);
+    communicator
+        .def("plan", [](GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.plan(call.plan, call.signature, stream); },
+             py::arg("call"), py::arg("stream"), Released())
+        .def("plan", [](GpuCommunicator& self, const GpuCombineCall& call, uintptr_t stream) { self.plan(call.plan, call.signature, stream); },
+             py::arg("call"), py::arg("stream"), Released())
+        .def("wait_counts", [](GpuCommunicator& self, uintptr_t numbers) { return self.wait_counts(reinterpret_cast<int64_t*>(numbers)); },
+             py::arg("numbers"), Released())
+        .def("dispatch", [](GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) { self.dispatch(call.params, num_sms, stream); },
+             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("combine", [](GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) { self.combine(call.params, num_sms, true, stream); },
+             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("start_dispatch", [](GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) { self.start_dispatch(call.params, num_sms, stream); },
+             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("start_combine", [](GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) { self.start_combine(call.params, num_sms, stream); },
+             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
+        .def("end_dispatch", [](GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.end_dispatch(call.params, stream); },
+             py::arg("call"), py::arg("stream"), Released())
+        .def("end_combine", [](GpuCommunicator& self, const GpuCombineCall& call, uintptr_t stream) { self.end_combine(call.params, stream); },
+             py::arg("call"), py::arg("stream"), Released());
+}

@@ -1,0 +1,62 @@
+// What bindings read of a Python tensor, by its own methods: native code knows nothing of PyTorch.
+#pragma once
+
+#include "bindings/bindings.h"
+#include "common/types.h"
+
+namespace deepep_moe {
+
+// A new reference, or the error that is there instead of one.
+inline py::object owned(PyObject* result) {
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+}
+
+// Of an attribute, made once, when the module is loaded.
+struct Name {
+    PyObject* const text;
+    explicit Name(const char* name) : text(PyUnicode_InternFromString(name)) {}
+};
+
+inline py::object attribute(py::handle owner, const Name& name) { return owned(PyObject_GetAttr(owner.ptr(), name.text)); }
+
+inline int64_t to_int(py::handle number) {
+    const long long value = PyLong_AsLongLong(number.ptr());
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+}
+
+// A tensor, contiguous, or None.
+struct TensorArg {
+    static inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"};
+    uintptr_t address = 0;  // 0 where there is nothing
+    bool is_there = false;
+    int64_t num_rows = 0, num_columns = 1, element_bytes = 0;  // [num_rows] or [num_rows, num_columns]
+
+    TensorArg() = default;
+    explicit TensorArg(py::handle tensor) {
+        if (tensor.is_none()) return;
+        is_there = true;
+        const py::object shape = attribute(tensor, kShape);
+        if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) < 1) throw py::type_error("expected a tensor of one or two dimensions");
+        num_rows = to_int(PyTuple_GET_ITEM(shape.ptr(), 0));
+        if (PyTuple_GET_SIZE(shape.ptr()) > 1) num_columns = to_int(PyTuple_GET_ITEM(shape.ptr(), 1));
+        element_bytes = to_int(attribute(tensor, kItemsize));
+        if (num_rows > 0 && num_columns > 0) address = to_int(owned(PyObject_CallMethodNoArgs(tensor.ptr(), kDataPtr.text)));
+    }
+
+    template <class Pointer>
+    Pointer as() const { return reinterpret_cast<Pointer>(address); }
+    int64_t row_bytes() const { return num_columns * element_bytes; }
+};
+
+}  // namespace deepep_moe
+
+template <>
+struct pybind11::detail::type_caster<deepep_moe::TensorArg> {
+    PYBIND11_TYPE_CASTER(deepep_moe::TensorArg, const_name("torch.Tensor | None"));
+    bool load(handle source, bool) {
+        value = deepep_moe::TensorArg(source);
+        return true;
+    }
+};
