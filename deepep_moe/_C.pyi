@@ -1,5 +1,6 @@
 """Native library: tensors are addresses (`Tensor.data_ptr()`, 0 for none) of contiguous memory; sizes are counts of elements."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -212,7 +213,7 @@ class GpuCombineCall:
     def __init__(
         self,
         handle: Any,
-        x: Tensor,
+        x: Tensor | Sequence[Tensor],
         weights: Tensor | None,
         bias: Tensor | None,
         lane_values: Tensor | None,
@@ -231,8 +232,16 @@ class GpuTuning:
     num_work_blocks: int
 
 def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dtype: DType, stream: int) -> None: ...
+def gpu_parts_fit(handle: Any, parts: Sequence[Tensor], hidden: int) -> bool: ...
 def gpu_weigh_backward(
-    *, grad: int, x: int, weights: int, grad_x: int, grad_weights: int, num_rows: int, hidden: int, dtype: DType, stream: int
+    grad: Tensor,
+    x: Tensor | Sequence[Tensor],
+    weights: Tensor,
+    grad_x: Tensor,
+    grad_weights: Tensor,
+    dtype: DType,
+    device: int,
+    stream: int,
 ) -> None: ...
 
 class GpuWeighedSumParams:

@@ -386,9 +386,10 @@ class Buffer:
         return self._or_tell(make)
 
     def _combine(
-        self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle
-    ) -> tuple[Tensor, Tensor | None]:
-        args = CombineArgs(self._mode, x, weights, bias, lane_values, handle)
+        self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle,
+        parts: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        args = CombineArgs(self._mode, x, weights, bias, lane_values, handle, parts)
         backend = self._checked(check_combine, args)
 
         def make() -> tuple[Tensor, Tensor | None]:

@@ -60,7 +60,7 @@ class DispatchHandle:
         if len(counts) != len(self.num_recv_tokens_per_expert) or -1 in counts:
             counts = self.num_recv_tokens_per_expert.tolist()
         alignment = self.expert_alignment
-        return [-(-count // alignment) * alignment for count in counts]
+        return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:

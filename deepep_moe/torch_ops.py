@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepep_moe import _C
 from deepep_moe.backends.base import Rows
 from deepep_moe.backends.weigh import weigh_backward
 from deepep_moe.errors import BufferDestroyedError
@@ -87,7 +88,11 @@ def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None,
     """For the backward: the handle, `more`, and that gradients are expected of these outputs only: PyTorch would fill zeros for each of the
     others, a kernel apiece. `values`: None where there are none."""
     ctx.set_materialize_grads(False)
-    ctx.expected = [None if output is None else (tuple(output.shape), output.dtype, output.device) for output in (rows, values)]
+    ctx.expected = [None if output is None else (output.shape, output.dtype, output.device) for output in (rows, values)]
+    _keep_handle(ctx, handle, *more)
+
+
+def _keep_handle(ctx: Any, handle: DispatchHandle, *more: Tensor) -> None:
     ctx.of_handle = handle.buffer_id, handle.layout, handle.expert_alignment
     ctx.save_for_backward(*_tensors(handle), *more)
 
@@ -356,6 +361,82 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _combine_backward(ctx: Any, grad_combined_x: Any, grad_values: Any) -> tuple[Any, ...]:
     return *_combine_gradients(ctx, grad_combined_x, grad_values), *[None] * 9
+
+
+# ---- rows by expert: in a tensor for each local expert, which none of the four calls of a forward and a backward has to join ----
+
+
+def dispatch_by_expert(
+    buffer: "Buffer", x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = ()
+) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
+    """A dispatch in the expert layout without padding, with gradients, for experts that run one by one.
+
+    Returns the rows of each local expert, [*leading, num_rows, hidden] where `leading` are sizes of 1; recv_topk_weights [num_rows of
+    all] or None; the handle.
+    """
+    if _is_traced((x, topk_idx, topk_weights)):
+        recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
+        return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
+    weights, handle, *parts = _DispatchByExpert.apply(x, topk_idx, topk_weights, buffer._number, leading)
+    return tuple(parts), weights, handle
+
+
+def combine_by_expert(buffer: "Buffer", parts: Sequence[Tensor], topk_weights: Tensor | None, handle: DispatchHandle) -> Tensor:
+    """A combine of such rows, after the experts, with gradients: combined_x [num_tokens, hidden].
+
+    parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
+    and of the right shapes; else joined first.
+    """
+    takes = buffer._alive().takes_parts and not _is_traced((*parts, topk_weights))
+    if takes and _C.gpu_parts_fit(handle, parts, buffer.hidden):
+        return _CombineByExpert.apply(topk_weights, handle, *parts)
+    return combine(buffer, _joined(parts, buffer.hidden), topk_weights, None, None, handle)[0]
+
+
+def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return rows.view(*leading, *rows.shape).split(counts, dim=-2)
+
+
+def _joined(parts: Sequence[Tensor], hidden: int) -> Tensor:
+    return torch.cat([part.reshape(-1, hidden) for part in parts])
+
+
+class _DispatchByExpert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Any, buffer: int, leading: tuple[int, ...]) -> tuple[Any, ...]:
+        rows, handle = _buffer(buffer)._dispatch(x, None, topk_idx, topk_weights, "expert", 1, -1)
+        ctx.num_rows = handle.num_rows
+        _keep_handle(ctx, handle)
+        return rows.recv_topk_weights, handle, *_split(rows.recv_x, handle.num_rows_per_expert_list, leading)
+
+    @staticmethod
+    def backward(ctx: Any, grad_topk_weights: Any, _handle: Any, *grads: Tensor) -> tuple[Any, ...]:
+        handle, _ = _kept(ctx, ctx.num_rows)
+        buffer, parts = _buffer(handle.buffer_id), tuple([grad.contiguous() for grad in grads])
+        if torch.is_grad_enabled() or not (buffer._alive().takes_parts and _C.gpu_parts_fit(handle, parts, buffer.hidden)):
+            grad_x, grad_topk_weights = combine(buffer, _joined(parts, buffer.hidden), None, None, grad_topk_weights, handle)
+        else:
+            grad_x, grad_topk_weights = buffer._combine(parts[0], None, None, grad_topk_weights, handle, parts)
+        return grad_x, None, grad_topk_weights, None, None
+
+
+class _CombineByExpert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Any, handle: DispatchHandle, *parts: Tensor) -> Tensor:
+        ctx.num_rows, ctx.leading = handle.num_rows, parts[0].shape[:-2]
+        _keep_handle(ctx, handle, *(() if weights is None else (weights, *parts)))
+        return _buffer(handle.buffer_id)._combine(parts[0], weights, None, None, handle, parts)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        handle, weighed = _kept(ctx, ctx.num_rows)
+        grad_x = dispatch_cached(_buffer(handle.buffer_id), grad.contiguous(), None, None, handle)[0]
+        grad_weights = None
+        if weighed:
+            weights, *parts = weighed
+            rows = _joined(parts, grad_x.shape[1]) if torch.is_grad_enabled() else parts
+            grad_x, grad_weights = weigh_backward(grad_x, rows, weights)
+        return grad_weights, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
 
 
 _library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")

@@ -77,17 +77,6 @@ void bind_gpu(py::module_& m) {
         },
         py::kw_only(), py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("num_rows"), py::arg("hidden"), py::arg("dtype"), py::arg("stream"));
     m.def(
-        "gpu_weigh_backward",
-        [](uintptr_t grad, uintptr_t x, uintptr_t weights, uintptr_t grad_x, uintptr_t grad_weights, int64_t num_rows, int64_t hidden, DType dtype,
-           uintptr_t stream) {
-            launch_weigh_backward({num_rows, hidden, dtype, reinterpret_cast<const std::byte*>(grad), reinterpret_cast<const std::byte*>(x),
-                                   reinterpret_cast<const float*>(weights), reinterpret_cast<std::byte*>(grad_x),
-                                   reinterpret_cast<float*>(grad_weights)},
-                                  reinterpret_cast<void*>(stream));
-        },
-        py::kw_only(), py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("num_rows"),
-        py::arg("hidden"), py::arg("dtype"), py::arg("stream"));
-    m.def(
         "gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {
             return GpuWorkspaceLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}).total_bytes;

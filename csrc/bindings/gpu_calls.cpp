@@ -1,5 +1,6 @@
 // Bindings of the calls of the GPU library: what tensors and a handle say becomes params, in one step.
 #include "bindings/tensor.h"
+#include "cuda/launch.h"
 #include "runtime/gpu_communicator.h"
 
 using namespace deepep_moe;
@@ -100,15 +101,58 @@ struct GpuDispatchCall {
     int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
 };
 
+// Rows as a call gets them: in one tensor, or in one for each local expert, in a list or tuple.
+struct RowsArg {
+    TensorArg one;
+    GpuParts parts{};
+    int64_t num_rows = 0, row_bytes = 0;
+
+    explicit RowsArg(py::handle x) {
+        if (!PyList_Check(x.ptr()) && !PyTuple_Check(x.ptr())) {
+            one = TensorArg(x);
+            num_rows = one.num_rows, row_bytes = one.row_bytes();
+            return;
+        }
+        for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(x)) {
+            const TensorArg part(tensor);
+            if (parts.num_parts == kMaxParts) throw py::value_error("rows in more than " + std::to_string(kMaxParts) + " tensors");
+            row_bytes = part.row_bytes();
+            parts.first_row[parts.num_parts] = static_cast<int>(num_rows);
+            parts.rows[parts.num_parts++] = part.address - num_rows * row_bytes;
+            num_rows += part.num_rows;
+        }
+    }
+};
+
+// May a combine along `handle`, without padding, read its rows where these tensors lie?
+bool parts_fit(py::handle handle, py::handle tensors, int64_t hidden) {
+    static const Name kDtype{"dtype"}, kDevice{"device"}, kIsContiguous{"is_contiguous"};
+    const py::sequence parts = py::reinterpret_borrow<py::sequence>(tensors);
+    const TensorArg call(attribute(handle, kCall)), per_expert(attribute(handle, kTokensPerExpert));
+    const int64_t num_parts = static_cast<int64_t>(parts.size());
+    if (num_parts == 0 || num_parts > kMaxParts || num_parts != per_expert.num_rows) return false;
+    const int64_t* counts = call.as<const int64_t*>() + call.num_rows - num_parts;
+    const py::object dtype = attribute(parts[0], kDtype), device = attribute(parts[0], kDevice);
+    for (int64_t i = 0; i < num_parts; ++i) {
+        const py::object tensor = parts[i];
+        const TensorArg part(tensor);
+        const bool is_alike = attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
+        if (!is_alike || part.num_columns != hidden || part.num_rows != counts[i] || part.address % kRowAlignment != 0) return false;
+        if (owned(PyObject_CallMethodNoArgs(tensor.ptr(), kIsContiguous.text)).ptr() != Py_True) return false;
+    }
+    return true;
+}
+
 struct GpuCombineCall {
     GpuPlanParams plan;
     GpuCombineParams params{};
     Signature signature{};
 
     // is_sent_by_copies: by copy engines, which take rows from the outbox.
-    GpuCombineCall(py::handle handle_object, const TensorArg& x, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
+    GpuCombineCall(py::handle handle_object, py::handle tensors, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
                    const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype, bool is_sent_by_copies) {
         const HandleArg handle(handle_object);
+        const RowsArg x(tensors);
         plan = cached_plan(handle);
         params.routing = plan.routing;
         params.is_expert_layout = handle.is_expert_layout;
@@ -117,7 +161,8 @@ struct GpuCombineCall {
         params.num_rows = x.num_rows;
         params.recv_counts = handle.recv_counts.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<const int32_t*>();
-        params.x = x.as<const std::byte*>();
+        params.x = x.one.as<const std::byte*>();
+        params.parts = x.parts;
         params.weights = weights.as<const float*>();
         params.bias = bias.as<const std::byte*>();
         params.lane_values = lane_values.as<const float*>();
@@ -125,13 +170,23 @@ struct GpuCombineCall {
         params.combined_lane_values = combined_lane_values.as<float*>();
         params.direct = !handle.is_expert_layout && !weights.is_there && !is_sent_by_copies && x.num_rows > 0 && lane_values.address % kRowAlignment == 0;
         params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
-        row_bytes = x.row_bytes();
+        row_bytes = x.row_bytes;
         signature = {Operation::kCombine, dtype, handle.layout(), 1, handle.number(), false, false, lane_values.is_there};
     }
 
     int64_t slot_bytes() const { return GpuSlotLayout(row_bytes, params.tail_bytes()).bytes; }
     int64_t row_bytes = 0;
 };
+
+// grad_x and grad_weights as GpuWeighParams has them.
+void weigh_backward(const TensorArg& grad, py::handle x, const TensorArg& weights, const TensorArg& grad_x, const TensorArg& grad_weights, DType dtype,
+                    int device, uintptr_t stream) {
+    const RowsArg rows(x);
+    const DeviceGuard guard(device);
+    launch_weigh_backward({grad.num_rows, grad.num_columns, dtype, grad.as<const std::byte*>(), rows.one.as<const std::byte*>(), rows.parts,
+                           weights.as<const float*>(), grad_x.as<std::byte*>(), grad_weights.as<float*>()},
+                          reinterpret_cast<void*>(stream));
+}
 
 }  // namespace
 
@@ -144,13 +199,16 @@ void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
              py::arg("recv_topk_weights"), py::arg("is_guess"))
         .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
     py::class_<GpuCombineCall>(m, "GpuCombineCall")
-        .def(py::init<py::handle, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
+        .def(py::init<py::handle, py::handle, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
              py::arg("handle"), py::arg("x"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("combined_x"),
              py::arg("combined_lane_values"), py::arg("dtype"), py::arg("is_sent_by_copies"))
         .def_property_readonly("slot_bytes", &GpuCombineCall::slot_bytes);
     py::class_<GpuCounts>(m, "GpuCounts")
         .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
         .def_readonly("num_rows", &GpuCounts::num_rows);
+    m.def("gpu_parts_fit", &parts_fit, py::arg("handle"), py::arg("parts"), py::arg("hidden"));
+    m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
+          py::arg("device"), py::arg("stream"));
     communicator
         .def("plan", [](GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.plan(call.plan, call.signature, stream); },
              py::arg("call"), py::arg("stream"), Released())

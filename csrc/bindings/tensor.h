@@ -1,6 +1,8 @@
 // What bindings read of a Python tensor, by its own methods: native code knows nothing of PyTorch.
 #pragma once
 
+#include <algorithm>
+
 #include "bindings/bindings.h"
 #include "common/types.h"
 
@@ -31,16 +33,17 @@ struct TensorArg {
     static inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"};
     uintptr_t address = 0;  // 0 where there is nothing
     bool is_there = false;
-    int64_t num_rows = 0, num_columns = 1, element_bytes = 0;  // [num_rows] or [num_rows, num_columns]
+    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before
 
     TensorArg() = default;
     explicit TensorArg(py::handle tensor) {
         if (tensor.is_none()) return;
         is_there = true;
         const py::object shape = attribute(tensor, kShape);
-        if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) < 1) throw py::type_error("expected a tensor of one or two dimensions");
-        num_rows = to_int(PyTuple_GET_ITEM(shape.ptr(), 0));
-        if (PyTuple_GET_SIZE(shape.ptr()) > 1) num_columns = to_int(PyTuple_GET_ITEM(shape.ptr(), 1));
+        if (!PyTuple_Check(shape.ptr())) throw py::type_error("expected a tensor");
+        const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape.ptr());
+        if (num_dims > 1) num_columns = to_int(PyTuple_GET_ITEM(shape.ptr(), num_dims - 1));
+        for (Py_ssize_t i = 0; i < std::max<Py_ssize_t>(1, num_dims - 1) && num_dims > 0; ++i) num_rows *= to_int(PyTuple_GET_ITEM(shape.ptr(), i));
         element_bytes = to_int(attribute(tensor, kItemsize));
         if (num_rows > 0 && num_columns > 0) address = to_int(owned(PyObject_CallMethodNoArgs(tensor.ptr(), kDataPtr.text)));
     }

@@ -96,6 +96,15 @@ struct GpuDispatchParams {
     int32_t* recv_row_idx;      // expert layout: [num_recv_tokens, num_topk]; out unless cached
 };
 
+// Rows that lie in several tensors, one for each local expert: row r is at rows[i] + r * row_bytes, where i is the last part that begins
+// at r or before.
+constexpr int kMaxParts = 32;
+struct GpuParts {
+    int num_parts;  // 0: rows lie in one tensor
+    int first_row[kMaxParts];
+    uintptr_t rows[kMaxParts];
+};
+
 struct GpuCombineParams {
     GpuContext context;
     GpuRouting routing;
@@ -109,7 +118,8 @@ struct GpuCombineParams {
     int64_t num_rows;             // of x
     const int32_t* recv_counts;   // [num_ranks]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]
-    const std::byte* x;           // [num_rows, hidden]
+    const std::byte* x;           // [num_rows, hidden], if not in parts
+    GpuParts parts;
     const float* weights;         // [num_rows], or nullptr
     const float* lane_values;     // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     const std::byte* bias;        // [num_tokens, hidden], or nullptr
@@ -122,7 +132,8 @@ struct GpuCombineParams {
 struct GpuWeighParams {
     int64_t num_rows, hidden;   // rows of whole 16 bytes
     DType dtype;
-    const std::byte *grad, *x;  // [num_rows, hidden]
+    const std::byte *grad, *x;  // [num_rows, hidden]; x: if not in parts
+    GpuParts parts;             // of x
     const float* weights;       // [num_rows]
     std::byte* grad_x;          // [num_rows, hidden]
     float* grad_weights;        // [num_rows]

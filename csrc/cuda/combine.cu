@@ -19,6 +19,7 @@ struct Kernel {
     using Pieces = uint4[kBatch];
 
     const GpuCombineParams& p;
+    const GpuParts& parts;  // in shared memory: lanes look into different ones
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
     const int64_t row_bytes;
@@ -28,8 +29,8 @@ struct Kernel {
     const unsigned long long sequence;
     const int warp, lane;
 
-    __device__ explicit Kernel(const GpuCombineParams& p)
-        : p(p), c(p.context), config(c.config), row_bytes(config.hidden * (16 / Values::kCount)), num_pieces(static_cast<int>(row_bytes / 16)),
+    __device__ Kernel(const GpuCombineParams& p, const GpuParts& parts)
+        : p(p), parts(parts), c(p.context), config(c.config), row_bytes(config.hidden * (16 / Values::kCount)), num_pieces(static_cast<int>(row_bytes / 16)),
           num_parts(divide_up(num_pieces, p.max_part_pieces)), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()),
           own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
@@ -60,7 +61,8 @@ struct Kernel {
     struct Rows {
         int recv_token = -1;
         int row_of_lane = -1;  // the row of this lane of top-k; a row of the rank layout is lane 0's
-        int row = -1, count = 0;  // the lane-th of `count` rows
+        const std::byte* from = nullptr;  // the lane-th of `count` rows
+        int count = 0;
         float weight = 1.0f;
 
         __device__ Rows() {}
@@ -75,8 +77,10 @@ struct Kernel {
         __device__ void look_up(const Kernel& k) {
             const unsigned there = __ballot_sync(kFullWarp, row_of_lane >= 0);
             count = __popc(there);
-            row = __shfl_sync(kFullWarp, row_of_lane, nth_set(there, k.lane));
-            if (k.lane < count && k.p.weights != nullptr) weight = k.p.weights[row];
+            const int row = __shfl_sync(kFullWarp, row_of_lane, nth_set(there, k.lane));
+            if (k.lane >= count) return;
+            from = row_of(k.parts, k.p.x, row, k.row_bytes);
+            if (k.p.weights != nullptr) weight = k.p.weights[row];
         }
 
         // What goes with this lane of top-k.
@@ -88,7 +92,7 @@ struct Kernel {
 
         // Adds pieces first, first + 32, ... of the rows to `sum`.
         __device__ void add(const Kernel& k, Sum& sum, int first, int end) const {
-            const auto rows = [&](int n) { return pieces(k.p.x + static_cast<int64_t>(__shfl_sync(kFullWarp, row, n)) * k.row_bytes); };
+            const auto rows = [&](int n) { return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n))); };
             const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight, n); };
             sum_pieces<Values, kBatch>(sum, first, end, count, rows, weights, Pieces{});
         }
@@ -220,8 +224,12 @@ struct Kernel {
 
 template <DType kType, class Ring>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
+    __shared__ GpuParts parts;
+    if (threadIdx.x == 0) parts.num_parts = p.parts.num_parts;
+    for (int i = threadIdx.x; i < p.parts.num_parts; i += kThreads) parts.first_row[i] = p.parts.first_row[i], parts.rows[i] = p.parts.rows[i];
+    __syncthreads();
     if (!wait_for_plan(p.context, false)) return wait_for_kernel_before();
-    const Kernel<kType> kernel(p);
+    const Kernel<kType> kernel(p, parts);
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {
         kernel.template send<Ring>();
         return wait_for_kernel_before();

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads) weigh_backward(const __grid_constant
     using Values = Piece<kType>;
     const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32, num_pieces = p.hidden / Values::kCount;
     if (row >= p.num_rows) return;
-    const uint4 *grads = pieces(p.grad) + row * num_pieces, *values = pieces(p.x) + row * num_pieces;
+    const uint4 *grads = pieces(p.grad) + row * num_pieces, *values = pieces(row_of(p.parts, p.x, row, 16 * num_pieces));
     uint4* to = pieces(p.grad_x) + row * num_pieces;
     const float weight = p.weights[row];
     float sum = 0.0f;

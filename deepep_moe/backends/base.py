@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from deepep_moe import _C
 from deepep_moe.handle import DispatchHandle
 
 DTYPE_NAMES = {
@@ -16,6 +17,7 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "float8",
     torch.float8_e5m2: "float8",
 }
+DTYPES = {dtype: getattr(_C.DType, name) for dtype, name in DTYPE_NAMES.items()}
 LAYOUTS = ("expert", "rank")
 
 
@@ -75,6 +77,7 @@ class CombineArgs:
     bias: Tensor | None
     lane_values: Tensor | None  # as recv_topk_weights lies
     handle: DispatchHandle
+    parts: tuple[Tensor, ...] = ()  # rows in a tensor for each local expert, of which `x` is the first, where `_C.gpu_parts_fit`
 
 
 @dataclass
@@ -106,6 +109,8 @@ class Backend(Protocol):
     """Do asynchronous calls move their rows on the buffer's thread? Otherwise they are asynchronous by themselves or not at all."""
     can_split: bool
     """Does a call whose `Mode.is_split` leave its second half to the caller?"""
+    takes_parts: bool
+    """Does a combine read rows that lie in parts?"""
     device: torch.device | None
     """The one device of its tensors, where there is one."""
     num_channels: int

@@ -13,6 +13,8 @@ from deepep_moe.handle import DispatchHandle
 
 _MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+_ALL = tuple(DTYPE_NAMES)
 
 
 # ---- before an operator can be called at all ----
@@ -76,7 +78,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
@@ -136,7 +138,7 @@ def check_device(x: Tensor, backend: Backend) -> None:
 
 
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
-    _check_rows("x", args.x, None, s, tuple(DTYPE_NAMES))
+    _check_rows("x", args.x, None, s, _ALL)
     num_tokens = args.x.shape[0]
     check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
@@ -164,27 +166,30 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
     num_tokens = args.handle.num_tokens
-    _check_rows("x", args.x, num_tokens, s, tuple(DTYPE_NAMES))
+    _check_rows("x", args.x, num_tokens, s, _ALL)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
     _check_scales(args.x, args.x_scales)
 
 
 def check_combine(args: CombineArgs, s: Settings) -> None:
-    handle = args.handle
-    if isinstance(args.x, Tensor) and args.x.dtype in _FP8:
-        raise TypeError(f"x has dtype {str(args.x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
-    _check_rows("x", args.x, handle.num_rows, s, (torch.float32, torch.bfloat16, torch.float16))
+    handle, x = args.handle, args.x
+    if isinstance(x, Tensor) and x.dtype in _FP8:
+        raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
+    if args.parts:  # which fit
+        check_tensor("x", x, tuple(x.shape), _SUMMED)
+    else:
+        _check_rows("x", x, handle.num_rows, s, _SUMMED)
     if args.weights is not None and tuple(args.weights.shape) != (handle.num_rows,):
         raise ValueError(
             f"topk_weights has shape {list(args.weights.shape)}; it must be [{handle.num_rows}], one weight per row of x: "
             "what a dispatch in the expert layout returns as recv_topk_weights"
         )
-    _check_weights("topk_weights", args.weights, (handle.num_rows,), args.x)
+    _check_weights("topk_weights", args.weights, (handle.num_rows,), x)
     if args.bias is not None:
-        check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (args.x.dtype,), args.x.device)
+        check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
         _check_address("bias", args.bias)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
-    _check_weights("lane_values", args.lane_values, shape, args.x)
+    _check_weights("lane_values", args.lane_values, shape, x)
 
 
 # ---- settings of a buffer ----

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES, Settings
+from deepep_moe.backends.base import DTYPES, Settings
 from deepep_moe.backends.checks import check_tensor
 from deepep_moe.backends.output_pool import OutputPool
 from deepep_moe.errors import BufferDestroyedError
@@ -328,7 +328,7 @@ def _native_settings(s: Settings, mask_stalled: bool) -> dict[str, Any]:
 
 def _dispatch_params(call: DispatchCall) -> Any:
     params = _C.LowLatencyDispatchParams()
-    params.dtype = getattr(_C.DType, DTYPE_NAMES[call.x.dtype])
+    params.dtype = DTYPES[call.x.dtype]
     params.fp8, params.is_rounded = call.recv_x_scales is not None, call.is_rounded
     params.num_tokens, params.is_int64 = call.x.shape[0], call.topk_idx.dtype == torch.int64
     params.x, params.topk_idx, params.topk_weights = call.x.data_ptr(), call.topk_idx.data_ptr(), _address(call.topk_weights)
@@ -341,7 +341,7 @@ def _dispatch_params(call: DispatchCall) -> Any:
 
 def _combine_params(call: CombineCall) -> Any:
     params = _C.LowLatencyCombineParams()
-    params.dtype, params.fp8 = getattr(_C.DType, DTYPE_NAMES[call.x.dtype]), call.fp8
+    params.dtype, params.fp8 = DTYPES[call.x.dtype], call.fp8
     params.num_tokens = call.combined_x.shape[0]
     params.handle, params.call, params.statistics = call.handle.data_ptr(), call.call.data_ptr(), call.statistics.data_ptr()
     params.x, params.combined_x = call.x.data_ptr(), call.combined_x.data_ptr()

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
+from deepep_moe.backends.base import DTYPES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
+from deepep_moe.backends.streams import current_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.handle import DispatchHandle
 
 DEFAULT_NUM_SMS, DEFAULT_NUM_SMS_OF_SUMS = 12, 14  # the latter for sums for several peers
 GUESS_SHARE = 16  # rows that are allocated before they are counted may be this part more than come
-
-
-DTYPES = {dtype: getattr(_C.DType, name) for dtype, name in DTYPE_NAMES.items()}
 
 
 def _nothing() -> None:
@@ -47,6 +45,7 @@ class NvlinkBackend:
     num_channels = 1
     moves_on_thread = False  # kernels are asynchronous by themselves
     can_split = True
+    takes_parts = True
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -68,7 +67,7 @@ class NvlinkBackend:
 
     @property
     def num_calls(self) -> int:
-        return self._communicator.num_calls  # type: ignore[no-any-return]
+        return self._communicator.num_calls
 
     @property
     def tuning(self) -> Any:
@@ -77,7 +76,7 @@ class NvlinkBackend:
 
     def copy_to(self, peer: int, num_bytes: int) -> None:
         """A copy engine's copy of workspace memory to `peer`, on the current stream, between calls: what the link gives; for benchmarks."""
-        self._communicator.copy_block(peer, num_bytes, torch.cuda.current_stream(self.device).cuda_stream)
+        self._communicator.copy_block(peer, num_bytes, current_stream(self.device))
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace."""
@@ -97,9 +96,8 @@ class NvlinkBackend:
         if is_bounded and num_sms == 0:
             raise ValueError("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them")
         handle = self._handle_memory(args)
-        call = _C.GpuDispatchCall(
-            handle, args.x, args.x_scales, args.topk_idx, args.topk_weights, DTYPES[args.x.dtype], args.num_recv_rows
-        )  # fmt: skip
+        dtype, weights = DTYPES[args.x.dtype], args.topk_weights
+        call = _C.GpuDispatchCall(handle, args.x, args.x_scales, args.topk_idx, weights, dtype, args.num_recv_rows)
         room = args.num_recv_rows if is_bounded else self._guess(args, num_sms)
         is_guess = room >= 0 and not is_bounded
         if room >= 0:  # whatever can fail does so before the call is entered
@@ -172,9 +170,8 @@ class NvlinkBackend:
         counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        call = _C.GpuCombineCall(
-            handle, args.x, args.weights, args.bias, args.lane_values, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0
-        )  # fmt: skip
+        rows, dtype = args.parts or args.x, DTYPES[args.x.dtype]
+        call = _C.GpuCombineCall(handle, rows, args.weights, args.bias, args.lane_values, combined_x, lane_values, dtype, num_sms == 0)
         stream = self._enter(call, args.mode)
         if num_sms > 0 and not args.mode.is_split:
             return combined_x, lane_values, partial(self._communicator.combine, call, num_sms, stream)
@@ -197,7 +194,7 @@ class NvlinkBackend:
     def abort(self, message: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._communicator.refuse(message, torch.cuda.current_stream(self.device).cuda_stream)
+        self._communicator.refuse(message, current_stream(self.device))
 
     def destroy(self) -> None:
         self._communicator = None
@@ -231,7 +228,7 @@ class NvlinkBackend:
 
     def _stream_of(self, mode: Mode) -> int:
         if not mode.is_async or mode.is_split:
-            return torch.cuda.current_stream(self.device).cuda_stream
+            return current_stream(self.device)
         if self._own_stream is None:
             self._own_stream = torch.cuda.Stream(self.device)
         self._follow_current(mode)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES
+from deepep_moe.backends.base import DTYPES
 
 _COLUMNS = 8  # that a thread of the kernel loads at once
 
@@ -31,7 +31,7 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(x.device):
         _C.gpu_quantize(
             x=x.data_ptr(), y=y.data_ptr(), scales=scales.data_ptr(), num_rows=x.shape[0], hidden=x.shape[1],
-            dtype=getattr(_C.DType, DTYPE_NAMES[x.dtype]), stream=torch.cuda.current_stream(x.device).cuda_stream,
+            dtype=DTYPES[x.dtype], stream=torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
     return y, scales
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
+from deepep_moe.backends.base import DTYPES, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
 from deepep_moe.backends.output_pool import OutputPool
 from deepep_moe.handle import DispatchHandle, padded
 
@@ -27,6 +27,7 @@ class ShmBackend:
     device: torch.device | None = None
     moves_on_thread = True
     can_split = False
+    takes_parts = False
     num_handle_numbers = 1
 
     def __init__(self, settings: Settings, num_channels: int):
@@ -113,7 +114,7 @@ class ShmBackend:
         with_values = args.lane_values is not None
         lane_values = torch.empty(handle.num_tokens, s.num_topk, dtype=torch.float32) if with_values else None
         params = _C.CombineParams()
-        params.dtype = getattr(_C.DType, DTYPE_NAMES[args.x.dtype])
+        params.dtype = DTYPES[args.x.dtype]
         params.layout = getattr(_C.Layout, handle.layout)
         params.num_topk, params.num_experts, params.hidden = s.num_topk, s.num_experts, s.hidden
         params.num_tokens = handle.num_tokens
@@ -147,7 +148,7 @@ class ShmBackend:
     def _signature(self, operation: str, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs) -> Any:
         return _C.Signature(
             getattr(_C.Operation, operation),
-            getattr(_C.DType, DTYPE_NAMES[x.dtype]),
+            DTYPES[x.dtype],
             getattr(_C.Layout, layout),
             expert_alignment=args.expert_alignment if isinstance(args, DispatchArgs) else args.handle.expert_alignment,
             handle_call=0 if isinstance(args, DispatchArgs) else int(args.handle.call),

@@ -1,13 +1,15 @@
 """Weighing rows: the sum over a token's rows that came back one by one, and the gradients of weighing before and after a combine."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES
+from deepep_moe.backends.base import DTYPES
+from deepep_moe.backends.streams import current_stream
 
 GPU = "cuda"  # the type of the devices that the CUDA kernels serve
 
@@ -15,26 +17,22 @@ GPU = "cuda"  # the type of the devices that the CUDA kernels serve
 _BLOCK = 64
 
 
-def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def weigh_backward(grad: Tensor, x: Tensor | Sequence[Tensor], weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x and weights, from that of `x * weights[:, None]`.
 
-    grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
-    Returns [num_rows, hidden] in x's dtype and [num_rows] fp32, both computed in fp32.
+    grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16, and x may lie in parts (`CombineArgs`).
+    weights: [num_rows] fp32. Returns [num_rows, hidden] in x's dtype and [num_rows] fp32, both computed in fp32.
     """
-    grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
+    grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
     if not _has_kernels(grad):
+        assert isinstance(x, Tensor)
         for rows in _blocks(x):
             wide = grad[rows].float()
             grad_x[rows] = wide * weights[rows, None]
             grad_weights[rows] = (wide * x[rows]).sum(1)
         return grad_x, grad_weights
-    with _current(x):
-        _C.gpu_weigh_backward(
-            grad=grad.data_ptr(), x=x.data_ptr(), weights=weights.data_ptr(), grad_x=grad_x.data_ptr(),
-            grad_weights=grad_weights.data_ptr(),
-            num_rows=x.shape[0], hidden=x.shape[1], dtype=getattr(_C.DType, DTYPE_NAMES[x.dtype]),
-            stream=torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
+    device = max(0, grad.get_device())
+    _C.gpu_weigh_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], device, current_stream(grad.device))
     return grad_x, grad_weights
 
 
@@ -49,7 +47,7 @@ def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
         rows, weights, params = _ordered(rows, weights)
         params.sums = sums.data_ptr()
         with _current(rows):
-            _C.gpu_weighed_sum(params, torch.cuda.current_stream(rows.device).cuda_stream)
+            _C.gpu_weighed_sum(params, current_stream(rows.device))
         return sums
     for tokens in _blocks(rows):
         sums[tokens] = (rows[:, tokens] * weights[:, tokens, None]).sum(0)
@@ -63,7 +61,7 @@ def weighed_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[T
         grad, grad_rows, grad_weights = _aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
         params.grad, params.grad_rows, params.grad_weights = grad.data_ptr(), grad_rows.data_ptr(), grad_weights.data_ptr()
         with _current(rows):
-            _C.gpu_weighed_sum_backward(params, torch.cuda.current_stream(rows.device).cuda_stream)
+            _C.gpu_weighed_sum_backward(params, current_stream(rows.device))
         return grad_rows, grad_weights
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for tokens in _blocks(rows):
@@ -92,7 +90,7 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
     """rows and weights in one order, lane by lane or token by token, whichever the rows have; and params that say which."""
     params = _C.GpuWeighedSumParams()
     params.num_topk, params.num_tokens, params.hidden = rows.shape
-    params.lane_stride, params.token_stride, params.dtype = params.num_tokens, 1, getattr(_C.DType, DTYPE_NAMES[rows.dtype])
+    params.lane_stride, params.token_stride, params.dtype = params.num_tokens, 1, DTYPES[rows.dtype]
     by_token = rows.transpose(0, 1)
     if by_token.is_contiguous() and not rows.is_contiguous():
         params.lane_stride, params.token_stride = 1, params.num_topk

@@ -15,11 +15,11 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
-from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.buffers import Plan, shared
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
 from deepep_moe.integrations.deepspeed.weighing import weighed_sum
+from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
 
 _log = logging.getLogger(__name__)
 _UNTIMED = contextlib.nullcontext()
@@ -48,7 +48,7 @@ class PackedMOELayer(MOELayer):
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
             routing = route(self.gate, x, inputs[1] if len(inputs) > 1 else None)
-            self.l_aux, self.exp_counts = routing.l_aux, routing.exp_counts
+            self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)  # as `self.l_aux = ...`, in less time
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
             return exchange(x, routing).view(inputs[0].shape)
 
@@ -72,21 +72,19 @@ class PackedMOELayer(MOELayer):
         plan = plan_of(self)
         buffer = shared.get(self.ep_group, num_tokens, x.shape[1], plan, x.device)
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            out = buffer.dispatch(x, widened(topk_idx, self.num_local_experts, plan.num_local_experts), topk_weights)
-        y = self._run_experts(out)
+            idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
+            parts, recv_topk_weights, handle = dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1))
+        outputs = self._run_experts(parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
-            return buffer.combine(y, out.handle, out.recv_topk_weights)
+            return combine_by_expert(buffer, outputs, recv_topk_weights, handle)
 
-    def _run_experts(self, out: DispatchOutput) -> Tensor:
+    def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Every local expert, with no rows too: so each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it."""
-        rows = out.recv_x.view(1, 1, *out.recv_x.shape)  # once for all experts: each view would be a node of the backward
         outputs = []
-        groups_of_rows = rows.split(out.handle.num_rows_per_expert_list, dim=2)  # those beyond this layer's experts are empty
-        for expert, group in zip(self.experts.deepspeed_experts, groups_of_rows, strict=False):
-            y = expert(group)
+        for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=False):  # parts beyond this layer's experts are empty
+            y = expert(rows)
             outputs.append(y[0] if isinstance(y, tuple) else y)  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
-        joined = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0].contiguous()
-        return joined.view(out.recv_x.shape)
+        return outputs + [outputs[0][:, :, :0]] * (len(parts) - len(outputs))
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""

@@ -1,9 +1,7 @@
 """What DeepSpeed's gates decide, as experts and weights per token, in every version."""
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +27,9 @@ def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
     The gate itself decides and draws its random numbers, so routing is that of the installed version. Ranks may hold any number of
     tokens, none too: there it is not asked, as it divides by their number.
     """
-    if len(x) == 0:
+    if x.shape[0] == 0:
         return _route_nothing(gate, x)
-    with _alone(gate, len(x)):
-        decided = ask(gate, x, used_token)
+    decided = _ask_alone(gate, x, used_token)
     if has_sparse_routes(type(gate)):
         l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
         return Routing(topk_idx, topk_weights, l_aux, exp_counts)
@@ -54,19 +51,19 @@ def has_sparse_routes(gate_class: type) -> bool:
     return "sparse_routes" in inspect.signature(gate_class.forward).parameters
 
 
-@contextlib.contextmanager
-def _alone(gate: Any, num_tokens: int) -> Iterator[None]:
-    """The gate, as long as it concerns this rank alone and its number of tokens.
+def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
+    """Ask the gate, as long as it concerns this rank alone and its number of tokens.
 
     Without its group it does not agree on the fullest expert of all ranks, which only padding would need. Its least capacity is lowered
     to the number of tokens, where it would refuse fewer: with either capacity no token is dropped.
     """
+    plain = gate.__dict__  # past `Module.__setattr__`, which takes longer
     saved = gate.ep_group, gate.min_capacity
-    gate.ep_group, gate.min_capacity = None, min(gate.min_capacity, num_tokens)
+    plain["ep_group"], plain["min_capacity"] = None, min(gate.min_capacity, x.shape[0])
     try:
-        yield
+        return ask(gate, x, used_token)
     finally:
-        gate.ep_group, gate.min_capacity = saved
+        plain["ep_group"], plain["min_capacity"] = saved
 
 
 def _route_nothing(gate: Any, x: Tensor) -> Routing:

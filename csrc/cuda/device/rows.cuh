@@ -77,6 +77,18 @@ __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount],
     }
 }
 
+// Row `row` of `x`, or of `parts` if there are any.
+__device__ inline const std::byte* row_of(const GpuParts& parts, const std::byte* x, int64_t row, int64_t row_bytes) {
+    int part = 0;
+#pragma unroll 1
+    for (int rest = parts.num_parts; rest > 1;) {
+        const int half = rest / 2;
+        if (parts.first_row[part + half] <= row) part += half;
+        rest -= half;
+    }
+    return (parts.num_parts == 0 ? x : reinterpret_cast<const std::byte*>(parts.rows[part])) + row * row_bytes;
+}
+
 // 16 bytes of a row as fp32, and back: rounded to nearest even, as on every backend.
 template <DType kType>
 struct Piece;

@@ -1,0 +1,142 @@
+"""Rows in a tensor for each expert: the same as in one tensor, to the bit, in results and gradients."""
+
+import pytest
+import torch
+from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+
+from deepep_moe import Buffer, reference
+from deepep_moe.testing import run_ranks
+from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
+
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+MANY = 80  # experts of two ranks: more parts than kernels take
+
+
+def doubled(rows, scale):
+    return rows * scale
+
+
+def strided(rows, scale):
+    """Of a view, whose rows lie in another order."""
+    return (rows * scale).transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def shifted(rows, scale):
+    """Contiguous, and not on a boundary of 16 bytes."""
+    y = rows * scale
+    return torch.cat([y.new_zeros(1), y.flatten()])[1:].view(y.shape)
+
+
+def ignored(rows, scale):
+    """An expert whose output does not depend on its rows."""
+    return torch.zeros_like(rows) * scale
+
+
+def in_one_tensor(buffer, x, idx, weights, scales, expert):
+    out = buffer.dispatch(x, idx, weights)
+    rows = out.recv_x.split(out.handle.num_rows_per_expert_list)
+    y = torch.cat([expert(group, scale) for group, scale in zip(rows, scales, strict=True)])
+    return buffer.combine(y, out.handle, out.recv_topk_weights)
+
+
+def in_parts(buffer, x, idx, weights, scales, expert):
+    parts, recv_weights, handle = dispatch_by_expert(buffer, x, idx, weights, (1, 1))
+    assert [part.shape for part in parts] == [(1, 1, count, x.shape[1]) for count in handle.num_rows_per_expert_list]
+    y = [expert(part, scale) for part, scale in zip(parts, scales, strict=True)]
+    return combine_by_expert(buffer, y, recv_weights, handle)
+
+
+def equal(rank, num_ranks, backend, case, expert):
+    device_of(backend, rank)
+    poison_outputs()
+    xs, idxs, all_weights = (list(column) for column in zip(*(case.inputs(r) for r in range(num_ranks)), strict=True))
+    buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend)
+    num_local = case.num_experts // num_ranks
+    scales = [torch.arange(1.0, num_local + 1).to(case.dtype) / 4 + r for r in range(num_ranks)]
+    x, idx, weights, scale = on_device(backend, rank, xs[rank], idxs[rank], all_weights[rank], scales[rank])
+    (grad,) = on_device(backend, rank, torch.randn(x.shape, generator=torch.Generator().manual_seed(rank)).to(case.dtype))
+    found = []
+    for way in (in_one_tensor, in_parts):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
+        combined_x = way(buffer, leaves[0], idx, leaves[1] if case.with_weights else None, leaves[2], expert)
+        combined_x.backward(grad)
+        found.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad", "scale.grad"), found[1], found[0], strict=True):
+        if value is None:
+            assert expected is None and not case.with_weights, name
+        elif name == "scale.grad":
+            torch.testing.assert_close(value, expected)
+        else:
+            assert_same(name, value, expected)
+    if expert is doubled:
+        received = reference.dispatch(xs, idxs, all_weights if case.with_weights else None, case.num_experts)
+        rows = [
+            torch.cat([group * s for group, s in zip(there.recv_x.split(there.num_recv_tokens_per_expert), ours, strict=True)])
+            for there, ours in zip(received, scales, strict=True)
+        ]
+        row_weights = [there.recv_topk_weights for there in received] if case.with_weights else None
+        assert_same("combined_x", found[1][0], reference.combine(rows, received, case.num_tokens, row_weights)[rank])
+    with torch.no_grad():
+        assert_same("combined_x", in_parts(buffer, x, idx, weights if case.with_weights else None, scale, expert), found[1][0])
+
+
+@pytest.mark.parametrize("with_weights", (True, False))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_are_the_rows_of_one_tensor(backend, dtype, with_weights):
+    case = Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=with_weights)
+    run_ranks(equal, 3, backend, case, doubled)
+
+
+@pytest.mark.parametrize("expert", (strided, shifted, ignored), ids=lambda expert: expert.__name__)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_that_cannot_be_read_where_they_are(backend, expert):
+    run_ranks(equal, 2, backend, Case([9, 14], num_topk=4, dtype=torch.bfloat16), expert)
+
+
+@pytest.mark.parametrize("num_experts", (2, 64, MANY))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_few_and_many_experts(backend, num_experts):
+    run_ranks(equal, 2, backend, Case([9, 14], num_topk=2, num_experts=num_experts, dtype=torch.bfloat16), doubled)
+
+
+def wrong_number_of_rows(rank, num_ranks, backend):
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+    parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
+    y = [*parts[:-1], torch.cat([parts[-1], parts[-1].new_zeros(1, case.hidden)])]
+    num_rows = handle.num_rows
+    with pytest.raises(ValueError, match=rf"x has shape \[{num_rows + 1}, {case.hidden}\]; it must be \[{num_rows}, {case.hidden}\]"):
+        combine_by_expert(buffer, y, None, handle)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_number_of_rows(backend):
+    run_ranks(wrong_number_of_rows, 2, backend)
+
+
+def twice(rank, num_ranks, backend):
+    """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend)
+    scale = torch.arange(1.0, 3.0, device=x.device)
+    found = []
+    for way in (in_one_tensor, in_parts):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(way(buffer, leaf, idx, None, scale, squared).sum(), leaf, create_graph=True)
+        grad.sum().backward()
+        found.append(leaf.grad)
+    assert_same("x.grad", found[1], found[0])
+
+
+def squared(rows, scale):
+    return rows * rows * scale
+
+
+@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_gradients_of_gradients(backend):
+    run_ranks(twice, 2, backend)
