@@ -1,8 +1,11 @@
 """What a dispatch returns, and the reusable part of it."""
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -37,6 +40,9 @@ class DispatchHandle:
     recv_topk_idx: Tensor | None
     """[num_rows, num_topk] local experts, -1 = another rank's (rank layout only)."""
 
+    memory: ClassVar[Tensor | None] = None
+    """Of a `PackedHandle`."""
+
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those that lie with the rows."""
@@ -47,6 +53,14 @@ class DispatchHandle:
         """Tokens of this rank."""
         return self.topk_idx.shape[0]
 
+    def to_save(self) -> tuple[Tensor, ...]:
+        """What an operator's backward needs besides `rebuild`."""
+        return self.topk_idx, self.recv_row_idx, self.recv_counts, self.num_recv_tokens_per_expert, self.call
+
+    def rebuild(self) -> "Callable[..., DispatchHandle]":
+        """Makes the handle again, without recv_topk_idx, of its number of rows and the tensors of `to_save`; holds none of them."""
+        return partial(_of_tensors, self.buffer_id, self.layout, self.expert_alignment)
+
     @property
     def num_rows_per_expert(self) -> Tensor:
         """[num_local_experts] int32: rows of each expert's group, padding included."""
@@ -56,11 +70,105 @@ class DispatchHandle:
     def num_rows_per_expert_list(self) -> list[int]:
         """The same on the host, [num_local_experts]. On a GPU it is there when `dispatch` returns, before the rows are, unless
         `num_recv_rows` was given: then it waits for the stream."""
-        counts: list[int] = self.call.tolist()[1 + 2 * self.recv_counts.shape[0] :]
-        if len(counts) != len(self.num_recv_tokens_per_expert) or -1 in counts:
+        counts = self._counts_on_host()
+        if not counts or counts[0] < 0:
             counts = self.num_recv_tokens_per_expert.tolist()
         alignment = self.expert_alignment
         return counts if alignment == 1 else [-(-count // alignment) * alignment for count in counts]
+
+    def _counts_on_host(self) -> list[int]:
+        """[num_local_experts] tokens received; nothing or numbers below 0 where the host does not know."""
+        counts: list[int] = self.call.tolist()[1 + 2 * self.recv_counts.shape[0] :]
+        return counts if len(counts) == len(self.num_recv_tokens_per_expert) else []
+
+
+def _of_tensors(buffer_id: int, layout: str, expert_alignment: int, num_rows: int, *tensors: Tensor) -> DispatchHandle:
+    return DispatchHandle(buffer_id, layout, expert_alignment, num_rows, *tensors, None)
+
+
+@dataclass(frozen=True)
+class HandleShape:
+    """Of a `PackedHandle`."""
+
+    num_tokens: int
+    num_topk: int
+    num_slots: int
+    """Tokens received at most, 0 in the rank layout."""
+    num_ranks: int
+    num_local_experts: int
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert."""
+        return (self.num_tokens, self.num_topk), (self.num_slots, self.num_topk), (self.num_ranks, 1), (self.num_local_experts,)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each of these begins in the memory, and the end."""
+        lengths = (-(-math.prod(size) // _SECTION) * _SECTION for size in self.sizes)
+        return tuple(itertools.accumulate(lengths, initial=0))
+
+
+_SECTION = 32  # int32: each section of a packed handle has its own cache lines
+
+
+class PackedHandle(DispatchHandle):
+    """One whose tensors lie in one allocation, each of them a view that is made when somebody looks: a host that waits for a GPU's counts
+    has no time for four allocations. `recv_row_idx` has room for all tokens that might have come."""
+
+    memory: Tensor  # type: ignore[misc]
+    shape: HandleShape
+    num_tokens: int
+
+    def __init__(self, buffer_id: int, layout: str, expert_alignment: int, num_rows: int, shape: HandleShape, memory: Tensor, call: Tensor):
+        self.__dict__.update(
+            buffer_id=buffer_id, layout=layout, expert_alignment=expert_alignment, num_rows=num_rows, shape=shape, memory=memory, call=call,
+            starts=shape.starts, num_tokens=shape.num_tokens, num_topk=shape.num_topk, recv_topk_idx=None,
+        )  # fmt: skip
+
+    def complete(self, num_rows: int, recv_topk_idx: Tensor | None) -> None:
+        """Once it is known what comes; nobody else has the handle yet."""
+        self.__dict__.update(num_rows=num_rows, recv_topk_idx=recv_topk_idx)
+
+    def _section(self, i: int) -> Tensor:
+        size, start = self.shape.sizes[i], self.shape.starts[i]
+        return self.memory[start : start + math.prod(size)].view(size)
+
+    @cached_property
+    def topk_idx(self) -> Tensor:
+        return self._section(0)
+
+    @cached_property
+    def recv_row_idx(self) -> Tensor:
+        return self._section(1)
+
+    @cached_property
+    def recv_counts(self) -> Tensor:
+        return self._section(2)
+
+    @cached_property
+    def num_recv_tokens_per_expert(self) -> Tensor:
+        return self._section(3)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.memory, self.recv_topk_idx
+
+    def to_save(self) -> tuple[Tensor, ...]:
+        return self.memory, self.call
+
+    def rebuild(self) -> Callable[..., DispatchHandle]:
+        return partial(_of_memory, self.buffer_id, self.layout, self.expert_alignment, self.shape)
+
+    def _counts_on_host(self) -> list[int]:
+        counts: list[int] = self.call.tolist()
+        return counts[1 + 2 * self.shape.num_ranks :]
+
+
+def _of_memory(
+    buffer_id: int, layout: str, expert_alignment: int, shape: HandleShape, num_rows: int, memory: Tensor, call: Tensor
+) -> DispatchHandle:
+    return PackedHandle(buffer_id, layout, expert_alignment, num_rows, shape, memory, call)
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:

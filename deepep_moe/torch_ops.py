@@ -93,13 +93,14 @@ def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None,
 
 
 def _keep_handle(ctx: Any, handle: DispatchHandle, *more: Tensor) -> None:
-    ctx.of_handle = handle.buffer_id, handle.layout, handle.expert_alignment
-    ctx.save_for_backward(*_tensors(handle), *more)
+    saved = handle.to_save()
+    ctx.rebuild, ctx.num_saved = handle.rebuild(), len(saved)
+    ctx.save_for_backward(*saved, *more)
 
 
 def _kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
-    (number, layout, expert_alignment), saved = ctx.of_handle, ctx.saved_tensors  # unpacked once: checkpointing allows no more
-    return _handle(number, layout, expert_alignment, num_rows, saved[:5]), saved[5:]
+    saved, num_saved = ctx.saved_tensors, ctx.num_saved  # unpacked once: checkpointing allows no more
+    return ctx.rebuild(num_rows, *saved[:num_saved]), saved[num_saved:]
 
 
 def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
@@ -166,7 +167,8 @@ def _dispatch_operator(
     rows, handle = _buffer(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
-    return recv_x, scales, recv_topk_idx, weights, *_tensors(handle)
+    tensors = _tensors(handle) if handle.memory is None else [tensor.clone() for tensor in _tensors(handle)]  # none a view of the same
+    return recv_x, scales, recv_topk_idx, weights, *tensors
 
 
 def _filled(rows: Rows, num_topk: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,20 +7,39 @@ using namespace deepep_moe;
 
 namespace {
 
-const Name kTopkIdx{"topk_idx"}, kRecvRowIdx{"recv_row_idx"}, kRecvCounts{"recv_counts"}, kTokensPerExpert{"num_recv_tokens_per_expert"}, kCall{"call"},
-    kLayout{"layout"}, kAlignment{"expert_alignment"};
+const Name kLayout{"layout"}, kAlignment{"expert_alignment"}, kNumRows{"num_rows"}, kCall{"call"};
+const Name kTopkIdx{"topk_idx"}, kRecvRowIdx{"recv_row_idx"}, kRecvCounts{"recv_counts"}, kTokensPerExpert{"num_recv_tokens_per_expert"};
+const Name kMemory{"memory"}, kStarts{"starts"}, kNumTokens{"num_tokens"}, kNumTopk{"num_topk"};
 
-// What a call reads of a `DispatchHandle`, or of its memory while it is not known how many rows come.
+// What a call reads of a `DispatchHandle`.
 struct HandleArg {
     TensorArg topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call;
     bool is_expert_layout;
     int expert_alignment;
 
-    explicit HandleArg(py::handle handle)
-        : topk_idx(attribute(handle, kTopkIdx)), recv_row_idx(attribute(handle, kRecvRowIdx)), recv_counts(attribute(handle, kRecvCounts)),
-          num_recv_tokens_per_expert(attribute(handle, kTokensPerExpert)), call(attribute(handle, kCall)),
-          is_expert_layout(PyUnicode_CompareWithASCIIString(attribute(handle, kLayout).ptr(), "expert") == 0),
-          expert_alignment(static_cast<int>(to_int(attribute(handle, kAlignment)))) {}
+    explicit HandleArg(py::handle handle) : HandleArg(handle, TensorArg(attribute(handle, kMemory))) {}
+    HandleArg(py::handle handle, const TensorArg& memory)
+        : call(attribute(handle, kCall)), is_expert_layout(PyUnicode_CompareWithASCIIString(attribute(handle, kLayout).ptr(), "expert") == 0),
+          expert_alignment(static_cast<int>(to_int(attribute(handle, kAlignment)))) {
+        if (memory.is_there) {
+            unpack(handle, memory);
+            return;
+        }
+        topk_idx = TensorArg(attribute(handle, kTopkIdx));
+        recv_row_idx = TensorArg(attribute(handle, kRecvRowIdx));
+        recv_counts = TensorArg(attribute(handle, kRecvCounts));
+        num_recv_tokens_per_expert = TensorArg(attribute(handle, kTokensPerExpert));
+    }
+
+    // Of a `PackedHandle`: addresses only, but for topk_idx.
+    void unpack(py::handle handle, const TensorArg& memory) {
+        const py::object starts = attribute(handle, kStarts);
+        TensorArg* const tensors[] = {&topk_idx, &recv_row_idx, &recv_counts, &num_recv_tokens_per_expert};
+        for (Py_ssize_t i = 0; i < 4; ++i) tensors[i]->address = memory.address + sizeof(int32_t) * to_int(PyTuple_GetItem(starts.ptr(), i));
+        topk_idx.num_rows = to_int(attribute(handle, kNumTokens));
+        topk_idx.num_columns = to_int(attribute(handle, kNumTopk));
+        topk_idx.element_bytes = sizeof(int32_t);
+    }
 
     int64_t number() const { return *call.as<const int64_t*>(); }  // of the dispatch
     Layout layout() const { return is_expert_layout ? Layout::kExpert : Layout::kRank; }
@@ -128,19 +147,21 @@ struct RowsArg {
 bool parts_fit(py::handle handle, py::handle tensors, int64_t hidden) {
     static const Name kDtype{"dtype"}, kDevice{"device"}, kIsContiguous{"is_contiguous"};
     const py::sequence parts = py::reinterpret_borrow<py::sequence>(tensors);
-    const TensorArg call(attribute(handle, kCall)), per_expert(attribute(handle, kTokensPerExpert));
+    const TensorArg call(attribute(handle, kCall));
     const int64_t num_parts = static_cast<int64_t>(parts.size());
-    if (num_parts == 0 || num_parts > kMaxParts || num_parts != per_expert.num_rows) return false;
-    const int64_t* counts = call.as<const int64_t*>() + call.num_rows - num_parts;
+    if (num_parts == 0 || num_parts > kMaxParts || num_parts >= call.num_rows) return false;
+    const int64_t* counts = call.as<const int64_t*>() + call.num_rows - num_parts;  // of the last experts
     const py::object dtype = attribute(parts[0], kDtype), device = attribute(parts[0], kDevice);
+    int64_t num_rows = 0;
     for (int64_t i = 0; i < num_parts; ++i) {
         const py::object tensor = parts[i];
         const TensorArg part(tensor);
         const bool is_alike = attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
         if (!is_alike || part.num_columns != hidden || part.num_rows != counts[i] || part.address % kRowAlignment != 0) return false;
         if (owned(PyObject_CallMethodNoArgs(tensor.ptr(), kIsContiguous.text)).ptr() != Py_True) return false;
+        num_rows += part.num_rows;
     }
-    return true;
+    return num_rows == to_int(attribute(handle, kNumRows));
 }
 
 struct GpuCombineCall {

@@ -1,7 +1,7 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from deepep_moe import _C
 from deepep_moe.backends.base import DTYPES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
 from deepep_moe.backends.streams import current_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
-from deepep_moe.handle import DispatchHandle
+from deepep_moe.handle import DispatchHandle, HandleShape, PackedHandle
 
 DEFAULT_NUM_SMS, DEFAULT_NUM_SMS_OF_SUMS = 12, 14  # the latter for sums for several peers
 GUESS_SHARE = 16  # rows that are allocated before they are counted may be this part more than come
@@ -18,18 +18,6 @@ GUESS_SHARE = 16  # rows that are allocated before they are counted may be this 
 
 def _nothing() -> None:
     """A move that is made already."""
-
-
-class HandleMemory(NamedTuple):
-    """Of a `DispatchHandle`, while it is not known how many rows come. (The handle itself takes longer to make than the GPU has.)"""
-
-    layout: str
-    expert_alignment: int
-    topk_idx: Tensor
-    recv_row_idx: Tensor
-    recv_counts: Tensor
-    num_recv_tokens_per_expert: Tensor
-    call: Tensor
 
 
 class NvlinkBackend:
@@ -63,6 +51,7 @@ class NvlinkBackend:
         self.num_handle_numbers = 1 + 2 * settings.num_ranks + settings.num_local_experts
         self.workspace_bytes: int = self._communicator.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
+        self._handle_shape: HandleShape | None = None  # of the latest dispatch
         self._latest_rows: dict[tuple[str, int], tuple[int, int]] = {}  # of the last two dispatches, by layout and alignment
 
     @property
@@ -95,7 +84,7 @@ class NvlinkBackend:
         num_sms, is_bounded = self._num_sms(args.mode), args.num_recv_rows >= 0
         if is_bounded and num_sms == 0:
             raise ValueError("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them")
-        handle = self._handle_memory(args)
+        handle = self._new_handle(args)
         dtype, weights = DTYPES[args.x.dtype], args.topk_weights
         call = _C.GpuDispatchCall(handle, args.x, args.x_scales, args.topk_idx, weights, dtype, args.num_recv_rows)
         room = args.num_recv_rows if is_bounded else self._guess(args, num_sms)
@@ -105,14 +94,14 @@ class NvlinkBackend:
         stream = self._enter(call, args.mode)
         if is_bounded:
             handle.call.fill_(-1)[0] = self.num_calls
-            completed = self._completed(args, handle, room, handle.recv_row_idx, recv_topk_idx)
-            return rows, completed, self._dispatch_move(args, call, num_sms, stream, rows, completed)
+            handle.complete(room, recv_topk_idx)
+            return rows, handle, self._dispatch_move(args, call, num_sms, stream, rows, handle)
         (self._communicator.dispatch if is_guess else self._communicator.start_dispatch)(call, num_sms, stream)
         try:
             counts = self._communicator.wait_counts(handle.call.data_ptr())  # from here on rows wait for receivers
         except BaseException:
             if args.mode.is_async and self._own_stream is not None:  # which goes on with what it was given
-                self._record(self._own_stream, args, *handle, *([rows] if is_guess else []))
+                self._record(self._own_stream, args, handle, *([rows] if is_guess else []))
             raise
         if num_sms == 0:
             self._communicator.copy(handle.call[1 : 1 + self.settings.num_ranks].tolist(), call.slot_bytes, stream)
@@ -126,8 +115,8 @@ class NvlinkBackend:
             if recv_topk_idx is not None:
                 recv_topk_idx.resize_(num_rows, self.settings.num_topk)
         self._remember(args, num_rows)
-        completed = self._completed(args, handle, num_rows, handle.recv_row_idx[: counts.num_recv_tokens], recv_topk_idx)
-        return rows, completed, partial(self._end, args, call, rows, completed) if args.mode.is_split else _nothing
+        handle.complete(num_rows, recv_topk_idx)
+        return rows, handle, partial(self._end, args, call, rows, handle) if args.mode.is_split else _nothing
 
     def _guess(self, args: DispatchArgs, num_sms: int) -> int:
         """Rows to allocate before they are counted, so that the kernel that receives need not wait for the host: a little more than came
@@ -275,23 +264,16 @@ class NvlinkBackend:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _handle_memory(self, args: DispatchArgs) -> HandleMemory:
+    def _new_handle(self, args: DispatchArgs) -> PackedHandle:
         """For the plan to fill, with room for all that may come."""
         s = self.settings
         num_slots = s.num_ranks * s.num_max_tokens_per_rank if args.layout == "expert" else 0
-        return HandleMemory(
-            args.layout, args.expert_alignment, self._empty((args.topk_idx.shape[0], s.num_topk), torch.int32),
-            self._empty((num_slots, s.num_topk), torch.int32), self._empty((s.num_ranks, 1), torch.int32),
-            self._empty((s.num_local_experts,), torch.int32), torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu"),
-        )  # fmt: skip
-
-    def _completed(
-        self, args: DispatchArgs, handle: HandleMemory, num_rows: int, recv_row_idx: Tensor, recv_topk_idx: Tensor | None
-    ) -> DispatchHandle:
-        return DispatchHandle(
-            args.buffer_id, handle.layout, handle.expert_alignment, num_rows, handle.topk_idx, recv_row_idx, handle.recv_counts,
-            handle.num_recv_tokens_per_expert, handle.call, recv_topk_idx,
-        )  # fmt: skip
+        shape = self._handle_shape
+        if shape is None or (shape.num_tokens, shape.num_slots) != (args.topk_idx.shape[0], num_slots):  # mostly those of the call before
+            shape = self._handle_shape = HandleShape(args.topk_idx.shape[0], s.num_topk, num_slots, s.num_ranks, s.num_local_experts)
+        memory = self._empty((shape.starts[-1],), torch.int32)
+        call = torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu")
+        return PackedHandle(args.buffer_id, args.layout, args.expert_alignment, -1, shape, memory, call)
 
     def _receive_buffers(self, args: DispatchArgs, call: Any, num_rows: int, is_guess: bool) -> tuple[Rows, Tensor | None]:
         rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None

@@ -84,7 +84,8 @@ class PackedMOELayer(MOELayer):
         for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=False):  # parts beyond this layer's experts are empty
             y = expert(rows)
             outputs.append(y[0] if isinstance(y, tuple) else y)  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
-        return outputs + [outputs[0][:, :, :0]] * (len(parts) - len(outputs))
+        num_missing = len(parts) - len(outputs)
+        return outputs + [outputs[0][:, :, :0]] * num_missing if num_missing else outputs
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
