@@ -213,7 +213,8 @@ class GpuCombineCall:
     def __init__(
         self,
         handle: Any,
-        x: Tensor | Sequence[Tensor],
+        x: Tensor,
+        parts: GpuParts | None,
         weights: Tensor | None,
         bias: Tensor | None,
         lane_values: Tensor | None,
@@ -232,10 +233,15 @@ class GpuTuning:
     num_work_blocks: int
 
 def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dtype: DType, stream: int) -> None: ...
-def gpu_parts_fit(handle: Any, parts: Sequence[Tensor], hidden: int) -> bool: ...
+
+class GpuParts:
+    @staticmethod
+    def of(handle: Any, tensors: Sequence[Tensor], hidden: int) -> GpuParts | None: ...
+
 def gpu_weigh_backward(
     grad: Tensor,
-    x: Tensor | Sequence[Tensor],
+    x: Tensor,
+    parts: GpuParts | None,
     weights: Tensor,
     grad_x: Tensor,
     grad_weights: Tensor,

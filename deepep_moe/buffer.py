@@ -41,6 +41,17 @@ _Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
 _Result = TypeVar("_Result")
 
 
+_num_forks = 0  # between the first process and this one
+
+
+def _forked() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _second_half(move: Move, _keep_alive: Any) -> None:
     move()
 
@@ -103,7 +114,7 @@ class Buffer:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Event | None = None
         self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
-        self._process_id = os.getpid()
+        self._process_id, self._num_forks = os.getpid(), _num_forks
         self._mode = self._own_mode = Mode(num_sms=num_sms)
         torch_ops.register_buffer(self._number, self)
         if rank == 0:
@@ -184,8 +195,8 @@ class Buffer:
 
         Args:
             x: [num_tokens, hidden] contiguous, fp32, bf16, fp16, or fp8 with `x_scales`.
-            topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, no expert twice in a row. Not with `handle`.
-            topk_weights: [num_tokens, num_topk] fp32; travel along.
+            topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, no expert twice in a row; of any strides. Not with `handle`.
+            topk_weights: [num_tokens, num_topk] fp32, of any strides; travel along.
             x_scales: [num_tokens, ceil(hidden / 128)] fp32; required for fp8 rows and only there.
             layout: "expert": one row per (token, local expert), grouped by local expert, inside a group by (source rank, token), each
                 group padded with zero rows to a multiple of `expert_alignment`. "rank": one row per (token, this rank), by (source
@@ -324,7 +335,7 @@ class Buffer:
 
     def _refuse_other_process(self) -> None:
         """The thread and the GPU of a buffer are not there in a process forked from its owner."""
-        if os.getpid() != self._process_id:
+        if self._num_forks != _num_forks:
             raise BufferDestroyedError(
                 f"this buffer belongs to process {self._process_id}, this is process {os.getpid()}, forked from it; "
                 "create a Buffer in each process"
@@ -387,7 +398,7 @@ class Buffer:
 
     def _combine(
         self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle,
-        parts: tuple[Tensor, ...] = (),
+        parts: Any = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         args = CombineArgs(self._mode, x, weights, bias, lane_values, handle, parts)
         backend = self._checked(check_combine, args)

@@ -83,7 +83,7 @@ class DispatchHandle:
 
 
 def _of_tensors(buffer_id: int, layout: str, expert_alignment: int, num_rows: int, *tensors: Tensor) -> DispatchHandle:
-    return DispatchHandle(buffer_id, layout, expert_alignment, num_rows, *tensors, None)
+    return DispatchHandle(buffer_id, layout, expert_alignment, num_rows, *tensors, recv_topk_idx=None)  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

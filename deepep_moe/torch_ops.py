@@ -389,10 +389,15 @@ def combine_by_expert(buffer: "Buffer", parts: Sequence[Tensor], topk_weights: T
     parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
     and of the right shapes; else joined first.
     """
-    takes = buffer._alive().takes_parts and not _is_traced((*parts, topk_weights))
-    if takes and _C.gpu_parts_fit(handle, parts, buffer.hidden):
-        return _CombineByExpert.apply(topk_weights, handle, *parts)
+    where = None if _is_traced((parts[0], topk_weights)) else _parts(buffer, handle, parts)
+    if where is not None:
+        return _CombineByExpert.apply(topk_weights, handle, where, *parts)
     return combine(buffer, _joined(parts, buffer.hidden), topk_weights, None, None, handle)[0]
+
+
+def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) -> Any:
+    """`_C.GpuParts`, where the rows can be read where they are; else None."""
+    return _C.GpuParts.of(handle, parts, buffer.hidden) if buffer._alive().takes_parts else None
 
 
 def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -414,31 +419,33 @@ class _DispatchByExpert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_topk_weights: Any, _handle: Any, *grads: Tensor) -> tuple[Any, ...]:
         handle, _ = _kept(ctx, ctx.num_rows)
-        buffer, parts = _buffer(handle.buffer_id), tuple([grad.contiguous() for grad in grads])
-        if torch.is_grad_enabled() or not (buffer._alive().takes_parts and _C.gpu_parts_fit(handle, parts, buffer.hidden)):
-            grad_x, grad_topk_weights = combine(buffer, _joined(parts, buffer.hidden), None, None, grad_topk_weights, handle)
+        buffer = _buffer(handle.buffer_id)
+        where = None if torch.is_grad_enabled() else _parts(buffer, handle, grads)
+        if where is None:
+            grad_x, grad_topk_weights = combine(buffer, _joined(grads, buffer.hidden), None, None, grad_topk_weights, handle)
         else:
-            grad_x, grad_topk_weights = buffer._combine(parts[0], None, None, grad_topk_weights, handle, parts)
+            grad_x, grad_topk_weights = buffer._combine(grads[0], None, None, grad_topk_weights, handle, where)
         return grad_x, None, grad_topk_weights, None, None
 
 
 class _CombineByExpert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Any, handle: DispatchHandle, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, weights: Any, handle: DispatchHandle, where: Any, *parts: Tensor) -> Tensor:
         ctx.num_rows, ctx.leading = handle.num_rows, parts[0].shape[:-2]
         _keep_handle(ctx, handle, *(() if weights is None else (weights, *parts)))
-        return _buffer(handle.buffer_id)._combine(parts[0], weights, None, None, handle, parts)[0]
+        return _buffer(handle.buffer_id)._combine(parts[0], weights, None, None, handle, where)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         handle, weighed = _kept(ctx, ctx.num_rows)
-        grad_x = dispatch_cached(_buffer(handle.buffer_id), grad.contiguous(), None, None, handle)[0]
+        buffer = _buffer(handle.buffer_id)
+        grad_x = dispatch_cached(buffer, grad.contiguous(), None, None, handle)[0]
         grad_weights = None
         if weighed:
             weights, *parts = weighed
-            rows = _joined(parts, grad_x.shape[1]) if torch.is_grad_enabled() else parts
-            grad_x, grad_weights = weigh_backward(grad_x, rows, weights)
-        return grad_weights, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
+            where = _parts(buffer, handle, parts)
+            grad_x, grad_weights = weigh_backward(grad_x, _joined(parts, buffer.hidden) if where is None else parts[0], weights, where)
+        return grad_weights, None, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
 
 
 _library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")

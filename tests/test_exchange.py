@@ -303,3 +303,30 @@ def test_rounding_of_every_value(dtype):
     for weight in (1.0, 1 / 3, 1e-3, 2.0**-11, 1.9999):
         y = buffer.combine(out.recv_x, out.handle, torch.full((len(x),), weight))
         assert_same(f"weight {weight}", y + 0.0, (torch.zeros(()) + weight * x.float()).to(dtype) + 0.0)
+
+
+def lane_by_lane(rank, num_ranks, backend, index_dtype):
+    """topk_idx and topk_weights that lie lane by lane, as gates have them that fill lanes one after another."""
+    device_of(backend, rank)
+    poison_outputs()
+    case = Case([5, 9], num_topk=3, index_dtype=index_dtype, pattern="masked")
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, 3, backend=backend)
+    by_lane = [tensor.t().contiguous().t() for tensor in (idx, weights)]
+    assert not any(tensor.is_contiguous() for tensor in by_lane)
+    for layout in ("expert", "rank"):
+        expected, found = (buffer.dispatch(x, *routing, layout=layout) for routing in ((idx, weights), by_lane))
+        for name in ("recv_x", "recv_topk_weights", "recv_topk_idx", "num_recv_tokens_per_expert"):
+            if getattr(expected, name) is not None:
+                assert_same(name, getattr(found, name), getattr(expected, name))
+        assert_same("handle.topk_idx", found.handle.topk_idx, expected.handle.topk_idx)
+        again = buffer.dispatch(x, topk_weights=by_lane[1], handle=found.handle)
+        assert_same("recv_topk_weights", again.recv_topk_weights, expected.recv_topk_weights)
+        y = expected.recv_x * 2
+        assert_same("combined_x", buffer.combine(y, found.handle), buffer.combine(y, expected.handle))
+
+
+@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_routing_that_lies_lane_by_lane(backend, index_dtype):
+    run_ranks(lane_by_lane, 2, backend, index_dtype)

@@ -1,4 +1,6 @@
 // Bindings of the calls of the GPU library: what tensors and a handle say becomes params, in one step.
+#include <optional>
+
 #include "bindings/tensor.h"
 #include "cuda/launch.h"
 #include "runtime/gpu_communicator.h"
@@ -48,6 +50,8 @@ struct HandleArg {
 GpuRouting routing_of(const TensorArg& topk_idx) {
     GpuRouting routing{};  // scratch is the communicator's
     routing.topk_idx = topk_idx.as<const void*>();
+    routing.token_stride = topk_idx.num_columns;
+    routing.lane_stride = 1;
     routing.is_int64 = topk_idx.element_bytes == 8;
     routing.num_tokens = static_cast<int>(topk_idx.num_rows);
     return routing;
@@ -64,9 +68,11 @@ GpuPlanParams cached_plan(const HandleArg& handle) {
     return plan;
 }
 
-GpuPlanParams fresh_plan(const HandleArg& handle, const TensorArg& topk_idx, int64_t num_recv_rows) {
+GpuPlanParams fresh_plan(const HandleArg& handle, const MatrixArg& topk_idx, int64_t num_recv_rows) {
     GpuPlanParams plan{};
     plan.routing = routing_of(topk_idx);
+    plan.routing.token_stride = topk_idx.row_stride;
+    plan.routing.lane_stride = topk_idx.column_stride;
     plan.routing.narrow_topk_idx = handle.topk_idx.as<int32_t*>();
     plan.reports_counts = num_recv_rows < 0;
     plan.is_expert_layout = handle.is_expert_layout;
@@ -83,7 +89,7 @@ struct GpuDispatchCall {
     Signature signature{};
 
     // topk_idx: none along a handle, which else is filled. num_recv_rows: -1 without a bound.
-    GpuDispatchCall(py::handle handle_memory, const TensorArg& x, const TensorArg& x_scales, const TensorArg& topk_idx, const TensorArg& topk_weights,
+    GpuDispatchCall(py::handle handle_memory, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx, const MatrixArg& topk_weights,
                     DType dtype, int64_t num_recv_rows) {
         const HandleArg handle(handle_memory);
         const bool cached = !topk_idx.is_there;
@@ -99,6 +105,8 @@ struct GpuDispatchCall {
         params.x = x.as<const std::byte*>();
         params.x_scales = x_scales.as<const std::byte*>();
         params.topk_weights = topk_weights.as<const float*>();
+        params.weights_token_stride = topk_weights.row_stride;
+        params.weights_lane_stride = topk_weights.column_stride;
         params.recv_counts = handle.recv_counts.as<const int32_t*>();
         params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
@@ -120,48 +128,30 @@ struct GpuDispatchCall {
     int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
 };
 
-// Rows as a call gets them: in one tensor, or in one for each local expert, in a list or tuple.
-struct RowsArg {
-    TensorArg one;
-    GpuParts parts{};
-    int64_t num_rows = 0, row_bytes = 0;
-
-    explicit RowsArg(py::handle x) {
-        if (!PyList_Check(x.ptr()) && !PyTuple_Check(x.ptr())) {
-            one = TensorArg(x);
-            num_rows = one.num_rows, row_bytes = one.row_bytes();
-            return;
-        }
-        for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(x)) {
-            const TensorArg part(tensor);
-            if (parts.num_parts == kMaxParts) throw py::value_error("rows in more than " + std::to_string(kMaxParts) + " tensors");
-            row_bytes = part.row_bytes();
-            parts.first_row[parts.num_parts] = static_cast<int>(num_rows);
-            parts.rows[parts.num_parts++] = part.address - num_rows * row_bytes;
-            num_rows += part.num_rows;
-        }
-    }
-};
-
-// May a combine along `handle`, without padding, read its rows where these tensors lie?
-bool parts_fit(py::handle handle, py::handle tensors, int64_t hidden) {
+// The rows of each local expert, of a dispatch without padding, as `tensors` hold them; None where kernels cannot read them there: where there
+// are too many, or they are not alike, contiguous and of the right shapes. Callers keep the tensors alive.
+std::optional<GpuParts> parts_of(py::handle handle, py::handle tensors, int64_t hidden) {
     static const Name kDtype{"dtype"}, kDevice{"device"}, kIsContiguous{"is_contiguous"};
-    const py::sequence parts = py::reinterpret_borrow<py::sequence>(tensors);
+    const py::sequence given = py::reinterpret_borrow<py::sequence>(tensors);
     const TensorArg call(attribute(handle, kCall));
-    const int64_t num_parts = static_cast<int64_t>(parts.size());
-    if (num_parts == 0 || num_parts > kMaxParts || num_parts >= call.num_rows) return false;
+    const int64_t num_parts = static_cast<int64_t>(given.size());
+    if (num_parts == 0 || num_parts > kMaxParts || num_parts >= call.num_rows) return std::nullopt;
     const int64_t* counts = call.as<const int64_t*>() + call.num_rows - num_parts;  // of the last experts
-    const py::object dtype = attribute(parts[0], kDtype), device = attribute(parts[0], kDevice);
+    const py::object first = given[0], dtype = attribute(first, kDtype), device = attribute(first, kDevice);
+    GpuParts parts{};
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_parts; ++i) {
-        const py::object tensor = parts[i];
+        const py::object tensor = given[i];
         const TensorArg part(tensor);
-        const bool is_alike = attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
-        if (!is_alike || part.num_columns != hidden || part.num_rows != counts[i] || part.address % kRowAlignment != 0) return false;
-        if (owned(PyObject_CallMethodNoArgs(tensor.ptr(), kIsContiguous.text)).ptr() != Py_True) return false;
+        const bool is_alike = Py_TYPE(tensor.ptr()) == Py_TYPE(first.ptr()) && attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
+        if (!is_alike || part.num_columns != hidden || part.num_rows != counts[i] || part.address % kRowAlignment != 0) return std::nullopt;
+        if (owned(PyObject_CallMethodNoArgs(tensor.ptr(), kIsContiguous.text)).ptr() != Py_True) return std::nullopt;
+        parts.first_row[i] = static_cast<int>(num_rows);
+        parts.rows[i] = part.address - num_rows * part.row_bytes();
         num_rows += part.num_rows;
     }
-    return num_rows == to_int(attribute(handle, kNumRows));
+    parts.num_parts = static_cast<int>(num_parts);
+    return num_rows == to_int(attribute(handle, kNumRows)) ? std::optional(parts) : std::nullopt;
 }
 
 struct GpuCombineCall {
@@ -170,28 +160,28 @@ struct GpuCombineCall {
     Signature signature{};
 
     // is_sent_by_copies: by copy engines, which take rows from the outbox.
-    GpuCombineCall(py::handle handle_object, py::handle tensors, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
+    GpuCombineCall(py::handle handle_object, const TensorArg& x, const GpuParts* parts, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
                    const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype, bool is_sent_by_copies) {
         const HandleArg handle(handle_object);
-        const RowsArg x(tensors);
+        const int64_t num_rows = parts == nullptr ? x.num_rows : to_int(attribute(handle_object, kNumRows));
         plan = cached_plan(handle);
         params.routing = plan.routing;
         params.is_expert_layout = handle.is_expert_layout;
         params.has_lane_values = lane_values.is_there;
         params.dtype = dtype;
-        params.num_rows = x.num_rows;
+        params.num_rows = num_rows;
         params.recv_counts = handle.recv_counts.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<const int32_t*>();
-        params.x = x.one.as<const std::byte*>();
-        params.parts = x.parts;
+        params.x = x.as<const std::byte*>();
+        if (parts != nullptr) params.parts = *parts;
         params.weights = weights.as<const float*>();
         params.bias = bias.as<const std::byte*>();
         params.lane_values = lane_values.as<const float*>();
         params.combined_x = combined_x.as<std::byte*>();
         params.combined_lane_values = combined_lane_values.as<float*>();
-        params.direct = !handle.is_expert_layout && !weights.is_there && !is_sent_by_copies && x.num_rows > 0 && lane_values.address % kRowAlignment == 0;
+        params.direct = !handle.is_expert_layout && !weights.is_there && !is_sent_by_copies && num_rows > 0 && lane_values.address % kRowAlignment == 0;
         params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
-        row_bytes = x.row_bytes;
+        row_bytes = x.row_bytes();
         signature = {Operation::kCombine, dtype, handle.layout(), 1, handle.number(), false, false, lane_values.is_there};
     }
 
@@ -200,11 +190,10 @@ struct GpuCombineCall {
 };
 
 // grad_x and grad_weights as GpuWeighParams has them.
-void weigh_backward(const TensorArg& grad, py::handle x, const TensorArg& weights, const TensorArg& grad_x, const TensorArg& grad_weights, DType dtype,
-                    int device, uintptr_t stream) {
-    const RowsArg rows(x);
+void weigh_backward(const TensorArg& grad, const TensorArg& x, const GpuParts* parts, const TensorArg& weights, const TensorArg& grad_x,
+                    const TensorArg& grad_weights, DType dtype, int device, uintptr_t stream) {
     const DeviceGuard guard(device);
-    launch_weigh_backward({grad.num_rows, grad.num_columns, dtype, grad.as<const std::byte*>(), rows.one.as<const std::byte*>(), rows.parts,
+    launch_weigh_backward({grad.num_rows, grad.num_columns, dtype, grad.as<const std::byte*>(), x.as<const std::byte*>(), parts == nullptr ? GpuParts{} : *parts,
                            weights.as<const float*>(), grad_x.as<std::byte*>(), grad_weights.as<float*>()},
                           reinterpret_cast<void*>(stream));
 }
@@ -214,21 +203,21 @@ void weigh_backward(const TensorArg& grad, py::handle x, const TensorArg& weight
 void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
     using Released = py::call_guard<py::gil_scoped_release>;
     py::class_<GpuDispatchCall>(m, "GpuDispatchCall")
-        .def(py::init<py::handle, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, int64_t>(), py::arg("handle"), py::arg("x"),
+        .def(py::init<py::handle, const TensorArg&, const TensorArg&, const MatrixArg&, const MatrixArg&, DType, int64_t>(), py::arg("handle"), py::arg("x"),
              py::arg("x_scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("dtype"), py::arg("num_recv_rows") = -1)
         .def("receive_into", &GpuDispatchCall::receive_into, py::arg("recv_x"), py::arg("recv_x_scales"), py::arg("recv_topk_idx"),
              py::arg("recv_topk_weights"), py::arg("is_guess"))
         .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
     py::class_<GpuCombineCall>(m, "GpuCombineCall")
-        .def(py::init<py::handle, py::handle, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
-             py::arg("handle"), py::arg("x"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("combined_x"),
+        .def(py::init<py::handle, const TensorArg&, const GpuParts*, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
+             py::arg("handle"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("combined_x"),
              py::arg("combined_lane_values"), py::arg("dtype"), py::arg("is_sent_by_copies"))
         .def_property_readonly("slot_bytes", &GpuCombineCall::slot_bytes);
     py::class_<GpuCounts>(m, "GpuCounts")
         .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
         .def_readonly("num_rows", &GpuCounts::num_rows);
-    m.def("gpu_parts_fit", &parts_fit, py::arg("handle"), py::arg("parts"), py::arg("hidden"));
-    m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
+    py::class_<GpuParts>(m, "GpuParts").def_static("of", &parts_of, py::arg("handle"), py::arg("tensors"), py::arg("hidden"));
+    m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
           py::arg("device"), py::arg("stream"));
     communicator
         .def("plan", [](GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.plan(call.plan, call.signature, stream); },

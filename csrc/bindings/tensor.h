@@ -53,13 +53,35 @@ struct TensorArg {
     int64_t row_bytes() const { return num_columns * element_bytes; }
 };
 
+// A tensor [num_rows, num_columns] whose entries lie as its strides say, or None.
+struct MatrixArg : TensorArg {
+    static inline const Name kStride{"stride"};
+    int64_t row_stride = 0, column_stride = 0;
+
+    MatrixArg() = default;
+    explicit MatrixArg(py::handle tensor) : TensorArg(tensor) {
+        if (!is_there) return;
+        const py::object strides = owned(PyObject_CallMethodNoArgs(tensor.ptr(), kStride.text));
+        if (!PyTuple_Check(strides.ptr()) || PyTuple_GET_SIZE(strides.ptr()) != 2) throw py::type_error("expected a tensor of two dimensions");
+        row_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 0)), column_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 1));
+    }
+};
+
 }  // namespace deepep_moe
 
-template <>
-struct pybind11::detail::type_caster<deepep_moe::TensorArg> {
-    PYBIND11_TYPE_CASTER(deepep_moe::TensorArg, const_name("torch.Tensor | None"));
+namespace pybind11::detail {
+
+template <class Arg>
+struct tensor_caster {
+    PYBIND11_TYPE_CASTER(Arg, const_name("torch.Tensor | None"));
     bool load(handle source, bool) {
-        value = deepep_moe::TensorArg(source);
+        value = Arg(source);
         return true;
     }
 };
+template <>
+struct type_caster<deepep_moe::TensorArg> : tensor_caster<deepep_moe::TensorArg> {};
+template <>
+struct type_caster<deepep_moe::MatrixArg> : tensor_caster<deepep_moe::MatrixArg> {};
+
+}  // namespace pybind11::detail

@@ -37,6 +37,7 @@ struct GpuContext : GpuWaits {
 // Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
 struct GpuRouting {
     const void* topk_idx;       // [num_tokens, num_topk] int64 or int32
+    int64_t token_stride, lane_stride;  // of it, in entries
     bool is_int64;
     int num_tokens;
     int tokens_per_warp;        // of the plan
@@ -49,6 +50,11 @@ struct GpuRouting {
     int32_t* send_counts;       // [num_ranks] slots to each rank
     unsigned long long* reduced;  // [num_ranks, num_reduced] parts of rows whose sums are in the outbox, of a combine
     int32_t* narrow_topk_idx;   // [num_tokens, num_topk] int32 copy for the handle, or nullptr
+
+    DEEPEP_MOE_HD int64_t expert(int token, int k) const {
+        const int64_t at = token * token_stride + k * lane_stride;
+        return is_int64 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
+    }
 };
 
 // How a plan divides tokens among its warps, and the number of its blocks.
@@ -87,6 +93,7 @@ struct GpuDispatchParams {
     const std::byte* x;         // [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, scale_bytes], or nullptr
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
+    int64_t weights_token_stride, weights_lane_stride;
     const int32_t* recv_counts;                 // [num_ranks]
     const int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
     std::byte* recv_x;          // [num_rows, row_bytes]

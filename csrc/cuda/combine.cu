@@ -210,9 +210,7 @@ struct Kernel {
     __device__ void take_lane_values(int token, int index, const Rows& rows) const {
         const int entry = token * config.num_topk + lane;
         int expert = -1;
-        if (lane < config.num_topk)
-            expert = p.routing.is_int64 ? static_cast<int>(static_cast<const int64_t*>(p.routing.topk_idx)[entry])
-                                        : static_cast<const int32_t*>(p.routing.topk_idx)[entry];
+        if (lane < config.num_topk) expert = static_cast<int>(p.routing.expert(token, lane));
         const int rank = expert >= 0 ? expert / (config.num_experts / config.num_ranks) : c.rank;
         const int there = __shfl_sync(kFullWarp, index, rank);
         if (lane >= config.num_topk) return;

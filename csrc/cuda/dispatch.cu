@@ -186,12 +186,12 @@ struct LaneSender {
 
     __device__ void send_lane(int entry) const {
         const int token = entry / config.num_topk, k = entry - token * config.num_topk, num_local = config.num_experts / config.num_ranks;
-        const int expert = r.is_int64 ? static_cast<int>(static_cast<const int64_t*>(r.topk_idx)[entry]) : static_cast<const int32_t*>(r.topk_idx)[entry];
+        const int expert = static_cast<int>(r.expert(token, k));
         GpuLane lane{-1, 0.0f};
         if (expert >= 0) {
             lane.target = expert % num_local;
             if (p.is_expert_layout && !p.cached) lane.target = r.expert_row_base[expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
-            if (p.topk_weights != nullptr) lane.weight = p.topk_weights[entry];
+            if (p.topk_weights != nullptr) lane.weight = p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
         }
 #pragma unroll 1
         for (int rank = 0; rank < config.num_ranks; ++rank) {

@@ -112,11 +112,12 @@ struct Plan {
         const int num_entries = num_tokens * config.num_topk, before = first * config.num_topk;
 #pragma unroll 1
         for (int begin = lane; begin < num_entries; begin += 32 * kLoads) {
-            long long wide[kLoads];
-            if (r.is_int64)
-                load_indices(static_cast<const int64_t*>(r.topk_idx) + before, begin, num_entries, wide);
-            else
-                load_indices(static_cast<const int32_t*>(r.topk_idx) + before, begin, num_entries, wide);
+            int64_t wide[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const int entry = begin + 32 * i, token = entry / config.num_topk;
+                wide[i] = entry < num_entries ? r.expert(first + token, entry - token * config.num_topk) : -1;
+            }
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 const int entry = begin + 32 * i;
@@ -128,12 +129,6 @@ struct Plan {
             }
         }
         __syncwarp();
-    }
-
-    template <class Index>
-    __device__ void load_indices(const Index* indices, int begin, int num_entries, long long (&wide)[kLoads]) const {
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) wide[i] = begin + 32 * i < num_entries ? indices[begin + 32 * i] : -1;
     }
 
     // A token a lane.

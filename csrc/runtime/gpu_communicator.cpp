@@ -124,6 +124,8 @@ GpuContext GpuCommunicator::context() const {
 void GpuCommunicator::complete(GpuRouting& routing) const {
     GpuRouting complete = scratch_routing_;
     complete.topk_idx = routing.topk_idx;
+    complete.token_stride = routing.token_stride;
+    complete.lane_stride = routing.lane_stride;
     complete.is_int64 = routing.is_int64;
     complete.num_tokens = routing.num_tokens;
     complete.tokens_per_warp = tokens_per_warp(routing.num_tokens);

@@ -52,7 +52,7 @@ class DispatchArgs:
     mode: Mode
     x: Tensor
     x_scales: Tensor | None
-    topk_idx: Tensor
+    topk_idx: Tensor  # of any strides, as topk_weights
     topk_weights: Tensor | None
     layout: str
     expert_alignment: int
@@ -65,7 +65,7 @@ class CachedDispatchArgs:
     mode: Mode
     x: Tensor
     x_scales: Tensor | None
-    topk_weights: Tensor | None
+    topk_weights: Tensor | None  # of any strides
     handle: DispatchHandle
 
 
@@ -77,7 +77,7 @@ class CombineArgs:
     bias: Tensor | None
     lane_values: Tensor | None  # as recv_topk_weights lies
     handle: DispatchHandle
-    parts: tuple[Tensor, ...] = ()  # rows in a tensor for each local expert, of which `x` is the first, where `_C.gpu_parts_fit`
+    parts: Any = None  # `_C.GpuParts`: rows lie in a tensor for each local expert, of which `x` is the first
 
 
 @dataclass

@@ -71,8 +71,9 @@ def check_quantizable(x: Any, x_scales: Tensor | None) -> None:
 
 
 def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None
-) -> None:
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
+    any_strides: bool = False,
+) -> None:  # fmt: skip
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -82,7 +83,7 @@ def check_tensor(
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
-    if not tensor.is_contiguous():
+    if not any_strides and not tensor.is_contiguous():
         raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")
 
 
@@ -118,9 +119,9 @@ def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
         _check_address("x_scales", x_scales)
 
 
-def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
+def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x: Tensor, *, any_strides: bool = False) -> None:
     if weights is not None:
-        check_tensor(name, weights, shape, (torch.float32,), x.device)
+        check_tensor(name, weights, shape, (torch.float32,), x.device, any_strides=any_strides)
 
 
 def _check_layout(layout: str, expert_alignment: int) -> None:
@@ -140,8 +141,8 @@ def check_device(x: Tensor, backend: Backend) -> None:
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_rows("x", args.x, None, s, _ALL)
     num_tokens = args.x.shape[0]
-    check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device)
-    _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
+    check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device, any_strides=True)
+    _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
     _check_layout(args.layout, args.expert_alignment)
     if num_tokens > s.num_max_tokens_per_rank:
@@ -167,7 +168,7 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
     num_tokens = args.handle.num_tokens
     _check_rows("x", args.x, num_tokens, s, _ALL)
-    _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x)
+    _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
 
 
@@ -175,7 +176,7 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     handle, x = args.handle, args.x
     if isinstance(x, Tensor) and x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
-    if args.parts:  # which fit
+    if args.parts is not None:  # which have the right shapes
         check_tensor("x", x, tuple(x.shape), _SUMMED)
     else:
         _check_rows("x", x, handle.num_rows, s, _SUMMED)

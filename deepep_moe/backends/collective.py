@@ -105,7 +105,7 @@ class CollectiveBackend:
         recv_row_idx = torch.full((num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32, device=topk_idx.device)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
         handle = DispatchHandle(
-            args.buffer_id, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True), recv_row_idx,
+            args.buffer_id, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True).contiguous(), recv_row_idx,
             to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device),
             torch.tensor([self.num_calls]), recv_topk_idx,
         )  # fmt: skip

@@ -159,8 +159,8 @@ class NvlinkBackend:
         counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        rows, dtype = args.parts or args.x, DTYPES[args.x.dtype]
-        call = _C.GpuCombineCall(handle, rows, args.weights, args.bias, args.lane_values, combined_x, lane_values, dtype, num_sms == 0)
+        inputs = args.x, args.parts, args.weights, args.bias, args.lane_values
+        call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0)
         stream = self._enter(call, args.mode)
         if num_sms > 0 and not args.mode.is_split:
             return combined_x, lane_values, partial(self._communicator.combine, call, num_sms, stream)

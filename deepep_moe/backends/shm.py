@@ -15,6 +15,10 @@ from deepep_moe.handle import DispatchHandle, padded
 _STREAMING_BYTES = 8 << 20
 
 
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
 
@@ -66,6 +70,7 @@ class ShmBackend:
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, num_tokens = self.settings, args.topk_idx.shape[0]
+        args.topk_idx, args.topk_weights = args.topk_idx.contiguous(), _contiguous(args.topk_weights)
         topk_idx = torch.empty(num_tokens, s.num_topk, dtype=torch.int32)
         recv_counts = torch.empty(s.num_ranks, self.num_channels, dtype=torch.int32)
         num_recv_tokens_per_expert = torch.empty(s.num_local_experts, dtype=torch.int32)
@@ -102,6 +107,7 @@ class ShmBackend:
         return rows, handle, lambda: self._communicator.dispatch(params)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
+        args.topk_weights = _contiguous(args.topk_weights)
         rows = self._allocate(args, args.handle)
         params = self._dispatch_params(args, args.handle, rows)
         params.cached = True

@@ -45,9 +45,9 @@ class BufferRegistry:
         """The buffer, constructed by the first call, which every rank of `group` must make together. Raises what `Buffer` raises, and
         ValueError for more tokens than it has room for; the peers raise EPPeerError."""
         key = (group, hidden, plan, device.type)
-        if key not in self._buffers:
-            self._buffers[key] = self._make(group, num_tokens, hidden, plan, device)
-        buffer = self._buffers[key]
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = self._make(group, num_tokens, hidden, plan, device)
         if num_tokens * plan.rows_of_token > buffer.num_max_tokens_per_rank:
             bound = buffer.num_max_tokens_per_rank // plan.rows_of_token
             raise buffer.refused(ValueError(

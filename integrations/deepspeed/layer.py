@@ -122,12 +122,12 @@ def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -
 
 
 def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
-    """Both [num_tokens, num_topk], contiguous: with lanes without expert, where a layer shares the buffer with one that has more."""
+    """Both [num_tokens, num_topk]: with lanes without expert, where a layer shares the buffer with one that has more."""
     num_missing = num_topk - topk_idx.shape[1]
     if num_missing > 0:
         topk_idx = torch.nn.functional.pad(topk_idx, (0, num_missing), value=-1)
         topk_weights = torch.nn.functional.pad(topk_weights, (0, num_missing))
-    return topk_idx.contiguous(), topk_weights.contiguous()
+    return topk_idx, topk_weights
 
 
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
