@@ -207,6 +207,7 @@ class GpuDispatchCall:
     def receive_into(
         self, recv_x: Tensor, recv_x_scales: Tensor | None, recv_topk_idx: Tensor | None, recv_topk_weights: Tensor | None, is_guess: bool
     ) -> None: ...
+    def weigh(self, weights: Tensor, x: Tensor, parts: GpuParts | None, grad_weights: Tensor, dtype: DType) -> None: ...
     slot_bytes: int
 
 class GpuCombineCall:
@@ -241,7 +242,6 @@ class GpuParts:
 def gpu_weigh_backward(
     grad: Tensor,
     x: Tensor,
-    parts: GpuParts | None,
     weights: Tensor,
     grad_x: Tensor,
     grad_weights: Tensor,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config, torch_ops
-from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
+from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings, Weighing
 from deepep_moe.backends.checks import (
     check_beside_handle,
     check_cached_dispatch,
@@ -385,8 +385,10 @@ class Buffer:
         self._run(move, args, rows, handle)
         return rows, handle
 
-    def _dispatch_cached(self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> Rows:
-        args = CachedDispatchArgs(self._mode, x, x_scales, topk_weights, handle)
+    def _dispatch_cached(
+        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle, weighing: Weighing | None = None
+    ) -> Rows:
+        args = CachedDispatchArgs(self._mode, x, x_scales, topk_weights, handle, weighing)
         backend = self._checked(check_cached_dispatch, args)
 
         def make() -> Rows:

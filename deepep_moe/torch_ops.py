@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import Rows
+from deepep_moe.backends.base import Rows, Weighing
 from deepep_moe.backends.weigh import weigh_backward
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.handle import DispatchHandle
@@ -323,11 +323,24 @@ def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_values: Te
     """Of x, weights, bias and lane_values."""
     rows, values = _given(ctx, grad_combined_x, grad_values)
     handle, weighed = _kept(ctx, ctx.num_rows)
-    grad_x, _, grad_lane_values = dispatch_cached(_buffer(handle.buffer_id), rows, None, values, handle)
-    grad_weights = None
-    if weighed:
-        grad_x, grad_weights = call("weigh_backward", (grad_x, *weighed))
+    buffer, grad_weights, grad_lane_values = _buffer(handle.buffer_id), None, None
+    if weighed:  # by weights that did not come with lane values
+        grad_x, grad_weights = _weighed_gradients(buffer, rows, handle, *weighed)
+    else:
+        grad_x, _, grad_lane_values = dispatch_cached(buffer, rows, None, values, handle)
     return grad_x, grad_weights, rows if ctx.with_bias else None, grad_lane_values
+
+
+def _weighed_gradients(
+    buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, parts: Any = None
+) -> tuple[Tensor, Tensor | None]:
+    """Of x, whose rows may lie in `parts` (`CombineArgs`), and of weights, from that of combined_x: worked out where rows arrive, if the
+    backend can."""
+    if buffer._alive().weighs and not torch.is_grad_enabled() and not _is_traced((grad, x)):
+        rows = buffer._dispatch_cached(grad, None, None, handle, Weighing(weights, x, parts))
+        return rows.recv_x, rows.grad_weights
+    grad_x, _, _ = dispatch_cached(buffer, grad, None, None, handle)
+    return call("weigh_backward", (grad_x, x, weights))
 
 
 _library.define(
@@ -438,13 +451,14 @@ class _CombineByExpert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         handle, weighed = _kept(ctx, ctx.num_rows)
-        buffer = _buffer(handle.buffer_id)
-        grad_x = dispatch_cached(buffer, grad.contiguous(), None, None, handle)[0]
-        grad_weights = None
-        if weighed:
+        buffer, grad = _buffer(handle.buffer_id), grad.contiguous()
+        if not weighed:
+            grad_x, grad_weights = dispatch_cached(buffer, grad, None, None, handle)[0], None
+        else:
             weights, *parts = weighed
-            where = _parts(buffer, handle, parts)
-            grad_x, grad_weights = weigh_backward(grad_x, _joined(parts, buffer.hidden) if where is None else parts[0], weights, where)
+            where = None if torch.is_grad_enabled() else _parts(buffer, handle, parts)
+            x = _joined(parts, buffer.hidden) if where is None else parts[0]
+            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, where)
         return grad_weights, None, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
 
 

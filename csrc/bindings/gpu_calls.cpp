@@ -83,6 +83,10 @@ GpuPlanParams fresh_plan(const HandleArg& handle, const MatrixArg& topk_idx, int
     return plan;
 }
 
+GpuWeighing weighing_of(const TensorArg& weights, const TensorArg& x, const GpuParts* parts, const TensorArg& grad_weights, DType dtype) {
+    return {dtype, weights.as<const float*>(), x.as<const std::byte*>(), parts == nullptr ? GpuParts{} : *parts, grad_weights.as<float*>()};
+}
+
 struct GpuDispatchCall {
     GpuPlanParams plan;
     GpuDispatchParams params{};
@@ -123,6 +127,11 @@ struct GpuDispatchCall {
         params.recv_topk_idx_is_int64 = recv_topk_idx.element_bytes == 8;
         params.recv_topk_weights = recv_topk_weights.as<float*>();
         params.is_guess = is_guess;
+    }
+
+    // Rows are gradients of rows that were weighed; as GpuWeighing has it.
+    void weigh(const TensorArg& weights, const TensorArg& x, const GpuParts* parts, const TensorArg& grad_weights, DType dtype) {
+        params.weighing = weighing_of(weights, x, parts, grad_weights, dtype);
     }
 
     int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
@@ -190,11 +199,11 @@ struct GpuCombineCall {
 };
 
 // grad_x and grad_weights as GpuWeighParams has them.
-void weigh_backward(const TensorArg& grad, const TensorArg& x, const GpuParts* parts, const TensorArg& weights, const TensorArg& grad_x,
-                    const TensorArg& grad_weights, DType dtype, int device, uintptr_t stream) {
+void weigh_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x, const TensorArg& grad_weights,
+                    DType dtype, int device, uintptr_t stream) {
     const DeviceGuard guard(device);
-    launch_weigh_backward({grad.num_rows, grad.num_columns, dtype, grad.as<const std::byte*>(), x.as<const std::byte*>(), parts == nullptr ? GpuParts{} : *parts,
-                           weights.as<const float*>(), grad_x.as<std::byte*>(), grad_weights.as<float*>()},
+    launch_weigh_backward({grad.num_rows, grad.row_bytes(), grad.as<const std::byte*>(), grad_x.as<std::byte*>(),
+                           weighing_of(weights, x, nullptr, grad_weights, dtype)},
                           reinterpret_cast<void*>(stream));
 }
 
@@ -207,6 +216,7 @@ void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
              py::arg("x_scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("dtype"), py::arg("num_recv_rows") = -1)
         .def("receive_into", &GpuDispatchCall::receive_into, py::arg("recv_x"), py::arg("recv_x_scales"), py::arg("recv_topk_idx"),
              py::arg("recv_topk_weights"), py::arg("is_guess"))
+        .def("weigh", &GpuDispatchCall::weigh, py::arg("weights"), py::arg("x"), py::arg("parts"), py::arg("grad_weights"), py::arg("dtype"))
         .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
     py::class_<GpuCombineCall>(m, "GpuCombineCall")
         .def(py::init<py::handle, const TensorArg&, const GpuParts*, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
@@ -217,7 +227,7 @@ void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
         .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
         .def_readonly("num_rows", &GpuCounts::num_rows);
     py::class_<GpuParts>(m, "GpuParts").def_static("of", &parts_of, py::arg("handle"), py::arg("tensors"), py::arg("hidden"));
-    m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
+    m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
           py::arg("device"), py::arg("stream"));
     communicator
         .def("plan", [](GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.plan(call.plan, call.signature, stream); },

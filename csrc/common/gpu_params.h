@@ -81,6 +81,24 @@ struct GpuRing {
     int warps, stages;
 };
 
+// Rows that lie in several tensors, one for each local expert: row r is at rows[i] + r * row_bytes, where i is the last part that begins
+// at r or before.
+constexpr int kMaxParts = 32;
+struct GpuParts {
+    int num_parts;  // 0: rows lie in one tensor
+    int first_row[kMaxParts];
+    uintptr_t rows[kMaxParts];
+};
+
+// Rows are gradients of y = weight * x, by row, and become those of x and weight.
+struct GpuWeighing {
+    DType dtype;
+    const float* weights;  // [num_rows], or nullptr: rows stay as they are
+    const std::byte* x;    // [num_rows, hidden], if not in parts
+    GpuParts parts;        // of x
+    float* grad_weights;   // [num_rows]
+};
+
 struct GpuDispatchParams {
     GpuContext context;
     GpuRouting routing;
@@ -101,15 +119,7 @@ struct GpuDispatchParams {
     void* recv_topk_idx;        // rank layout: [num_rows, num_topk], or nullptr
     float* recv_topk_weights;   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     int32_t* recv_row_idx;      // expert layout: [num_recv_tokens, num_topk]; out unless cached
-};
-
-// Rows that lie in several tensors, one for each local expert: row r is at rows[i] + r * row_bytes, where i is the last part that begins
-// at r or before.
-constexpr int kMaxParts = 32;
-struct GpuParts {
-    int num_parts;  // 0: rows lie in one tensor
-    int first_row[kMaxParts];
-    uintptr_t rows[kMaxParts];
+    GpuWeighing weighing;       // of the rows received; expert layout
 };
 
 struct GpuCombineParams {
@@ -137,13 +147,10 @@ struct GpuCombineParams {
 };
 
 struct GpuWeighParams {
-    int64_t num_rows, hidden;   // rows of whole 16 bytes
-    DType dtype;
-    const std::byte *grad, *x;  // [num_rows, hidden]; x: if not in parts
-    GpuParts parts;             // of x
-    const float* weights;       // [num_rows]
-    std::byte* grad_x;          // [num_rows, hidden]
-    float* grad_weights;        // [num_rows]
+    int64_t num_rows, row_bytes;  // rows of whole 16 bytes
+    const std::byte* grad;        // [num_rows, row_bytes]
+    std::byte* grad_x;            // likewise
+    GpuWeighing weighing;
 };
 
 // Row (lane, token) of a sum over lanes is number lane * lane_stride + token * token_stride of num_topk * num_tokens.

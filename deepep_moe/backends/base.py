@@ -67,6 +67,16 @@ class CachedDispatchArgs:
     x_scales: Tensor | None
     topk_weights: Tensor | None  # of any strides
     handle: DispatchHandle
+    weighing: "Weighing | None" = None  # where the backend weighs: what goes with the rows' expert side
+
+
+@dataclass
+class Weighing:
+    """Rows on their way are gradients of `x * weights[:, None]`, and become that of x, with that of weights beside them."""
+
+    weights: Tensor  # [num_rows]
+    x: Tensor  # [num_rows, hidden], dtype of the rows
+    parts: Any  # as of `CombineArgs`
 
 
 @dataclass
@@ -87,6 +97,7 @@ class Rows:
     recv_x: Tensor
     recv_x_scales: Tensor | None
     recv_topk_weights: Tensor | None
+    grad_weights: Tensor | None = None  # [num_rows] fp32, with `Weighing`
 
     def shrink(self, num_rows: int) -> None:
         """Keeps the first rows only, in place: views would be refused as operands of in-place operations where there are gradients."""
@@ -111,6 +122,8 @@ class Backend(Protocol):
     """Does a call whose `Mode.is_split` leave its second half to the caller?"""
     takes_parts: bool
     """Does a combine read rows that lie in parts?"""
+    weighs: bool
+    """Does a cached dispatch do `Weighing`?"""
     device: torch.device | None
     """The one device of its tensors, where there is one."""
     num_channels: int

@@ -72,6 +72,7 @@ class CollectiveBackend:
     num_channels = 1
     can_split = False
     takes_parts = False
+    weighs = False
     num_handle_numbers = 1
     workspace_bytes = 0
 

@@ -34,6 +34,7 @@ class NvlinkBackend:
     moves_on_thread = False  # kernels are asynchronous by themselves
     can_split = True
     takes_parts = True
+    weighs = True
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -136,6 +137,10 @@ class NvlinkBackend:
         rows = self._allocate(args, handle.layout, handle.num_rows)
         call = _C.GpuDispatchCall(handle, args.x, args.x_scales, None, args.topk_weights, DTYPES[args.x.dtype])
         call.receive_into(rows.recv_x, rows.recv_x_scales, None, rows.recv_topk_weights, False)
+        if args.weighing is not None:
+            w = args.weighing
+            rows.grad_weights = torch.empty_like(w.weights)
+            call.weigh(w.weights, w.x, w.parts, rows.grad_weights, DTYPES[args.x.dtype])
         stream = self._enter(call, args.mode)
         return rows, self._dispatch_move(args, call, num_sms, stream, rows, handle, counts)
 

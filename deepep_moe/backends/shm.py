@@ -32,6 +32,7 @@ class ShmBackend:
     moves_on_thread = True
     can_split = False
     takes_parts = False
+    weighs = False
     num_handle_numbers = 1
 
     def __init__(self, settings: Settings, num_channels: int):

@@ -16,11 +16,11 @@ GPU = "cuda"  # the type of the devices that the CUDA kernels serve
 _BLOCK = 64
 
 
-def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor, parts: Any = None) -> tuple[Tensor, Tensor]:
+def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x and weights, from that of `x * weights[:, None]`.
 
-    grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16, and the rows of x may lie in `parts`, as in
-    `CombineArgs`. weights: [num_rows] fp32. Returns [num_rows, hidden] in x's dtype and [num_rows] fp32, both computed in fp32.
+    grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
+    Returns [num_rows, hidden] in x's dtype and [num_rows] fp32, both computed in fp32.
     """
     grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
     if not _has_kernels(grad):
@@ -30,7 +30,7 @@ def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor, parts: Any = None) 
             grad_weights[rows] = (wide * x[rows]).sum(1)
         return grad_x, grad_weights
     device = max(0, grad.get_device())
-    _C.gpu_weigh_backward(grad, x, parts, weights, grad_x, grad_weights, DTYPES[grad.dtype], device, current_stream(grad.device))
+    _C.gpu_weigh_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], device, current_stream(grad.device))
     return grad_x, grad_weights
 
 

@@ -136,4 +136,40 @@ struct Piece<DType::kBFloat16> : HalfPiece<__nv_bfloat162, __nv_bfloat16, store_
 template <>
 struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16> {};
 
+// Row `row`, at `grad` or of zeros, becomes the gradient of x at `grad_x`, and what it says of the weight. A warp's work; each product and sum is rounded to
+// fp32, the row once to its dtype.
+template <DType kType>
+__device__ void weigh_row(const GpuWeighing& w, const std::byte* grad, std::byte* grad_x, int64_t row, int64_t row_bytes) {
+    using Values = Piece<kType>;
+    const uint4 *grads = pieces(grad), *values = pieces(row_of(w.parts, w.x, row, row_bytes));
+    uint4* to = pieces(grad_x);
+    const float weight = w.weights[row];
+    const int num_pieces = static_cast<int>(row_bytes / 16), lane = threadIdx.x % 32;
+    constexpr int kBatch = 8;  // pieces of a lane that are on their way at a time
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int first = lane; first < num_pieces; first += 32 * kBatch) {
+        uint4 raw_x[kBatch], raw_grad[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            if (first + 32 * i < num_pieces) raw_x[i] = values[first + 32 * i], raw_grad[i] = grad == nullptr ? uint4{} : grads[first + 32 * i];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (first + 32 * i >= num_pieces) continue;
+            float g[Values::kCount], x[Values::kCount];
+            Values::load(raw_grad[i], g);
+            Values::load(raw_x[i], x);
+#pragma unroll
+            for (int j = 0; j < Values::kCount; ++j) {
+                sum = __fadd_rn(sum, __fmul_rn(g[j], x[j]));
+                g[j] = __fmul_rn(g[j], weight);
+            }
+            to[first + 32 * i] = Values::store(g);
+        }
+    }
+#pragma unroll
+    for (int step = 16; step >= 1; step /= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
+    if (lane == 0) w.grad_weights[row] = sum;
+}
+
 }  // namespace deepep_moe
