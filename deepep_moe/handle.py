@@ -118,7 +118,7 @@ class PackedHandle(DispatchHandle):
 
     memory: Tensor  # type: ignore[misc]
     shape: HandleShape
-    num_tokens: int
+    num_tokens = 0  # each has its own, past the property
 
     def __init__(self, buffer_id: int, layout: str, expert_alignment: int, num_rows: int, shape: HandleShape, memory: Tensor, call: Tensor):
         self.__dict__.update(

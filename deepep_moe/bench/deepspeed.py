@@ -100,7 +100,7 @@ class LayerPass(Pass):
 
 
 class CommunicationPass(LayerPass):
-    """The same without the gate: it has decided, and its weights and its loss are leaves."""
+    """The same without the gate: it has decided, its weights are leaves, and its loss is none of a backward's."""
 
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
         from deepep_moe.integrations.deepspeed.routing import ask  # type: ignore[import-not-found]
@@ -117,6 +117,10 @@ class CommunicationPass(LayerPass):
             return super()._one()
         finally:
             del self._gate.forward
+
+    def backward(self) -> None:
+        outputs = [output for output, _ in self._made]
+        torch.autograd.backward(outputs, [self._cotangent] * len(outputs))
 
 
 def _has_gradient(value: Any) -> bool:
