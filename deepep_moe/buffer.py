@@ -378,9 +378,9 @@ class Buffer:
 
     def _dispatch(
         self, x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, layout: str, expert_alignment: int,
-        num_recv_rows: int,
+        num_recv_rows: int, repeats: int = 1,
     ) -> tuple[Rows, DispatchHandle]:  # fmt: skip
-        args = DispatchArgs(self._mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, self._number)
+        args = DispatchArgs(self._mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows, self._number, repeats)
         rows, handle, move = self._or_tell(self._checked(check_dispatch, args).plan, args)
         self._run(move, args, rows, handle)
         return rows, handle

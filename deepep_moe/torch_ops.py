@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.backends.base import Rows, Weighing
-from deepep_moe.backends.weigh import weigh_backward
+from deepep_moe.backends.weigh import weigh_backward, weighed_sum
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.handle import DispatchHandle
 
@@ -382,17 +382,21 @@ def _combine_backward(ctx: Any, grad_combined_x: Any, grad_values: Any) -> tuple
 
 
 def dispatch_by_expert(
-    buffer: "Buffer", x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = ()
+    buffer: "Buffer", x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = (), repeats: int = 1
 ) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
     """A dispatch in the expert layout without padding, with gradients, for experts that run one by one.
 
+    x: [num_tokens / repeats, hidden]: rows that tokens share, token t has that of t % len(x). topk_idx and topk_weights have a row a token.
     Returns the rows of each local expert, [*leading, num_rows, hidden] where `leading` are sizes of 1; recv_topk_weights [num_rows of
     all] or None; the handle.
     """
-    if _is_traced((x, topk_idx, topk_weights)):
+    is_traced = _is_traced((x, topk_idx, topk_weights))
+    if repeats > 1 and (is_traced or not buffer._alive().repeats_rows):
+        x, repeats = x.expand(repeats, *x.shape).reshape(-1, x.shape[1]), 1
+    if is_traced:
         recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
         return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
-    weights, handle, *parts = _DispatchByExpert.apply(x, topk_idx, topk_weights, buffer._number, leading)
+    weights, handle, *parts = _DispatchByExpert.apply(x, topk_idx, topk_weights, buffer._number, leading, repeats)
     return tuple(parts), weights, handle
 
 
@@ -413,6 +417,11 @@ def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) ->
     return _C.GpuParts.of(handle, parts, buffer.hidden) if buffer._alive().takes_parts else None
 
 
+def _lane_sum(rows: Tensor) -> Tensor:
+    """[num_lanes, num_tokens, hidden], summed over lanes."""
+    return rows.sum(0) if torch.is_grad_enabled() else weighed_sum(rows, None)
+
+
 def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
     return rows.view(*leading, *rows.shape).split(counts, dim=-2)
 
@@ -423,9 +432,11 @@ def _joined(parts: Sequence[Tensor], hidden: int) -> Tensor:
 
 class _DispatchByExpert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Any, buffer: int, leading: tuple[int, ...]) -> tuple[Any, ...]:
-        rows, handle = _buffer(buffer)._dispatch(x, None, topk_idx, topk_weights, "expert", 1, -1)
-        ctx.num_rows = handle.num_rows
+    def forward(
+        ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Any, buffer: int, leading: tuple[int, ...], repeats: int
+    ) -> tuple[Any, ...]:
+        rows, handle = _buffer(buffer)._dispatch(x, None, topk_idx, topk_weights, "expert", 1, -1, repeats)
+        ctx.num_rows, ctx.repeats = handle.num_rows, repeats
         _keep_handle(ctx, handle)
         return rows.recv_topk_weights, handle, *_split(rows.recv_x, handle.num_rows_per_expert_list, leading)
 
@@ -438,7 +449,9 @@ class _DispatchByExpert(torch.autograd.Function):
             grad_x, grad_topk_weights = combine(buffer, _joined(grads, buffer.hidden), None, None, grad_topk_weights, handle)
         else:
             grad_x, grad_topk_weights = buffer._combine(grads[0], None, None, grad_topk_weights, handle, where)
-        return grad_x, None, grad_topk_weights, None, None
+        if ctx.repeats > 1:
+            grad_x = _lane_sum(grad_x.view(ctx.repeats, -1, grad_x.shape[1]))
+        return grad_x, None, grad_topk_weights, None, None, None
 
 
 class _CombineByExpert(torch.autograd.Function):

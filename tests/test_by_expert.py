@@ -100,6 +100,37 @@ def test_few_and_many_experts(backend, num_experts):
     run_ranks(equal, 2, backend, Case([9, 14], num_topk=2, num_experts=num_experts, dtype=torch.bfloat16), doubled)
 
 
+def repeated(rank, num_ranks, backend, dtype, repeats):
+    """Tokens that share rows equal tokens that have copies of them."""
+    device_of(backend, rank)
+    poison_outputs()
+    num_x_rows = (5, 0, 7)[rank]
+    case = Case([repeats * count for count in (5, 0, 7)], num_topk=1, dtype=dtype)
+    rows, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    x = rows[:num_x_rows].contiguous()
+    buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, 1, backend=backend)
+    grad = torch.randn(idx.shape[0], case.hidden, generator=torch.Generator().manual_seed(rank)).to(x)
+    found = []
+    for times in (1, repeats):
+        leaf = x.clone().requires_grad_()
+        given = leaf if times > 1 else leaf.expand(repeats, *leaf.shape).reshape(-1, case.hidden)
+        parts, _, handle = dispatch_by_expert(buffer, given, idx, None, repeats=times)
+        combined_x = combine_by_expert(buffer, [part * 2 for part in parts], None, handle)
+        combined_x.backward(grad)
+        found.append((combined_x, leaf.grad))
+    assert_same("combined_x", found[1][0], found[0][0])
+    if repeats == 2:
+        assert_same("x.grad", found[1][1], found[0][1])
+    torch.testing.assert_close(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("repeats", (2, 5))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_that_share_rows(backend, dtype, repeats):
+    run_ranks(repeated, 3, backend, dtype, repeats)
+
+
 def wrong_number_of_rows(rank, num_ranks, backend):
     device_of(backend, rank)
     case = Case([4, 4], num_topk=2, num_experts=4)

@@ -106,6 +106,7 @@ struct GpuDispatchCall {
         params.expert_alignment = handle.expert_alignment;
         params.row_bytes = x.row_bytes();
         params.scale_bytes = x_scales.is_there ? x_scales.row_bytes() : 0;
+        params.num_x_rows = static_cast<int>(x.num_rows);
         params.x = x.as<const std::byte*>();
         params.x_scales = x_scales.as<const std::byte*>();
         params.topk_weights = topk_weights.as<const float*>();

@@ -108,8 +108,9 @@ struct GpuDispatchParams {
     bool is_guess;   // num_rows: where more come, none is received, and a later launch receives them
     int num_lane_blocks, num_send_blocks, num_receive_blocks, expert_alignment;
     int64_t row_bytes, scale_bytes, num_rows;
-    const std::byte* x;         // [num_tokens, row_bytes]
-    const std::byte* x_scales;  // [num_tokens, scale_bytes], or nullptr
+    int num_x_rows;             // token t's row of x is t % num_x_rows
+    const std::byte* x;         // [num_x_rows, row_bytes]
+    const std::byte* x_scales;  // [num_x_rows, scale_bytes], or nullptr
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
     int64_t weights_token_stride, weights_lane_stride;
     const int32_t* recv_counts;                 // [num_ranks]
@@ -120,6 +121,8 @@ struct GpuDispatchParams {
     float* recv_topk_weights;   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     int32_t* recv_row_idx;      // expert layout: [num_recv_tokens, num_topk]; out unless cached
     GpuWeighing weighing;       // of the rows received; expert layout
+
+    DEEPEP_MOE_HD int64_t x_row(int token) const { return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows; }
 };
 
 struct GpuCombineParams {
@@ -159,7 +162,7 @@ struct GpuWeighedSumParams {
     int num_topk;
     DType dtype;
     const std::byte* rows;   // [num_topk * num_tokens, hidden]
-    const float* weights;    // [num_topk * num_tokens]
+    const float* weights;    // [num_topk * num_tokens], or nullptr: all are 1
     std::byte* sums;         // [num_tokens, hidden], of the forward
     const std::byte* grad;   // [num_tokens, hidden], of the backward, as are the rest
     std::byte* grad_rows;    // [num_topk * num_tokens, hidden]

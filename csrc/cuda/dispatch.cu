@@ -75,10 +75,10 @@ struct Receiver {
             for (int i = 1; i < kTaskRows; ++i)
                 if (index == begin + i) what = lanes[i];
             const int target = take_lane(what, first + index);
-            const int token = __shfl_sync(kFullWarp, found, index - begin);
+            const int64_t x_row = p.x_row(__shfl_sync(kFullWarp, found, index - begin));
             const std::byte* slot_row = own.inbox(source) + index * slot.bytes;
-            const std::byte* row = is_local ? p.x + token * p.row_bytes : slot_row;
-            ring.add(row, is_local ? p.x_scales + token * p.scale_bytes : slot_row + slot.row_bytes, target, drain);
+            const std::byte* row = is_local ? p.x + x_row * p.row_bytes : slot_row;
+            ring.add(row, is_local ? p.x_scales + x_row * p.scale_bytes : slot_row + slot.row_bytes, target, drain);
         }
         return true;
     }
@@ -171,9 +171,10 @@ struct Receiver {
 template <class Ring>
 __device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
     const auto find = [&](int peer, int index) { return p.routing.send_token[peer * p.context.config.num_max_tokens + index]; };
-    const auto rows = [&](int, int, int64_t token, const std::byte*& row, const std::byte*& tail) {
-        row = p.x + token * p.row_bytes;
-        tail = p.x_scales + token * p.scale_bytes;
+    const auto rows = [&](int, int, int token, const std::byte*& row, const std::byte*& tail) {
+        const int64_t x_row = p.x_row(token);
+        row = p.x + x_row * p.row_bytes;
+        tail = p.x_scales + x_row * p.scale_bytes;
     };
     const auto ready = [](int, int) { return true; };
     push<Ring>(p.context, p.ring, slot, kChunkSlots, p.routing.send_counts, p.to_outbox, ready, find, rows);

@@ -58,6 +58,7 @@ class DispatchArgs:
     expert_alignment: int
     num_recv_rows: int  # the caller's bound, or -1
     buffer_id: int  # for the handle
+    repeats: int = 1  # of all rows of x, one after another, where the backend repeats rows
 
 
 @dataclass
@@ -124,6 +125,8 @@ class Backend(Protocol):
     """Does a combine read rows that lie in parts?"""
     weighs: bool
     """Does a cached dispatch do `Weighing`?"""
+    repeats_rows: bool
+    """Does a dispatch read a row for several tokens?"""
     device: torch.device | None
     """The one device of its tensors, where there is one."""
     num_channels: int

@@ -140,7 +140,7 @@ def check_device(x: Tensor, backend: Backend) -> None:
 
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_rows("x", args.x, None, s, _ALL)
-    num_tokens = args.x.shape[0]
+    num_tokens = args.x.shape[0] * args.repeats
     check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device, any_strides=True)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)

@@ -73,6 +73,7 @@ class CollectiveBackend:
     can_split = False
     takes_parts = False
     weighs = False
+    repeats_rows = False
     num_handle_numbers = 1
     workspace_bytes = 0
 

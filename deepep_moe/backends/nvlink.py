@@ -35,6 +35,7 @@ class NvlinkBackend:
     can_split = True
     takes_parts = True
     weighs = True
+    repeats_rows = True
 
     def __init__(self, settings: Settings):
         self.settings = settings

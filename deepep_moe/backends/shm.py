@@ -33,6 +33,7 @@ class ShmBackend:
     can_split = False
     takes_parts = False
     weighs = False
+    repeats_rows = False
     num_handle_numbers = 1
 
     def __init__(self, settings: Settings, num_channels: int):

@@ -57,23 +57,23 @@ class PackedMOELayer(MOELayer):
 
         Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
-        num_topk, num_tokens = routing.topk_idx.shape
-        rows = x.expand(num_topk, *x.shape).reshape(-1, x.shape[1]).contiguous()
-        combined = self._exchange(rows, routing.topk_idx.reshape(-1, 1), None, num_tokens).view(num_topk, *x.shape)
-        return weighed_sum(combined, routing.topk_weights)
+        num_topk = len(routing.topk_idx)
+        combined = self._exchange(x, routing.topk_idx.reshape(-1, 1), None, repeats=num_topk)
+        return weighed_sum(combined.view(num_topk, *x.shape), routing.topk_weights)
 
     def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
-        return self._exchange(x.contiguous(), idx, weights, len(x))
+        return self._exchange(x, idx, weights)
 
-    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> Tensor:
-        """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes] -> the experts' outputs, summed over lanes, shaped as x."""
-        plan = plan_of(self)
-        buffer = shared.get(self.ep_group, num_tokens, x.shape[1], plan, x.device)
+    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, repeats: int = 1) -> Tensor:
+        """x [num_tokens, hidden], topk_idx and topk_weights [repeats * num_tokens, lanes], all tokens once after another -> the experts'
+        outputs, summed over lanes, [repeats * num_tokens, hidden]."""
+        x, plan = x.contiguous(), plan_of(self)
+        buffer = shared.get(self.ep_group, x.shape[0], x.shape[1], plan, x.device)
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
-            parts, recv_topk_weights, handle = dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1))
+            parts, recv_topk_weights, handle = dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), repeats)
         outputs = self._run_experts(parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle)
