@@ -28,7 +28,8 @@ class DispatchHandle:
     topk_idx: Tensor
     """[num_tokens, num_topk] int32: this rank's routing, -1 = no expert."""
     recv_row_idx: Tensor
-    """[num_recv_tokens, num_topk] int32: the row of each lane of each token received, -1 = none; empty in the rank layout."""
+    """[num_recv_tokens, num_topk] int32: the row of each lane of each token received, -1 = none; empty in the rank layout. With backend
+    `nvlink` there is room for more tokens, and what lies there means nothing."""
     recv_counts: Tensor
     """[num_ranks, num_channels] int32: tokens received from each rank, in the order they were sent."""
     num_recv_tokens_per_expert: Tensor
@@ -114,7 +115,7 @@ _SECTION = 32  # int32: each section of a packed handle has its own cache lines
 
 class PackedHandle(DispatchHandle):
     """One whose tensors lie in one allocation, each of them a view that is made when somebody looks: a host that waits for a GPU's counts
-    has no time for four allocations. `recv_row_idx` has room for all tokens that might have come."""
+    has no time for four allocations."""
 
     memory: Tensor  # type: ignore[misc]
     shape: HandleShape

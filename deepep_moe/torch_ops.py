@@ -336,7 +336,7 @@ def _weighed_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Of x, whose rows may lie in `parts` (`CombineArgs`), and of weights, from that of combined_x: worked out where rows arrive, if the
     backend can."""
-    if buffer._alive().weighs and not torch.is_grad_enabled() and not _is_traced((grad, x)):
+    if buffer._alive().fuses and not torch.is_grad_enabled() and not _is_traced((grad, x)):
         rows = buffer._dispatch_cached(grad, None, None, handle, Weighing(weights, x, parts))
         return rows.recv_x, rows.grad_weights
     grad_x, _, _ = dispatch_cached(buffer, grad, None, None, handle)
@@ -391,7 +391,7 @@ def dispatch_by_expert(
     all] or None; the handle.
     """
     is_traced = _is_traced((x, topk_idx, topk_weights))
-    if repeats > 1 and (is_traced or not buffer._alive().repeats_rows):
+    if repeats > 1 and (is_traced or not buffer._alive().fuses):
         x, repeats = x.expand(repeats, *x.shape).reshape(-1, x.shape[1]), 1
     if is_traced:
         recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
@@ -404,17 +404,18 @@ def combine_by_expert(buffer: "Buffer", parts: Sequence[Tensor], topk_weights: T
     """A combine of such rows, after the experts, with gradients: combined_x [num_tokens, hidden].
 
     parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
-    and of the right shapes; else joined first.
+    and of the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
     where = None if _is_traced((parts[0], topk_weights)) else _parts(buffer, handle, parts)
     if where is not None:
         return _CombineByExpert.apply(topk_weights, handle, where, *parts)
-    return combine(buffer, _joined(parts, buffer.hidden), topk_weights, None, None, handle)[0]
+    rows = buffer._or_refuse(_joined, parts, buffer.hidden)
+    return combine(buffer, rows, topk_weights, None, None, handle)[0]
 
 
 def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) -> Any:
     """`_C.GpuParts`, where the rows can be read where they are; else None."""
-    return _C.GpuParts.of(handle, parts, buffer.hidden) if buffer._alive().takes_parts else None
+    return _C.GpuParts.of(handle, parts, buffer.hidden) if buffer._alive().fuses else None
 
 
 def _lane_sum(rows: Tensor) -> Tensor:
@@ -427,6 +428,11 @@ def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[T
 
 
 def _joined(parts: Sequence[Tensor], hidden: int) -> Tensor:
+    for i, part in enumerate(parts):
+        if not isinstance(part, Tensor):
+            raise TypeError(f"the rows of local expert {i} must be a torch.Tensor, not {type(part).__name__}")
+        if part.dim() == 0 or part.shape[-1] != hidden:
+            raise ValueError(f"the rows of local expert {i} have shape {list(part.shape)}; they must be [..., num_rows, {hidden}]")
     return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 

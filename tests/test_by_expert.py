@@ -1,10 +1,14 @@
 """Rows in a tensor for each expert: the same as in one tensor, to the bit, in results and gradients."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.distributed as dist
 from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
 
 from deepep_moe import Buffer, reference
+from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
 
@@ -27,6 +31,12 @@ def shifted(rows, scale):
     return torch.cat([y.new_zeros(1), y.flatten()])[1:].view(y.shape)
 
 
+def folded(rows, scale):
+    """Rows in two dimensions."""
+    y = rows * scale
+    return y.view(*y.shape[:-2], 1, *y.shape[-2:]) if y.shape[-2] % 2 else y.view(*y.shape[:-2], 2, -1, y.shape[-1])
+
+
 def ignored(rows, scale):
     """An expert whose output does not depend on its rows."""
     return torch.zeros_like(rows) * scale
@@ -35,7 +45,7 @@ def ignored(rows, scale):
 def in_one_tensor(buffer, x, idx, weights, scales, expert):
     out = buffer.dispatch(x, idx, weights)
     rows = out.recv_x.split(out.handle.num_rows_per_expert_list)
-    y = torch.cat([expert(group, scale) for group, scale in zip(rows, scales, strict=True)])
+    y = torch.cat([expert(group, scale).reshape(-1, x.shape[1]) for group, scale in zip(rows, scales, strict=True)])
     return buffer.combine(y, out.handle, out.recv_topk_weights)
 
 
@@ -88,7 +98,7 @@ def test_parts_are_the_rows_of_one_tensor(backend, dtype, with_weights):
     run_ranks(equal, 3, backend, case, doubled)
 
 
-@pytest.mark.parametrize("expert", (strided, shifted, ignored), ids=lambda expert: expert.__name__)
+@pytest.mark.parametrize("expert", (strided, shifted, folded, ignored), ids=lambda expert: expert.__name__)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_that_cannot_be_read_where_they_are(backend, expert):
     run_ranks(equal, 2, backend, Case([9, 14], num_topk=4, dtype=torch.bfloat16), expert)
@@ -131,21 +141,39 @@ def test_tokens_that_share_rows(backend, dtype, repeats):
     run_ranks(repeated, 3, backend, dtype, repeats)
 
 
-def wrong_number_of_rows(rank, num_ranks, backend):
+def refused(rank, num_ranks, backend):
+    """What cannot be combined is refused on rank 1; rank 0 learns of it instead of waiting."""
     device_of(backend, rank)
     case = Case([4, 4], num_topk=2, num_experts=4)
     x, idx, _ = on_device(backend, rank, *case.inputs(rank))
     buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
     parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
-    y = [*parts[:-1], torch.cat([parts[-1], parts[-1].new_zeros(1, case.hidden)])]
-    num_rows = handle.num_rows
-    with pytest.raises(ValueError, match=rf"x has shape \[{num_rows + 1}, {case.hidden}\]; it must be \[{num_rows}, {case.hidden}\]"):
-        combine_by_expert(buffer, y, None, handle)
+    num_rows, hidden = handle.num_rows, case.hidden
+    wrong = (
+        (
+            [*parts[:-1], torch.cat([parts[-1], parts[-1].new_zeros(1, hidden)])],
+            ValueError,
+            rf"x has shape \[{num_rows + 1}, {hidden}\]; it must be ",
+        ),
+        ([parts[0], None], TypeError, "the rows of local expert 1 must be a torch.Tensor, not NoneType"),
+        ([None, parts[1]], TypeError, "the rows of local expert 0 must be a torch.Tensor, not NoneType"),
+        ([parts[0][:, 1:], parts[1]], ValueError, rf"the rows of local expert 0 have shape .* they must be \[..., num_rows, {hidden}\]"),
+    )
+    learns = pytest.raises(EPPeerError, match="rank 1 refused its arguments")
+    for given, error, message in wrong:
+        with pytest.raises(error, match=message) if rank == 1 else learns if backend != "nvlink" else contextlib.nullcontext():
+            combine_by_expert(buffer, given if rank == 1 else parts, None, handle)
+        if backend == "nvlink":  # a combine waits for nothing: the next call learns of it
+            torch.cuda.synchronize()
+            dist.barrier()
+            with contextlib.nullcontext() if rank == 1 else learns:
+                combine_by_expert(buffer, parts, None, handle)
+        dist.barrier()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_wrong_number_of_rows(backend):
-    run_ranks(wrong_number_of_rows, 2, backend)
+def test_what_cannot_be_combined(backend):
+    run_ranks(refused, 2, backend)
 
 
 def twice(rank, num_ranks, backend):

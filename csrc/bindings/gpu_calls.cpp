@@ -139,7 +139,7 @@ struct GpuDispatchCall {
 };
 
 // The rows of each local expert, of a dispatch without padding, as `tensors` hold them; None where kernels cannot read them there: where there
-// are too many, or they are not alike, contiguous and of the right shapes. Callers keep the tensors alive.
+// are too many, or they are not alike, contiguous and [1, ..., num_rows, hidden]. Callers keep the tensors alive.
 std::optional<GpuParts> parts_of(py::handle handle, py::handle tensors, int64_t hidden) {
     static const Name kDtype{"dtype"}, kDevice{"device"}, kIsContiguous{"is_contiguous"};
     const py::sequence given = py::reinterpret_borrow<py::sequence>(tensors);
@@ -147,14 +147,18 @@ std::optional<GpuParts> parts_of(py::handle handle, py::handle tensors, int64_t 
     const int64_t num_parts = static_cast<int64_t>(given.size());
     if (num_parts == 0 || num_parts > kMaxParts || num_parts >= call.num_rows) return std::nullopt;
     const int64_t* counts = call.as<const int64_t*>() + call.num_rows - num_parts;  // of the last experts
-    const py::object first = given[0], dtype = attribute(first, kDtype), device = attribute(first, kDevice);
+    const py::object first = given[0];
+    if (!PyObject_HasAttr(first.ptr(), kDataPtr.text)) return std::nullopt;  // no tensor
+    const py::object dtype = attribute(first, kDtype), device = attribute(first, kDevice);
+    const int num_dims = TensorArg(first).num_dims;
     GpuParts parts{};
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_parts; ++i) {
         const py::object tensor = given[i];
+        if (Py_TYPE(tensor.ptr()) != Py_TYPE(first.ptr())) return std::nullopt;
         const TensorArg part(tensor);
-        const bool is_alike = Py_TYPE(tensor.ptr()) == Py_TYPE(first.ptr()) && attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
-        if (!is_alike || part.num_columns != hidden || part.num_rows != counts[i] || part.address % kRowAlignment != 0) return std::nullopt;
+        const bool is_alike = part.num_dims == num_dims && attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
+        if (!is_alike || part.num_columns != hidden || part.num_rows != counts[i] || part.inner_rows != counts[i] || part.address % kRowAlignment != 0) return std::nullopt;
         if (owned(PyObject_CallMethodNoArgs(tensor.ptr(), kIsContiguous.text)).ptr() != Py_True) return std::nullopt;
         parts.first_row[i] = static_cast<int>(num_rows);
         parts.rows[i] = part.address - num_rows * part.row_bytes();

@@ -28,12 +28,15 @@ inline int64_t to_int(py::handle number) {
     return value;
 }
 
+inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"}, kStride{"stride"};
+
 // A tensor, contiguous, or None.
 struct TensorArg {
-    static inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"};
     uintptr_t address = 0;  // 0 where there is nothing
     bool is_there = false;
-    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before
+    int num_dims = 0;
+    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before,
+    int64_t inner_rows = 1;                                    // of which the last has these
 
     TensorArg() = default;
     explicit TensorArg(py::handle tensor) {
@@ -41,9 +44,9 @@ struct TensorArg {
         is_there = true;
         const py::object shape = attribute(tensor, kShape);
         if (!PyTuple_Check(shape.ptr())) throw py::type_error("expected a tensor");
-        const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape.ptr());
+        num_dims = static_cast<int>(PyTuple_GET_SIZE(shape.ptr()));
         if (num_dims > 1) num_columns = to_int(PyTuple_GET_ITEM(shape.ptr(), num_dims - 1));
-        for (Py_ssize_t i = 0; i < std::max<Py_ssize_t>(1, num_dims - 1) && num_dims > 0; ++i) num_rows *= to_int(PyTuple_GET_ITEM(shape.ptr(), i));
+        for (int i = 0; i < std::max(1, num_dims - 1) && num_dims > 0; ++i) num_rows *= inner_rows = to_int(PyTuple_GET_ITEM(shape.ptr(), i));
         element_bytes = to_int(attribute(tensor, kItemsize));
         if (num_rows > 0 && num_columns > 0) address = to_int(owned(PyObject_CallMethodNoArgs(tensor.ptr(), kDataPtr.text)));
     }
@@ -55,7 +58,6 @@ struct TensorArg {
 
 // A tensor [num_rows, num_columns] whose entries lie as its strides say, or None.
 struct MatrixArg : TensorArg {
-    static inline const Name kStride{"stride"};
     int64_t row_stride = 0, column_stride = 0;
 
     MatrixArg() = default;

@@ -58,7 +58,7 @@ class DispatchArgs:
     expert_alignment: int
     num_recv_rows: int  # the caller's bound, or -1
     buffer_id: int  # for the handle
-    repeats: int = 1  # of all rows of x, one after another, where the backend repeats rows
+    repeats: int = 1  # of all rows of x, one after another, where the backend fuses
 
 
 @dataclass
@@ -68,7 +68,7 @@ class CachedDispatchArgs:
     x_scales: Tensor | None
     topk_weights: Tensor | None  # of any strides
     handle: DispatchHandle
-    weighing: "Weighing | None" = None  # where the backend weighs: what goes with the rows' expert side
+    weighing: "Weighing | None" = None  # where the backend fuses
 
 
 @dataclass
@@ -88,7 +88,7 @@ class CombineArgs:
     bias: Tensor | None
     lane_values: Tensor | None  # as recv_topk_weights lies
     handle: DispatchHandle
-    parts: Any = None  # `_C.GpuParts`: rows lie in a tensor for each local expert, of which `x` is the first
+    parts: Any = None  # `_C.GpuParts`, where the backend fuses: rows lie in a tensor for each local expert, of which `x` is the first
 
 
 @dataclass
@@ -121,12 +121,9 @@ class Backend(Protocol):
     """Do asynchronous calls move their rows on the buffer's thread? Otherwise they are asynchronous by themselves or not at all."""
     can_split: bool
     """Does a call whose `Mode.is_split` leave its second half to the caller?"""
-    takes_parts: bool
-    """Does a combine read rows that lie in parts?"""
-    weighs: bool
-    """Does a cached dispatch do `Weighing`?"""
-    repeats_rows: bool
-    """Does a dispatch read a row for several tokens?"""
+    fuses: bool
+    """Does it do by itself what would else be a pass over all rows: `DispatchArgs.repeats`, `CachedDispatchArgs.weighing`,
+    `CombineArgs.parts`?"""
     device: torch.device | None
     """The one device of its tensors, where there is one."""
     num_channels: int

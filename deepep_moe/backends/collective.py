@@ -71,9 +71,7 @@ class CollectiveBackend:
     moves_on_thread = False  # the process group is the caller's, and may be in use
     num_channels = 1
     can_split = False
-    takes_parts = False
-    weighs = False
-    repeats_rows = False
+    fuses = False
     num_handle_numbers = 1
     workspace_bytes = 0
 

@@ -33,9 +33,7 @@ class NvlinkBackend:
     num_channels = 1
     moves_on_thread = False  # kernels are asynchronous by themselves
     can_split = True
-    takes_parts = True
-    weighs = True
-    repeats_rows = True
+    fuses = True
 
     def __init__(self, settings: Settings):
         self.settings = settings

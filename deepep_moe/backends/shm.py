@@ -31,9 +31,7 @@ class ShmBackend:
     device: torch.device | None = None
     moves_on_thread = True
     can_split = False
-    takes_parts = False
-    weighs = False
-    repeats_rows = False
+    fuses = False
     num_handle_numbers = 1
 
     def __init__(self, settings: Settings, num_channels: int):

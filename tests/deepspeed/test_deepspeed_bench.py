@@ -63,7 +63,8 @@ def test_records(tmp_path):
 @pytest.mark.gpu
 def test_kernels_are_timed_on_a_gpu(tmp_path):
     arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    options = options_of("--device", "cuda", "--num-ranks", "1", *arguments, "--json", str(tmp_path / "records.json"))
+    options = options_of("--device", "cuda", "--num-ranks", "1", *arguments)
+    options.json = tmp_path / "records.json"
     bench.main(options)
     records = json.loads((tmp_path / "records.json").read_text())
     for r in records:
