@@ -6,6 +6,7 @@ import torch
 from exchange_cases import Case, check_case, device_of
 from low_latency_cases import Case as LowLatencyCase
 from low_latency_cases import make_buffer, run_case
+from test_by_expert import doubled, equal
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.backends.nvlink import NvlinkBackend
@@ -22,7 +23,7 @@ LOW_LATENCY = [
 ]
 
 
-def exchange(rank: int, num_ranks: int, case: Case) -> None:
+def few_blocks() -> None:
     constructor = NvlinkBackend.__init__
 
     def with_few_blocks(self, *arguments):
@@ -30,7 +31,16 @@ def exchange(rank: int, num_ranks: int, case: Case) -> None:
         self.tuning.num_receive_blocks = self.tuning.num_work_blocks = FEW_BLOCKS
 
     NvlinkBackend.__init__ = with_few_blocks
+
+
+def exchange(rank: int, num_ranks: int, case: Case) -> None:
+    few_blocks()
     check_case(rank, num_ranks, case)
+
+
+def by_expert(rank: int, num_ranks: int, case: Case) -> None:
+    few_blocks()
+    equal(rank, num_ranks, "nvlink", case, doubled)
 
 
 def low_latency(rank: int, num_ranks: int, case: LowLatencyCase) -> None:
@@ -59,6 +69,7 @@ def gate(rank: int, num_ranks: int) -> None:
 def main() -> None:
     parts = {
         "exchange": [(exchange, case) for case in EXCHANGES],
+        "by_expert": [(by_expert, Case([9, 14], num_topk=4, dtype=torch.bfloat16))],
         "low_latency": [(low_latency, case) for case in LOW_LATENCY],
         "gate": [(gate,)],
     }
