@@ -1,11 +1,13 @@
 """Rows in a tensor for each expert: the same as in one tensor, to the bit, in results and gradients."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from torch.utils.checkpoint import checkpoint
 
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPPeerError
@@ -199,3 +201,26 @@ def squared(rows, scale):
 @pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_gradients_of_gradients(backend):
     run_ranks(twice, 2, backend)
+
+
+def recomputed(rank, num_ranks, backend, use_reentrant):
+    """Under activation checkpointing a forward is made once more, its dispatch and combine too."""
+    device_of(backend, rank)
+    case = Case([6, 9], num_topk=2, num_experts=4, dtype=torch.bfloat16)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 9, case.hidden, 4, 2, backend=backend)
+    scale = torch.tensor([0.5, 2.0], device=x.device)
+    found = []
+    for call in (in_parts, partial(checkpoint, in_parts, use_reentrant=use_reentrant)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        combined_x = call(buffer, leaves[0], idx, leaves[1], scale, doubled)
+        combined_x.backward(x)
+        found.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad"), found[1], found[0], strict=True):
+        assert_same(name, value, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activation_checkpointing(backend, use_reentrant):
+    run_ranks(recomputed, 2, backend, use_reentrant)
