@@ -386,9 +386,10 @@ class Buffer:
         return rows, handle
 
     def _dispatch_cached(
-        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle, weighing: Weighing | None = None
-    ) -> Rows:
-        args = CachedDispatchArgs(self._mode, x, x_scales, topk_weights, handle, weighing)
+        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle, weighing: Weighing | None = None,
+        repeats: int = 1,
+    ) -> Rows:  # fmt: skip
+        args = CachedDispatchArgs(self._mode, x, x_scales, topk_weights, handle, weighing, repeats)
         backend = self._checked(check_cached_dispatch, args)
 
         def make() -> Rows:

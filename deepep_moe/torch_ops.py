@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.backends import weigh
 from deepep_moe.backends.base import Rows, Weighing
-from deepep_moe.backends.weigh import weigh_backward, weighed_sum
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.handle import DispatchHandle
 
@@ -325,21 +325,24 @@ def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_values: Te
     handle, weighed = _kept(ctx, ctx.num_rows)
     buffer, grad_weights, grad_lane_values = _buffer(handle.buffer_id), None, None
     if weighed:  # by weights that did not come with lane values
-        grad_x, grad_weights = _weighed_gradients(buffer, rows, handle, *weighed)
+        x, weights = weighed
+        grad_x, grad_weights = _weighed_gradients(buffer, rows, handle, x, weights)
     else:
         grad_x, _, grad_lane_values = dispatch_cached(buffer, rows, None, values, handle)
     return grad_x, grad_weights, rows if ctx.with_bias else None, grad_lane_values
 
 
 def _weighed_gradients(
-    buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, parts: Any = None
+    buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, parts: Any = None, repeats: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """Of x, whose rows may lie in `parts` (`CombineArgs`), and of weights, from that of combined_x: worked out where rows arrive, if the
-    backend can."""
+    """Of x, whose rows may lie in `parts` (`CombineArgs`), and of weights, from that of combined_x, whose rows `repeats` tokens share:
+    worked out where rows arrive, if the backend can."""
     if buffer._alive().fuses and not torch.is_grad_enabled() and not _is_traced((grad, x)):
-        rows = buffer._dispatch_cached(grad, None, None, handle, Weighing(weights, x, parts))
+        rows = buffer._dispatch_cached(grad, None, None, handle, Weighing(weights, x, parts), repeats)
         return rows.recv_x, rows.grad_weights
-    grad_x, _, _ = dispatch_cached(buffer, grad, None, None, handle)
+    grad_x, _, _ = dispatch_cached(buffer, _repeated(grad, repeats), None, None, handle)
+    if torch.is_grad_enabled():
+        return _differentiable_weigh_backward(grad_x, x, weights)
     return call("weigh_backward", (grad_x, x, weights))
 
 
@@ -392,7 +395,7 @@ def dispatch_by_expert(
     """
     is_traced = _is_traced((x, topk_idx, topk_weights))
     if repeats > 1 and (is_traced or not buffer._alive().fuses):
-        x, repeats = x.expand(repeats, *x.shape).reshape(-1, x.shape[1]), 1
+        x, repeats = _repeated(x, repeats), 1
     if is_traced:
         recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
         return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
@@ -400,17 +403,65 @@ def dispatch_by_expert(
     return tuple(parts), weights, handle
 
 
-def combine_by_expert(buffer: "Buffer", parts: Sequence[Tensor], topk_weights: Tensor | None, handle: DispatchHandle) -> Tensor:
+def combine_by_expert(
+    buffer: "Buffer", parts: Sequence[Tensor], topk_weights: Tensor | None, handle: DispatchHandle, at_source: Tensor | None = None
+) -> Tensor:
     """A combine of such rows, after the experts, with gradients: combined_x [num_tokens, hidden].
+
+    at_source: [repeats, num_tokens / repeats] fp32, of a dispatch with `repeats` and one expert a token: rows come back as they are, and
+    the `weighed_sum` of those of one row of x is the result, [num_tokens / repeats, hidden]. The dispatch may have sent the same weights:
+    then topk_weights and rows get their gradients where the rows are, and `at_source` gets none.
 
     parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
     and of the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
     where = None if _is_traced((parts[0], topk_weights)) else _parts(buffer, handle, parts)
-    if where is not None:
-        return _CombineByExpert.apply(topk_weights, handle, where, *parts)
+    is_weighed_here = at_source is None or topk_weights is not None
+    if where is not None and is_weighed_here:
+        return _CombineByExpert.apply(topk_weights, handle, where, None if at_source is None else at_source.detach(), *parts)
     rows = buffer._or_refuse(_joined, parts, buffer.hidden)
-    return combine(buffer, rows, topk_weights, None, None, handle)[0]
+    combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
+    return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
+
+
+def fuses(buffer: "Buffer") -> bool:
+    """Is it for less work that a dispatch sends the weights of `at_source`?"""
+    return buffer._alive().fuses
+
+
+def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """rows [num_topk, num_tokens, hidden] fp32, bf16 or fp16, weights [num_topk, num_tokens] fp32 -> [num_tokens, hidden], rows' dtype.
+
+    Products and their sum in fp32, rounded once; in forward and backward bit for bit `(rows * weights.unsqueeze(-1)).sum(0)` and the
+    cast that DeepSpeed 0.19.4 and newer has there. On GPUs, one pass each, that holds for sums of one and two lanes, more being added
+    in ascending order, and not for the gradient of weights, a sum over columns.
+    """
+    return _WeighedSum.apply(rows, weights)
+
+
+class _WeighedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return weigh.weighed_sum(rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return weigh.weighed_sum_backward(grad, rows, weights)
+        return _differentiable_weigh_backward(grad, rows, weights)
+
+
+def _differentiable_weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """As `weigh_backward`, to be differentiated once more."""
+    wide = grad.float()
+    return (wide * weights.unsqueeze(-1)).to(x.dtype), (wide * x.float()).sum(-1)
+
+
+def _repeated(rows: Tensor, repeats: int) -> Tensor:
+    """All rows, once after another."""
+    return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1])
 
 
 def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) -> Any:
@@ -420,7 +471,7 @@ def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) ->
 
 def _lane_sum(rows: Tensor) -> Tensor:
     """[num_lanes, num_tokens, hidden], summed over lanes."""
-    return rows.sum(0) if torch.is_grad_enabled() else weighed_sum(rows, None)
+    return rows.sum(0) if torch.is_grad_enabled() else weigh.weighed_sum(rows, None)
 
 
 def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -462,10 +513,14 @@ class _DispatchByExpert(torch.autograd.Function):
 
 class _CombineByExpert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Any, handle: DispatchHandle, where: Any, *parts: Tensor) -> Tensor:
-        ctx.num_rows, ctx.leading = handle.num_rows, parts[0].shape[:-2]
+    def forward(ctx: Any, weights: Any, handle: DispatchHandle, where: Any, at_source: Any, *parts: Tensor) -> Tensor:
+        ctx.num_rows, ctx.leading, ctx.repeats = handle.num_rows, parts[0].shape[:-2], 1 if at_source is None else len(at_source)
         _keep_handle(ctx, handle, *(() if weights is None else (weights, *parts)))
-        return _buffer(handle.buffer_id)._combine(parts[0], weights, None, None, handle, where)[0]
+        buffer = _buffer(handle.buffer_id)
+        if at_source is None:
+            return buffer._combine(parts[0], weights, None, None, handle, where)[0]
+        combined_x, _ = buffer._combine(parts[0], None, None, None, handle, where)
+        return weigh.weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -477,8 +532,8 @@ class _CombineByExpert(torch.autograd.Function):
             weights, *parts = weighed
             where = None if torch.is_grad_enabled() else _parts(buffer, handle, parts)
             x = _joined(parts, buffer.hidden) if where is None else parts[0]
-            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, where)
-        return grad_weights, None, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
+            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, where, ctx.repeats)
+        return grad_weights, None, None, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
 
 
 _library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")
@@ -514,4 +569,4 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
 _register_operator("dispatch", _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)
 _register_operator("dispatch_cached", _dispatch_cached_operator, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
 _register_operator("combine", _combine_operator, _fake_combine, _save_combine, _combine_backward)
-register("weigh_backward", weigh_backward, _fake_weigh_backward)
+register("weigh_backward", weigh.weigh_backward, _fake_weigh_backward)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
-from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
+from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert, weighed_sum
 
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
 MANY = 80  # experts of two ranks: more parts than kernels take
@@ -141,6 +141,42 @@ def repeated(rank, num_ranks, backend, dtype, repeats):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_that_share_rows(backend, dtype, repeats):
     run_ranks(repeated, 3, backend, dtype, repeats)
+
+
+def weighed_at_the_source(rank, num_ranks, backend, dtype, repeats, expert):
+    """A row for each expert of a token there and back, weighed where it comes back: as a sum with gradients of its own."""
+    device_of(backend, rank)
+    poison_outputs()
+    num_x_rows = (5, 8)[rank]
+    case = Case([repeats * count for count in (5, 8)], num_topk=1, num_experts=6, dtype=dtype)
+    rows, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    x, weights = rows[:num_x_rows].contiguous(), torch.rand(repeats, num_x_rows, device=rows.device)
+    scale = torch.arange(1.0, 4.0, device=x.device).to(dtype) / 2
+    buffer = Buffer(None, max(case.num_tokens), case.hidden, 6, 1, backend=backend)
+    found = []
+    for is_sent in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
+        sent = leaves[1].reshape(-1, 1) if is_sent else None
+        parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, sent, repeats=repeats)
+        y = [expert(part, s) for part, s in zip(parts, leaves[2], strict=True)]
+        if is_sent:
+            combined_x = combine_by_expert(buffer, y, recv_weights, handle, leaves[1])
+        else:
+            back = combine_by_expert(buffer, y, None, handle)
+            combined_x = weighed_sum(back.view(repeats, num_x_rows, -1), leaves[1])
+        combined_x.backward(x)
+        found.append([combined_x, *(leaf.grad for leaf in leaves)])
+    assert_same("combined_x", found[1][0], found[0][0])
+    assert_same("x.grad", found[1][1], found[0][1])
+    torch.testing.assert_close(found[1][2:], found[0][2:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("expert", (doubled, strided), ids=lambda expert: expert.__name__)
+@pytest.mark.parametrize("repeats", (1, 2, 5))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_weighed_at_the_source(backend, dtype, repeats, expert):
+    run_ranks(weighed_at_the_source, 2, backend, dtype, repeats, expert)
 
 
 def refused(rank, num_ranks, backend):

@@ -9,6 +9,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kThreads = 384;
+static_assert(kThreads >= kMaxParts);
 static_assert(kThreads >= 32 * (kMaxRingWarps + 1), "a block that sends needs a warp for flags");
 
 template <DType kType>
@@ -19,7 +20,7 @@ struct Kernel {
     using Pieces = uint4[kBatch];
 
     const GpuCombineParams& p;
-    const GpuParts& parts;  // in shared memory: lanes look into different ones
+    const GpuParts& parts;  // in shared memory, where lanes may look into different ones; unset where there are none
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
     const int64_t row_bytes;
@@ -79,7 +80,7 @@ struct Kernel {
             count = __popc(there);
             const int row = __shfl_sync(kFullWarp, row_of_lane, nth_set(there, k.lane));
             if (k.lane >= count) return;
-            from = row_of(k.parts, k.p.x, row, k.row_bytes);
+            from = row_of(k.parts, k.p.parts.num_parts, k.p.x, row, k.row_bytes);
             if (k.p.weights != nullptr) weight = k.p.weights[row];
         }
 
@@ -223,9 +224,10 @@ struct Kernel {
 template <DType kType, class Ring>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
     __shared__ GpuParts parts;
-    if (threadIdx.x == 0) parts.num_parts = p.parts.num_parts;
-    for (int i = threadIdx.x; i < p.parts.num_parts; i += kThreads) parts.first_row[i] = p.parts.first_row[i], parts.rows[i] = p.parts.rows[i];
-    __syncthreads();
+    if (p.parts.num_parts > 0) {
+        if (threadIdx.x < p.parts.num_parts) parts.first_row[threadIdx.x] = p.parts.first_row[threadIdx.x], parts.rows[threadIdx.x] = p.parts.rows[threadIdx.x];
+        __syncthreads();
+    }
     if (!wait_for_plan(p.context, false)) return wait_for_kernel_before();
     const Kernel<kType> kernel(p, parts);
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {

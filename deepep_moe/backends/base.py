@@ -69,6 +69,7 @@ class CachedDispatchArgs:
     topk_weights: Tensor | None  # of any strides
     handle: DispatchHandle
     weighing: "Weighing | None" = None  # where the backend fuses
+    repeats: int = 1  # of all rows of x, likewise
 
 
 @dataclass

@@ -167,7 +167,7 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
     num_tokens = args.handle.num_tokens
-    _check_rows("x", args.x, num_tokens, s, _ALL)
+    _check_rows("x", args.x, num_tokens // args.repeats, s, _ALL)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
 

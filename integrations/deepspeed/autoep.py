@@ -16,7 +16,7 @@ from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, shared
 from deepep_moe.integrations.deepspeed.layer import lengthened, say_once, widened, with_gradient
-from deepep_moe.integrations.deepspeed.weighing import weighed_sum
+from deepep_moe.torch_ops import weighed_sum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # 0.19.7 and newer route tokens in a method of their own, for a library that takes over between router and shared experts.

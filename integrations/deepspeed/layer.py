@@ -18,8 +18,7 @@ from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.integrations.deepspeed.buffers import Plan, shared
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
-from deepep_moe.integrations.deepspeed.weighing import weighed_sum
-from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
+from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert, fuses
 
 _log = logging.getLogger(__name__)
 _UNTIMED = contextlib.nullcontext()
@@ -57,26 +56,26 @@ class PackedMOELayer(MOELayer):
 
         Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
-        num_topk = len(routing.topk_idx)
-        combined = self._exchange(x, routing.topk_idx.reshape(-1, 1), None, repeats=num_topk)
-        return weighed_sum(combined.view(num_topk, *x.shape), routing.topk_weights)
+        return self._exchange(x, routing.topk_idx.reshape(-1, 1), routing.topk_weights.reshape(-1, 1), routing.topk_weights)
 
     def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
-        return self._exchange(x, idx, weights)
+        return self._exchange(x, idx, weights, None)
 
-    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, repeats: int = 1) -> Tensor:
-        """x [num_tokens, hidden], topk_idx and topk_weights [repeats * num_tokens, lanes], all tokens once after another -> the experts'
-        outputs, summed over lanes, [repeats * num_tokens, hidden]."""
+    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, at_source: Tensor | None) -> Tensor:
+        """x [num_tokens, hidden], topk_idx and topk_weights [num_tokens, lanes] -> the experts' outputs, weighed and summed, shaped as x.
+        With at_source [num_topk, num_tokens]: topk_idx and the same weights [num_topk * num_tokens, 1]."""
         x, plan = x.contiguous(), plan_of(self)
         buffer = shared.get(self.ep_group, x.shape[0], x.shape[1], plan, x.device)
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
-            parts, recv_topk_weights, handle = dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), repeats)
+            repeats, is_sent = (1, True) if at_source is None else (len(at_source), fuses(buffer))
+            sent_weights = topk_weights if is_sent else None
+            parts, recv_topk_weights, handle = dispatch_by_expert(buffer, x, idx, sent_weights, (1, 1), repeats)
         outputs = self._run_experts(parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
-            return combine_by_expert(buffer, outputs, recv_topk_weights, handle)
+            return combine_by_expert(buffer, outputs, recv_topk_weights, handle, at_source)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Every local expert, with no rows too: so each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it."""

@@ -77,16 +77,16 @@ __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount],
     }
 }
 
-// Row `row` of `x`, or of `parts` if there are any.
-__device__ inline const std::byte* row_of(const GpuParts& parts, const std::byte* x, int64_t row, int64_t row_bytes) {
+// Row `row` of `x`, or of the first `num_parts` of `parts` if there are any.
+__device__ inline const std::byte* row_of(const GpuParts& parts, int num_parts, const std::byte* x, int64_t row, int64_t row_bytes) {
     int part = 0;
 #pragma unroll 1
-    for (int rest = parts.num_parts; rest > 1;) {
+    for (int rest = num_parts; rest > 1;) {
         const int half = rest / 2;
         if (parts.first_row[part + half] <= row) part += half;
         rest -= half;
     }
-    return (parts.num_parts == 0 ? x : reinterpret_cast<const std::byte*>(parts.rows[part])) + row * row_bytes;
+    return (num_parts == 0 ? x : reinterpret_cast<const std::byte*>(parts.rows[part])) + row * row_bytes;
 }
 
 // 16 bytes of a row as fp32, and back: rounded to nearest even, as on every backend.
@@ -141,7 +141,7 @@ struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16
 template <DType kType>
 __device__ void weigh_row(const GpuWeighing& w, const std::byte* grad, std::byte* grad_x, int64_t row, int64_t row_bytes) {
     using Values = Piece<kType>;
-    const uint4 *grads = pieces(grad), *values = pieces(row_of(w.parts, w.x, row, row_bytes));
+    const uint4 *grads = pieces(grad), *values = pieces(row_of(w.parts, w.parts.num_parts, w.x, row, row_bytes));
     uint4* to = pieces(grad_x);
     const float weight = w.weights[row];
     const int num_pieces = static_cast<int>(row_bytes / 16), lane = threadIdx.x % 32;
