@@ -219,6 +219,7 @@ class GpuCombineCall:
         weights: Tensor | None,
         bias: Tensor | None,
         lane_values: Tensor | None,
+        source_weights: Tensor | None,
         combined_x: Tensor,
         combined_lane_values: Tensor | None,
         dtype: DType,

@@ -401,9 +401,9 @@ class Buffer:
 
     def _combine(
         self, x: Tensor, weights: Tensor | None, bias: Tensor | None, lane_values: Tensor | None, handle: DispatchHandle,
-        parts: Any = None,
+        parts: Any = None, repeats: int = 1, at_source: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        args = CombineArgs(self._mode, x, weights, bias, lane_values, handle, parts)
+        args = CombineArgs(self._mode, x, weights, bias, lane_values, handle, parts, repeats, at_source)
         backend = self._checked(check_combine, args)
 
         def make() -> tuple[Tensor, Tensor | None]:

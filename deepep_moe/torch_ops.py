@@ -394,7 +394,7 @@ def dispatch_by_expert(
     all] or None; the handle.
     """
     is_traced = _is_traced((x, topk_idx, topk_weights))
-    if repeats > 1 and (is_traced or not buffer._alive().fuses):
+    if repeats > 1 and (is_traced or not buffer._alive().fuses or repeats > _C.MAX_TOPK):
         x, repeats = _repeated(x, repeats), 1
     if is_traced:
         recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
@@ -416,9 +416,9 @@ def combine_by_expert(
     and of the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
     where = None if _is_traced((parts[0], topk_weights)) else _parts(buffer, handle, parts)
-    is_weighed_here = at_source is None or topk_weights is not None
-    if where is not None and is_weighed_here:
-        return _CombineByExpert.apply(topk_weights, handle, where, None if at_source is None else at_source.detach(), *parts)
+    is_in_one_pass = at_source is None or (topk_weights is not None and len(at_source) <= _C.MAX_TOPK)
+    if where is not None and is_in_one_pass:
+        return _CombineByExpert.apply(topk_weights, handle, where, None if at_source is None else at_source.detach().contiguous(), *parts)
     rows = buffer._or_refuse(_joined, parts, buffer.hidden)
     combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
     return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
@@ -469,11 +469,6 @@ def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) ->
     return _C.GpuParts.of(handle, parts, buffer.hidden) if buffer._alive().fuses else None
 
 
-def _lane_sum(rows: Tensor) -> Tensor:
-    """[num_lanes, num_tokens, hidden], summed over lanes."""
-    return rows.sum(0) if torch.is_grad_enabled() else weigh.weighed_sum(rows, None)
-
-
 def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
     return rows.view(*leading, *rows.shape).split(counts, dim=-2)
 
@@ -504,10 +499,9 @@ class _DispatchByExpert(torch.autograd.Function):
         where = None if torch.is_grad_enabled() else _parts(buffer, handle, grads)
         if where is None:
             grad_x, grad_topk_weights = combine(buffer, _joined(grads, buffer.hidden), None, None, grad_topk_weights, handle)
+            grad_x = grad_x if ctx.repeats == 1 else grad_x.view(ctx.repeats, -1, grad_x.shape[1]).sum(0)
         else:
-            grad_x, grad_topk_weights = buffer._combine(grads[0], None, None, grad_topk_weights, handle, where)
-        if ctx.repeats > 1:
-            grad_x = _lane_sum(grad_x.view(ctx.repeats, -1, grad_x.shape[1]))
+            grad_x, grad_topk_weights = buffer._combine(grads[0], None, None, grad_topk_weights, handle, where, ctx.repeats)
         return grad_x, None, grad_topk_weights, None, None, None
 
 
@@ -516,11 +510,8 @@ class _CombineByExpert(torch.autograd.Function):
     def forward(ctx: Any, weights: Any, handle: DispatchHandle, where: Any, at_source: Any, *parts: Tensor) -> Tensor:
         ctx.num_rows, ctx.leading, ctx.repeats = handle.num_rows, parts[0].shape[:-2], 1 if at_source is None else len(at_source)
         _keep_handle(ctx, handle, *(() if weights is None else (weights, *parts)))
-        buffer = _buffer(handle.buffer_id)
-        if at_source is None:
-            return buffer._combine(parts[0], weights, None, None, handle, where)[0]
-        combined_x, _ = buffer._combine(parts[0], None, None, None, handle, where)
-        return weigh.weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
+        weights_there = weights if at_source is None else None
+        return _buffer(handle.buffer_id)._combine(parts[0], weights_there, None, None, handle, where, ctx.repeats, at_source)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

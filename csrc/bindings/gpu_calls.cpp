@@ -175,7 +175,8 @@ struct GpuCombineCall {
 
     // is_sent_by_copies: by copy engines, which take rows from the outbox.
     GpuCombineCall(py::handle handle_object, const TensorArg& x, const GpuParts* parts, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
-                   const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype, bool is_sent_by_copies) {
+                   const TensorArg& source_weights, const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype,
+                   bool is_sent_by_copies) {
         const HandleArg handle(handle_object);
         const int64_t num_rows = parts == nullptr ? x.num_rows : to_int(attribute(handle_object, kNumRows));
         plan = cached_plan(handle);
@@ -191,6 +192,8 @@ struct GpuCombineCall {
         params.weights = weights.as<const float*>();
         params.bias = bias.as<const std::byte*>();
         params.lane_values = lane_values.as<const float*>();
+        params.repeats = combined_x.num_rows == 0 ? 1 : static_cast<int>(handle.topk_idx.num_rows / combined_x.num_rows);
+        params.source_weights = source_weights.as<const float*>();
         params.combined_x = combined_x.as<std::byte*>();
         params.combined_lane_values = combined_lane_values.as<float*>();
         params.direct = !handle.is_expert_layout && !weights.is_there && !is_sent_by_copies && num_rows > 0 && lane_values.address % kRowAlignment == 0;
@@ -224,8 +227,8 @@ void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
         .def("weigh", &GpuDispatchCall::weigh, py::arg("weights"), py::arg("x"), py::arg("parts"), py::arg("grad_weights"), py::arg("dtype"))
         .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
     py::class_<GpuCombineCall>(m, "GpuCombineCall")
-        .def(py::init<py::handle, const TensorArg&, const GpuParts*, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
-             py::arg("handle"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("combined_x"),
+        .def(py::init<py::handle, const TensorArg&, const GpuParts*, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
+             py::arg("handle"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("source_weights"), py::arg("combined_x"),
              py::arg("combined_lane_values"), py::arg("dtype"), py::arg("is_sent_by_copies"))
         .def_property_readonly("slot_bytes", &GpuCombineCall::slot_bytes);
     py::class_<GpuCounts>(m, "GpuCounts")

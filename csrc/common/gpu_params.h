@@ -143,8 +143,12 @@ struct GpuCombineParams {
     const float* weights;         // [num_rows], or nullptr
     const float* lane_values;     // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     const std::byte* bias;        // [num_tokens, hidden], or nullptr
-    std::byte* combined_x;        // [num_tokens, hidden]
+    int repeats;                  // of num_topk 1: token t's row of combined_x is t % (num_tokens / repeats), which gets the sum of its tokens,
+    const float* source_weights;  // [num_tokens], by which they are weighed before, or nullptr
+    std::byte* combined_x;        // [num_tokens / repeats, hidden]
     float* combined_lane_values;  // [num_tokens, num_topk], or nullptr
+
+    bool sums_tokens() const { return repeats > 1 || source_weights != nullptr; }
 
     DEEPEP_MOE_HD int64_t tail_bytes() const { return has_lane_values ? 4 * context.config.num_topk : 0; }
 };
@@ -162,7 +166,7 @@ struct GpuWeighedSumParams {
     int num_topk;
     DType dtype;
     const std::byte* rows;   // [num_topk * num_tokens, hidden]
-    const float* weights;    // [num_topk * num_tokens], or nullptr: all are 1
+    const float* weights;    // [num_topk * num_tokens]
     std::byte* sums;         // [num_tokens, hidden], of the forward
     const std::byte* grad;   // [num_tokens, hidden], of the backward, as are the rest
     std::byte* grad_rows;    // [num_topk * num_tokens, hidden]

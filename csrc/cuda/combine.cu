@@ -206,6 +206,57 @@ struct Kernel {
         if (part == 0 && p.combined_lane_values != nullptr) take_lane_values(token, index, rows);
     }
 
+    // The same where tokens share rows of the result: a part of such a row a warp. Each of its tokens went to one expert at most, and back as it
+    // was; lane n knows the n-th.
+    __device__ void finish_sums() const {
+        WarpTasks tasks(&c.state->next_receive);
+        const int num_results = p.routing.num_tokens / p.repeats, num_tasks = num_results * num_parts;
+#pragma unroll 1
+        for (int task = tasks.take(); task < num_tasks; task = tasks.take()) {
+            const Returned token(*this, lane < p.repeats ? lane * num_results + task / num_parts : -1);
+            const bool is_remote = token.rank >= 0 && token.rank != c.rank;
+            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows))) return;
+            __syncwarp();  // what one lane has seen arrive, all may read
+            if (task % num_parts == 0 && p.combined_lane_values != nullptr && token.number >= 0) p.combined_lane_values[token.number] = token.lane_value(*this);
+            sum_tokens(task / num_parts, task % num_parts, token);
+        }
+    }
+
+    // Where a token's row is once it is back; rank: -1 where it went nowhere.
+    struct Returned {
+        int number, rank = -1, index = -1, row = -1;
+        const std::byte* from = nullptr;
+
+        __device__ Returned(const Kernel& k, int number) : number(number) {
+            for (int to = 0; number >= 0 && to < k.config.num_ranks; ++to) {
+                const int slot = k.p.routing.send_slot[number * k.config.num_ranks + to];
+                if (slot >= 0) rank = to, index = slot;
+            }
+            if (rank == k.c.rank) row = k.p.recv_row_idx[first_from(k.p.recv_counts, rank) + index];
+            if (row >= 0) from = row_of(k.parts, k.p.parts.num_parts, k.p.x, row, k.row_bytes);
+            if (rank >= 0 && rank != k.c.rank) from = k.sum_from(rank, index);
+        }
+
+        __device__ float lane_value(const Kernel& k) const {
+            if (from == nullptr) return 0.0f;
+            return row >= 0 ? k.p.lane_values[row] : *reinterpret_cast<const float*>(from + k.row_bytes);
+        }
+    };
+
+    __device__ void sum_tokens(int result, int part, const Returned& token) const {
+        const unsigned there = __ballot_sync(kFullWarp, token.from != nullptr);
+        const float own_weight = token.from != nullptr && p.source_weights != nullptr ? p.source_weights[token.number] : 1.0f;
+        const auto rows = [&](int n) {
+            return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(token.from), nth_set(there, n))));
+        };
+        const auto weights = [&](int n) { return __shfl_sync(kFullWarp, own_weight, nth_set(there, n)); };
+        each_batch(part, [&](int first, int end) {
+            Sum sum = {};
+            sum_pieces<Values, kBatch>(sum, first, end, __popc(there), rows, weights, Pieces{});
+            write(p.combined_x + static_cast<int64_t>(result) * row_bytes, first, end, sum);
+        });
+    }
+
     __device__ const std::byte* sum_from(int rank, int index) const { return own.inbox(rank) + index * slot.bytes; }
 
     __device__ void take_lane_values(int token, int index, const Rows& rows) const {
@@ -221,7 +272,7 @@ struct Kernel {
     }
 };
 
-template <DType kType, class Ring>
+template <DType kType, class Ring, bool kSumsTokens>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
     __shared__ GpuParts parts;
     if (p.parts.num_parts > 0) {
@@ -235,17 +286,23 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ G
         return wait_for_kernel_before();
     }
     if (p.reduces) kernel.reduce();
-    if (p.finishes) kernel.finish();
+    if (p.finishes && kSumsTokens) kernel.finish_sums();
+    if (p.finishes && !kSumsTokens) kernel.finish();
     wait_for_kernel_before();
+}
+
+template <DType kType, bool kSumsTokens>
+void launch_for(const GpuCombineParams& p, void* stream, bool early) {
+    const int blocks = p.num_send_blocks + p.num_work_blocks;
+    const int64_t row_bytes = p.context.config.hidden * (16 / Piece<kType>::kCount);
+    if (p.ring.stages == 0) return launch<combine<kType, PlainRing, kSumsTokens>>("combine", blocks, kThreads, 0, p, stream);
+    const int64_t shared_bytes = p.num_send_blocks > 0 ? RingMemory::bytes(p.ring, GpuSlotLayout(row_bytes, p.tail_bytes())) : 0;
+    launch<combine<kType, BulkRing, kSumsTokens>>("combine", blocks, kThreads, shared_bytes, p, stream, early);
 }
 
 template <DType kType>
 void launch_for(const GpuCombineParams& p, void* stream, bool early) {
-    const int blocks = p.num_send_blocks + p.num_work_blocks;
-    const int64_t row_bytes = p.context.config.hidden * (16 / Piece<kType>::kCount);
-    if (p.ring.stages == 0) return launch<combine<kType, PlainRing>>("combine", blocks, kThreads, 0, p, stream);
-    const int64_t shared_bytes = p.num_send_blocks > 0 ? RingMemory::bytes(p.ring, GpuSlotLayout(row_bytes, p.tail_bytes())) : 0;
-    launch<combine<kType, BulkRing>>("combine", blocks, kThreads, shared_bytes, p, stream, early);
+    p.sums_tokens() ? launch_for<kType, true>(p, stream, early) : launch_for<kType, false>(p, stream, early);
 }
 
 }  // namespace

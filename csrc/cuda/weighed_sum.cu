@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) weighed_sum(const __grid_constant__ 
     if (token >= p.num_tokens) return;
     const int num_pieces = static_cast<int>(p.hidden / Values::kCount);
     const auto rows = [&](int lane) { return pieces(p.rows) + row_of(p, lane, token) * num_pieces; };
-    const auto weights = [&](int lane) { return p.weights == nullptr ? 1.0f : p.weights[row_of(p, lane, token)]; };
+    const auto weights = [&](int lane) { return p.weights[row_of(p, lane, token)]; };
     uint4* to = pieces(p.sums) + token * num_pieces;
     for (int batch = 0; batch < num_pieces; batch += 32 * kBatch) {
         const int first = batch + threadIdx.x % 32;

@@ -138,9 +138,19 @@ def check_device(x: Tensor, backend: Backend) -> None:
         raise ValueError(f"x is on {x.device}; this buffer was made on {backend.device}, the current device then")
 
 
+def _check_shared_rows(repeats: int, num_tokens: int, s: Settings) -> None:
+    if s.num_topk != 1 or num_tokens % repeats or repeats > _C.MAX_TOPK:
+        raise ValueError(
+            f"{repeats} tokens share a row, of {num_tokens} in a buffer for top-{s.num_topk}; at most {_C.MAX_TOPK} may, as many for each "
+            "row, where a token has one expert"
+        )
+
+
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_rows("x", args.x, None, s, _ALL)
     num_tokens = args.x.shape[0] * args.repeats
+    if args.repeats > 1:
+        _check_shared_rows(args.repeats, num_tokens, s)
     check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device, any_strides=True)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
@@ -189,6 +199,9 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     if args.bias is not None:
         check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
         _check_address("bias", args.bias)
+    if args.repeats > 1 or args.at_source is not None:
+        _check_shared_rows(args.repeats, handle.num_tokens, s)
+        _check_weights("at_source", args.at_source, (args.repeats, handle.num_tokens // args.repeats), x)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
     _check_weights("lane_values", args.lane_values, shape, x)
 

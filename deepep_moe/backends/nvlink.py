@@ -161,9 +161,9 @@ class NvlinkBackend:
         s, handle = self.settings, args.handle
         num_sms = self._num_sms(args.mode, DEFAULT_NUM_SMS_OF_SUMS if handle.layout == "expert" and s.num_ranks > 2 else DEFAULT_NUM_SMS)
         counts = self._counts(handle, num_sms, is_dispatch=False)
-        combined_x = self._empty((handle.num_tokens, s.hidden), args.x.dtype)
+        combined_x = self._empty((handle.num_tokens // args.repeats, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        inputs = args.x, args.parts, args.weights, args.bias, args.lane_values
+        inputs = args.x, args.parts, args.weights, args.bias, args.lane_values, args.at_source
         call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0)
         stream = self._enter(call, args.mode)
         if num_sms > 0 and not args.mode.is_split:

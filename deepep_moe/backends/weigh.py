@@ -34,15 +34,12 @@ def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Te
     return grad_x, grad_weights
 
 
-def weighed_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
+def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
     """`(rows * weights.unsqueeze(-1)).sum(0)` in fp32, lanes ascending on GPUs, rounded once.
 
-    rows: [num_topk, num_tokens, hidden] fp32, bf16 or fp16, on GPUs rows of whole 16 bytes. weights: [num_topk, num_tokens] fp32, or None:
-    `rows.sum(0)`.
+    rows: [num_topk, num_tokens, hidden] fp32, bf16 or fp16, on GPUs rows of whole 16 bytes. weights: [num_topk, num_tokens] fp32.
     Returns [num_tokens, hidden] in the dtype of the rows.
     """
-    if weights is None and not _has_kernels(rows):
-        return rows.sum(0)
     sums = rows.new_empty(rows.shape[1:])
     if _has_kernels(rows):
         rows, weights, params = _ordered(rows, weights)
@@ -50,7 +47,6 @@ def weighed_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
         with _current(rows):
             _C.gpu_weighed_sum(params, current_stream(rows.device))
         return sums
-    assert weights is not None
     for tokens in _blocks(rows):
         sums[tokens] = (rows[:, tokens] * weights[:, tokens, None]).sum(0)
     return sums
@@ -59,9 +55,8 @@ def weighed_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
 def weighed_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of rows and weights, from that of `weighed_sum`, [num_tokens, hidden] in the dtype of the rows; computed in fp32."""
     if _has_kernels(rows):
-        rows, ordered, params = _ordered(rows, weights)
-        assert ordered is not None
-        grad, grad_rows, grad_weights = _aligned(grad), torch.empty_like(rows), torch.empty_like(ordered)
+        rows, weights, params = _ordered(rows, weights)
+        grad, grad_rows, grad_weights = _aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
         params.grad, params.grad_rows, params.grad_weights = grad.data_ptr(), grad_rows.data_ptr(), grad_weights.data_ptr()
         with _current(rows):
             _C.gpu_weighed_sum_backward(params, current_stream(rows.device))
@@ -89,7 +84,7 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows.clone() if rows.data_ptr() % _C.ROW_ALIGNMENT else rows
 
 
-def _ordered(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None, Any]:
+def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
     """rows and weights in one order, lane by lane or token by token, whichever the rows have; and params that say which."""
     params = _C.GpuWeighedSumParams()
     params.num_topk, params.num_tokens, params.hidden = rows.shape
@@ -97,10 +92,10 @@ def _ordered(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | Non
     by_token = rows.transpose(0, 1)
     if by_token.is_contiguous() and not rows.is_contiguous():
         params.lane_stride, params.token_stride = 1, params.num_topk
-        rows, weights = _aligned(by_token).transpose(0, 1), None if weights is None else weights.t().contiguous().t()
+        rows, weights = _aligned(by_token).transpose(0, 1), weights.t().contiguous().t()
     else:
-        rows, weights = _aligned(rows), None if weights is None else weights.contiguous()
-    params.rows, params.weights = rows.data_ptr(), 0 if weights is None else weights.data_ptr()
+        rows, weights = _aligned(rows), weights.contiguous()
+    params.rows, params.weights = rows.data_ptr(), weights.data_ptr()
     return rows, weights, params
 
 
