@@ -214,6 +214,22 @@ def test_what_cannot_be_combined(backend):
     run_ranks(refused, 2, backend)
 
 
+def shares_too_much(rank, num_ranks):
+    device_of("nvlink", rank)
+    case = Case([8, 8], num_topk=2, num_experts=4)
+    x, idx, _ = on_device("nvlink", rank, *case.inputs(rank))
+    buffer = Buffer(None, 8, case.hidden, 4, 2, backend="nvlink")
+    with pytest.raises(
+        ValueError, match="2 tokens share a row, of 8 in a buffer for top-2; at most 32 may, .* where a token has one expert"
+    ):
+        dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, repeats=2)
+
+
+@pytest.mark.gpu
+def test_tokens_of_several_experts_share_no_rows():
+    run_ranks(shares_too_much, 2)
+
+
 def twice(rank, num_ranks, backend):
     """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
     device_of(backend, rank)
