@@ -419,7 +419,7 @@ def combine_by_expert(
     is_in_one_pass = at_source is None or (topk_weights is not None and len(at_source) <= _C.MAX_TOPK)
     if where is not None and is_in_one_pass:
         return _CombineByExpert.apply(topk_weights, handle, where, None if at_source is None else at_source.detach().contiguous(), *parts)
-    rows = buffer._or_refuse(_joined, parts, buffer.hidden)
+    rows = buffer._or_refuse(_joined, parts, handle, buffer.hidden)
     combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
     return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
 
@@ -473,12 +473,15 @@ def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[T
     return rows.view(*leading, *rows.shape).split(counts, dim=-2)
 
 
-def _joined(parts: Sequence[Tensor], hidden: int) -> Tensor:
-    for i, part in enumerate(parts):
+def _joined(parts: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tensor:
+    for i, (part, count) in enumerate(zip(parts, handle.num_rows_per_expert_list, strict=True)):
         if not isinstance(part, Tensor):
             raise TypeError(f"the rows of local expert {i} must be a torch.Tensor, not {type(part).__name__}")
-        if part.dim() == 0 or part.shape[-1] != hidden:
-            raise ValueError(f"the rows of local expert {i} have shape {list(part.shape)}; they must be [..., num_rows, {hidden}]")
+        if part.dim() == 0 or part.shape[-1] != hidden or part.numel() != count * hidden:
+            raise ValueError(
+                f"the rows of local expert {i} have shape {list(part.shape)}; an expert must return as many rows and columns as it was "
+                f"given, here {count} and {hidden}"
+            )
     return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 
@@ -498,7 +501,7 @@ class _DispatchByExpert(torch.autograd.Function):
         buffer = _buffer(handle.buffer_id)
         where = None if torch.is_grad_enabled() else _parts(buffer, handle, grads)
         if where is None:
-            grad_x, grad_topk_weights = combine(buffer, _joined(grads, buffer.hidden), None, None, grad_topk_weights, handle)
+            grad_x, grad_topk_weights = combine(buffer, _joined(grads, handle, buffer.hidden), None, None, grad_topk_weights, handle)
             grad_x = grad_x if ctx.repeats == 1 else grad_x.view(ctx.repeats, -1, grad_x.shape[1]).sum(0)
         else:
             grad_x, grad_topk_weights = buffer._combine(grads[0], None, None, grad_topk_weights, handle, where, ctx.repeats)
@@ -522,7 +525,7 @@ class _CombineByExpert(torch.autograd.Function):
         else:
             weights, *parts = weighed
             where = None if torch.is_grad_enabled() else _parts(buffer, handle, parts)
-            x = _joined(parts, buffer.hidden) if where is None else parts[0]
+            x = _joined(parts, handle, buffer.hidden) if where is None else parts[0]
             grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, where, ctx.repeats)
         return grad_weights, None, None, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
 

@@ -186,16 +186,14 @@ def refused(rank, num_ranks, backend):
     x, idx, _ = on_device(backend, rank, *case.inputs(rank))
     buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
     parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
-    num_rows, hidden = handle.num_rows, case.hidden
+    one_more, one_fewer = torch.cat([parts[0], parts[0].new_zeros(1, case.hidden)]), parts[1][1:]
+    rows = rf"as many rows and columns as it was given, here {len(parts[0])} and {case.hidden}"
     wrong = (
-        (
-            [*parts[:-1], torch.cat([parts[-1], parts[-1].new_zeros(1, hidden)])],
-            ValueError,
-            rf"x has shape \[{num_rows + 1}, {hidden}\]; it must be ",
-        ),
+        ([one_more, parts[1]], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
+        ([one_more, one_fewer], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
         ([parts[0], None], TypeError, "the rows of local expert 1 must be a torch.Tensor, not NoneType"),
         ([None, parts[1]], TypeError, "the rows of local expert 0 must be a torch.Tensor, not NoneType"),
-        ([parts[0][:, 1:], parts[1]], ValueError, rf"the rows of local expert 0 have shape .* they must be \[..., num_rows, {hidden}\]"),
+        ([parts[0][:, 1:], parts[1]], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
     )
     learns = pytest.raises(EPPeerError, match="rank 1 refused its arguments")
     for given, error, message in wrong:
