@@ -122,6 +122,12 @@ class CommunicationPass(LayerPass):
         outputs = [output for output, _ in self._made]
         torch.autograd.backward(outputs, [self._cotangent] * len(outputs))
 
+    def results(self) -> dict[str, Tensor]:
+        """As of any pass; of weights in a table of all slots, as gates before 0.19.4 return them, where the slot has a token."""
+        found = super().results()
+        tables = {name: leaf for name, leaf in self._leaves.items() if leaf.dim() == 3}
+        return found | {name: found[name] * (leaf != 0) for name, leaf in tables.items()}
+
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
