@@ -238,7 +238,7 @@ def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dty
 
 class GpuParts:
     @staticmethod
-    def of(handle: Any, tensors: Sequence[Tensor], hidden: int) -> GpuParts | None: ...
+    def of(handle: Any, tensors: Sequence[Tensor], num_experts: int, hidden: int) -> GpuParts | None: ...
 
 def gpu_weigh_backward(
     grad: Tensor,

@@ -342,10 +342,11 @@ class Buffer:
             )
 
     def _or_refuse(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-        """The function's result. Wrong types and values that it finds are told to the peers. (A context manager takes longer.)"""
+        """The function's result. Wrong types and values that it finds, or memory it lacks, are told to the peers. (A context manager takes
+        longer.)"""
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise self.refused(error) from None
 
     def _check_handle(self, handle: DispatchHandle) -> None:

@@ -111,7 +111,12 @@ def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
 def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | None:
     if like is None:
         return None
-    return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else grad.contiguous()
+    return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else _as_rows(grad)
+
+
+def _as_rows(grad: Tensor) -> Tensor:
+    """As calls take it, wherever autograd has it from: contiguous, on a boundary where that can be seen."""
+    return grad.contiguous() if _is_traced((grad,)) else weigh.aligned(grad)
 
 
 # ---- dispatch ----
@@ -415,18 +420,21 @@ def combine_by_expert(
     parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
     and of the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
-    where = None if _is_traced((parts[0], topk_weights)) else _parts(buffer, handle, parts)
-    is_in_one_pass = at_source is None or (topk_weights is not None and len(at_source) <= _C.MAX_TOPK)
-    if where is not None and is_in_one_pass:
-        return _CombineByExpert.apply(topk_weights, handle, where, None if at_source is None else at_source.detach().contiguous(), *parts)
-    rows = buffer._or_refuse(_joined, parts, handle, buffer.hidden)
-    combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
-    return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
+    # Nothing that may differ from rank to rank, such as how an expert's rows lie, decides where rows get their gradients.
+    is_weighed_there = at_source is None or (topk_weights is not None and len(at_source) <= _C.MAX_TOPK and buffer._alive().fuses)
+    if not is_weighed_there or _is_traced((parts[0], topk_weights)):
+        rows = buffer._or_refuse(_joined, parts, handle, buffer.hidden)
+        combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
+        return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
+    where = _parts(buffer, handle, parts)
+    if where is None:
+        parts = (buffer._or_refuse(_joined, parts, handle, buffer.hidden),)
+    return _CombineByExpert.apply(topk_weights, handle, where, None if at_source is None else at_source.detach().contiguous(), *parts)
 
 
-def fuses(buffer: "Buffer") -> bool:
-    """Is it for less work that a dispatch sends the weights of `at_source`?"""
-    return buffer._alive().fuses
+def fuses(buffer: "Buffer", x: Tensor) -> bool:
+    """Is it for less work that a dispatch of x sends the weights of `at_source`?"""
+    return buffer._alive().fuses and not _is_traced((x,))
 
 
 def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
@@ -466,7 +474,9 @@ def _repeated(rows: Tensor, repeats: int) -> Tensor:
 
 def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) -> Any:
     """`_C.GpuParts`, where the rows can be read where they are; else None."""
-    return _C.GpuParts.of(handle, parts, buffer.hidden) if buffer._alive().fuses else None
+    if not buffer._alive().fuses:
+        return None
+    return buffer._or_refuse(_C.GpuParts.of, handle, parts, buffer.num_local_experts, buffer.hidden)
 
 
 def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -474,7 +484,10 @@ def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[T
 
 
 def _joined(parts: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tensor:
-    for i, (part, count) in enumerate(zip(parts, handle.num_rows_per_expert_list, strict=True)):
+    counts = handle.num_rows_per_expert_list
+    if len(parts) != len(counts):
+        raise ValueError(f"there are rows of {len(parts)} experts, and {len(counts)} local experts; give each one's, if only 0 rows")
+    for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
         if not isinstance(part, Tensor):
             raise TypeError(f"the rows of local expert {i} must be a torch.Tensor, not {type(part).__name__}")
         if part.dim() == 0 or part.shape[-1] != hidden or part.numel() != count * hidden:
@@ -500,34 +513,40 @@ class _DispatchByExpert(torch.autograd.Function):
         handle, _ = _kept(ctx, ctx.num_rows)
         buffer = _buffer(handle.buffer_id)
         where = None if torch.is_grad_enabled() else _parts(buffer, handle, grads)
-        if where is None:
-            grad_x, grad_topk_weights = combine(buffer, _joined(grads, handle, buffer.hidden), None, None, grad_topk_weights, handle)
+        rows = grads[0] if where is not None else buffer._or_refuse(_joined, grads, handle, buffer.hidden)
+        values = None if grad_topk_weights is None else grad_topk_weights.contiguous()
+        if torch.is_grad_enabled():
+            grad_x, grad_topk_weights = combine(buffer, rows, None, None, values, handle)
             grad_x = grad_x if ctx.repeats == 1 else grad_x.view(ctx.repeats, -1, grad_x.shape[1]).sum(0)
         else:
-            grad_x, grad_topk_weights = buffer._combine(grads[0], None, None, grad_topk_weights, handle, where, ctx.repeats)
+            grad_x, grad_topk_weights = buffer._combine(rows, None, None, values, handle, where, ctx.repeats)
         return grad_x, None, grad_topk_weights, None, None, None
 
 
 class _CombineByExpert(torch.autograd.Function):
+    """`parts`: as `where` says, or all rows in one."""
+
     @staticmethod
     def forward(ctx: Any, weights: Any, handle: DispatchHandle, where: Any, at_source: Any, *parts: Tensor) -> Tensor:
         ctx.num_rows, ctx.leading, ctx.repeats = handle.num_rows, parts[0].shape[:-2], 1 if at_source is None else len(at_source)
+        ctx.is_joined = where is None
         _keep_handle(ctx, handle, *(() if weights is None else (weights, *parts)))
-        weights_there = weights if at_source is None else None
-        return _buffer(handle.buffer_id)._combine(parts[0], weights_there, None, None, handle, where, ctx.repeats, at_source)[0]
+        return _buffer(handle.buffer_id)._combine(parts[0], weights, None, None, handle, where, ctx.repeats, at_source)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         handle, weighed = _kept(ctx, ctx.num_rows)
-        buffer, grad = _buffer(handle.buffer_id), grad.contiguous()
+        buffer, grad = _buffer(handle.buffer_id), _as_rows(grad)
         if not weighed:
             grad_x, grad_weights = dispatch_cached(buffer, grad, None, None, handle)[0], None
         else:
             weights, *parts = weighed
-            where = None if torch.is_grad_enabled() else _parts(buffer, handle, parts)
-            x = _joined(parts, handle, buffer.hidden) if where is None else parts[0]
+            where = None if ctx.is_joined or torch.is_grad_enabled() else _parts(buffer, handle, parts)
+            is_in_first = ctx.is_joined or where is not None
+            x = parts[0] if is_in_first else buffer._or_refuse(_joined, parts, handle, buffer.hidden)
             grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, where, ctx.repeats)
-        return grad_weights, None, None, None, *_split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
+        grads = (grad_x,) if ctx.is_joined else _split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
+        return grad_weights, None, None, None, *grads
 
 
 _library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")

@@ -39,6 +39,11 @@ def folded(rows, scale):
     return y.view(*y.shape[:-2], 1, *y.shape[-2:]) if y.shape[-2] % 2 else y.view(*y.shape[:-2], 2, -1, y.shape[-1])
 
 
+def unlike(rows, scale):
+    """Readable where they are on the even ranks only."""
+    return (strided if dist.get_rank() % 2 else doubled)(rows, scale)
+
+
 def ignored(rows, scale):
     """An expert whose output does not depend on its rows."""
     return torch.zeros_like(rows) * scale
@@ -100,7 +105,7 @@ def test_parts_are_the_rows_of_one_tensor(backend, dtype, with_weights):
     run_ranks(equal, 3, backend, case, doubled)
 
 
-@pytest.mark.parametrize("expert", (strided, shifted, folded, ignored), ids=lambda expert: expert.__name__)
+@pytest.mark.parametrize("expert", (strided, shifted, folded, unlike, ignored), ids=lambda expert: expert.__name__)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_that_cannot_be_read_where_they_are(backend, expert):
     run_ranks(equal, 2, backend, Case([9, 14], num_topk=4, dtype=torch.bfloat16), expert)
@@ -143,16 +148,16 @@ def test_tokens_that_share_rows(backend, dtype, repeats):
     run_ranks(repeated, 3, backend, dtype, repeats)
 
 
-def weighed_at_the_source(rank, num_ranks, backend, dtype, repeats, expert):
+def weighed_at_the_source(rank, num_ranks, backend, dtype, repeats, expert, num_experts):
     """A row for each expert of a token there and back, weighed where it comes back: as a sum with gradients of its own."""
     device_of(backend, rank)
     poison_outputs()
     num_x_rows = (5, 8)[rank]
-    case = Case([repeats * count for count in (5, 8)], num_topk=1, num_experts=6, dtype=dtype)
+    case = Case([repeats * count for count in (5, 8)], num_topk=1, num_experts=num_experts, dtype=dtype)
     rows, idx, _ = on_device(backend, rank, *case.inputs(rank))
     x, weights = rows[:num_x_rows].contiguous(), torch.rand(repeats, num_x_rows, device=rows.device)
-    scale = torch.arange(1.0, 4.0, device=x.device).to(dtype) / 2
-    buffer = Buffer(None, max(case.num_tokens), case.hidden, 6, 1, backend=backend)
+    scale = torch.arange(1.0, 1 + num_experts // 2, device=x.device).to(dtype) / 2
+    buffer = Buffer(None, max(case.num_tokens), case.hidden, num_experts, 1, backend=backend)
     found = []
     for is_sent in (False, True):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
@@ -171,12 +176,39 @@ def weighed_at_the_source(rank, num_ranks, backend, dtype, repeats, expert):
     torch.testing.assert_close(found[1][2:], found[0][2:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("expert", (doubled, strided), ids=lambda expert: expert.__name__)
+@pytest.mark.parametrize("expert", (doubled, strided, unlike), ids=lambda expert: expert.__name__)
 @pytest.mark.parametrize("repeats", (1, 2, 5))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_weighed_at_the_source(backend, dtype, repeats, expert):
-    run_ranks(weighed_at_the_source, 2, backend, dtype, repeats, expert)
+    run_ranks(weighed_at_the_source, 2, backend, dtype, repeats, expert, 6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_many_experts_weighed_at_the_source(backend):
+    run_ranks(weighed_at_the_source, 2, backend, torch.float32, 2, doubled, MANY)
+
+
+def of_weights_alone(rank, num_ranks, backend):
+    """Gradients as autograd may have them: of one entry for all, and between the boundaries of rows."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend)
+    parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, leaves[1])
+    recv_weights.sum().backward()
+    assert_same("x.grad", leaves[0].grad, torch.zeros_like(x))
+    assert_same("topk_weights.grad", leaves[1].grad, (idx >= 0).float())
+    parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, None)
+    combined_x = combine_by_expert(buffer, parts, None, handle)
+    torch.cat([x.new_zeros(3), combined_x.flatten()]).sum().backward()
+    assert_same("x.grad", leaves[0].grad, (idx >= 0).sum(1, keepdim=True).expand_as(x).float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_no_call_takes_as_they_are(backend):
+    run_ranks(of_weights_alone, 2, backend)
 
 
 def refused(rank, num_ranks, backend):
@@ -194,6 +226,7 @@ def refused(rank, num_ranks, backend):
         ([parts[0], None], TypeError, "the rows of local expert 1 must be a torch.Tensor, not NoneType"),
         ([None, parts[1]], TypeError, "the rows of local expert 0 must be a torch.Tensor, not NoneType"),
         ([parts[0][:, 1:], parts[1]], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
+        ([parts[0]], ValueError, "there are rows of 1 experts, and 2 local experts; give each one's"),
     )
     learns = pytest.raises(EPPeerError, match="rank 1 refused its arguments")
     for given, error, message in wrong:
@@ -210,6 +243,22 @@ def refused(rank, num_ranks, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_cannot_be_combined(backend):
     run_ranks(refused, 2, backend)
+
+
+def narrow(rank, num_ranks, backend):
+    """Rows that are whole pieces until the experts make them half as wide, as under autocast."""
+    device_of(backend, rank)
+    case = Case([4, 4], hidden=12, num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, 12, 4, 2, backend=backend)
+    parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
+    with pytest.raises(ValueError, match="a row of x, 12 columns of bfloat16, has 24 bytes; it must be a multiple of 16"):
+        combine_by_expert(buffer, [part.bfloat16() for part in parts], None, handle)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_experts_make_too_narrow(backend):
+    run_ranks(narrow, 2, backend)
 
 
 def shares_too_much(rank, num_ranks):

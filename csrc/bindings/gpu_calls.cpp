@@ -139,13 +139,13 @@ struct GpuDispatchCall {
 };
 
 // The rows of each local expert, of a dispatch without padding, as `tensors` hold them; None where kernels cannot read them there: where there
-// are too many, or they are not alike, contiguous and [1, ..., num_rows, hidden]. Callers keep the tensors alive.
-std::optional<GpuParts> parts_of(py::handle handle, py::handle tensors, int64_t hidden) {
+// are too many, or they are not alike, contiguous and [1, ..., num_rows, hidden] of whole pieces. Callers keep the tensors alive.
+std::optional<GpuParts> parts_of(py::handle handle, py::handle tensors, int64_t num_experts, int64_t hidden) {
     static const Name kDtype{"dtype"}, kDevice{"device"}, kIsContiguous{"is_contiguous"};
     const py::sequence given = py::reinterpret_borrow<py::sequence>(tensors);
     const TensorArg call(attribute(handle, kCall));
     const int64_t num_parts = static_cast<int64_t>(given.size());
-    if (num_parts == 0 || num_parts > kMaxParts || num_parts >= call.num_rows) return std::nullopt;
+    if (num_parts != num_experts || num_parts > kMaxParts || num_parts >= call.num_rows) return std::nullopt;
     const int64_t* counts = call.as<const int64_t*>() + call.num_rows - num_parts;  // of the last experts
     const py::object first = given[0];
     if (!PyObject_HasAttr(first.ptr(), kDataPtr.text)) return std::nullopt;  // no tensor
@@ -158,7 +158,8 @@ std::optional<GpuParts> parts_of(py::handle handle, py::handle tensors, int64_t 
         if (Py_TYPE(tensor.ptr()) != Py_TYPE(first.ptr())) return std::nullopt;
         const TensorArg part(tensor);
         const bool is_alike = part.num_dims == num_dims && attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
-        if (!is_alike || part.num_columns != hidden || part.num_rows != counts[i] || part.inner_rows != counts[i] || part.address % kRowAlignment != 0) return std::nullopt;
+        const bool has_shape = part.num_columns == hidden && part.inner_rows == counts[i] && part.num_leading == 1;
+        if (!is_alike || !has_shape || part.row_bytes() % kRowAlignment != 0 || part.address % kRowAlignment != 0) return std::nullopt;
         if (owned(PyObject_CallMethodNoArgs(tensor.ptr(), kIsContiguous.text)).ptr() != Py_True) return std::nullopt;
         parts.first_row[i] = static_cast<int>(num_rows);
         parts.rows[i] = part.address - num_rows * part.row_bytes();
@@ -234,7 +235,7 @@ void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
     py::class_<GpuCounts>(m, "GpuCounts")
         .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
         .def_readonly("num_rows", &GpuCounts::num_rows);
-    py::class_<GpuParts>(m, "GpuParts").def_static("of", &parts_of, py::arg("handle"), py::arg("tensors"), py::arg("hidden"));
+    py::class_<GpuParts>(m, "GpuParts").def_static("of", &parts_of, py::arg("handle"), py::arg("tensors"), py::arg("num_experts"), py::arg("hidden"));
     m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
           py::arg("device"), py::arg("stream"));
     communicator

@@ -36,7 +36,7 @@ struct TensorArg {
     bool is_there = false;
     int num_dims = 0;
     int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before,
-    int64_t inner_rows = 1;                                    // of which the last has these
+    int64_t inner_rows = 1, num_leading = 1;                   // of which the last has these, and the others so many of it
 
     TensorArg() = default;
     explicit TensorArg(py::handle tensor) {
@@ -46,7 +46,10 @@ struct TensorArg {
         if (!PyTuple_Check(shape.ptr())) throw py::type_error("expected a tensor");
         num_dims = static_cast<int>(PyTuple_GET_SIZE(shape.ptr()));
         if (num_dims > 1) num_columns = to_int(PyTuple_GET_ITEM(shape.ptr(), num_dims - 1));
-        for (int i = 0; i < std::max(1, num_dims - 1) && num_dims > 0; ++i) num_rows *= inner_rows = to_int(PyTuple_GET_ITEM(shape.ptr(), i));
+        const int last = std::max(0, num_dims - 2);  // of the dimensions of rows
+        for (int i = 0; i < last; ++i) num_leading *= to_int(PyTuple_GET_ITEM(shape.ptr(), i));
+        if (num_dims > 0) inner_rows = to_int(PyTuple_GET_ITEM(shape.ptr(), last));
+        num_rows = num_leading * inner_rows;
         element_bytes = to_int(attribute(tensor, kItemsize));
         if (num_rows > 0 && num_columns > 0) address = to_int(owned(PyObject_CallMethodNoArgs(tensor.ptr(), kDataPtr.text)));
     }

@@ -163,7 +163,8 @@ class NvlinkBackend:
         counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens // args.repeats, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        inputs = args.x, args.parts, args.weights, args.bias, args.lane_values, args.at_source
+        weights = args.weights if args.at_source is None else None
+        inputs = args.x, args.parts, weights, args.bias, args.lane_values, args.at_source
         call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0)
         stream = self._enter(call, args.mode)
         if num_sms > 0 and not args.mode.is_split:

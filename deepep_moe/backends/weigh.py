@@ -56,7 +56,7 @@ def weighed_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[T
     """The gradients of rows and weights, from that of `weighed_sum`, [num_tokens, hidden] in the dtype of the rows; computed in fp32."""
     if _has_kernels(rows):
         rows, weights, params = _ordered(rows, weights)
-        grad, grad_rows, grad_weights = _aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
+        grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
         params.grad, params.grad_rows, params.grad_weights = grad.data_ptr(), grad_rows.data_ptr(), grad_weights.data_ptr()
         with _current(rows):
             _C.gpu_weighed_sum_backward(params, current_stream(rows.device))
@@ -78,7 +78,7 @@ def _current(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def _aligned(rows: Tensor) -> Tensor:
+def aligned(rows: Tensor) -> Tensor:
     """`rows` as kernels read them: contiguous, in whole pieces."""
     rows = rows.contiguous()
     return rows.clone() if rows.data_ptr() % _C.ROW_ALIGNMENT else rows
@@ -92,9 +92,9 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
     by_token = rows.transpose(0, 1)
     if by_token.is_contiguous() and not rows.is_contiguous():
         params.lane_stride, params.token_stride = 1, params.num_topk
-        rows, weights = _aligned(by_token).transpose(0, 1), weights.t().contiguous().t()
+        rows, weights = aligned(by_token).transpose(0, 1), weights.t().contiguous().t()
     else:
-        rows, weights = _aligned(rows), weights.contiguous()
+        rows, weights = aligned(rows), weights.contiguous()
     params.rows, params.weights = rows.data_ptr(), weights.data_ptr()
     return rows, weights, params
 

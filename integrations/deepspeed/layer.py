@@ -70,7 +70,7 @@ class PackedMOELayer(MOELayer):
         buffer = shared.get(self.ep_group, x.shape[0], x.shape[1], plan, x.device)
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
-            repeats, is_sent = (1, True) if at_source is None else (len(at_source), fuses(buffer))
+            repeats, is_sent = (1, True) if at_source is None else (len(at_source), fuses(buffer, x))
             sent_weights = topk_weights if is_sent else None
             parts, recv_topk_weights, handle = dispatch_by_expert(buffer, x, idx, sent_weights, (1, 1), repeats)
         outputs = self._run_experts(parts)
