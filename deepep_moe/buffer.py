@@ -346,7 +346,7 @@ class Buffer:
         longer.)"""
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise self.refused(error) from None
 
     def _check_handle(self, handle: DispatchHandle) -> None:

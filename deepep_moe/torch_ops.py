@@ -58,9 +58,12 @@ def _needs_gradients(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
+    return torch._C._len_torch_dispatch_stack() > 0 or _is_compiled(tensors)
+
+
+def _is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Traced, and not merely watched by a mode, as one rank's operations may be."""
+    return torch.compiler.is_compiling() or any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
 
 
 # ---- handles ----
@@ -338,12 +341,15 @@ def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_values: Te
 
 
 def _weighed_gradients(
-    buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, parts: Any = None, repeats: int = 1
+    buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor | Sequence[Tensor], weights: Tensor, repeats: int = 1
 ) -> tuple[Tensor, Tensor | None]:
-    """Of x, whose rows may lie in `parts` (`CombineArgs`), and of weights, from that of combined_x, whose rows `repeats` tokens share:
-    worked out where rows arrive, if the backend can."""
-    if buffer._alive().fuses and not torch.is_grad_enabled() and not _is_traced((grad, x)):
-        rows = buffer._dispatch_cached(grad, None, None, handle, Weighing(weights, x, parts), repeats)
+    """Of x, all rows or those of each local expert, and of weights, from that of combined_x, whose rows `repeats` tokens share: worked
+    out where rows arrive, if the backend can."""
+    is_fused = buffer._alive().fuses and not torch.is_grad_enabled() and not _is_traced((grad,))
+    x, where = _rows_of(buffer, handle, x, may_stay=is_fused)
+    if is_fused:
+        weighing = Weighing(weights, x if where is not None else weigh.aligned(x), where)
+        rows = buffer._dispatch_cached(grad, None, None, handle, weighing, repeats)
         return rows.recv_x, rows.grad_weights
     grad_x, _, _ = dispatch_cached(buffer, _repeated(grad, repeats), None, None, handle)
     if torch.is_grad_enabled():
@@ -390,18 +396,25 @@ def _combine_backward(ctx: Any, grad_combined_x: Any, grad_values: Any) -> tuple
 
 
 def dispatch_by_expert(
-    buffer: "Buffer", x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = (), repeats: int = 1
-) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
+    buffer: "Buffer", x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = (),
+    at_source: Tensor | None = None,
+) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:  # fmt: skip
     """A dispatch in the expert layout without padding, with gradients, for experts that run one by one.
 
-    x: [num_tokens / repeats, hidden]: rows that tokens share, token t has that of t % len(x). topk_idx and topk_weights have a row a token.
+    x: [num_tokens, hidden]. topk_idx, topk_weights: [num_tokens, num_topk], in a buffer for as many.
+    at_source: [num_topk, num_tokens] fp32, in a buffer for top-1, instead of topk_weights: each expert of a token is a token of its own,
+    topk_idx [num_topk * num_tokens, 1], and `combine_by_expert` weighs and sums their rows where they come back.
     Returns the rows of each local expert, [*leading, num_rows, hidden] where `leading` are sizes of 1; recv_topk_weights [num_rows of
-    all] or None; the handle.
+    all] or None; the handle. All ranks have gradients or none has: the backward is collective too.
     """
-    is_traced = _is_traced((x, topk_idx, topk_weights))
-    if repeats > 1 and (is_traced or not buffer._alive().fuses or repeats > _C.MAX_TOPK):
-        x, repeats = _repeated(x, repeats), 1
-    if is_traced:
+    is_compiled, repeats = _is_compiled((x, topk_idx, topk_weights)), 1
+    if at_source is not None:
+        repeats = len(at_source)
+        if not is_compiled and buffer._alive().fuses and repeats <= _C.MAX_TOPK:
+            topk_weights = at_source.reshape(-1, 1)  # so rows and weights get their gradients where the rows are
+        else:
+            x, repeats = _repeated(x, repeats), 1
+    if is_compiled:
         recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
         return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
     weights, handle, *parts = _DispatchByExpert.apply(x, topk_idx, topk_weights, buffer._number, leading, repeats)
@@ -413,28 +426,20 @@ def combine_by_expert(
 ) -> Tensor:
     """A combine of such rows, after the experts, with gradients: combined_x [num_tokens, hidden].
 
-    at_source: [repeats, num_tokens / repeats] fp32, of a dispatch with `repeats` and one expert a token: rows come back as they are, and
-    the `weighed_sum` of those of one row of x is the result, [num_tokens / repeats, hidden]. The dispatch may have sent the same weights:
-    then topk_weights and rows get their gradients where the rows are, and `at_source` gets none.
+    topk_weights: what the dispatch returned. at_source: what it was given; the result is the `weighed_sum` of rows that come back as they
+    are.
 
     parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
     and of the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
-    # Nothing that may differ from rank to rank, such as how an expert's rows lie, decides where rows get their gradients.
-    is_weighed_there = at_source is None or (topk_weights is not None and len(at_source) <= _C.MAX_TOPK and buffer._alive().fuses)
-    if not is_weighed_there or _is_traced((parts[0], topk_weights)):
-        rows = buffer._or_refuse(_joined, parts, handle, buffer.hidden)
+    is_compiled = _is_compiled((parts[0], topk_weights))
+    rows, where = _rows_of(buffer, handle, parts, may_stay=not is_compiled)
+    # Where rows get their gradients all ranks have decided in the dispatch; how an expert's rows lie may differ from rank to rank.
+    if is_compiled or (at_source is not None and topk_weights is None):
         combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
         return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
-    where = _parts(buffer, handle, parts)
-    if where is None:
-        parts = (buffer._or_refuse(_joined, parts, handle, buffer.hidden),)
-    return _CombineByExpert.apply(topk_weights, handle, where, None if at_source is None else at_source.detach().contiguous(), *parts)
-
-
-def fuses(buffer: "Buffer", x: Tensor) -> bool:
-    """Is it for less work that a dispatch of x sends the weights of `at_source`?"""
-    return buffer._alive().fuses and not _is_traced((x,))
+    at_source = None if at_source is None else at_source.detach().contiguous()
+    return _CombineByExpert.apply(topk_weights, handle, where, at_source, *((rows,) if where is None else parts))
 
 
 def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
@@ -472,11 +477,15 @@ def _repeated(rows: Tensor, repeats: int) -> Tensor:
     return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1])
 
 
-def _parts(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor]) -> Any:
-    """`_C.GpuParts`, where the rows can be read where they are; else None."""
-    if not buffer._alive().fuses:
-        return None
-    return buffer._or_refuse(_C.GpuParts.of, handle, parts, buffer.num_local_experts, buffer.hidden)
+def _rows_of(buffer: "Buffer", handle: DispatchHandle, parts: Tensor | Sequence[Tensor], *, may_stay: bool) -> tuple[Tensor, Any]:
+    """All rows, joined if they are in parts; or, where they may stay and kernels can read them there, the first part and `_C.GpuParts`."""
+    if isinstance(parts, Tensor):
+        return parts, None
+    if may_stay and buffer._alive().fuses:
+        where = _C.GpuParts.of(handle, parts, buffer.num_local_experts, buffer.hidden)
+        if where is not None:
+            return parts[0], where
+    return buffer._or_refuse(_joined, parts, handle, buffer.hidden), None
 
 
 def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -495,6 +504,8 @@ def _joined(parts: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Ten
                 f"the rows of local expert {i} have shape {list(part.shape)}; an expert must return as many rows and columns as it was "
                 f"given, here {count} and {hidden}"
             )
+        if part.device != parts[0].device:
+            raise ValueError(f"the rows of local expert {i} are on {part.device}, those of the first on {parts[0].device}")
     return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 
@@ -512,14 +523,14 @@ class _DispatchByExpert(torch.autograd.Function):
     def backward(ctx: Any, grad_topk_weights: Any, _handle: Any, *grads: Tensor) -> tuple[Any, ...]:
         handle, _ = _kept(ctx, ctx.num_rows)
         buffer = _buffer(handle.buffer_id)
-        where = None if torch.is_grad_enabled() else _parts(buffer, handle, grads)
-        rows = grads[0] if where is not None else buffer._or_refuse(_joined, grads, handle, buffer.hidden)
+        is_plain = not torch.is_grad_enabled() and not _is_traced(grads)
+        rows, where = _rows_of(buffer, handle, grads, may_stay=is_plain)
         values = None if grad_topk_weights is None else grad_topk_weights.contiguous()
-        if torch.is_grad_enabled():
+        if is_plain:
+            grad_x, grad_topk_weights = buffer._combine(rows, None, None, values, handle, where, ctx.repeats)
+        else:
             grad_x, grad_topk_weights = combine(buffer, rows, None, None, values, handle)
             grad_x = grad_x if ctx.repeats == 1 else grad_x.view(ctx.repeats, -1, grad_x.shape[1]).sum(0)
-        else:
-            grad_x, grad_topk_weights = buffer._combine(rows, None, None, values, handle, where, ctx.repeats)
         return grad_x, None, grad_topk_weights, None, None, None
 
 
@@ -541,10 +552,7 @@ class _CombineByExpert(torch.autograd.Function):
             grad_x, grad_weights = dispatch_cached(buffer, grad, None, None, handle)[0], None
         else:
             weights, *parts = weighed
-            where = None if ctx.is_joined or torch.is_grad_enabled() else _parts(buffer, handle, parts)
-            is_in_first = ctx.is_joined or where is not None
-            x = parts[0] if is_in_first else buffer._or_refuse(_joined, parts, handle, buffer.hidden)
-            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, where, ctx.repeats)
+            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, parts[0] if ctx.is_joined else parts, weights, ctx.repeats)
         grads = (grad_x,) if ctx.is_joined else _split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
         return grad_weights, None, None, None, *grads
 

@@ -207,7 +207,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shap
 
 
 def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
-    from deepep_moe.integrations.deepspeed.buffers import shared  # type: ignore[import-not-found]
+    from deepep_moe.integrations.deepspeed.buffers import all_buffers, destroy_all  # type: ignore[import-not-found]
     from deepep_moe.integrations.deepspeed.layers import FeedForward, experts_of, sharing_layers  # type: ignore[import-not-found]
 
     generator, size, dtype = torch.Generator().manual_seed(rank), (options.num_tokens, options.hidden), DTYPES[shape.dtype]
@@ -230,11 +230,11 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     torch.manual_seed(rank)
     topk_idx = experts_of(layers["exchange"][DEEPSPEED], x)
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
-    measured = Measured(shared.backends()[0], *_describe(device, num_ranks), sent, differences)
+    measured = Measured(all_buffers()[0].backend, *_describe(device, num_ranks), sent, differences)
     _time(passes, measured, options, device)
     if device.type == "cuda":
         measured.kernel_us = {(what, kind): _kernel_us(timed) for what, of_one in passes.items() for kind, timed in of_one.items()}
-    shared.destroy()
+    destroy_all()
     return measured
 
 

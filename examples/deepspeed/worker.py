@@ -112,13 +112,13 @@ def _loop(engine: Any, settings: Settings, device: torch.device) -> Result:
 
 def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
-    from deepep_moe.integrations.deepspeed.buffers import shared
+    from deepep_moe.integrations.deepspeed.buffers import all_buffers
     from deepep_moe.integrations.deepspeed.ranks import engine_ready
 
     with engine_ready(settings.device) as device:
         engine = build_engine(settings)
         result = _loop(engine, settings, device)
-        result.backend = shared.backends()[0] if settings.dispatcher == OURS else dist.get_backend()
+        result.backend = all_buffers()[0].backend if settings.dispatcher == OURS else dist.get_backend()
         if settings.checkpoint:
             engine.save_checkpoint(settings.checkpoint, tag=_TAG)
     return result if rank == 0 else None

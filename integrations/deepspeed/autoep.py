@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, shared
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch
 from deepep_moe.integrations.deepspeed.layer import lengthened, say_once, widened, with_gradient
 from deepep_moe.torch_ops import weighed_sum
 
@@ -83,9 +84,9 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
     def _dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Buffer, DispatchOutput]:
         """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes]."""
         plan = self.deepep_moe_plan
-        buffer = shared.get(self.ep_group, num_tokens, x.shape[1], plan, x.device)
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
-        return buffer, buffer.dispatch(x, idx.contiguous(), topk_weights)
+        send = methodcaller("dispatch", x, idx, topk_weights)
+        return dispatch(self.ep_group, num_tokens, x.shape[1], plan, x.device, send)
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
         """Without rows too, so that expert parameters have a gradient, and the dispatch its backward, on every rank."""
@@ -113,7 +114,7 @@ def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
     if layer.ep_size == 1:
         return "autoep_size is 1, every rank has all experts"
     if layer.ep_group is None:
-        return "the layer has no expert-parallel group yet; deepspeed.initialize makes it"
+        return "the layer has no expert-parallel group; deepspeed.initialize makes one"
     folding = getattr(layer, "folding_group_handles", None)
     if folding is not None and folding.spec.tp_size > 1:
         return f"the model is tensor parallel over {folding.spec.tp_size} ranks (autotp_size), which share their tokens"

@@ -1,28 +1,41 @@
 """The buffers that the MoE layers of one process share."""
 
 import atexit
-from dataclasses import dataclass
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from deepep_moe.buffer import Buffer
+from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.process_groups import agree_on_bound
 
-# Backends of CPU tensors need no bound: their memory does not depend on it.
-_UNBOUNDED = 2**31 - 1
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_GROWTH = 1.5  # at least, so that all buffers of a plan take no more than three times the memory of the largest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """What a swapped layer was given: the options, and the most that layers sharing its buffer need."""
+    """What swapped layers that share buffers have in common: the options, the most that one of them needs, and the buffers."""
 
     options: Options
     num_local_experts: int
     """Experts of a rank in the buffer: the largest count of the layers that share it."""
     num_topk: int
     """Experts of a token, of the layer with most."""
+    buffers: dict[tuple[Any, ...], Buffer] = field(default_factory=dict, init=False, repr=False)
+    """By group, width of rows and type of device. Layers that share one run one after another, in any dtype."""
+    outgrown: list[Buffer] = field(default_factory=list, init=False, repr=False)
+    """Buffers that became too small. A backward may still need them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.options, self.num_local_experts, self.num_topk)  # copies of layers get buffers of their own
 
     @property
     def lanes(self) -> int:
@@ -34,57 +47,90 @@ class Plan:
         """That a dispatch gets, at most."""
         return self.num_topk if self.options.exact else 1
 
-
-class BufferRegistry:
-    """One buffer per (group, hidden) and plan. Layers that share one run one after another, in any dtype."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple, Buffer] = {}
-
-    def get(self, group: dist.ProcessGroup, num_tokens: int, hidden: int, plan: Plan, device: torch.device) -> Buffer:
-        """The buffer, constructed by the first call, which every rank of `group` must make together. Raises what `Buffer` raises, and
-        ValueError for more tokens than it has room for; the peers raise EPPeerError."""
-        key = (group, hidden, plan, device.type)
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            buffer = self._buffers[key] = self._make(group, num_tokens, hidden, plan, device)
-        if num_tokens * plan.rows_of_token > buffer.num_max_tokens_per_rank:
-            bound = buffer.num_max_tokens_per_rank // plan.rows_of_token
-            raise buffer.refused(ValueError(
-                f"{num_tokens} tokens in a forward, and MoE layers have room for {bound}, the most of their first forward if nothing else "
-                "was said; set num_max_tokens_per_rank, an argument of replace_moe_layers and a key of \"deepep_moe\" in ds_config, to the "
-                "most tokens that a rank ever has"
-            ))  # fmt: skip
-        return buffer
-
-    def _make(self, group: dist.ProcessGroup, num_tokens: int, hidden: int, plan: Plan, device: torch.device) -> Buffer:
-        options = plan.options
-        if device.type == "cpu":
-            bound = _UNBOUNDED
-        else:
-            bound = (options.num_max_tokens_per_rank or agree_on_bound(group, num_tokens, device)) * plan.rows_of_token
-        if not self._buffers:
-            atexit.register(self.destroy)
-        num_experts = plan.num_local_experts * dist.get_world_size(group)
-        return Buffer(group, bound, hidden, num_experts, plan.lanes, backend=options.backend, num_sms=options.num_sms)
-
-    def __len__(self) -> int:
-        return len(self._buffers)
-
-    def backends(self) -> list[str]:
-        """Those of all buffers, each once."""
-        return sorted({buffer.backend for buffer in self._buffers.values()})
-
-    def keep(self, plans: set[Plan]) -> None:
-        """Destroy the buffers of all other plans."""
-        for key in [key for key in self._buffers if key[2] not in plans]:
-            self._buffers.pop(key).destroy()
-
     def destroy(self) -> None:
-        """Destroy all buffers. The next `get` constructs new ones."""
-        atexit.unregister(self.destroy)
-        while self._buffers:
-            self._buffers.popitem()[1].destroy()
+        """Destroy the buffers. The next dispatch constructs new ones."""
+        while self.buffers:
+            self.buffers.popitem()[1].destroy()
+        while self.outgrown:
+            self.outgrown.pop().destroy()
 
 
-shared = BufferRegistry()
+class OutgrownError(ValueError):
+    """More tokens than the buffer has room for."""
+
+
+def dispatch(
+    group: dist.ProcessGroup, num_tokens: int, hidden: int, plan: Plan, device: torch.device, send: Callable[[Buffer], _Result]
+) -> tuple[Buffer, _Result]:
+    """The plan's buffer and `send(buffer)`, a dispatch of this rank's tokens. Collective over `group`.
+
+    The first call constructs the buffer. Where no bound was chosen, a call in which a rank has more tokens than there is room for makes a
+    larger one: that rank refuses its dispatch, which tells the others, and all dispatch once more. Raises what `Buffer` and `send` raise,
+    and OutgrownError for more tokens than the chosen bound; the peers raise EPPeerError then.
+    """
+    key = (group, hidden, device.type)
+    buffer = plan.buffers.get(key)
+    if buffer is None:
+        _plans.add(plan)
+        buffer = plan.buffers[key] = _make(group, _bound(group, num_tokens, plan, device), hidden, plan)
+    try:
+        if num_tokens * plan.rows_of_token > buffer.num_max_tokens_per_rank:
+            raise buffer.refused(_outgrown(num_tokens, buffer, plan))
+        return buffer, send(buffer)
+    except (OutgrownError, EPPeerError) as error:
+        if plan.options.num_max_tokens_per_rank is not None or OutgrownError.__name__ not in f"{type(error).__name__}: {error}":
+            raise
+    plan.outgrown.append(buffer)
+    least = int(_GROWTH * buffer.num_max_tokens_per_rank) // plan.rows_of_token
+    bound = agree_on_bound(group, max(num_tokens, least), device)
+    if dist.get_rank() == 0:
+        _log.warning(
+            f"MoE layers make room for {bound} tokens of a rank: some rank has more than before. num_max_tokens_per_rank, an argument of "
+            'replace_moe_layers and a key of "deepep_moe" in ds_config, makes it at once and once'
+        )
+    buffer = plan.buffers[key] = _make(group, bound, hidden, plan)
+    return buffer, send(buffer)
+
+
+def _outgrown(num_tokens: int, buffer: Buffer, plan: Plan) -> OutgrownError:
+    return OutgrownError(
+        f"{num_tokens} tokens in a forward, and MoE layers have room for {buffer.num_max_tokens_per_rank // plan.rows_of_token}; set "
+        'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config, to the most tokens that a rank '
+        "ever has, or leave it out"
+    )
+
+
+def _is_bounded(device: torch.device) -> bool:
+    """Do buffers need to know the most tokens? The memory of those that move CPU tensors does not depend on it."""
+    return device.type != "cpu"
+
+
+def _bound(group: dist.ProcessGroup, num_tokens: int, plan: Plan, device: torch.device) -> int:
+    """Tokens of a rank that a first buffer has room for."""
+    if not _is_bounded(device):
+        return (2**31 - 1) // plan.rows_of_token
+    return plan.options.num_max_tokens_per_rank or agree_on_bound(group, num_tokens, device)
+
+
+def _make(group: dist.ProcessGroup, bound: int, hidden: int, plan: Plan) -> Buffer:
+    num_experts, options = plan.num_local_experts * dist.get_world_size(group), plan.options
+    return Buffer(group, bound * plan.rows_of_token, hidden, num_experts, plan.lanes, backend=options.backend, num_sms=options.num_sms)
+
+
+# ---- of the process ----
+
+_plans: "weakref.WeakSet[Plan]" = weakref.WeakSet()
+
+
+def all_buffers() -> list[Buffer]:
+    """Those in use, of all plans."""
+    return [buffer for plan in _plans for buffer in plan.buffers.values()]
+
+
+def destroy_all() -> None:
+    """Destroy the buffers of all plans."""
+    for plan in list(_plans):
+        plan.destroy()
+
+
+atexit.register(destroy_all)

@@ -15,10 +15,12 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
-from deepep_moe.integrations.deepspeed.buffers import Plan, shared
+from deepep_moe.buffer import Buffer
+from deepep_moe.handle import DispatchHandle
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
-from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert, fuses
+from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
 
 _log = logging.getLogger(__name__)
 _UNTIMED = contextlib.nullcontext()
@@ -56,23 +58,24 @@ class PackedMOELayer(MOELayer):
 
         Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
-        return self._exchange(x, routing.topk_idx.reshape(-1, 1), routing.topk_weights.reshape(-1, 1), routing.topk_weights)
+        return self._exchange(x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
 
     def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
         return self._exchange(x, idx, weights, None)
 
-    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, at_source: Tensor | None) -> Tensor:
-        """x [num_tokens, hidden], topk_idx and topk_weights [num_tokens, lanes] -> the experts' outputs, weighed and summed, shaped as x.
-        With at_source [num_topk, num_tokens]: topk_idx and the same weights [num_topk * num_tokens, 1]."""
+    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None) -> Tensor:
+        """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, at_source: as
+        `dispatch_by_expert` has them."""
         x, plan = x.contiguous(), plan_of(self)
-        buffer = shared.get(self.ep_group, x.shape[0], x.shape[1], plan, x.device)
+        idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
+
+        def send(buffer: Buffer) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
+            return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), at_source)
+
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
-            repeats, is_sent = (1, True) if at_source is None else (len(at_source), fuses(buffer, x))
-            sent_weights = topk_weights if is_sent else None
-            parts, recv_topk_weights, handle = dispatch_by_expert(buffer, x, idx, sent_weights, (1, 1), repeats)
+            buffer, (parts, recv_topk_weights, handle) = dispatch(self.ep_group, x.shape[0], x.shape[1], plan, x.device, send)
         outputs = self._run_experts(parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, at_source)
@@ -101,10 +104,15 @@ class PackedMOELayer(MOELayer):
 
 
 def plan_of(layer: PackedMOELayer) -> Plan:
-    """The layer's, or one of its own with the default options: the class may also stand where models are built."""
+    """The layer's, or one with the default options: the class may also stand where models are built."""
     if layer.deepep_moe_plan is None:
-        layer.deepep_moe_plan = Plan(Options(), layer.num_local_experts, layer.gate.k)
+        layer.deepep_moe_plan = _default_plan(layer.num_local_experts, layer.gate.k)
     return layer.deepep_moe_plan
+
+
+@functools.cache
+def _default_plan(num_local_experts: int, num_topk: int) -> Plan:
+    return Plan(Options(), num_local_experts, num_topk)
 
 
 def with_gradient(x: Tensor) -> Tensor:
@@ -137,8 +145,8 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
     if layer.use_tutel:
         return "the layer was made with use_tutel=True; leave it out"
     if layer.ep_group is None:
-        return "the layer has no expert-parallel group yet; deepspeed.initialize makes it"
-    if not isinstance(layer.experts, Experts):
+        return "the layer has no expert-parallel group; deepspeed.initialize makes one"
+    if type(layer.experts) is not Experts:  # of which a subclass may have a forward of its own
         return f"experts are of {type(layer.experts).__name__}, not of deepspeed.moe.experts.Experts"
     if x.dtype not in _DTYPES or x.shape[-1] * x.element_size() % ROW_ALIGNMENT:
         return f"rows of {x.shape[-1]} {x.dtype} are no multiple of {ROW_ALIGNMENT} bytes of float32, bfloat16 or float16"

@@ -14,11 +14,11 @@ SECTION = "deepep_moe"
 class Options:
     """How swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
 
-    exact: rows come back one per (token, expert) and are weighed and summed as DeepSpeed does, so results repeat its bits (fp32, top-1
-        and top-2, DeepSpeed 0.19.4 and newer). False: experts' ranks weigh and add up the rows of a token first, so a token crosses a
-        link once per rank; equal within rounding.
+    exact: rows come back one per (token, expert) and are weighed and summed as DeepSpeed does, so everything outside the experts repeats
+        its bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: experts' ranks weigh and add up the rows of a token first,
+        so a token crosses a link once per rank; equal within rounding.
     backend, num_sms: as for `deepep_moe.Buffer`.
-    num_max_tokens_per_rank: GPUs only: most tokens of one rank in a forward; None: the largest of the first forward, rounded up.
+    num_max_tokens_per_rank: GPUs only: most tokens of one rank in a forward; None: room grows with them.
     gate: AutoEP only: routers choose by `deepep_moe.ops.gate` where it can, with the same choice up to rounding.
     expert_bias_update_rate: AutoEP only: balance experts without auxiliary loss, by a bias that moves this much per optimizer step
         (DeepSeek-V3: 0.001); None: no bias moves.

@@ -1,6 +1,5 @@
 """Swap the MoE layers of a model, and swap them back."""
 
-import gc
 import inspect
 import logging
 import os
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepep_moe.errors import EPError
-from deepep_moe.integrations.deepspeed.buffers import Plan, shared
-from deepep_moe.integrations.deepspeed.options import Options, options_of
+from deepep_moe.integrations.deepspeed.buffers import Plan
+from deepep_moe.integrations.deepspeed.options import SECTION, Options, options_of
 
 _OLDEST, _NEWEST = (0, 14, 5), (0, 19, 8)
 _log = logging.getLogger(__name__)
@@ -37,16 +36,17 @@ def replace_moe_layers(
 
     Before or after `deepspeed.initialize`, which makes AutoEP's layers, on every rank. Only the forward of the layers changes:
     parameters, state dict, hooks, gates and their random numbers, optimizer groups and checkpoints stay. Again with other options: those
-    hold from the next forward on, no backward being under way. Layers that share a group and a width of rows share one buffer,
-    constructed at the first forward.
+    hold from the next forward on, no backward being under way. Layers of one call with a group and a width of rows in common share one
+    buffer, constructed at the first forward.
 
     Args:
         model: the module, or DeepSpeed's engine.
-        exact: True: results repeat DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer; else within rounding).
-            False: a token crosses a link once per rank and is weighed there; within rounding, with less to move.
+        exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer; else
+            within rounding), and so do experts whose matrix products do without zeros between the rows. False: a token crosses a link
+            once per rank and is weighed there; within rounding, with less to move.
         backend, num_sms: as for `deepep_moe.Buffer`.
-        num_max_tokens_per_rank: on GPUs, the most tokens one rank ever has in a forward; None: the largest of the first forward over
-            all ranks, rounded up to a multiple of 128. On CPUs there is no bound.
+        num_max_tokens_per_rank: on GPUs, the most tokens one rank ever has in a forward; None: room for the largest of the first forward
+            over all ranks, rounded up to a multiple of 128, and for more once a rank has more. On CPUs there is no bound.
         gate: AutoEP's routers choose by `deepep_moe.ops.gate`, in one pass; where it cannot, a log line says why, and they choose as
             before, as with False. The choice is the same up to rounding.
         expert_bias_update_rate: balance AutoEP's experts without auxiliary loss: after each optimizer step the bias of routers, their
@@ -70,7 +70,7 @@ def _replace(model: nn.Module, options: Options) -> int:
     native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
     autoep = _autoep_layers(model)
     layers = native + autoep
-    plans = _plans(layers, options)
+    plans, before = _plans(layers, options), _plans_of(layers)
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep import swap
 
@@ -78,8 +78,7 @@ def _replace(model: nn.Module, options: Options) -> int:
     for layer, plan in zip(native, plans, strict=False):
         layer.__class__, layer.deepep_moe_plan = PackedMOELayer, plan
     _swapped.update(layers)
-    gc.collect()  # layers that are gone are so on all ranks, as their buffers must be
-    shared.keep({layer.deepep_moe_plan for layer in _swapped})
+    _destroy_unused(before)
     _report([layer for layer in found if layer not in native], len(native), len(autoep), options)
     return len(layers)
 
@@ -117,7 +116,18 @@ def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:
     for key, num_local_experts, num_topk in sizes:
         most_local_experts, most_topk = widest.get(key, (0, 0))
         widest[key] = max(num_local_experts, most_local_experts), max(num_topk, most_topk)
-    return [Plan(options, *widest[key]) for key, _, _ in sizes]
+    plans = {key: Plan(options, *most) for key, most in widest.items()}
+    return [plans[key] for key, _, _ in sizes]
+
+
+def _plans_of(layers: Iterable[Any]) -> set[Plan]:
+    return {layer.deepep_moe_plan for layer in layers if getattr(layer, "deepep_moe_plan", None) is not None}
+
+
+def _destroy_unused(plans: set[Plan]) -> None:
+    """The buffers of plans that were these layers', and of which none is left. No rank needs to know what another has left."""
+    for plan in plans - _plans_of(_swapped):
+        plan.destroy()
 
 
 def _size(layer: Any) -> tuple[tuple[str, int], int, int]:
@@ -131,26 +141,25 @@ def restore_moe_layers(model: nn.Module) -> int:
     """Give the layers that `replace_moe_layers` swapped their own forward back, and AutoEP's routers their choice. Returns how many;
     without such layers nothing happens. Biases that have moved stay, as the experts were trained with them.
 
-    With the last of them the shared buffers go, so call it on every rank, when no backward is under way, and before the process groups
-    are destroyed.
+    With the last layer that shares it a buffer goes, so call it on every rank, when no backward is under way, and before the process
+    groups are destroyed.
     """
     from deepspeed.moe.sharded_moe import MOELayer
 
     from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
 
     native: list[Any] = [module for module in model.modules() if type(module) is PackedMOELayer]
+    autoep = [layer for layer in _autoep_layers(model) if hasattr(layer, "deepep_moe_plan")]
+    before = _plans_of(native + autoep)
     for layer in native:
         layer.__class__ = MOELayer
         layer.__dict__.pop("deepep_moe_plan", None)
-    autoep = [layer for layer in _autoep_layers(model) if hasattr(layer, "deepep_moe_plan")]
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep import restore
 
         restore(autoep)
     _swapped.difference_update(native + autoep)
-    gc.collect()
-    if (native or autoep) and not _swapped:
-        shared.destroy()
+    _destroy_unused(before)
     return len(native) + len(autoep)
 
 
@@ -158,7 +167,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize`, same arguments and results, that honours the section "deepep_moe" of ds_config.
 
     `{"enabled": true}` and any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank", "num_sms", "gate",
-    "expert_bias_update_rate". Without the section, or with `"enabled": false`, nothing else happens than in `deepspeed.initialize`.
+    "expert_bias_update_rate". With `"enabled": false`, or without the section, which a log line says, nothing else happens than in
+    `deepspeed.initialize`.
 
     Raises as `deepspeed.initialize` and `replace_moe_layers`; ValueError for unknown keys of the section.
     """
@@ -170,6 +180,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     options = options_of(engine._config._param_dict)
     if options is not None:
         _replace(engine, options)
+    elif SECTION not in engine._config._param_dict:
+        _say(logging.WARNING, f'ds_config has no section "{SECTION}": MoE layers keep the dispatch of DeepSpeed')
     return initialized
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.buffers import destroy_all
 from deepep_moe.integrations.process_groups import take_gpu
 
 DEVICES = ("cpu", "cuda")
@@ -33,7 +33,7 @@ def engine_ready(device_type: str = "cpu") -> Iterator[torch.device]:
         if device.type == "cuda":
             torch.cuda.synchronize()
             dist.barrier(device_ids=[device.index])  # nobody's memory goes while a peer's kernel may write to it
-        shared.destroy()
+        destroy_all()
 
 
 def _set_up_cpu() -> torch.device:

@@ -32,7 +32,7 @@ def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
     decided = _ask_alone(gate, x, used_token)
     if has_sparse_routes(type(gate)):
         l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
-        return Routing(topk_idx, topk_weights, l_aux, exp_counts)
+        return Routing(topk_idx, topk_weights.float(), l_aux, exp_counts)  # under autocast einsum narrows them
     l_aux, combine_weights, _, exp_counts = decided
     # [num_tokens, num_experts]: a token has at most one slot in an expert. These versions weigh in the dtype of the rows.
     weights = combine_weights.sum(-1).to(x.dtype).float()

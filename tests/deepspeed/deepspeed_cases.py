@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepep_moe.buffer import Buffer
 from deepep_moe.integrations.deepspeed import replace_moe_layers
 from deepep_moe.integrations.deepspeed.ranks import engine_ready as engine_ready
 
@@ -50,15 +51,38 @@ def make_moe(num_experts: int = 8, *, k: int = 2, ep: int = 2, expert: nn.Module
     return MoE(HIDDEN, expert or Expert(), num_experts=num_experts, ep_size=ep, k=k, **options)
 
 
-def run_layer(layer: nn.Module, x: torch.Tensor, cotangent: torch.Tensor, *extra: Any, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Output, l_aux, counts, input gradient and every parameter gradient of one pass, random numbers from `seed`."""
+def run_layer(
+    layer: nn.Module, x: torch.Tensor, cotangent: torch.Tensor, *extra: Any, seed: int = 0, num_forwards: int = 1
+) -> dict[str, torch.Tensor]:
+    """Output, l_aux, counts, input gradient and every parameter gradient of one pass, random numbers from `seed`. A swapped layer has
+    dispatched in each of `num_forwards`, where it served."""
     layer.zero_grad()
     torch.manual_seed(seed)
     x = x.clone().requires_grad_()
-    output, l_aux, counts = layer(x, *extra)
-    ((output * cotangent).float().sum() + l_aux).backward()
+    with dispatches(num_forwards * num_swapped(layer)):
+        output, l_aux, counts = layer(x, *extra)
+        ((output * cotangent).float().sum() + l_aux).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters() if parameter.requires_grad}
     return {"output": output.detach(), "l_aux": l_aux.detach(), "counts": counts, "input gradient": x.grad} | gradients
+
+
+def num_swapped(model: nn.Module) -> int:
+    """Its layers whose rows deepep_moe moves."""
+    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+
+    return sum(isinstance(module, PackedMOELayer) for module in model.modules())
+
+
+@contextlib.contextmanager
+def dispatches(num: int) -> Iterator[None]:
+    """Asserts that so many dispatches of deepep_moe, and no others, begin meanwhile."""
+    own, calls = Buffer._dispatch, []
+    Buffer._dispatch = lambda self, *arguments: calls.append(1) or own(self, *arguments)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Buffer._dispatch = own  # type: ignore[method-assign]
+    assert len(calls) == num, f"{len(calls)} dispatches, not {num}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +94,7 @@ class Case:
     ep: int = 2
     drop_tokens: bool = True
     use_residual: bool = False
-    bf16: bool = False
+    dtype: str = "fp32"
     noisy_gate_policy: str | None = None
     accumulation: int = 1
     exact: bool = True
@@ -119,7 +143,7 @@ def ds_config(case: Case) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
-    return config | ({"bf16": {"enabled": True}} if case.bf16 else {})
+    return config | {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}.get(case.dtype, {})
 
 
 def build_engine(case: Case, ours: bool, *, model: nn.Module | None = None, **arguments: Any) -> Any:
@@ -147,11 +171,13 @@ def recorded_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def run_steps(engine: Any, rank: int, steps: range | int = STEPS, num_tokens: int = 64) -> dict[str, torch.Tensor]:
-    """Losses of every micro step, gradients of the last, parameters at the end."""
+    """Losses of every micro step, gradients of the last, parameters at the end. Swapped layers have dispatched in each."""
     losses = []
     dtype = next(engine.module.parameters()).dtype
-    with recorded_gradients(engine) as gradients:
-        for step in range(steps) if isinstance(steps, int) else steps:
+    steps = range(steps) if isinstance(steps, int) else steps
+    num_dispatches = len(steps) * engine.gradient_accumulation_steps() * num_swapped(engine)
+    with recorded_gradients(engine) as gradients, dispatches(num_dispatches):
+        for step in steps:
             for micro in range(engine.gradient_accumulation_steps()):
                 generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
                 x, target = (torch.randn(2, num_tokens, HIDDEN, generator=generator).to(engine.device, dtype) for _ in range(2))

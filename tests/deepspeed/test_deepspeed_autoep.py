@@ -12,7 +12,7 @@ from autoep_cases import Case, autoep_layers, build_engine, counted, ds_config, 
 from deepspeed_cases import assert_equal, engine_ready, logged
 
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing.launch import run_ranks
 
@@ -120,7 +120,7 @@ def _layer_worker(rank: int, num_ranks: int) -> None:
                 assert calls["dispatch"] == 1 and calls["AutoEP's all-to-all"] == 0
                 context = f"{dtype}, {score_apply}, {lengths[rank]} tokens, exact {exact}, rank {rank}"
                 assert_equal(got, want, context, tolerance=tolerances[dtype])
-        assert restore_moe_layers(engine) == 1 and len(shared) == 0
+        assert restore_moe_layers(engine) == 1 and not all_buffers()
         _all_tokens_to_one_rank(layer.float(), rank)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.routing import route
 from deepep_moe.testing.launch import RankFailedError, run_ranks
 
@@ -198,23 +198,59 @@ def test_uneven_tokens_train():
 
 
 def _bound_worker(rank: int, num_ranks: int) -> None:
-    """As on GPUs, where the first forward bounds the others."""
-    buffers._UNBOUNDED = 32
+    """As on GPUs, where buffers are bounded."""
+    buffers._is_bounded = lambda device: True
     with engine_ready():
         layer = make_moe(4, k=2)
         layer.set_deepspeed_parallelism()
-        replace_moe_layers(layer)
-        layer(torch.randn(16, HIDDEN))
-        message = (
-            "17 tokens in a forward, and MoE layers have room for 16, .*set num_max_tokens_per_rank, an argument of replace_moe_layers"
-        )
-        with pytest.raises(EPPeerError if rank else ValueError, match=message):
-            layer(torch.randn(16 if rank else 17, HIDDEN))
-        layer(torch.randn(16, HIDDEN))
+        for exact in (True, False):
+            replace_moe_layers(layer, exact=exact, num_max_tokens_per_rank=16)
+            layer(torch.randn(16, HIDDEN))
+            message = (
+                "17 tokens in a forward, and MoE layers have room for 16; set num_max_tokens_per_rank, an argument of replace_moe_layers"
+            )
+            with pytest.raises(EPPeerError if rank else ValueError, match=message):
+                layer(torch.randn(16 if rank else 17, HIDDEN))
+            layer(torch.randn(16, HIDDEN))
 
 
 def test_more_tokens_than_the_bound():
     run_ranks(_bound_worker, 2)
+
+
+def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
+    """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
+    buffers._is_bounded = lambda device: True
+    with engine_ready(device_type) as device:
+        layer = make_moe(4, k=2, drop_tokens=False).to(device)
+        layer.set_deepspeed_parallelism()
+        runs, room = [], []
+        for ours in (False, True):
+            layer.zero_grad()
+            with logged() as messages:
+                if ours:
+                    replace_moe_layers(layer)
+                outputs = []
+                for num_tokens in ((100, 120), (100, 120), (30, 129), (140, 500), (100, 120)):
+                    if not ours:
+                        num_tokens = (max(num_tokens),) * num_ranks  # DeepSpeed wants as many on all ranks
+                    x = torch.randn(500, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(device)[: num_tokens[rank]]
+                    torch.manual_seed(0)
+                    outputs.append(layer(x)[0][: min(30, len(x))])
+                    room.extend([all_buffers()[0].num_max_tokens_per_rank] if ours else [])
+            torch.cat(outputs).sum().backward()
+            runs.append(torch.cat(outputs).detach())
+            assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
+        assert room == [2 * bound for bound in (128, 128, 256, 512, 256 * 2)], room
+        assert_equal({"outputs": runs[1]}, {"outputs": runs[0]}, f"rank {rank}", tolerance=1e-5)
+        grown = [line.split(":")[0] for line in messages if "make room" in line]
+        assert grown == [f"MoE layers make room for {bound} tokens of a rank" for bound in (256, 512)] * (rank == 0), messages
+        assert restore_moe_layers(layer) == 1 and not all_buffers()
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+def test_room_grows_with_the_tokens(device):
+    run_ranks(_growing_worker, 2, device)
 
 
 # ---- where DeepSpeed's forward runs ----
@@ -231,7 +267,7 @@ def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
         want = run_layer(fp64[0], x.double(), cotangent.double())
         replace_moe_layers(layer)
         for _ in range(2):
-            assert_equal(run_layer(layer, x.double(), cotangent.double()), want, "fp64")
+            assert_equal(run_layer(layer, x.double(), cotangent.double(), num_forwards=0), want, "fp64")
         layer.float()
 
         own = make_moe(k=1, ep=1)  # whose groups nobody made
@@ -253,10 +289,13 @@ def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
         moe.use_tutel = True
         reasons.append(str(why_stock(moe, x)))
         moe.use_tutel = False
+        moe.experts.__class__ = type("OwnExperts", (type(moe.experts),), {})
+        reasons.append(str(why_stock(moe, x)))
+        moe.experts.__class__ = type(moe.experts).__base__
         replace_moe_layers(layer, exact=False)
         moe.gate.k = 9
         reasons.append(str(why_stock(moe, x)))
-        assert len(shared) == 0, "nothing was exchanged"
+        assert not all_buffers(), "nothing was exchanged"
     return [line for line in messages if line.startswith("DeepSpeed's own")], reasons
 
 
@@ -265,11 +304,12 @@ def test_where_deepspeeds_forward_runs_one_line_says_why():
     assert said == [
         "DeepSpeed's own MoE forward runs, without deepep_moe: rows of 32 torch.float64 are no multiple of 16 bytes of float32, bfloat16 "
         "or float16",
-        "DeepSpeed's own MoE forward runs, without deepep_moe: the layer has no expert-parallel group yet; deepspeed.initialize makes it",
+        "DeepSpeed's own MoE forward runs, without deepep_moe: the layer has no expert-parallel group; deepspeed.initialize makes one",
     ]
     assert reasons == [
         "the model is tensor parallel over 2 ranks (mpu), which share their tokens",
         "the layer was made with use_tutel=True; leave it out",
+        "experts are of OwnExperts, not of deepspeed.moe.experts.Experts",
         "top-9 is more than the 8 experts of a token that fast mode serves here; use exact=True",
     ]
     assert elsewhere == [], "rank 0 speaks"
@@ -378,7 +418,7 @@ def _built_worker(rank: int, num_ranks: int) -> None:
             assert type(layer.deepspeed_moe) is kind
             passes.append(run_layer(layer, x, cotangent))
         assert_equal(*passes, f"rank {rank}")
-        assert len(shared) == 1
+        assert len(all_buffers()) == 1
 
 
 def test_layers_built_swapped():

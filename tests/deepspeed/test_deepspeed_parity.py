@@ -1,6 +1,7 @@
 """Swapped layers against DeepSpeed's own: losses, every gradient, ten optimizer steps."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from deepspeed_cases import (
 from torch import nn
 
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
@@ -40,19 +41,28 @@ TWO_RANKS = [
     Case(zero=1, k=4, tolerance=REORDERED),
     Case(zero=0, k=4, drop_tokens=False, ep=1, tolerance=REORDERED),
     Case(zero=2, k=1, ep=1, noisy_gate_policy="RSample"),
-    Case(zero=2, k=2, bf16=True, tolerance=BF16),
-    Case(zero=1, k=1, bf16=True, exact=False, drop_tokens=False, tolerance=BF16),
+    Case(zero=2, k=4, use_residual=True, tolerance=REORDERED),
+    Case(zero=2, k=2, dtype="bf16", tolerance=BF16),
+    Case(zero=1, k=1, dtype="bf16", exact=False, drop_tokens=False, tolerance=BF16),
+    Case(zero=0, k=2, dtype="bf16", use_residual=True, tolerance=BF16),
+    Case(zero=2, k=4, dtype="bf16", drop_tokens=False, tolerance=BF16),
+    Case(zero=2, k=2, dtype="fp16", tolerance=BF16),
+    Case(zero=1, k=1, dtype="fp16", exact=False, tolerance=BF16),
 ]
 FOUR_RANKS = [
     Case(zero=2, k=2, ep=4),
     Case(zero=1, k=1, ep=2, drop_tokens=False, use_residual=True),
     Case(zero=0, k=4, ep=4, exact=False, drop_tokens=False, tolerance=REORDERED),
+    Case(zero=2, k=1, ep=4, dtype="bf16", use_residual=True, tolerance=BF16),
 ]
 
 
 def _steps_worker(rank: int, num_ranks: int, cases: list[Case], device_type: str = "cpu") -> dict[str, float]:
+    from deepspeed.accelerator import get_accelerator
+
     worst = {}
     with engine_ready(device_type):
+        get_accelerator().is_fp16_supported = lambda: True  # PyTorch computes in it on CPUs too
         for case in filter(serves, cases):
             runs = [run_steps(build_engine(case, ours), rank, num_tokens=128 // num_ranks) for ours in (True, False)]
             assert len(runs[0]["losses"]) == STEPS * case.accumulation and runs[0]["losses"].std() > 0
@@ -140,8 +150,8 @@ def _sizes_worker(rank: int, num_ranks: int) -> None:
             assert replace_moe_layers(layers, exact=exact) == 4
             for i, layer in enumerate(layers):
                 assert_equal(run_layer(layer, x, cotangent), want[i], f"layer {i}, exact {exact}, rank {rank}", tolerance=2e-6)
-        assert len(shared) == 2, "a buffer per group, those of the other mode are gone"
-        assert restore_moe_layers(layers) == 4 and len(shared) == 0
+        assert len(all_buffers()) == 2, "a buffer per group, those of the other mode are gone"
+        assert restore_moe_layers(layers) == 4 and not all_buffers()
 
 
 def test_layers_of_several_sizes_share_buffers():
@@ -160,7 +170,7 @@ def _groups_worker(rank: int, num_ranks: int) -> None:
             names = {group["name"] for group in engine.optimizer.optimizer.param_groups}
             assert {"ep_size_2", "ep_size_4"} <= names, names
             runs.append(run_steps(engine, rank, 4, num_tokens=32))
-            assert len(shared) == 2 * ours, "a buffer for each group"
+            assert len(all_buffers()) == 2 * ours, "a buffer for each group"
             restore_moe_layers(engine)
     assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
 
@@ -176,6 +186,7 @@ def test_ten_steps_equal_deepspeed_on_gpus():
 
 
 def _recomputed_worker(rank: int, num_ranks: int) -> None:
+    import deepspeed
     from torch.utils.checkpoint import checkpoint
 
     generator = torch.Generator().manual_seed(rank)
@@ -186,9 +197,39 @@ def _recomputed_worker(rank: int, num_ranks: int) -> None:
         replace_moe_layers(layer)
         want = run_layer(layer, x, cotangent)
         forward = layer.forward
-        layer.forward = lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
-        assert_equal(run_layer(layer, x, cotangent), want, f"recomputed, rank {rank}")
+        deepspeed.checkpointing.configure(None)
+        for again in (
+            partial(checkpoint, forward, use_reentrant=False),
+            partial(checkpoint, forward, use_reentrant=True),
+            partial(deepspeed.checkpointing.checkpoint, forward),
+        ):
+            layer.forward = again
+            assert_equal(run_layer(layer, x, cotangent, num_forwards=2), want, f"{again}, rank {rank}")
 
 
 def test_recomputed_layers_repeat_the_bits():
     run_ranks(_recomputed_worker, 2)
+
+
+def _autocast_worker(rank: int, num_ranks: int, device_type: str) -> None:
+    """Gates then have weights in bf16, in which DeepSpeed weighs, and the gate's gradient is a difference of sums that are much larger."""
+    generator = torch.Generator().manual_seed(rank)
+    with engine_ready(device_type) as device:
+        x, cotangent = (torch.randn(80, HIDDEN, generator=generator).to(device) for _ in range(2))
+        for k in (1, 2):
+            layer = make_moe(k=k).to(device)
+            layer.set_deepspeed_parallelism()
+            with torch.autocast(device.type, torch.bfloat16):
+                want = run_layer(layer, x, cotangent)
+                for exact in (True, False):
+                    replace_moe_layers(layer, exact=exact)
+                    got, gate = run_layer(layer, x, cotangent), "deepspeed_moe.gate.wg.weight"
+                    assert_equal({gate: got.pop(gate)}, {gate: want[gate]}, f"k {k}, exact {exact}, rank {rank}", tolerance=0.5)
+                    rest = {name: value for name, value in want.items() if name != gate}
+                    assert_equal(got, rest, f"k {k}, exact {exact}, rank {rank}", tolerance=5e-2)
+                restore_moe_layers(layer)
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+def test_autocast(device):
+    run_ranks(_autocast_worker, 2, device)

@@ -1,6 +1,7 @@
 """Switching on and off, what is refused, ds_config, checkpoints, optimizer groups."""
 
 import copy
+import gc
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,7 @@ from deepspeed_cases import (
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import shared
+from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing.launch import run_ranks
 
@@ -97,24 +98,23 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
         for layer in layers:
             layer.set_deepspeed_parallelism()
             layer(torch.randn(8, HIDDEN))
-        assert len(shared) == 1
-        assert restore_moe_layers(layers[0]) == 1 and len(shared) == 1, "the other layer still has its buffer"
-        assert restore_moe_layers(layers) == 1 and len(shared) == 0
+        assert len(all_buffers()) == 1
+        assert restore_moe_layers(layers[0]) == 1 and len(all_buffers()) == 1, "the other layer still has its buffer"
+        assert restore_moe_layers(layers) == 1 and not all_buffers()
         assert all(type(layer.deepspeed_moe) is MOELayer and "deepep_moe_plan" not in vars(layer.deepspeed_moe) for layer in layers)
         assert restore_moe_layers(layers) == 0
 
         assert replace_moe_layers(layers[0]) == replace_moe_layers(layers[1]) == 1
-        layers[0](torch.randn(8, HIDDEN))
+        for layer in layers:
+            layer(torch.randn(8, HIDDEN))
+        assert len(all_buffers()) == 2, "one for each call"
         replace_moe_layers(layers[0], exact=False)
+        assert len(all_buffers()) == 1, "a buffer that no layer uses any more is gone"
         layers[0](torch.randn(8, HIDDEN))
-        assert len(shared) == 2, "one for each plan"
-        assert restore_moe_layers(torch.nn.Linear(1, 1)) == 0 and len(shared) == 2
-        replace_moe_layers(layers[1], exact=False)
-        assert len(shared) == 1, "a buffer that no layer uses any more is gone"
-        assert restore_moe_layers(layers) == 2 and len(shared) == 0
+        assert restore_moe_layers(torch.nn.Linear(1, 1)) == 0 and len(all_buffers()) == 2
+        assert restore_moe_layers(layers) == 2 and not all_buffers()
         fresh = make_moe()
         assert replace_moe_layers(fresh) == restore_moe_layers(copy.deepcopy(fresh)) == restore_moe_layers(fresh) == 1
-
         layers[0].deepspeed_moe.__class__ = Own
         layers.append(make_moe())
         layers[2].deepspeed_moe.gate = torch.nn.Linear(HIDDEN, 8)
@@ -133,6 +133,37 @@ def test_swapping_changes_the_forward_only():
     run_ranks(_swap_worker, 2)
 
 
+def _used(layer: torch.nn.Module) -> torch.Tensor:
+    layer.set_deepspeed_parallelism()
+    return layer(torch.randn(8, HIDDEN))[0]
+
+
+def _stray_worker(rank: int, num_ranks: int) -> None:
+    """Layers of which one rank still has a reference, and copies, are in nobody's way."""
+    with engine_ready():
+        stray = []
+        for _ in range(3):
+            layer = make_moe()
+            replace_moe_layers(layer)
+            _used(layer).sum().backward()
+            stray.extend([layer] * (rank == 0))
+        layer = make_moe()
+        replace_moe_layers(layer)
+        other = copy.deepcopy(layer)
+        _used(layer)
+        y = _used(other)
+        assert restore_moe_layers(layer) == 1
+        y.sum().backward()
+        stray.clear()
+        gc.collect()
+        assert len(all_buffers()) == 1, "of the copy"
+        assert restore_moe_layers(other) == 1 and not all_buffers()
+
+
+def test_stray_layers_and_copies():
+    run_ranks(_stray_worker, 2)
+
+
 def _config_worker(rank: int, num_ranks: int, folder: str) -> None:
     case = Case(zero=2)
     config = ds_config(case) | {"deepep_moe": {"enabled": True, "exact": False, "backend": "collective"}}
@@ -146,11 +177,13 @@ def _config_worker(rank: int, num_ranks: int, folder: str) -> None:
             plan = engine.module.layers[1].deepspeed_moe.deepep_moe_plan
             assert plan.options == Options(exact=False, backend="collective")
             run_steps(engine, rank, 1)
-        assert shared.backends() == ["collective"]
+        assert {buffer.backend for buffer in all_buffers()} == {"collective"}
 
         model = make_model(case)
-        engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))
+        with logged() as messages:
+            engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))
         assert type(engine.module.layers[0].deepspeed_moe).__name__ == "MOELayer", "no section, no change"
+        assert messages == ['ds_config has no section "deepep_moe": MoE layers keep the dispatch of DeepSpeed'] * (rank == 0)
         wrong = ds_config(case) | {"deepep_moe": {"on": True}}
         path.write_text(json.dumps(wrong))
         for arguments in ({"config": wrong}, {"config": str(path)}, {"args": SimpleNamespace(deepspeed_config=path)}):
