@@ -14,7 +14,7 @@ from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
-from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_moving_bias, restore_router, swap_router
+from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch
 from deepep_moe.integrations.deepspeed.layer import lengthened, say_once, widened, with_gradient
 from deepep_moe.torch_ops import weighed_sum
@@ -139,6 +139,12 @@ def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> No
             raise ValueError("expert_bias_update_rate needs the steps of DeepSpeed's engine: give replace_moe_layers the engine")
         for layer in layers:
             check_bias(layer.router)
+        num_new = sum(not has_bias(layer.router) for layer in layers)
+        if num_new:
+            say_once(
+                f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as their model has none: checkpoints hold it "
+                "from now on, and the model without deepep_moe neither loads it (strict=False does) nor routes by it"
+            )
     for layer, plan in zip(layers, plans, strict=True):
         swap_router(layer.router, plan.options)
         layer.__class__, layer.deepep_moe_plan = PackedAutoEPMoELayer, plan

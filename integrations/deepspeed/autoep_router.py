@@ -115,10 +115,15 @@ def check_bias(router: Any) -> None:
         )
 
 
+def has_bias(router: Any) -> bool:
+    """Of its own, for the choice of experts."""
+    return getattr(router, _BIAS, None) is not None
+
+
 def _prepare_bias(router: Any) -> None:
     """Give `router` an fp32 bias that training may move, zero where it has none."""
     bias = getattr(router, _BIAS, None)
-    if bias is None:
+    if not has_bias(router):
         if hasattr(router, _BIAS):
             delattr(router, _BIAS)
         router.register_buffer(_BIAS, torch.zeros(router.num_experts, dtype=torch.float32, device=router.gate.weight.device))

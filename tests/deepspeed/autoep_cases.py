@@ -80,11 +80,11 @@ def ds_config(case: Case, **sections: Any) -> dict[str, Any]:
     return config | ({} if case.dtype == "fp32" else {case.dtype: {"enabled": True}}) | sections
 
 
-def build_engine(case: Case, ours: bool, *, config: dict[str, Any] | None = None, **options: Any) -> Any:
+def build_engine(case: Case, ours: bool, *, model: Any = None, config: dict[str, Any] | None = None, **options: Any) -> Any:
     """An engine whose MoE layers are AutoEP's, swapped or not."""
     import deepspeed
 
-    model = make_model(case)
+    model = make_model(case) if model is None else model
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config or ds_config(case))[0]
     assert len(autoep_layers(engine)) == 2, "AutoEP has made its layers"
     if ours:

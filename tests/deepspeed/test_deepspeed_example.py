@@ -3,17 +3,35 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from deepep_moe.testing.launch import run_ranks
+
 pytest.importorskip("deepspeed")
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[2]
 STEPS = 16
+
+
+def _tutorial_worker(rank: int, num_ranks: int, script: str) -> tuple[str, float]:
+    from deepep_moe.integrations.deepspeed.ranks import engine_ready
+
+    with engine_ready():
+        names: dict = {}
+        exec(compile(script, "docs/deepspeed.md", "exec"), names)
+        return type(names["engine"].module.moe.deepspeed_moe).__name__, names["loss"].item()
+
+
+def test_the_tutorials_first_script_trains():
+    script = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deepspeed.md").read_text(), re.DOTALL)[0]
+    for layer, loss in run_ranks(_tutorial_worker, 2, script, timeout_s=200):
+        assert layer == "PackedMOELayer" and loss < 1.1, (layer, loss)
 
 
 def test_training_learns_and_equals_deepspeed(tmp_path):
@@ -30,6 +48,7 @@ def test_training_learns_and_equals_deepspeed(tmp_path):
     assert [(r["dispatcher"], r["step"]) for r in records] == [
         (name, step) for name in ("deepep_moe", "deepspeed") for step in range(STEPS)
     ]
+    assert max(map(float, losses)) < records[0]["loss"] - 1, "of trained weights, not of those that an engine begins with"
     losses = [record["loss"] for record in records[:STEPS]]
     assert abs(losses[0] - math.log(256)) < 0.2 and losses[-1] < losses[0] - 1.5
     assert losses[0] == records[STEPS]["loss"], "the first step has the bits of DeepSpeed's"
