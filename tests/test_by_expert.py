@@ -1,6 +1,7 @@
 """Rows in a tensor for each expert: the same as in one tensor, to the bit, in results and gradients."""
 
 import contextlib
+import itertools
 from functools import partial
 
 import pytest
@@ -104,12 +105,16 @@ def equal(rank, num_ranks, backend, case, expert):
         assert_same("combined_x", in_parts(buffer, x, idx, weights if case.with_weights else None, scale, expert), found[1][0])
 
 
-@pytest.mark.parametrize("with_weights", (True, False))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def all_equal(rank, num_ranks, backend, cases):
+    for case in cases:
+        equal(rank, num_ranks, backend, case, doubled)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_are_the_rows_of_one_tensor(backend, dtype, with_weights):
-    case = Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=with_weights)
-    run_ranks(equal, 3, backend, case, doubled)
+def test_parts_are_the_rows_of_one_tensor(backend):
+    kinds = itertools.product((torch.float32, torch.bfloat16), (True, False))
+    cases = [Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=weighed) for dtype, weighed in kinds]
+    run_ranks(all_equal, 3, backend, cases)
 
 
 @pytest.mark.parametrize("expert", (strided, shifted, folded, unlike, ignored), ids=lambda expert: expert.__name__)
@@ -118,10 +123,10 @@ def test_outputs_that_cannot_be_read_where_they_are(backend, expert):
     run_ranks(equal, 2, backend, Case([9, 14], num_topk=4, dtype=torch.bfloat16), expert)
 
 
-@pytest.mark.parametrize("num_experts", (2, 64, MANY))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_few_and_many_experts(backend, num_experts):
-    run_ranks(equal, 2, backend, Case([9, 14], num_topk=2, num_experts=num_experts, dtype=torch.bfloat16), doubled)
+def test_few_and_many_experts(backend):
+    cases = [Case([9, 14], num_topk=2, num_experts=number, dtype=torch.bfloat16) for number in (2, 64, MANY)]
+    run_ranks(all_equal, 2, backend, cases)
 
 
 def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num_experts=6):
@@ -161,12 +166,15 @@ def watched(rank):
         yield
 
 
+def all_weighed_at_the_source(rank, num_ranks, backend, expert):
+    for dtype, num_topk in itertools.product((torch.float32, torch.bfloat16), (1, 2, 5)):
+        weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert)
+
+
 @pytest.mark.parametrize("expert", (doubled, strided, unlike), ids=lambda expert: expert.__name__)
-@pytest.mark.parametrize("num_topk", (1, 2, 5))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_weighed_at_the_source(backend, dtype, num_topk, expert):
-    run_ranks(weighed_at_the_source, 3, backend, dtype, num_topk, expert)
+def test_rows_weighed_at_the_source(backend, expert):
+    run_ranks(all_weighed_at_the_source, 3, backend, expert)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
