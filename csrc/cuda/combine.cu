@@ -308,12 +308,8 @@ void launch_for(const GpuCombineParams& p, void* stream, bool early) {
 }  // namespace
 
 void launch_combine(const GpuCombineParams& p, void* stream, bool early) {
-    switch (p.dtype) {
-        case DType::kFloat32: return launch_for<DType::kFloat32>(p, stream, early);
-        case DType::kBFloat16: return launch_for<DType::kBFloat16>(p, stream, early);
-        case DType::kFloat16: return launch_for<DType::kFloat16>(p, stream, early);
-        case DType::kFloat8: throw std::invalid_argument("fp8 rows cannot be summed; combine takes fp32, bf16 or fp16");
-    }
+    with_dtype(p.dtype, "fp8 rows cannot be summed; combine takes fp32, bf16 or fp16",
+               [&](auto dtype) { launch_for<dtype.value>(p, stream, early); });
 }
 
 }  // namespace deepep_moe

@@ -260,12 +260,7 @@ void launch_dispatch(const GpuDispatchParams& p, void* stream, bool early) {
     const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
     if (blocks == 0) return;
     if (p.weighing.weights == nullptr) return launch_for<Unweighed>(p, blocks, stream, early);
-    switch (p.weighing.dtype) {
-        case DType::kFloat32: return launch_for<Weighed<DType::kFloat32>>(p, blocks, stream, early);
-        case DType::kBFloat16: return launch_for<Weighed<DType::kBFloat16>>(p, blocks, stream, early);
-        case DType::kFloat16: return launch_for<Weighed<DType::kFloat16>>(p, blocks, stream, early);
-        case DType::kFloat8: throw std::invalid_argument("fp8 rows have no gradient");
-    }
+    with_dtype(p.weighing.dtype, "fp8 rows have no gradient", [&](auto dtype) { launch_for<Weighed<dtype.value>>(p, blocks, stream, early); });
 }
 
 }  // namespace deepep_moe

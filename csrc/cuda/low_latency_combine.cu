@@ -310,12 +310,7 @@ void launch_low_latency_combine(Launch l, void* stream) {
         const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.context.config.hidden / 4);  // for a token, at most
         l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * ((threads + kThreads - 1) / kThreads), 1, l.num_blocks));
     }
-    switch (l.call.what.dtype) {
-        case DType::kFloat32: return launch_type<DType::kFloat32>(l, stream);
-        case DType::kBFloat16: return launch_type<DType::kBFloat16>(l, stream);
-        case DType::kFloat16: return launch_type<DType::kFloat16>(l, stream);
-        case DType::kFloat8: throw std::invalid_argument("combine takes float32, bfloat16 or float16");
-    }
+    with_dtype(l.call.what.dtype, "combine takes float32, bfloat16 or float16", [&](auto dtype) { launch_type<dtype.value>(l, stream); });
 }
 
 }  // namespace deepep_moe

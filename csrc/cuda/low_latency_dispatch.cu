@@ -451,12 +451,8 @@ void launch_low_latency_dispatch(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kDispatch;
     const int senders = l.context.config.num_ranks + std::max(1, l.call.num_tokens);
     if (!l.receives) l.num_blocks = std::min(l.num_blocks, senders);
-    switch (l.call.what.dtype) {
-        case DType::kFloat32: return launch_type<DType::kFloat32>(l, stream);
-        case DType::kBFloat16: return launch_type<DType::kBFloat16>(l, stream);
-        case DType::kFloat16: return launch_type<DType::kFloat16>(l, stream);
-        case DType::kFloat8: throw std::invalid_argument("rows are quantized on their way; give them as they are");
-    }
+    with_dtype(l.call.what.dtype, "rows are quantized on their way; give them as they are",
+               [&](auto dtype) { launch_type<dtype.value>(l, stream); });
 }
 
 }  // namespace deepep_moe

@@ -29,12 +29,7 @@ void launch_quantize(const GpuQuantizeParams& p, void* stream) {
     const int64_t threads = p.num_rows * divide_up(p.hidden, kScaleBlock) * kThreadsPerBlock;
     const int blocks = static_cast<int>(divide_up(threads, kThreads));
     if (blocks == 0) return;
-    switch (p.dtype) {
-        case DType::kFloat32: return launch<quantize<DType::kFloat32>>("quantize", blocks, kThreads, 0, p, stream);
-        case DType::kBFloat16: return launch<quantize<DType::kBFloat16>>("quantize", blocks, kThreads, 0, p, stream);
-        case DType::kFloat16: return launch<quantize<DType::kFloat16>>("quantize", blocks, kThreads, 0, p, stream);
-        case DType::kFloat8: throw std::invalid_argument("the rows are fp8 already");
-    }
+    with_dtype(p.dtype, "the rows are fp8 already", [&](auto dtype) { launch<quantize<dtype.value>>("quantize", blocks, kThreads, 0, p, stream); });
 }
 
 }  // namespace deepep_moe

@@ -19,12 +19,8 @@ __global__ void __launch_bounds__(kThreads) weigh_backward(const __grid_constant
 void launch_weigh_backward(const GpuWeighParams& p, void* stream) {
     const int blocks = static_cast<int>(divide_up(p.num_rows, int64_t{kThreads / 32}));
     if (blocks == 0) return;
-    switch (p.weighing.dtype) {
-        case DType::kFloat32: return launch<weigh_backward<DType::kFloat32>>("weigh_backward", blocks, kThreads, 0, p, stream);
-        case DType::kBFloat16: return launch<weigh_backward<DType::kBFloat16>>("weigh_backward", blocks, kThreads, 0, p, stream);
-        case DType::kFloat16: return launch<weigh_backward<DType::kFloat16>>("weigh_backward", blocks, kThreads, 0, p, stream);
-        case DType::kFloat8: throw std::invalid_argument("fp8 rows have no gradient");
-    }
+    with_dtype(p.weighing.dtype, "fp8 rows have no gradient",
+               [&](auto dtype) { launch<weigh_backward<dtype.value>>("weigh_backward", blocks, kThreads, 0, p, stream); });
 }
 
 }  // namespace deepep_moe

@@ -84,23 +84,14 @@ int blocks_of(int64_t num_warps) { return static_cast<int>(divide_up(num_warps, 
 void launch_weighed_sum(const GpuWeighedSumParams& p, void* stream) {
     const int blocks = blocks_of(p.num_tokens);
     if (blocks == 0) return;
-    switch (p.dtype) {
-        case DType::kFloat32: return launch<weighed_sum<DType::kFloat32>>("weighed_sum", blocks, kThreads, 0, p, stream);
-        case DType::kBFloat16: return launch<weighed_sum<DType::kBFloat16>>("weighed_sum", blocks, kThreads, 0, p, stream);
-        case DType::kFloat16: return launch<weighed_sum<DType::kFloat16>>("weighed_sum", blocks, kThreads, 0, p, stream);
-        case DType::kFloat8: throw std::invalid_argument("fp8 rows are not weighed");
-    }
+    with_dtype(p.dtype, "fp8 rows are not weighed", [&](auto dtype) { launch<weighed_sum<dtype.value>>("weighed_sum", blocks, kThreads, 0, p, stream); });
 }
 
 void launch_weighed_sum_backward(const GpuWeighedSumParams& p, void* stream) {
     const int blocks = blocks_of(p.num_tokens * divide_up(p.num_topk, kLanes));
     if (blocks == 0) return;
-    switch (p.dtype) {
-        case DType::kFloat32: return launch<weighed_sum_backward<DType::kFloat32>>("weighed_sum_backward", blocks, kThreads, 0, p, stream);
-        case DType::kBFloat16: return launch<weighed_sum_backward<DType::kBFloat16>>("weighed_sum_backward", blocks, kThreads, 0, p, stream);
-        case DType::kFloat16: return launch<weighed_sum_backward<DType::kFloat16>>("weighed_sum_backward", blocks, kThreads, 0, p, stream);
-        case DType::kFloat8: throw std::invalid_argument("fp8 rows have no gradient");
-    }
+    with_dtype(p.dtype, "fp8 rows have no gradient",
+               [&](auto dtype) { launch<weighed_sum_backward<dtype.value>>("weighed_sum_backward", blocks, kThreads, 0, p, stream); });
 }
 
 }  // namespace deepep_moe
