@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <type_traits>
 
 // For what processors and GPUs both call.
 #if defined(__CUDACC__)
@@ -42,6 +44,17 @@ constexpr const char* name_of(DType dtype) {
         case DType::kFloat8: return "float8";
     }
     return "?";
+}
+
+// `launcher` with the type as a constant, `dtype.value`; where it is fp8, the error that says why that is none.
+template <class Launcher>
+void with_dtype(DType dtype, const char* why_not_fp8, const Launcher& launcher) {
+    switch (dtype) {
+        case DType::kFloat32: return launcher(std::integral_constant<DType, DType::kFloat32>{});
+        case DType::kBFloat16: return launcher(std::integral_constant<DType, DType::kBFloat16>{});
+        case DType::kFloat16: return launcher(std::integral_constant<DType, DType::kFloat16>{});
+        case DType::kFloat8: throw std::invalid_argument(why_not_fp8);
+    }
 }
 
 constexpr const char* name_of(Layout layout) { return layout == Layout::kRank ? "rank" : "expert"; }

@@ -142,7 +142,7 @@ def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> No
         num_new = sum(not has_bias(layer.router) for layer in layers)
         if num_new:
             say_once(
-                f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as their model has none: checkpoints hold it "
+                f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as they have none: checkpoints hold it "
                 "from now on, and the model without deepep_moe neither loads it (strict=False does) nor routes by it"
             )
     for layer, plan in zip(layers, plans, strict=True):

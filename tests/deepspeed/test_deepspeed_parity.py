@@ -16,6 +16,7 @@ from deepspeed_cases import (
     engine_ready,
     make_moe,
     most_experts,
+    repeats_bits,
     run_layer,
     run_steps,
     serves,
@@ -31,7 +32,7 @@ pytest.importorskip("deepspeed")
 # With k = 4, sums of four in fp32 are added in another order in the backward; ten steps of AdamW repeat such an error, and divide small
 # gradients by their own size. In bf16 a rounding is 2^-8, and matrix products of other shapes round other bits.
 REORDERED, BF16 = 2e-4, 0.1
-STEPS_APART = 2e-3  # after ten steps of a DeepSpeed that rounds otherwise in each
+STEPS_APART = 4e-3  # after ten steps of a DeepSpeed that rounds otherwise in each
 
 TWO_RANKS = [
     Case(zero=0, k=1),
@@ -198,11 +199,10 @@ def _recomputed_worker(rank: int, num_ranks: int) -> None:
         want = run_layer(layer, x, cotangent)
         forward = layer.forward
         deepspeed.checkpointing.configure(None)
-        for again in (
-            partial(checkpoint, forward, use_reentrant=False),
-            partial(checkpoint, forward, use_reentrant=True),
-            partial(deepspeed.checkpointing.checkpoint, forward),
-        ):
+        ways = [partial(checkpoint, forward, use_reentrant=reentrant) for reentrant in (False, True)]
+        if repeats_bits():  # older versions' own needs the streams of a GPU
+            ways.append(partial(deepspeed.checkpointing.checkpoint, forward))
+        for again in ways:
             layer.forward = again
             assert_equal(run_layer(layer, x, cotangent, num_forwards=2), want, f"{again}, rank {rank}")
 

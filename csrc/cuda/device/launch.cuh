@@ -6,7 +6,6 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 #include "common/gpu_params.h"
 
@@ -57,17 +56,6 @@ void launch(const char* name, int blocks, int threads, int64_t shared_bytes, con
     cudaLaunchConfig_t config{dim3(blocks), dim3(threads), static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream), &attribute, early};
     if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kKernel, params);
     if (status != cudaSuccess) throw std::runtime_error(std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
-}
-
-// `launcher` with the type as a constant, `dtype.value`; where it is fp8, the error that says why that is none.
-template <class Launcher>
-void with_dtype(DType dtype, const char* why_not_fp8, const Launcher& launcher) {
-    switch (dtype) {
-        case DType::kFloat32: return launcher(std::integral_constant<DType, DType::kFloat32>{});
-        case DType::kBFloat16: return launcher(std::integral_constant<DType, DType::kBFloat16>{});
-        case DType::kFloat16: return launcher(std::integral_constant<DType, DType::kFloat16>{});
-        case DType::kFloat8: throw std::invalid_argument(why_not_fp8);
-    }
 }
 
 // Blocks of a kernel that a multiprocessor holds at once.
