@@ -239,6 +239,7 @@ def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dty
 class GpuParts:
     @staticmethod
     def of(handle: Any, tensors: Sequence[Tensor], num_experts: int, hidden: int) -> GpuParts | None: ...
+    def lie_in(self, tensors: Sequence[Tensor]) -> bool: ...
 
 def gpu_weigh_backward(
     grad: Tensor,

@@ -63,7 +63,12 @@ def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def _is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
     """Traced, and not merely watched by a mode, as one rank's operations may be."""
-    return torch.compiler.is_compiling() or any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:  # noqa: SIM110, as `any` takes four times as long
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return True
+    return False
 
 
 # ---- handles ----
@@ -341,12 +346,18 @@ def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_values: Te
 
 
 def _weighed_gradients(
-    buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor | Sequence[Tensor], weights: Tensor, repeats: int = 1
+    buffer: "Buffer",
+    grad: Tensor,
+    handle: DispatchHandle,
+    x: Tensor | Sequence[Tensor],
+    weights: Tensor,
+    repeats: int = 1,
+    were: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of x, all rows or those of each local expert, and of weights, from that of combined_x, whose rows `repeats` tokens share: worked
-    out where rows arrive, if the backend can."""
+    """Of x, all rows or those of each local expert and where they `were`, and of weights, from that of combined_x, whose rows `repeats`
+    tokens share: worked out where rows arrive, if the backend can."""
     is_fused = buffer._alive().fuses and not torch.is_grad_enabled() and not _is_traced((grad,))
-    x, where = _rows_of(buffer, handle, x, may_stay=is_fused)
+    x, where = _rows_of(buffer, handle, x, may_stay=is_fused, were=were)
     if is_fused:
         weighing = Weighing(weights, x if where is not None else weigh.aligned(x), where)
         rows = buffer._dispatch_cached(grad, None, None, handle, weighing, repeats)
@@ -409,11 +420,10 @@ def dispatch_by_expert(
     """
     is_compiled, repeats = _is_compiled((x, topk_idx, topk_weights)), 1
     if at_source is not None:
-        repeats = len(at_source)
-        if not is_compiled and buffer._alive().fuses and repeats <= _C.MAX_TOPK:
-            topk_weights = at_source.reshape(-1, 1)  # so rows and weights get their gradients where the rows are
+        if not is_compiled and buffer._alive().fuses and len(at_source) <= _C.MAX_TOPK:
+            topk_weights, repeats = at_source, len(at_source)  # sent: rows and weights get their gradients where the rows are
         else:
-            x, repeats = _repeated(x, repeats), 1
+            x = _repeated(x, len(at_source))
     if is_compiled:
         recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
         return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
@@ -477,19 +487,22 @@ def _repeated(rows: Tensor, repeats: int) -> Tensor:
     return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1])
 
 
-def _rows_of(buffer: "Buffer", handle: DispatchHandle, parts: Tensor | Sequence[Tensor], *, may_stay: bool) -> tuple[Tensor, Any]:
-    """All rows, joined if they are in parts; or, where they may stay and kernels can read them there, the first part and `_C.GpuParts`."""
+def _rows_of(
+    buffer: "Buffer", handle: DispatchHandle, parts: Tensor | Sequence[Tensor], *, may_stay: bool, were: Any = None
+) -> tuple[Tensor, Any]:
+    """All rows, joined if they are in parts; or, where they may stay and kernels can read them there, the first part and `_C.GpuParts`,
+    those that they `were` if saving has not moved them."""
     if isinstance(parts, Tensor):
         return parts, None
     if may_stay and buffer._alive().fuses:
-        where = _C.GpuParts.of(handle, parts, buffer.num_local_experts, buffer.hidden)
+        where = were if were is not None and were.lie_in(parts) else _C.GpuParts.of(handle, parts, buffer.num_local_experts, buffer.hidden)
         if where is not None:
             return parts[0], where
     return buffer._or_refuse(_joined, parts, handle, buffer.hidden), None
 
 
 def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return rows.view(*leading, *rows.shape).split(counts, dim=-2)
+    return torch.split_with_sizes(rows.view(*leading, *rows.shape) if leading else rows, counts, -2)
 
 
 def _joined(parts: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tensor:
@@ -509,11 +522,22 @@ def _joined(parts: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Ten
     return torch.cat([part.reshape(-1, hidden) for part in parts])
 
 
-class _DispatchByExpert(torch.autograd.Function):
+class _Function(torch.autograd.Function):
+    """For operations of many tensors. What `apply` does more is to look at each of them for transforms of torch.func."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _DispatchByExpert(_Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Any, buffer: int, leading: tuple[int, ...], repeats: int
     ) -> tuple[Any, ...]:
+        ctx.weights_shape = None if topk_weights is None else topk_weights.shape
+        if topk_weights is not None and topk_weights.shape != topk_idx.shape and topk_weights.numel() == topk_idx.numel():
+            topk_weights = topk_weights.reshape(topk_idx.shape)  # lane by lane
         rows, handle = _buffer(buffer)._dispatch(x, None, topk_idx, topk_weights, "expert", 1, -1, repeats)
         ctx.num_rows, ctx.repeats = handle.num_rows, repeats
         _keep_handle(ctx, handle)
@@ -531,16 +555,18 @@ class _DispatchByExpert(torch.autograd.Function):
         else:
             grad_x, grad_topk_weights = combine(buffer, rows, None, None, values, handle)
             grad_x = grad_x if ctx.repeats == 1 else grad_x.view(ctx.repeats, -1, grad_x.shape[1]).sum(0)
+        if grad_topk_weights is not None and grad_topk_weights.shape != ctx.weights_shape:
+            grad_topk_weights = grad_topk_weights.view(ctx.weights_shape)
         return grad_x, None, grad_topk_weights, None, None, None
 
 
-class _CombineByExpert(torch.autograd.Function):
+class _CombineByExpert(_Function):
     """`parts`: as `where` says, or all rows in one."""
 
     @staticmethod
     def forward(ctx: Any, weights: Any, handle: DispatchHandle, where: Any, at_source: Any, *parts: Tensor) -> Tensor:
         ctx.num_rows, ctx.leading, ctx.repeats = handle.num_rows, parts[0].shape[:-2], 1 if at_source is None else len(at_source)
-        ctx.is_joined = where is None
+        ctx.where = where
         _keep_handle(ctx, handle, *(() if weights is None else (weights, *parts)))
         return _buffer(handle.buffer_id)._combine(parts[0], weights, None, None, handle, where, ctx.repeats, at_source)[0]
 
@@ -552,8 +578,9 @@ class _CombineByExpert(torch.autograd.Function):
             grad_x, grad_weights = dispatch_cached(buffer, grad, None, None, handle)[0], None
         else:
             weights, *parts = weighed
-            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, parts[0] if ctx.is_joined else parts, weights, ctx.repeats)
-        grads = (grad_x,) if ctx.is_joined else _split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
+            x = parts[0] if ctx.where is None else parts
+            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, ctx.repeats, ctx.where)
+        grads = (grad_x,) if ctx.where is None else _split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
         return grad_weights, None, None, None, *grads
 
 

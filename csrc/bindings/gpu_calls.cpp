@@ -87,6 +87,20 @@ GpuWeighing weighing_of(const TensorArg& weights, const TensorArg& x, const GpuP
     return {dtype, weights.as<const float*>(), x.as<const std::byte*>(), parts == nullptr ? GpuParts{} : *parts, grad_weights.as<float*>()};
 }
 
+// Parts, and the addresses by which tensors are known again.
+struct PartsArg : GpuParts {
+    uintptr_t address[kMaxParts] = {};  // 0 without rows
+
+    // Are these tensors, once found to be parts, still where they were?
+    bool lie_in(py::handle tensors) const {
+        const py::object given = owned(PySequence_Fast(tensors.ptr(), "expected tensors"));
+        if (PySequence_Fast_GET_SIZE(given.ptr()) != num_parts) return false;
+        for (int i = 0; i < num_parts; ++i)
+            if (address[i] != 0 && address_of(PySequence_Fast_GET_ITEM(given.ptr(), i)) != address[i]) return false;
+        return true;
+    }
+};
+
 struct GpuDispatchCall {
     GpuPlanParams plan;
     GpuDispatchParams params{};
@@ -131,7 +145,7 @@ struct GpuDispatchCall {
     }
 
     // Rows are gradients of rows that were weighed; as GpuWeighing has it.
-    void weigh(const TensorArg& weights, const TensorArg& x, const GpuParts* parts, const TensorArg& grad_weights, DType dtype) {
+    void weigh(const TensorArg& weights, const TensorArg& x, const PartsArg* parts, const TensorArg& grad_weights, DType dtype) {
         params.weighing = weighing_of(weights, x, parts, grad_weights, dtype);
     }
 
@@ -140,27 +154,29 @@ struct GpuDispatchCall {
 
 // The rows of each local expert, of a dispatch without padding, as `tensors` hold them; None where kernels cannot read them there: where there
 // are too many, or they are not alike, contiguous and [1, ..., num_rows, hidden] of whole pieces. Callers keep the tensors alive.
-std::optional<GpuParts> parts_of(py::handle handle, py::handle tensors, int64_t num_experts, int64_t hidden) {
-    static const Name kDtype{"dtype"}, kDevice{"device"}, kIsContiguous{"is_contiguous"};
-    const py::sequence given = py::reinterpret_borrow<py::sequence>(tensors);
+std::optional<PartsArg> parts_of(py::handle handle, py::handle tensors, int64_t num_experts, int64_t hidden) {
+    static const Name kDtype{"dtype"}, kGetDevice{"get_device"}, kIsContiguous{"is_contiguous"};
+    const py::object given = owned(PySequence_Fast(tensors.ptr(), "expected tensors"));
     const TensorArg call(attribute(handle, kCall));
-    const int64_t num_parts = static_cast<int64_t>(given.size());
+    const int64_t num_parts = PySequence_Fast_GET_SIZE(given.ptr());
     if (num_parts != num_experts || num_parts > kMaxParts || num_parts >= call.num_rows) return std::nullopt;
     const int64_t* counts = call.as<const int64_t*>() + call.num_rows - num_parts;  // of the last experts
-    const py::object first = given[0];
+    const py::handle first = PySequence_Fast_GET_ITEM(given.ptr(), 0);
     if (!PyObject_HasAttr(first.ptr(), kDataPtr.text)) return std::nullopt;  // no tensor
-    const py::object dtype = attribute(first, kDtype), device = attribute(first, kDevice);
-    const int num_dims = TensorArg(first).num_dims;
-    GpuParts parts{};
+    const py::object dtype = attribute(first, kDtype);
+    const int64_t device = to_int(called(first, kGetDevice)), element_bytes = to_int(attribute(first, kItemsize));
+    const int num_dims = TensorArg(first, element_bytes).num_dims;
+    PartsArg parts{};
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_parts; ++i) {
-        const py::object tensor = given[i];
+        const py::handle tensor = PySequence_Fast_GET_ITEM(given.ptr(), i);
         if (Py_TYPE(tensor.ptr()) != Py_TYPE(first.ptr())) return std::nullopt;
-        const TensorArg part(tensor);
-        const bool is_alike = part.num_dims == num_dims && attribute(tensor, kDtype).is(dtype) && attribute(tensor, kDevice).equal(device);
+        const TensorArg part(tensor, element_bytes);
+        const bool is_alike = part.num_dims == num_dims && attribute(tensor, kDtype).is(dtype) && to_int(called(tensor, kGetDevice)) == device;
         const bool has_shape = part.num_columns == hidden && part.inner_rows == counts[i] && part.num_leading == 1;
         if (!is_alike || !has_shape || part.row_bytes() % kRowAlignment != 0 || part.address % kRowAlignment != 0) return std::nullopt;
-        if (owned(PyObject_CallMethodNoArgs(tensor.ptr(), kIsContiguous.text)).ptr() != Py_True) return std::nullopt;
+        if (called(tensor, kIsContiguous).ptr() != Py_True) return std::nullopt;
+        parts.address[i] = part.address;
         parts.first_row[i] = static_cast<int>(num_rows);
         parts.rows[i] = part.address - num_rows * part.row_bytes();
         num_rows += part.num_rows;
@@ -175,7 +191,7 @@ struct GpuCombineCall {
     Signature signature{};
 
     // is_sent_by_copies: by copy engines, which take rows from the outbox.
-    GpuCombineCall(py::handle handle_object, const TensorArg& x, const GpuParts* parts, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
+    GpuCombineCall(py::handle handle_object, const TensorArg& x, const PartsArg* parts, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
                    const TensorArg& source_weights, const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype,
                    bool is_sent_by_copies) {
         const HandleArg handle(handle_object);
@@ -228,14 +244,16 @@ void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
         .def("weigh", &GpuDispatchCall::weigh, py::arg("weights"), py::arg("x"), py::arg("parts"), py::arg("grad_weights"), py::arg("dtype"))
         .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
     py::class_<GpuCombineCall>(m, "GpuCombineCall")
-        .def(py::init<py::handle, const TensorArg&, const GpuParts*, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
+        .def(py::init<py::handle, const TensorArg&, const PartsArg*, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, const TensorArg&, DType, bool>(),
              py::arg("handle"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("source_weights"), py::arg("combined_x"),
              py::arg("combined_lane_values"), py::arg("dtype"), py::arg("is_sent_by_copies"))
         .def_property_readonly("slot_bytes", &GpuCombineCall::slot_bytes);
     py::class_<GpuCounts>(m, "GpuCounts")
         .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
         .def_readonly("num_rows", &GpuCounts::num_rows);
-    py::class_<GpuParts>(m, "GpuParts").def_static("of", &parts_of, py::arg("handle"), py::arg("tensors"), py::arg("num_experts"), py::arg("hidden"));
+    py::class_<PartsArg>(m, "GpuParts")
+        .def_static("of", &parts_of, py::arg("handle"), py::arg("tensors"), py::arg("num_experts"), py::arg("hidden"))
+        .def("lie_in", &PartsArg::lie_in, py::arg("tensors"));
     m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
           py::arg("device"), py::arg("stream"));
     communicator

@@ -22,6 +22,8 @@ struct Name {
 
 inline py::object attribute(py::handle owner, const Name& name) { return owned(PyObject_GetAttr(owner.ptr(), name.text)); }
 
+inline py::object called(py::handle owner, const Name& method) { return owned(PyObject_CallMethodNoArgs(owner.ptr(), method.text)); }
+
 inline int64_t to_int(py::handle number) {
     const long long value = PyLong_AsLongLong(number.ptr());
     if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
@@ -29,6 +31,8 @@ inline int64_t to_int(py::handle number) {
 }
 
 inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"}, kStride{"stride"};
+
+inline uintptr_t address_of(py::handle tensor) { return static_cast<uintptr_t>(to_int(called(tensor, kDataPtr))); }
 
 // A tensor, contiguous, or None.
 struct TensorArg {
@@ -39,7 +43,8 @@ struct TensorArg {
     int64_t inner_rows = 1, num_leading = 1;                   // of which the last has these, and the others so many of it
 
     TensorArg() = default;
-    explicit TensorArg(py::handle tensor) {
+    // known_element_bytes: 0 where they are to be asked for.
+    explicit TensorArg(py::handle tensor, int64_t known_element_bytes = 0) : element_bytes(known_element_bytes) {
         if (tensor.is_none()) return;
         is_there = true;
         const py::object shape = attribute(tensor, kShape);
@@ -50,8 +55,8 @@ struct TensorArg {
         for (int i = 0; i < last; ++i) num_leading *= to_int(PyTuple_GET_ITEM(shape.ptr(), i));
         if (num_dims > 0) inner_rows = to_int(PyTuple_GET_ITEM(shape.ptr(), last));
         num_rows = num_leading * inner_rows;
-        element_bytes = to_int(attribute(tensor, kItemsize));
-        if (num_rows > 0 && num_columns > 0) address = to_int(owned(PyObject_CallMethodNoArgs(tensor.ptr(), kDataPtr.text)));
+        if (element_bytes == 0) element_bytes = to_int(attribute(tensor, kItemsize));
+        if (num_rows > 0 && num_columns > 0) address = address_of(tensor);
     }
 
     template <class Pointer>
@@ -66,7 +71,7 @@ struct MatrixArg : TensorArg {
     MatrixArg() = default;
     explicit MatrixArg(py::handle tensor) : TensorArg(tensor) {
         if (!is_there) return;
-        const py::object strides = owned(PyObject_CallMethodNoArgs(tensor.ptr(), kStride.text));
+        const py::object strides = called(tensor, kStride);
         if (!PyTuple_Check(strides.ptr()) || PyTuple_GET_SIZE(strides.ptr()) != 2) throw py::type_error("expected a tensor of two dimensions");
         row_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 0)), column_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 1));
     }
