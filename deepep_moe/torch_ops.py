@@ -442,10 +442,11 @@ def combine_by_expert(
     parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
     and of the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
     """
-    is_compiled = _is_compiled((parts[0], topk_weights))
-    rows, where = _rows_of(buffer, handle, parts, may_stay=not is_compiled)
     # Where rows get their gradients all ranks have decided in the dispatch; how an expert's rows lie may differ from rank to rank.
-    if is_compiled or (at_source is not None and topk_weights is None):
+    is_weighed_after = at_source is not None and topk_weights is None
+    is_apart = is_weighed_after or _is_compiled((parts[0], topk_weights))
+    rows, where = _rows_of(buffer, handle, parts, may_stay=not is_apart)
+    if is_apart:
         combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
         return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
     at_source = None if at_source is None else at_source.detach().contiguous()

@@ -178,8 +178,10 @@ def test_rows_weighed_at_the_source(backend, expert):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_many_experts_weighed_at_the_source(backend):
-    run_ranks(weighed_at_the_source, 3, backend, torch.float32, 2, doubled, 120)
+@pytest.mark.parametrize(("num_topk", "num_experts"), ((2, 120), (33, 6)))
+def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
+    """On a rank: rows are joined; of a token: they are weighed after the combine."""
+    run_ranks(weighed_at_the_source, 3, backend, torch.float32, num_topk, doubled, num_experts)
 
 
 def of_weights_alone(rank, num_ranks, backend):
