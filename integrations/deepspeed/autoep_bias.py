@@ -33,7 +33,8 @@ class StepWithBias:
 def move_biases(routers: Sequence[GatedRouter], group: dist.ProcessGroup) -> None:
     """Move each router's bias by its `expert_bias_update_rate`, against the load over the ranks of `group` since the last call.
 
-    Collective: one all-reduce for all routers of as many experts and the same rate, which are stacked.
+    Collective: one all-reduce for all routers of as many experts and the same rate, which are stacked. Raises TypeError for biases that
+    are no longer fp32.
     """
 
     def kind(router: GatedRouter) -> tuple[int, float]:
@@ -44,6 +45,12 @@ def move_biases(routers: Sequence[GatedRouter], group: dist.ProcessGroup) -> Non
     for (_, rate), alike in groupby(sorted(routers, key=kind), kind):
         stack = list(alike)
         biases = [router.e_score_correction_bias for router in stack]
+        narrow = {str(bias.dtype).removeprefix("torch.") for bias in biases} - {"float32"}
+        if narrow:
+            raise TypeError(
+                f"e_score_correction_bias of routers has become {' and '.join(narrow)}, in which steps of {rate} are lost: the model was "
+                "cast after replace_moe_layers; call that again"
+            )
         stacked = torch.stack(biases)
         update_expert_bias(stacked, torch.stack([router.take_counts() for router in stack]), rate, group)
         torch._foreach_copy_(biases, list(stacked.unbind()))

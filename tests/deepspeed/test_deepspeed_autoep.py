@@ -294,6 +294,14 @@ def _balance_worker(rank: int, num_ranks: int, folder: str) -> None:
             assert _optimizer_step(resumed, rank, 50) == _optimizer_step(engine, rank, 50)
             assert_equal(_copies(_biases(resumed)), _copies(_biases(engine)), "a step later")
 
+            routers = [layer.router.bfloat16() for layer in autoep_layers(resumed)]
+            with pytest.raises(
+                TypeError, match="has become bfloat16, in which steps of 0.02 are lost: the model was cast after replace_moe"
+            ):
+                autoep_bias.move_biases(routers, None)
+            replace_moe_layers(resumed, expert_bias_update_rate=RATE)
+            assert all(bias.dtype == torch.float32 for bias in _biases(resumed))
+
             kept = _copies(_biases(engine))
             assert restore_moe_layers(engine) == 2
             for step in range(2):
