@@ -58,7 +58,7 @@ def _needs_gradients(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 or _is_compiled(tensors)
+    return _is_compiled(tensors) or torch._C._len_torch_dispatch_stack() > 0  # Dynamo knows the first only
 
 
 def _is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
