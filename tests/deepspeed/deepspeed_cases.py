@@ -103,9 +103,9 @@ class Case:
 
 
 def serves(case: Case) -> bool:
-    """Whether the installed DeepSpeed can. Before 0.15 it has no k above 2, and no fp16 on CPUs; up to 0.18, such k without dropping end
-    in an error."""
-    if case.dtype == "fp16" and most_experts() == 2:
+    """Whether the installed DeepSpeed can. Before 0.15 it has no k above 2, and on CPUs no fp16, and no bf16 without ZeRO; up to 0.18, such
+    k without dropping end in an error."""
+    if most_experts() == 2 and (case.dtype == "fp16" or (case.dtype == "bf16" and case.zero == 0)):
         return False
     return case.k <= 2 or (most_experts() > 2 and (case.drop_tokens or repeats_bits()))
 
