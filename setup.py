@@ -3,6 +3,8 @@
 The module links neither PyTorch nor Python packages other than pybind11's headers, so it builds in an isolated
 environment and one build serves every supported PyTorch. nvcc and NVSHMEM are looked for; CUDA sources are compiled when
 both they and nvcc are there. What was compiled is recorded in the module and shown by `deepep_moe.features()`.
+
+The optional module `deepep_moe._autograd` is built where PyTorch is found too, and serves that PyTorch alone.
 """
 
 import os
@@ -13,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
 HOST_ROOMS = ("common", "cpu", "runtime", "bindings")
@@ -87,6 +89,40 @@ def extension() -> Pybind11Extension:
     return built
 
 
+def autograd_extensions() -> list[Extension]:
+    """`deepep_moe._autograd`, where PyTorch is found: in an environment that has it, without pip's isolation."""
+    try:
+        import torch
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except ImportError:
+        torch = None
+    if torch is None or not find_nvcc():
+        print("deepep_moe: PyTorch or nvcc not found, building without _autograd")
+        return []
+    print(f"deepep_moe: building _autograd for torch {torch.__version__}")
+    return [
+        Extension(
+            "deepep_moe._autograd",
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "autograd").glob("*.cpp")),
+            include_dirs=["csrc"],
+            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
+            language="c++",
+            define_macros=[("DEEPEP_MOE_TORCH", f'"{torch.__version__}"')],
+            extra_compile_args=[
+                "-std=c++20",
+                "-O2",
+                "-g0",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wextra",
+                *(f"-isystem{path}" for path in include_paths()),
+            ],
+            library_dirs=library_paths(),
+            libraries=["c10", "torch_cpu", "torch_python"],  # which PyTorch has loaded before
+        )
+    ]
+
+
 def cuda_root(nvcc: str) -> Path:
     """The toolkit of `nvcc`, which may be a link or a script elsewhere."""
     candidates = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
@@ -97,8 +133,8 @@ def cuda_root(nvcc: str) -> Path:
 class BuildWithCuda(build_ext):
     """Compiles csrc/cuda with nvcc before the host sources are compiled and all are linked."""
 
-    def build_extension(self, ext: Pybind11Extension) -> None:
-        nvcc = find_nvcc()
+    def build_extension(self, ext: Extension) -> None:
+        nvcc = find_nvcc() if isinstance(ext, Pybind11Extension) else ""
         sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").glob("*.cu")) if nvcc else []
         targets = [Path(self.build_temp) / source.with_suffix(".o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -124,7 +160,7 @@ def is_stale(object_file: str, source: str) -> bool:
 
 with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=is_stale):
     setup(
-        ext_modules=[extension()],
+        ext_modules=[extension(), *autograd_extensions()],
         cmdclass={"build_ext": BuildWithCuda},
         packages=[
             "deepep_moe",
@@ -139,5 +175,5 @@ with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs
             "deepep_moe.integrations.megatron",
         ],
         package_dir={"deepep_moe": "deepep_moe", "deepep_moe.integrations": "integrations"},
-        package_data={"deepep_moe": ["py.typed", "_C.pyi"]},
+        package_data={"deepep_moe": ["py.typed", "_C.pyi", "_autograd.pyi"]},
     )

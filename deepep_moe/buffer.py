@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe import config, torch_ops
+from deepep_moe import autograd_module, config, torch_ops
 from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings, Weighing
 from deepep_moe.backends.checks import (
     check_beside_handle,
@@ -116,6 +116,7 @@ class Buffer:
         self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
         self._mode = self._own_mode = Mode(num_sms=num_sms)
+        self._by_expert = autograd_module.by_expert(self._backend, self._number, self._own_mode)
         torch_ops.register_buffer(self._number, self)
         if rank == 0:
             logger.info(
@@ -294,7 +295,7 @@ class Buffer:
         if self._executor is not None and os.getpid() == self._process_id:
             self._executor.shutdown(wait=True)
         self._executor = None
-        backend, self._backend = self._backend, None
+        backend, self._backend, self._by_expert = self._backend, None, None
         backend.destroy()
 
     # ---- calls through the operators ----
@@ -332,6 +333,13 @@ class Buffer:
         if self._backend is None:
             raise BufferDestroyedError("this buffer was destroyed; create a new Buffer")
         return self._backend
+
+    def _native(self) -> Any:
+        """`_autograd.ByExpert` for a call that is like any other: nothing is in flight or to be raised, and the mode is the buffer's."""
+        is_plain = (
+            self._pending is None and self._earlier_failure is None and self._mode is self._own_mode and self._num_forks == _num_forks
+        )
+        return self._by_expert if is_plain else None
 
     def _refuse_other_process(self) -> None:
         """The thread and the GPU of a buffer are not there in a process forked from its owner."""

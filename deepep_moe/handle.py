@@ -119,6 +119,7 @@ class PackedHandle(DispatchHandle):
 
     memory: Tensor  # type: ignore[misc]
     shape: HandleShape
+    starts: tuple[int, ...]
     num_tokens = 0  # each has its own, past the property
 
     def __init__(self, buffer_id: int, layout: str, expert_alignment: int, num_rows: int, shape: HandleShape, memory: Tensor, call: Tensor):

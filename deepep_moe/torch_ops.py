@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
+from deepep_moe import _C, autograd_module
 from deepep_moe.backends import weigh
 from deepep_moe.backends.base import Rows, Weighing
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.handle import DispatchHandle
+from deepep_moe.handle import DispatchHandle, PackedHandle
 
 if TYPE_CHECKING:
     from deepep_moe.buffer import Buffer
@@ -427,6 +427,12 @@ def dispatch_by_expert(
     if is_compiled:
         recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
         return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
+    native = buffer._native()
+    if native is not None:
+        made = native.dispatch(x, topk_idx, topk_weights, len(leading), repeats)
+        if made is not None:
+            parts, weights, shape, num_rows, memory, numbers = made
+            return parts, weights, PackedHandle(buffer._number, "expert", 1, num_rows, shape, memory, numbers)
     weights, handle, *parts = _DispatchByExpert.apply(x, topk_idx, topk_weights, buffer._number, leading, repeats)
     return tuple(parts), weights, handle
 
@@ -445,6 +451,12 @@ def combine_by_expert(
     # Where rows get their gradients all ranks have decided in the dispatch; how an expert's rows lie may differ from rank to rank.
     is_weighed_after = at_source is not None and topk_weights is None
     is_apart = is_weighed_after or _is_compiled((parts[0], topk_weights))
+    native = None if is_apart else buffer._native()
+    if native is not None and isinstance(handle, PackedHandle) and handle.buffer_id == buffer._number:
+        source = None if at_source is None else at_source.detach().contiguous()
+        made = native.combine(parts, topk_weights, source, handle.memory, handle.call, handle.starts, handle.num_rows, handle.num_tokens)
+        if made is not None:
+            return made
     rows, where = _rows_of(buffer, handle, parts, may_stay=not is_apart)
     if is_apart:
         combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
@@ -547,18 +559,23 @@ class _DispatchByExpert(_Function):
     @staticmethod
     def backward(ctx: Any, grad_topk_weights: Any, _handle: Any, *grads: Tensor) -> tuple[Any, ...]:
         handle, _ = _kept(ctx, ctx.num_rows)
-        buffer = _buffer(handle.buffer_id)
-        is_plain = not torch.is_grad_enabled() and not _is_traced(grads)
-        rows, where = _rows_of(buffer, handle, grads, may_stay=is_plain)
-        values = None if grad_topk_weights is None else grad_topk_weights.contiguous()
-        if is_plain:
-            grad_x, grad_topk_weights = buffer._combine(rows, None, None, values, handle, where, ctx.repeats)
-        else:
-            grad_x, grad_topk_weights = combine(buffer, rows, None, None, values, handle)
-            grad_x = grad_x if ctx.repeats == 1 else grad_x.view(ctx.repeats, -1, grad_x.shape[1]).sum(0)
+        grad_x, grad_topk_weights = _dispatch_by_expert_gradients(handle, ctx.repeats, grad_topk_weights, grads)
         if grad_topk_weights is not None and grad_topk_weights.shape != ctx.weights_shape:
             grad_topk_weights = grad_topk_weights.view(ctx.weights_shape)
         return grad_x, None, grad_topk_weights, None, None, None
+
+
+def _dispatch_by_expert_gradients(
+    handle: DispatchHandle, repeats: int, grad_topk_weights: Tensor | None, grads: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Of x, whose rows `repeats` tokens share, and of topk_weights, if they were sent."""
+    buffer, is_plain = _buffer(handle.buffer_id), not torch.is_grad_enabled() and not _is_traced(tuple(grads))
+    rows, where = _rows_of(buffer, handle, grads, may_stay=is_plain)
+    values = None if grad_topk_weights is None else grad_topk_weights.contiguous()
+    if is_plain:
+        return buffer._combine(rows, None, None, values, handle, where, repeats)
+    grad_x, grad_topk_weights = combine(buffer, rows, None, None, values, handle)
+    return grad_x if repeats == 1 else grad_x.view(repeats, -1, grad_x.shape[1]).sum(0), grad_topk_weights
 
 
 class _CombineByExpert(_Function):
@@ -574,15 +591,51 @@ class _CombineByExpert(_Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         handle, weighed = _kept(ctx, ctx.num_rows)
-        buffer, grad = _buffer(handle.buffer_id), _as_rows(grad)
-        if not weighed:
-            grad_x, grad_weights = dispatch_cached(buffer, grad, None, None, handle)[0], None
-        else:
-            weights, *parts = weighed
-            x = parts[0] if ctx.where is None else parts
-            grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, x, weights, ctx.repeats, ctx.where)
-        grads = (grad_x,) if ctx.where is None else _split(grad_x, handle.num_rows_per_expert_list, ctx.leading)
+        how = ctx.repeats, ctx.leading, grad, weighed, ctx.where
+        grad_weights, *grads = _combine_by_expert_gradients(handle, *how, is_joined=ctx.where is None)
         return grad_weights, None, None, None, *grads
+
+
+def _combine_by_expert_gradients(
+    handle: DispatchHandle, repeats: int, leading: tuple[int, ...], grad: Tensor, weighed: Sequence[Tensor], where: Any, *, is_joined: bool
+) -> tuple[Tensor | None, ...]:
+    """Of weights, if there were some, and of parts, which are one if they were joined. weighed: the weights and the parts, or nothing."""
+    buffer, grad, grad_weights = _buffer(handle.buffer_id), _as_rows(grad), None
+    if weighed:
+        weights, *parts = weighed
+        grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, parts[0] if is_joined else parts, weights, repeats, where)
+    else:
+        grad_x, _, _ = dispatch_cached(buffer, grad, None, None, handle)
+    return grad_weights, *((grad_x,) if is_joined else _split(grad_x, handle.num_rows_per_expert_list, leading))
+
+
+# ---- the same in C++, where `_autograd` was built: it calls back for what it declines ----
+
+
+def _native(number: int) -> Any:
+    buffer = _buffers.get(number)
+    return None if buffer is None else buffer._native()
+
+
+def _handle_of(number: int, num_tokens: int, num_rows: int, memory: Tensor, numbers: Tensor) -> PackedHandle:
+    backend: Any = _buffer(number)._alive()
+    return PackedHandle(number, "expert", 1, num_rows, backend.handle_shape(num_tokens, "expert"), memory, numbers)
+
+
+def _native_dispatch_gradients(kept: tuple[Any, ...], repeats: int, grad_weights: Tensor | None, grads: list[Tensor]) -> tuple[Any, ...]:
+    return _dispatch_by_expert_gradients(_handle_of(*kept), repeats, grad_weights, grads)
+
+
+def _native_combine_gradients(
+    kept: tuple[Any, ...], repeats: int, num_leading: int, grad: Tensor, weighed: list[Tensor]
+) -> tuple[Any, ...]:
+    return _combine_by_expert_gradients(_handle_of(*kept), repeats, (1,) * num_leading, grad, weighed, None, is_joined=False)
+
+
+if autograd_module.MODULE is not None:
+    autograd_module.MODULE.set_hooks(
+        plain=_native, dispatch_gradients=_native_dispatch_gradients, combine_gradients=_native_combine_gradients
+    )
 
 
 _library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")

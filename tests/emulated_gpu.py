@@ -43,6 +43,11 @@ def compile_object(source: Path) -> Path:
         return target
     include = [ROOT / "tests" / "emulation", ROOT / "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
     macros = ['-DDEEPEP_MOE_VERSION="emulated"', "-DDEEPEP_MOE_FOUND_NVSHMEM=false", "-Wno-unknown-pragmas"]
+    if source.parent.name == "autograd":
+        import torch
+        from torch.utils.cpp_extension import include_paths
+
+        macros += [f'-DDEEPEP_MOE_TORCH="{torch.__version__}"', *(f"-isystem{path}" for path in include_paths())]
     command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-x", "c++", "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     return target
@@ -53,18 +58,30 @@ def build() -> Path:
     sources = [path for room in ROOMS for path in (ROOT / "csrc" / room).iterdir() if path.suffix in (".cpp", ".cu")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_object, [*sources, ROOT / "tests" / "emulation" / "emulation.cpp"]))
+        functions = list(pool.map(compile_object, (ROOT / "csrc" / "autograd").glob("*.cpp")))
     package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
     for path in (ROOT / "deepep_moe").iterdir():
         link = package / path.name
-        if not path.name.startswith(("_C.cp", "__pycache__")) and not link.is_symlink():
+        if not path.name.startswith(("_C.cp", "_autograd.cp", "__pycache__")) and not link.is_symlink():
             link.symlink_to(path)
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
-    module = package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
-        subprocess.run(["g++", "-shared", "-pthread", *map(str, objects), "-o", str(module)], check=True)
+    link_module(package, "_C", objects)
+    link_module(package, "_autograd", functions, *torch_libraries())
     return SITE
+
+
+def torch_libraries() -> list[str]:
+    from torch.utils.cpp_extension import library_paths
+
+    return [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch_python"]
+
+
+def link_module(package: Path, name: str, objects: list[Path], *libraries: str) -> None:
+    module = package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+        subprocess.run(["g++", "-shared", "-pthread", *map(str, objects), *libraries, "-o", str(module)], check=True)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import emulated_gpu
 import torch
 
-from deepep_moe import Buffer, reference
+from deepep_moe import Buffer, autograd_module, reference
 from deepep_moe.backends.output_pool import OutputPool
 
 
@@ -133,8 +133,14 @@ def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Ten
     return [tensor.to(device_of(backend, rank)) for tensor in tensors]
 
 
+class InPython(str):
+    """A backend's name: without the module `deepep_moe._autograd`."""
+
+
 def device_of(backend: str, rank: int) -> torch.device:
     """Where the tensors of `backend` lie; ranks share the GPUs there are."""
+    if isinstance(backend, InPython):
+        autograd_module.MODULE = None
     if backend != "nvlink":
         return torch.device("cpu")
     if emulated_gpu.is_chosen():

@@ -7,16 +7,20 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+from exchange_cases import Case, InPython, assert_same, device_of, on_device, poison_outputs
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepep_moe import Buffer, reference
-from deepep_moe.errors import EPPeerError
+from deepep_moe import Buffer, autograd_module, reference
+from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.testing import run_ranks
 from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert, weighed_sum
 
-BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+NVLINK = (
+    pytest.param("nvlink", marks=pytest.mark.gpu),
+    pytest.param(InPython("nvlink"), marks=pytest.mark.gpu, id="nvlink in Python"),
+)
+BACKENDS = ("shm", "collective", *NVLINK)
 MANY = 80  # experts of two ranks: more parts than kernels take
 
 
@@ -87,6 +91,9 @@ def equal(rank, num_ranks, backend, case, expert):
             torch.testing.assert_close(value, expected)
         else:
             assert_same(name, value, expected)
+    is_readable = num_local < 33 and (expert in (doubled, ignored) or (expert is unlike and rank % 2 == 0))
+    is_native = backend == "nvlink" and autograd_module.MODULE is not None and is_readable
+    assert ("deepep_moe::" in found[1][0].grad_fn.name()) is is_native
     if expert is doubled:
         received = reference.dispatch(xs, idxs, all_weights if case.with_weights else None, case.num_experts)
         rows = [
@@ -256,6 +263,88 @@ def test_rows_that_experts_make_too_narrow(backend):
     run_ranks(narrow, 2, backend)
 
 
+def bad_routing(rank, num_ranks, backend):
+    """Rank 1's kernels find an expert that is none. The buffer is as good as before, for the call after."""
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+    wrong = idx.clone()
+    wrong[2, 1] = 4
+    expected = ValueError if rank == 1 else EPPeerError
+    message = r"topk_idx\[2, 1\] is 4; it must be -1 \(no expert\) or 0 to 3"
+    with pytest.raises(expected, match=message if rank == 1 else f"rank 1 refused its arguments: .*{message}"):
+        dispatch_by_expert(buffer, x, wrong if rank == 1 else idx, weights)
+    dist.barrier()
+    scale = torch.tensor([0.5, 2.0], device=x.device)
+    assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bad_routing(backend):
+    run_ranks(bad_routing, 2, backend)
+
+
+def without_memory(rank, num_ranks, backend):
+    """What fails before a rank has entered its call, its peers learn."""
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, weights = on_device("nvlink", rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, case.hidden, 4, 2, backend="nvlink")
+    if rank == 1:
+        buffer._backend.handle_shape = fails  # in the place of the first allocation
+        buffer._by_expert = autograd_module.by_expert(buffer._backend, buffer._number, buffer._own_mode)
+    expected = (
+        (torch.OutOfMemoryError, "nothing is left") if rank == 1 else (EPPeerError, "rank 1 refused .* OutOfMemoryError: nothing is left")
+    )
+    with pytest.raises(expected[0], match=expected[1]):
+        dispatch_by_expert(buffer, x, idx, weights)
+
+
+def fails(*_, **__):
+    raise torch.OutOfMemoryError("nothing is left")
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_a_rank_without_memory(backend):
+    run_ranks(without_memory, 2, backend)
+
+
+def gone(rank, num_ranks, backend):
+    """A backward whose buffer is no more."""
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    leaf, scale = x.clone().requires_grad_(), torch.tensor([0.5, 2.0], device=x.device)
+    for is_destroyed, message in ((True, "this buffer was destroyed; create a new Buffer"), (False, "buffer . is gone; keep the Buffer")):
+        buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+        combined_x = in_parts(buffer, leaf, idx, weights, scale, doubled)
+        if is_destroyed:
+            buffer.destroy()
+        else:
+            del buffer
+        with pytest.raises(BufferDestroyedError, match=message):
+            combined_x.sum().backward()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffer_that_is_gone(backend):
+    run_ranks(gone, 2, backend)
+
+
+def by_copies(rank, num_ranks):
+    """Copy engines need numbers that only Python has."""
+    device_of("nvlink", rank)
+    buffer = Buffer(None, 4, 64, 4, 2, backend="nvlink", num_sms=0)
+    assert buffer._by_expert is None
+
+
+@pytest.mark.gpu
+def test_calls_by_copy_engines_are_of_python():
+    run_ranks(by_copies, 1)
+
+
 def shares_too_much(rank, num_ranks):
     device_of("nvlink", rank)
     case = Case([8, 8], num_topk=2, num_experts=4)
@@ -292,7 +381,7 @@ def squared(rows, scale):
     return rows * rows * scale
 
 
-@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("backend", ("shm", *NVLINK))
 def test_gradients_of_gradients(backend):
     run_ranks(twice, 2, backend)
 

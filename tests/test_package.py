@@ -43,7 +43,8 @@ def test_isolated_build(tmp_path):
         for path in (ROOT / folder).rglob("*.py")
     }
     packed = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
-    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi"}
+    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_autograd.pyi"}
+    assert not [name for name in names if "_autograd." in name and name.endswith(".so")]  # which needs PyTorch
     linked = subprocess.run(["ldd", str(tmp_path / "wheel" / module)], capture_output=True, text=True, check=True).stdout
     libraries = [line.split()[0] for line in linked.splitlines()]  # without the addresses, which differ from run to run
     assert libraries and not re.search("torch|c10|cuda", " ".join(libraries)), linked
@@ -54,6 +55,7 @@ def test_features():
     assert found["shm"] is True and found["collective"] is True and found["nvlink"] is found["found_nvcc"] and found["nvshmem"] is False
     assert found["version"] == deepep_moe.__version__ and f'version = "{found["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert {"compiler", "found_nvcc", "found_nvshmem"} <= set(found)
+    assert found["autograd"] is True or "pip install --no-build-isolation builds it" in found["autograd"]
 
 
 # ---- README ----

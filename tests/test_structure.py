@@ -15,7 +15,7 @@ PYTHON_ROOMS = [
     "deepep_moe.low_latency", "deepep_moe.torch_ops", "deepep_moe.backends",
 ]  # fmt: skip
 FOUNDATION = {"_C", "config", "errors", "event", "handle"}
-CPP_ROOMS = ["bindings", "runtime", "cpu", "common"]
+CPP_ROOMS = ["bindings", "autograd", "runtime", "cpu", "common"]
 SAME_ROOM = {"cuda": "cpu", "device": "cpu"}  # beside each other: neither includes the other
 
 
@@ -69,8 +69,12 @@ def test_cpp_arrows():
             room = path.relative_to(ROOT / "csrc").parts[0]
             assert included == room or {included, room} != {"cpu", "cuda"}, f"{path} includes {included}"
             assert own <= CPP_ROOMS.index(SAME_ROOM.get(included, included)), f"{path.name} in {path.parent.name} includes {included}"
-        if path.parent.name != "bindings":
+        if path.parent.name == "autograd":  # a module of its own, which links nothing of the other
+            assert set(re.findall(r'#include "(\w+)/', path.read_text())) <= {"autograd", "common"}, path
+        elif path.parent.name != "bindings":
             assert "pybind11" not in path.read_text(), f"{path}: pybind11 belongs to bindings"
+        if path.parent.name != "autograd":
+            assert not re.search(r"#include <(torch|ATen|c10)/", path.read_text()), f"{path}: PyTorch belongs to autograd"
 
 
 def test_only_config_reads_the_environment():

@@ -1,10 +1,8 @@
 // What bindings read of a Python tensor, by its own methods: native code knows nothing of PyTorch.
 #pragma once
 
-#include <algorithm>
-
 #include "bindings/bindings.h"
-#include "common/types.h"
+#include "common/gpu_calls.h"
 
 namespace deepep_moe {
 
@@ -30,68 +28,54 @@ inline int64_t to_int(py::handle number) {
     return value;
 }
 
+constexpr int kMaxDims = 64;  // of a tensor
 inline const Name kShape{"shape"}, kItemsize{"itemsize"}, kDataPtr{"data_ptr"}, kStride{"stride"};
 
 inline uintptr_t address_of(py::handle tensor) { return static_cast<uintptr_t>(to_int(called(tensor, kDataPtr))); }
 
-// A tensor, contiguous, or None.
-struct TensorArg {
-    uintptr_t address = 0;  // 0 where there is nothing
-    bool is_there = false;
-    int num_dims = 0;
-    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before,
-    int64_t inner_rows = 1, num_leading = 1;                   // of which the last has these, and the others so many of it
+// known_element_bytes: 0 where they are to be asked for.
+inline TensorArg tensor_arg_of(py::handle tensor, int64_t known_element_bytes) {
+    TensorArg arg;
+    arg.element_bytes = known_element_bytes;
+    if (tensor.is_none()) return arg;
+    const py::object shape = attribute(tensor, kShape);
+    if (!PyTuple_Check(shape.ptr())) throw py::type_error("expected a tensor");
+    int64_t sizes[kMaxDims];
+    const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape.ptr());
+    if (num_dims > kMaxDims) throw py::type_error("expected a tensor of fewer dimensions");
+    for (Py_ssize_t i = 0; i < num_dims; ++i) sizes[i] = to_int(PyTuple_GET_ITEM(shape.ptr(), i));
+    arg.set_shape({sizes, static_cast<size_t>(num_dims)});
+    if (arg.element_bytes == 0) arg.element_bytes = to_int(attribute(tensor, kItemsize));
+    if (!arg.is_empty()) arg.address = address_of(tensor);
+    return arg;
+}
 
-    TensorArg() = default;
-    // known_element_bytes: 0 where they are to be asked for.
-    explicit TensorArg(py::handle tensor, int64_t known_element_bytes = 0) : element_bytes(known_element_bytes) {
-        if (tensor.is_none()) return;
-        is_there = true;
-        const py::object shape = attribute(tensor, kShape);
-        if (!PyTuple_Check(shape.ptr())) throw py::type_error("expected a tensor");
-        num_dims = static_cast<int>(PyTuple_GET_SIZE(shape.ptr()));
-        if (num_dims > 1) num_columns = to_int(PyTuple_GET_ITEM(shape.ptr(), num_dims - 1));
-        const int last = std::max(0, num_dims - 2);  // of the dimensions of rows
-        for (int i = 0; i < last; ++i) num_leading *= to_int(PyTuple_GET_ITEM(shape.ptr(), i));
-        if (num_dims > 0) inner_rows = to_int(PyTuple_GET_ITEM(shape.ptr(), last));
-        num_rows = num_leading * inner_rows;
-        if (element_bytes == 0) element_bytes = to_int(attribute(tensor, kItemsize));
-        if (num_rows > 0 && num_columns > 0) address = address_of(tensor);
-    }
+inline TensorArg tensor_arg(py::handle tensor) { return tensor_arg_of(tensor, 0); }
 
-    template <class Pointer>
-    Pointer as() const { return reinterpret_cast<Pointer>(address); }
-    int64_t row_bytes() const { return num_columns * element_bytes; }
-};
-
-// A tensor [num_rows, num_columns] whose entries lie as its strides say, or None.
-struct MatrixArg : TensorArg {
-    int64_t row_stride = 0, column_stride = 0;
-
-    MatrixArg() = default;
-    explicit MatrixArg(py::handle tensor) : TensorArg(tensor) {
-        if (!is_there) return;
-        const py::object strides = called(tensor, kStride);
-        if (!PyTuple_Check(strides.ptr()) || PyTuple_GET_SIZE(strides.ptr()) != 2) throw py::type_error("expected a tensor of two dimensions");
-        row_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 0)), column_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 1));
-    }
-};
+inline MatrixArg matrix_arg(py::handle tensor) {
+    MatrixArg arg{tensor_arg(tensor)};
+    if (!arg.is_there) return arg;
+    const py::object strides = called(tensor, kStride);
+    if (!PyTuple_Check(strides.ptr()) || PyTuple_GET_SIZE(strides.ptr()) != 2) throw py::type_error("expected a tensor of two dimensions");
+    arg.row_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 0)), arg.column_stride = to_int(PyTuple_GET_ITEM(strides.ptr(), 1));
+    return arg;
+}
 
 }  // namespace deepep_moe
 
 namespace pybind11::detail {
 
-template <class Arg>
+template <class Arg, Arg (*of)(py::handle)>
 struct tensor_caster {
     PYBIND11_TYPE_CASTER(Arg, const_name("torch.Tensor | None"));
     bool load(handle source, bool) {
-        value = Arg(source);
+        value = of(source);
         return true;
     }
 };
 template <>
-struct type_caster<deepep_moe::TensorArg> : tensor_caster<deepep_moe::TensorArg> {};
+struct type_caster<deepep_moe::TensorArg> : tensor_caster<deepep_moe::TensorArg, deepep_moe::tensor_arg> {};
 template <>
-struct type_caster<deepep_moe::MatrixArg> : tensor_caster<deepep_moe::MatrixArg> {};
+struct type_caster<deepep_moe::MatrixArg> : tensor_caster<deepep_moe::MatrixArg, deepep_moe::matrix_arg> {};
 
 }  // namespace pybind11::detail

@@ -344,7 +344,7 @@ void GpuCommunicator::join(cudaStream_t stream) {
 // ---- failures ----
 
 void GpuCommunicator::check() {
-    if (static_cast<volatile GpuFailure&>(host_->failure).kind == kNoFailure) return;
+    if (!has_failed()) return;
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     const GpuFailure failure = in_calls(host_->failure);

@@ -8,6 +8,7 @@
 #include "common/errors.h"
 #include "common/gpu_params.h"
 #include "common/signature.h"
+#include "runtime/gpu_guarded_calls.h"
 #include "runtime/gpu_memory.h"
 
 namespace deepep_moe {
@@ -57,6 +58,8 @@ public:
     void refuse(const std::string& reason, uintptr_t stream);
     // Throws what a kernel of this rank has reported so far, once.
     void check();
+    bool has_failed() const { return static_cast<const volatile GpuFailure&>(host_->failure).kind != kNoFailure; }
+    GpuGuardedCalls guarded{*this};
 
 private:
     GpuContext context() const;

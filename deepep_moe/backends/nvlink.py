@@ -1,6 +1,8 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
+from collections import defaultdict
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +15,6 @@ from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchE
 from deepep_moe.handle import DispatchHandle, HandleShape, PackedHandle
 
 DEFAULT_NUM_SMS, DEFAULT_NUM_SMS_OF_SUMS = 12, 14  # the latter for sums for several peers
-GUESS_SHARE = 16  # rows that are allocated before they are counted may be this part more than come
 
 
 def _nothing() -> None:
@@ -52,7 +53,7 @@ class NvlinkBackend:
         self.workspace_bytes: int = self._communicator.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
         self._handle_shape: HandleShape | None = None  # of the latest dispatch
-        self._latest_rows: dict[tuple[str, int], tuple[int, int]] = {}  # of the last two dispatches, by layout and alignment
+        self._guesses: defaultdict[tuple[str, int], Any] = defaultdict(_C.RowGuess)  # by layout and alignment
 
     @property
     def num_calls(self) -> int:
@@ -114,21 +115,14 @@ class NvlinkBackend:
             rows.shrink(num_rows)
             if recv_topk_idx is not None:
                 recv_topk_idx.resize_(num_rows, self.settings.num_topk)
-        self._remember(args, num_rows)
+        self._guesses[args.layout, args.expert_alignment].remember(num_rows)
         handle.complete(num_rows, recv_topk_idx)
         return rows, handle, partial(self._end, args, call, rows, handle) if args.mode.is_split else _nothing
 
     def _guess(self, args: DispatchArgs, num_sms: int) -> int:
-        """Rows to allocate before they are counted, so that the kernel that receives need not wait for the host: a little more than came
-        last time, where that was much like the time before. -1: none."""
-        last, before = self._latest_rows.get((args.layout, args.expert_alignment), (-1, -1))
-        if last < 0 or abs(last - before) * GUESS_SHARE > last or args.mode.is_split or num_sms == 0:
-            return -1
-        return last + last // GUESS_SHARE
-
-    def _remember(self, args: DispatchArgs, num_rows: int) -> None:
-        key = (args.layout, args.expert_alignment)
-        self._latest_rows[key] = (num_rows, self._latest_rows.get(key, (-1, -1))[0])
+        """Rows to allocate before they are counted; -1: none."""
+        can_guess = not args.mode.is_split and num_sms > 0
+        return self._guesses[args.layout, args.expert_alignment].room() if can_guess else -1
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         handle, num_sms = args.handle, self._num_sms(args.mode)
@@ -159,7 +153,7 @@ class NvlinkBackend:
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
-        num_sms = self._num_sms(args.mode, DEFAULT_NUM_SMS_OF_SUMS if handle.layout == "expert" and s.num_ranks > 2 else DEFAULT_NUM_SMS)
+        num_sms = self._num_sms(args.mode, self._default_num_sms_of_sums(handle.layout))
         counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens // args.repeats, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
@@ -173,6 +167,18 @@ class NvlinkBackend:
         if num_sms == 0:
             self._communicator.copy(counts, call.slot_bytes, stream)
         return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle)
+
+    def by_expert(self, module: ModuleType, number: int, mode: Mode) -> Any:
+        """`ByExpert` of `module`, which is `deepep_moe._autograd`; None where copy engines send."""
+        if mode.num_sms == 0:
+            return None
+        s = self.settings
+        return module.ByExpert(
+            communicator=self._communicator, number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
+            num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
+            num_sms_of_sums=self._num_sms(mode, self._default_num_sms_of_sums("expert")), device=self.device,
+            shape_of=partial(self.handle_shape, layout="expert"), abort=self._abort_for,
+        )  # fmt: skip
 
     def check(self) -> None:
         self._communicator.check()
@@ -189,6 +195,9 @@ class NvlinkBackend:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
         self._communicator.refuse(message, current_stream(self.device))
+
+    def _abort_for(self, error: Exception) -> None:
+        self.abort(f"{type(error).__name__}: {error}")
 
     def destroy(self) -> None:
         self._communicator = None
@@ -247,6 +256,9 @@ class NvlinkBackend:
         else:
             self._communicator.end_dispatch(call, stream)
 
+    def _default_num_sms_of_sums(self, layout: str) -> int:
+        return DEFAULT_NUM_SMS_OF_SUMS if layout == "expert" and self.settings.num_ranks > 2 else DEFAULT_NUM_SMS
+
     def _num_sms(self, mode: Mode, default: int = DEFAULT_NUM_SMS) -> int:
         most = self._communicator.num_multiprocessors
         num_sms = min(default, most) if mode.num_sms is None else mode.num_sms
@@ -271,14 +283,17 @@ class NvlinkBackend:
 
     def _new_handle(self, args: DispatchArgs) -> PackedHandle:
         """For the plan to fill, with room for all that may come."""
-        s = self.settings
-        num_slots = s.num_ranks * s.num_max_tokens_per_rank if args.layout == "expert" else 0
-        shape = self._handle_shape
-        if shape is None or (shape.num_tokens, shape.num_slots) != (args.topk_idx.shape[0], num_slots):  # mostly those of the call before
-            shape = self._handle_shape = HandleShape(args.topk_idx.shape[0], s.num_topk, num_slots, s.num_ranks, s.num_local_experts)
+        shape = self.handle_shape(args.topk_idx.shape[0], args.layout)
         memory = self._empty((shape.starts[-1],), torch.int32)
         call = torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu")
         return PackedHandle(args.buffer_id, args.layout, args.expert_alignment, -1, shape, memory, call)
+
+    def handle_shape(self, num_tokens: int, layout: str) -> HandleShape:
+        s, shape = self.settings, self._handle_shape
+        num_slots = s.num_ranks * s.num_max_tokens_per_rank if layout == "expert" else 0
+        if shape is None or (shape.num_tokens, shape.num_slots) != (num_tokens, num_slots):  # mostly those of the call before
+            shape = self._handle_shape = HandleShape(num_tokens, s.num_topk, num_slots, s.num_ranks, s.num_local_experts)
+        return shape
 
     def _receive_buffers(self, args: DispatchArgs, call: Any, num_rows: int, is_guess: bool) -> tuple[Rows, Tensor | None]:
         rows, recv_topk_idx = self._allocate(args, args.layout, num_rows), None
