@@ -107,6 +107,7 @@ def autograd_extensions() -> list[Extension]:
             include_dirs=["csrc"],
             depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
             language="c++",
+            optional=True,  # a PyTorch that it does not compile with is served from Python
             define_macros=[("DEEPEP_MOE_TORCH", f'"{torch.__version__}"')],
             extra_compile_args=[
                 "-std=c++20",

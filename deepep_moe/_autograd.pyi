@@ -23,6 +23,7 @@ class ByExpert:
         num_sms_of_sums: int,
         device: device,
         shape_of: Callable[[int], Any],
+        current_stream: Callable[[], int],
         abort: Callable[[Exception], None],
     ) -> None: ...
     def dispatch(

@@ -1,8 +1,5 @@
 #include "autograd/by_expert.h"
 
-#include <ATen/FuncTorchTLS.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 namespace deepep_moe {
 namespace {
 
@@ -45,14 +42,11 @@ void raise_python() {
     throw error;
 }
 
-ByExpert::ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object abort)
-    : settings(settings), communicator_(std::move(communicator)), make_shape_(std::move(shape_of)), abort_(std::move(abort)),
-      calls_(calls_of(communicator_)), device_(device) {}
+ByExpert::ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object abort)
+    : settings(settings), communicator_(std::move(communicator)), make_shape_(std::move(shape_of)), current_stream_(std::move(current_stream)),
+      abort_(std::move(abort)), calls_(calls_of(communicator_)), device_(device) {}
 
-uintptr_t ByExpert::stream() const {
-    if (device_.is_cpu()) return 0;
-    return reinterpret_cast<uintptr_t>(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).native_handle());
-}
+uintptr_t ByExpert::current_stream() const { return current_stream_().cast<uintptr_t>(); }
 
 // ---- handles ----
 
@@ -80,7 +74,7 @@ const int64_t* ByExpert::counts_of(const Dispatched& handle) const {
 
 bool ByExpert::takes(const Outgoing& out, int64_t repeats) const {
     const Tensor &x = out.x, &idx = out.topk_idx, &weights = out.topk_weights;
-    if (!is_here(x) || !is_here(idx) || x.dim() != 2 || idx.dim() != 2 || !x.is_contiguous() || !dtype_of(x)) return false;
+    if (!x.defined() || !idx.defined() || !is_here(x) || !is_here(idx) || x.dim() != 2 || idx.dim() != 2 || !x.is_contiguous() || !dtype_of(x)) return false;
     const bool has_whole_pieces = x.size(1) * x.element_size() % kRowAlignment == 0 && arg_of(x).address % kRowAlignment == 0;
     const int64_t num_tokens = x.size(0) * repeats;
     if (!has_whole_pieces || x.size(1) != settings.hidden || num_tokens > settings.num_max_tokens) return false;
@@ -132,14 +126,15 @@ Dispatched ByExpert::dispatch(const Outgoing& out, Tensor& recv_x, Tensor& recv_
     };
     const int64_t room = guess_.room();
     if (room >= 0) receive(room, true);
+    const uintptr_t stream = current_stream();
     {
         const py::gil_scoped_release released;
-        made.num_rows = calls_.dispatch(call, settings.num_sms, stream(), made.call.mutable_data_ptr<int64_t>());
+        made.num_rows = calls_.dispatch(call, settings.num_sms, stream, made.call.mutable_data_ptr<int64_t>());
     }
     require(made.num_rows >= 0);
     if (made.num_rows > room) {  // rows wait for receivers
         receive(made.num_rows, false);
-        require(calls_.end_dispatch(call, stream()));
+        require(calls_.end_dispatch(call, stream));
     }
     guess_.remember(made.num_rows);
     return made;
@@ -150,7 +145,7 @@ Tensor ByExpert::dispatch_cached(const Dispatched& handle, const Tensor& x, cons
     GpuDispatchCall call(handle_arg(handle), arg_of(x), {}, {}, {}, *dtype_of(x), -1);
     call.receive_into(arg_of(recv_x), {}, {}, {}, false);
     if (weighing != nullptr) call.params.weighing = *weighing;
-    require(calls_.dispatch_cached(call, settings.num_sms, stream()));
+    require(calls_.dispatch_cached(call, settings.num_sms, current_stream()));
     return recv_x;
 }
 
@@ -160,7 +155,7 @@ std::pair<Tensor, Tensor> ByExpert::combine(const Dispatched& handle, const Tens
     const Tensor combined_values = lane_values.defined() ? empty({handle.num_tokens, settings.num_topk}, at::kFloat) : Tensor();
     const GpuCombineCall call(handle_arg(handle), arg_of(first), &parts, arg_of(at_source.defined() ? Tensor() : weights), {}, arg_of(lane_values),
                               arg_of(at_source), arg_of(combined_x), arg_of(combined_values), *dtype_of(first), false);
-    require(calls_.combine(call, settings.num_sms_of_sums, stream()));
+    require(calls_.combine(call, settings.num_sms_of_sums, current_stream()));
     return {combined_x, combined_values};
 }
 
@@ -168,7 +163,6 @@ std::pair<Tensor, Tensor> ByExpert::combine(const Dispatched& handle, const Tens
 
 void ByExpert::require(bool was_made) {
     if (was_made) return;
-    const py::gil_scoped_acquire gil;
     const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttrString(communicator_.ptr(), "raise_failure"));
     if (method) py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr()));
     raise_python();
@@ -176,7 +170,6 @@ void ByExpert::require(bool was_made) {
 
 // The exception that is being handled, as Python's.
 void ByExpert::raise_again(bool tells) {
-    const py::gil_scoped_acquire gil;
     torch::translate_exception_to_python(std::current_exception());
     if (tells) {
         PyObject *type = nullptr, *value = nullptr, *trace = nullptr;

@@ -35,21 +35,21 @@ struct Outgoing {
     Tensor x, topk_idx, topk_weights;  // the latter as topk_idx, or undefined
 };
 
-// A buffer's calls. Python has seen that nothing else is in flight in the buffer.
+// A buffer's calls. Python has seen that nothing else is in flight in the buffer. Callers hold the GIL.
 class ByExpert {
 public:
     struct Settings {
         int64_t number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens;
         int num_sms, num_sms_of_sums;
     };
-    // communicator: `_C.GpuCommunicator`. shape_of(num_tokens): the `HandleShape` of a dispatch.
-    // abort(message): tells the peers that this rank does not make its call.
-    ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object abort);
+    // communicator: `_C.GpuCommunicator`. shape_of(num_tokens): the `HandleShape` of a dispatch. current_stream(): its address.
+    // abort(error): tells the peers that this rank does not make its call.
+    ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object abort);
 
     const Settings settings;
     bool has_failed() const { return calls_.has_failed(); }
 
-    // Of a dispatch with room for `recv_x` and its weights, which come with it. The GIL is held.
+    // Of a dispatch, with what it receives; there may be room for more rows behind the last.
     Dispatched dispatch(const Outgoing& out, Tensor& recv_x, Tensor& recv_weights);
     // A row of `x` to each of its token's experts. weighing: see `GpuWeighing`, or nullptr.
     Tensor dispatch_cached(const Dispatched& handle, const Tensor& x, const GpuWeighing* weighing);
@@ -80,11 +80,11 @@ public:
 private:
     HandleArg handle_arg(const Dispatched& handle) const;
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, at::TensorOptions(device_).dtype(type)); }
-    uintptr_t stream() const;
+    uintptr_t current_stream() const;
     [[noreturn]] void raise_again(bool tells);
     void require(bool was_made);
 
-    py::object communicator_, make_shape_, abort_;
+    py::object communicator_, make_shape_, current_stream_, abort_;
     GpuCalls& calls_;
     const at::Device device_;
     RowGuess guess_;

@@ -78,6 +78,18 @@ variable_list tensors_of(const py::object& made) {
     return list;
 }
 
+// What `gradients()` returns. Python's errors leave as the engine takes them from its threads.
+template <class Gradients>
+variable_list with_errors(const Gradients& gradients) {
+    const py::gil_scoped_acquire gil;
+    try {
+        return gradients();
+    } catch (py::error_already_set& error) {
+        error.restore();
+        raise_python();
+    }
+}
+
 py::object or_none(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
 
 // ---- dispatch ----
@@ -101,9 +113,12 @@ struct DispatchByExpert : torch::autograd::Function<DispatchByExpert> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const py::gil_scoped_acquire gil;
-        const auto kept = ctx->saved_data["kept"].toIntVector();
-        const variable_list saved = ctx->get_saved_variables();
+        return with_errors([&] { return all_gradients(ctx->saved_data["kept"].toIntVector(), ctx->get_saved_variables(), grads); });
+    }
+
+private:
+    // Of all arguments of the forward.
+    static variable_list all_gradients(const std::vector<int64_t>& kept, const variable_list& saved, const variable_list& grads) {
         const bool has_weights = kept[kHasWeights] != 0;
         const std::vector<int64_t> weights_shape(kept.begin() + kNumKept, kept.end());
         const Tensor grad_weights = has_weights ? grads[0] : Tensor();
@@ -115,7 +130,6 @@ struct DispatchByExpert : torch::autograd::Function<DispatchByExpert> {
         return {made[0], {}, made[1], {}, {}, {}, {}};
     }
 
-private:
     static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad_weights, at::TensorList parts, const std::vector<int64_t>& kept) {
         const auto where = owner.parts_of(parts, handle);
         if (!where) return {};
@@ -148,19 +162,19 @@ struct CombineByExpert : torch::autograd::Function<CombineByExpert> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const py::gil_scoped_acquire gil;
-        const auto kept = ctx->saved_data["kept"].toIntVector();
-        const variable_list saved = ctx->get_saved_variables();
+        return with_errors([&] { return all_gradients(ctx->saved_data["kept"].toIntVector(), ctx->get_saved_variables(), grads); });
+    }
+
+private:
+    static variable_list all_gradients(const std::vector<int64_t>& kept, const variable_list& saved, const variable_list& grads) {
         const at::TensorList weighed(saved.data() + 2, saved.size() - 2);
         variable_list made = plainly(kept[kNumber], [&](ByExpert& owner) { return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grads[0], weighed, kept); });
         if (made.empty())
             made = tensors_of(hooks().combine_gradients(handle_of(kept, saved), kept[kRepeats], kept[kLeading], grads[0], py::cast(weighed.vec())));
-        // weights, parts; then at_source and what is no tensor
-        made.insert(made.end(), 4, Tensor());
+        made.insert(made.end(), 4, Tensor());  // of at_source, and of what is no tensor
         return made;
     }
 
-private:
     // Of weights, then parts. weighed: the weights and the parts, or nothing.
     static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad, at::TensorList weighed, const std::vector<int64_t>& kept) {
         const Tensor rows = grad.contiguous();
@@ -229,12 +243,14 @@ PYBIND11_MODULE(_autograd, m) {
     m.attr("GPU_CALLS_BYTES") = kGpuCallsBytes;
     py::class_<ByExpert>(m, "ByExpert")
         .def(py::init([](py::object communicator, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
-                         int64_t num_max_tokens, int num_sms, int num_sms_of_sums, const at::Device& device, py::object shape_of, py::object abort) {
+                         int64_t num_max_tokens, int num_sms, int num_sms_of_sums, const at::Device& device, py::object shape_of, py::object current_stream,
+                         py::object abort) {
                  const ByExpert::Settings settings{number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms, num_sms_of_sums};
-                 return std::make_unique<ByExpert>(std::move(communicator), settings, device, std::move(shape_of), std::move(abort));
+                 return std::make_unique<ByExpert>(std::move(communicator), settings, device, std::move(shape_of), std::move(current_stream), std::move(abort));
              }),
              py::kw_only(), py::arg("communicator"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"), py::arg("num_topk"), py::arg("hidden"),
-             py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_sms_of_sums"), py::arg("device"), py::arg("shape_of"), py::arg("abort"))
+             py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_sms_of_sums"), py::arg("device"), py::arg("shape_of"), py::arg("current_stream"),
+             py::arg("abort"))
         .def("dispatch", torch::wrap_pybind_function(dispatch), py::arg("x"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("num_leading"), py::arg("repeats"))
         .def("combine", torch::wrap_pybind_function(combine), py::arg("parts"), py::arg("weights"), py::arg("at_source"), py::arg("memory"), py::arg("call"),
              py::arg("starts"), py::arg("num_rows"), py::arg("num_tokens"));

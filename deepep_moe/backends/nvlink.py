@@ -177,7 +177,8 @@ class NvlinkBackend:
             communicator=self._communicator, number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
             num_sms_of_sums=self._num_sms(mode, self._default_num_sms_of_sums("expert")), device=self.device,
-            shape_of=partial(self.handle_shape, layout="expert"), abort=self._abort_for,
+            shape_of=partial(self.handle_shape, layout="expert"), current_stream=partial(current_stream, self.device),
+            abort=self._abort_for,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepep_moe.buffer import Buffer
 from deepep_moe.integrations.deepspeed import replace_moe_layers
 from deepep_moe.integrations.deepspeed.ranks import engine_ready as engine_ready
 
@@ -75,13 +74,15 @@ def num_swapped(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def dispatches(num: int) -> Iterator[None]:
-    """Asserts that so many dispatches of deepep_moe, and no others, begin meanwhile."""
-    own, calls = Buffer._dispatch, []
-    Buffer._dispatch = lambda self, *arguments: calls.append(1) or own(self, *arguments)  # type: ignore[method-assign]
+    """Asserts that so many dispatches of swapped layers, and no others, begin meanwhile."""
+    from deepep_moe.integrations.deepspeed import layer
+
+    own, calls = layer.dispatch_by_expert, []
+    layer.dispatch_by_expert = lambda *arguments: calls.append(1) or own(*arguments)
     try:
         yield
     finally:
-        Buffer._dispatch = own  # type: ignore[method-assign]
+        layer.dispatch_by_expert = own
     assert len(calls) == num, f"{len(calls)} dispatches, not {num}"
 
 
