@@ -14,13 +14,13 @@ NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 # On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
-# PyTorch comes first and the build is not isolated, so that the module which needs it is built for it.
-NEEDED := -c constraints.txt torch "setuptools>=77" "pybind11>=2.13"
+# Installed before: a module is built for it.
+TORCH := -c constraints.txt torch
 INSTALL := -c constraints.txt -e ".[megatron,deepspeed,dev]"
 ifeq ($(DEVICE),cuda)
 ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
 SHARED := $(shell $(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")))')
-NEEDED := "setuptools>=77" "pybind11>=2.13"
+TORCH := torch
 INSTALL := -e ".[megatron,deepspeed]"
 endif
 endif
@@ -43,8 +43,8 @@ $(BIN)/python:
 	for folder in $(SHARED); do echo $$folder >>$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth; done
 
 $(STAMP): $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(NEEDED)
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) --no-build-isolation $(INSTALL)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(INSTALL)
 	touch $(STAMP)
 endif
 

@@ -4,12 +4,15 @@ The module links neither PyTorch nor Python packages other than pybind11's heade
 environment and one build serves every supported PyTorch. nvcc and NVSHMEM are looked for; CUDA sources are compiled when
 both they and nvcc are there. What was compiled is recorded in the module and shown by `deepep_moe.features()`.
 
-The optional module `deepep_moe._autograd` is built where PyTorch is found too, and serves that PyTorch alone.
+The optional module `deepep_moe._autograd` is built where PyTorch is found as well, and serves that PyTorch alone.
 """
 
+import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
+import sysconfig
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +45,19 @@ def find_nvshmem() -> str:
     else:
         candidates += [Path(path) for path in package.__path__]
     return next((str(path) for path in candidates if (path / "include" / "nvshmem.h").is_file()), "")
+
+
+def find_torch() -> Path | None:
+    """The PyTorch of the Python that builds, also where pip's isolation hides it; none with DEEPEP_MOE_AUTOGRAD=0."""
+    if os.environ.get("DEEPEP_MOE_AUTOGRAD") == "0":
+        return None
+    found = importlib.util.find_spec("torch")
+    folders = [Path(found.origin).parent.parent] if found and found.origin else []
+    folders += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+    folders += [
+        Path(line) for folder in folders for file in folder.glob("*.pth") for line in file.read_text().splitlines() if line[:1] == "/"
+    ]
+    return next((folder / "torch" for folder in folders if (folder / "torch" / "include" / "torch" / "extension.h").is_file()), None)
 
 
 def version() -> str:
@@ -90,16 +106,15 @@ def extension() -> Pybind11Extension:
 
 
 def autograd_extensions() -> list[Extension]:
-    """`deepep_moe._autograd`, where PyTorch is found: in an environment that has it, without pip's isolation."""
-    try:
-        import torch
-        from torch.utils.cpp_extension import include_paths, library_paths
-    except ImportError:
-        torch = None
+    """`deepep_moe._autograd`, for the PyTorch that is found, on machines that build CUDA. A PyTorch that it does not compile with is served
+    from Python."""
+    torch = find_torch()
     if torch is None or not find_nvcc():
-        print("deepep_moe: PyTorch or nvcc not found, building without _autograd")
+        print("deepep_moe: PyTorch or nvcc not found, building without deepep_moe._autograd")
         return []
-    print(f"deepep_moe: building _autograd for torch {torch.__version__}")
+    version = runpy.run_path(str(torch / "version.py"))["__version__"]
+    print(f"deepep_moe: building deepep_moe._autograd for torch {version} in {torch}")
+    headers = (f"-isystem{torch / 'include' / folder}" for folder in (".", "torch/csrc/api/include"))
     return [
         Extension(
             "deepep_moe._autograd",
@@ -107,18 +122,10 @@ def autograd_extensions() -> list[Extension]:
             include_dirs=["csrc"],
             depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
             language="c++",
-            optional=True,  # a PyTorch that it does not compile with is served from Python
-            define_macros=[("DEEPEP_MOE_TORCH", f'"{torch.__version__}"')],
-            extra_compile_args=[
-                "-std=c++20",
-                "-O2",
-                "-g0",
-                "-fvisibility=hidden",
-                "-Wall",
-                "-Wextra",
-                *(f"-isystem{path}" for path in include_paths()),
-            ],
-            library_dirs=library_paths(),
+            optional=True,
+            define_macros=[("DEEPEP_MOE_TORCH", f'"{version}"')],
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", *headers],
+            library_dirs=[str(torch / "lib")],
             libraries=["c10", "torch_cpu", "torch_python"],  # which PyTorch has loaded before
         )
     ]

@@ -1,9 +1,10 @@
 """The optional module `deepep_moe._autograd`: operations of rows by expert as autograd functions in C++ (csrc/autograd).
 
-It is built where the build finds PyTorch, for that version alone. Without it the same calls are made from Python: results are equal to
-the bit, and the host takes longer, which shows where a layer's kernels take less than a millisecond.
+It is built where the build finds PyTorch and nvcc, for that PyTorch alone. Without it the same calls are made from Python: results are
+equal to the bit, and the host takes longer, which shows where a layer's kernels take less than a millisecond.
 """
 
+import importlib
 import logging
 from types import ModuleType
 from typing import Any
@@ -14,27 +15,27 @@ from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Mode
 from deepep_moe.backends.nvlink import NvlinkBackend
 
-_REBUILD = "pip install --no-build-isolation builds it for the PyTorch that is installed"
+_REBUILD = "to install deepep_moe again builds it for the PyTorch that is there, on a machine with nvcc"
 
 
 def _load() -> tuple[ModuleType | None, str]:
     """The module, or None and why."""
     try:
-        from deepep_moe import _autograd
+        module = importlib.import_module("deepep_moe._autograd")
     except ModuleNotFoundError:
         return None, f"not built; {_REBUILD}"
     except ImportError as error:
-        return None, f"does not load with torch {torch.__version__}; {_REBUILD}: {error}"
-    if torch.__version__ != _autograd.TORCH_VERSION:
-        return None, f"built for torch {_autograd.TORCH_VERSION}, this is {torch.__version__}; {_REBUILD}"
-    if getattr(_C, "GPU_CALLS_BYTES", 0) != _autograd.GPU_CALLS_BYTES:
+        return None, f"not to be loaded with torch {torch.__version__}; {_REBUILD}: {error}"
+    if torch.__version__ != module.TORCH_VERSION:
+        return None, f"built for torch {module.TORCH_VERSION}, this is {torch.__version__}; {_REBUILD}"
+    if getattr(_C, "GPU_CALLS_BYTES", 0) != module.GPU_CALLS_BYTES:
         return None, f"of another build than deepep_moe._C; {_REBUILD}"
-    return _autograd, ""
+    return module, ""
 
 
 MODULE, WHY_NOT = _load()
 if MODULE is None and not WHY_NOT.startswith("not built"):
-    logging.getLogger(__name__).warning("deepep_moe._autograd is not used: %s", WHY_NOT)
+    logging.getLogger(__name__).warning("deepep_moe._autograd is %s", WHY_NOT)
 
 
 def by_expert(backend: Backend, number: int, mode: Mode) -> Any:

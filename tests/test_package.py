@@ -9,11 +9,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import deepep_moe
-from deepep_moe import config
+from deepep_moe import autograd_module, config
 from deepep_moe.testing import RankFailedError, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +29,8 @@ RECORD_FIELDS = {
 
 
 def test_isolated_build(tmp_path):
-    """`pip install .` works where neither PyTorch nor pybind11 is: the wheel links none of them and holds every package."""
+    """`pip install .` works where pybind11 is not, and its main module links no PyTorch; the wheel holds every package. Where nvcc is, it
+    holds `_autograd` for the PyTorch that pip installs into, which the build does not see."""
     clean = tmp_path / "source"  # what was built before in this folder would be packed as well
     shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns("build", "*.so", ".*", "runs", "*.egg-info", "__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--disable-pip-version-check", "-w", str(tmp_path), str(clean)]
@@ -35,8 +38,8 @@ def test_isolated_build(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (module,) = [name for name in names if re.fullmatch(r"deepep_moe/_C\..*\.so", name)]
         archive.extractall(tmp_path / "wheel")
+    modules = {Path(name).name.split(".")[0]: tmp_path / "wheel" / name for name in names if name.endswith(".so")}
     sources = {
         str(Path("deepep_moe", *(["integrations"] if folder == "integrations" else []), path.relative_to(ROOT / folder)))
         for folder in ("deepep_moe", "integrations")
@@ -44,10 +47,15 @@ def test_isolated_build(tmp_path):
     }
     packed = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
     assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_autograd.pyi"}
-    assert not [name for name in names if "_autograd." in name and name.endswith(".so")]  # which needs PyTorch
-    linked = subprocess.run(["ldd", str(tmp_path / "wheel" / module)], capture_output=True, text=True, check=True).stdout
+    assert set(modules) == {"_C"} | ({"_autograd"} if deepep_moe.features()["found_nvcc"] else set())
+    linked = subprocess.run(["ldd", str(modules["_C"])], capture_output=True, text=True, check=True).stdout
     libraries = [line.split()[0] for line in linked.splitlines()]  # without the addresses, which differ from run to run
     assert libraries and not re.search("torch|c10|cuda", " ".join(libraries)), linked
+    show = "import deepep_moe; print(deepep_moe.features()['autograd'])"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", show], capture_output=True, text=True, cwd=tmp_path / "wheel", env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert result.stdout.strip() == "True" if "_autograd" in modules else result.stdout.startswith("not built"), result
 
 
 def test_features():
@@ -55,7 +63,24 @@ def test_features():
     assert found["shm"] is True and found["collective"] is True and found["nvlink"] is found["found_nvcc"] and found["nvshmem"] is False
     assert found["version"] == deepep_moe.__version__ and f'version = "{found["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert {"compiler", "found_nvcc", "found_nvshmem"} <= set(found)
-    assert found["autograd"] is (True if found["found_nvcc"] else found["autograd"]), found["autograd"]  # `make install` builds it
+    if found["found_nvcc"]:
+        assert found["autograd"] is True  # as `make install` builds it
+    else:
+        assert found["autograd"].startswith("not built; to install deepep_moe again builds it")
+
+
+def test_autograd_functions_of_another_build(monkeypatch):
+    def why_not(**values):
+        monkeypatch.setitem(sys.modules, "deepep_moe._autograd", SimpleNamespace(**values) if values else None)
+        module, reason = autograd_module._load()
+        assert (module is None) is bool(reason)
+        return reason
+
+    size = getattr(deepep_moe._C, "GPU_CALLS_BYTES", 0)
+    assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=size) == ""
+    assert why_not() == "not built; to install deepep_moe again builds it for the PyTorch that is there, on a machine with nvcc"
+    assert why_not(TORCH_VERSION="1.0", GPU_CALLS_BYTES=size).startswith(f"built for torch 1.0, this is {torch.__version__}; to install")
+    assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=1).startswith("of another build than deepep_moe._C; to install")
 
 
 # ---- README ----

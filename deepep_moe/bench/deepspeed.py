@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepep_moe import autograd_module
 from deepep_moe.bench.exchange import DTYPES
 from deepep_moe.bench.megatron import PARTS, Clock, Pass, difference
 from deepep_moe.bench.records import cpu_name, record, spread, write_json
@@ -275,6 +276,8 @@ def _describe(device: torch.device, num_ranks: int) -> tuple[str, str]:
     if device.type == "cpu":
         return cpu_name(), versions
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    if autograd_module.MODULE is None:
+        versions += ", deepep_moe without its autograd functions in C++"
     return f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}", f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 

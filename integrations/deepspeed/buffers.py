@@ -1,6 +1,7 @@
 """The buffers that the MoE layers of one process share."""
 
 import atexit
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from deepep_moe import autograd_module
 from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.deepspeed.options import Options
@@ -114,7 +116,17 @@ def _bound(group: dist.ProcessGroup, num_tokens: int, plan: Plan, device: torch.
 
 def _make(group: dist.ProcessGroup, bound: int, hidden: int, plan: Plan) -> Buffer:
     num_experts, options = plan.num_local_experts * dist.get_world_size(group), plan.options
-    return Buffer(group, bound * plan.rows_of_token, hidden, num_experts, plan.lanes, backend=options.backend, num_sms=options.num_sms)
+    size = bound * plan.rows_of_token, hidden, num_experts, plan.lanes
+    buffer = Buffer(group, *size, backend=options.backend, num_sms=options.num_sms)
+    if buffer.backend == "nvlink" and autograd_module.MODULE is None:
+        _say_slow(autograd_module.WHY_NOT)
+    return buffer
+
+
+@functools.cache
+def _say_slow(reason: str) -> None:
+    if dist.get_rank() == 0:
+        _log.warning(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {reason}")
 
 
 # ---- of the process ----
