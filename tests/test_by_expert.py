@@ -377,6 +377,30 @@ def twice(rank, num_ranks, backend):
     assert_same("x.grad", found[1], found[0])
 
 
+def in_place(rank, num_ranks):
+    """Experts that write into their rows: in C++ each expert's are a tensor of their own for autograd, though they lie in one."""
+    device_of("nvlink", rank)
+    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, weights = on_device("nvlink", rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 2, backend="nvlink")
+    scale = torch.arange(1.0, 3.0, device=x.device)
+    found = []
+    for expert in (doubled, torch.Tensor.mul_):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
+        combined_x = in_parts(buffer, leaves[0], idx, leaves[1], leaves[2], expert)
+        combined_x.backward(x)
+        found.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad", "scale.grad"), found[1], found[0], strict=True):
+        assert_same(name, value, expected)
+
+
+@pytest.mark.gpu
+def test_experts_that_write_into_their_rows():
+    if autograd_module.MODULE is None:
+        pytest.skip(f"deepep_moe._autograd is {autograd_module.WHY_NOT}")
+    run_ranks(in_place, 2)
+
+
 def squared(rows, scale):
     return rows * rows * scale
 
