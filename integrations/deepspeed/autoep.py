@@ -15,8 +15,8 @@ from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch
-from deepep_moe.integrations.deepspeed.layer import lengthened, say_once, widened, with_gradient
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once
+from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
 from deepep_moe.torch_ops import weighed_sum
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.integrations.deepspeed.layer import say_once
+from deepep_moe.integrations.deepspeed.buffers import say_once
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.ops.gate import check_options, gate
 

@@ -22,6 +22,13 @@ _Result = TypeVar("_Result")
 _GROWTH = 1.5  # at least, so that all buffers of a plan take no more than three times the memory of the largest
 
 
+@functools.cache
+def say_once(message: str) -> None:
+    """A warning on rank 0, the first time only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(message)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What swapped layers that share buffers have in common: the options, the most that one of them needs, and the buffers."""
@@ -119,14 +126,9 @@ def _make(group: dist.ProcessGroup, bound: int, hidden: int, plan: Plan) -> Buff
     size = bound * plan.rows_of_token, hidden, num_experts, plan.lanes
     buffer = Buffer(group, *size, backend=options.backend, num_sms=options.num_sms)
     if buffer.backend == "nvlink" and autograd_module.MODULE is None:
-        _say_slow(autograd_module.WHY_NOT)
+        why_not = autograd_module.WHY_NOT
+        say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}")
     return buffer
-
-
-@functools.cache
-def _say_slow(reason: str) -> None:
-    if dist.get_rank() == 0:
-        _log.warning(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {reason}")
 
 
 # ---- of the process ----

@@ -2,12 +2,10 @@
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer
 from deepspeed.utils import groups
@@ -17,12 +15,11 @@ from torch import Tensor
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchHandle
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
 from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
 
-_log = logging.getLogger(__name__)
 _UNTIMED = contextlib.nullcontext()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -154,10 +151,3 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
     if not plan_of(layer).options.exact and layer.gate.k > most:
         return f"top-{layer.gate.k} is more than the {most} experts of a token that fast mode serves here; use exact=True"
     return None
-
-
-@functools.cache
-def say_once(message: str) -> None:
-    """A warning on rank 0, the first time only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(message)

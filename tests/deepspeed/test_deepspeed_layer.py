@@ -1,5 +1,7 @@
 """One swapped layer: by hand, with other numbers of tokens on every rank, and where DeepSpeed's forward runs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,19 @@ from deepep_moe.integrations.deepspeed.routing import route
 from deepep_moe.testing.launch import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
+
+
+def test_missing_autograd_functions_are_said(monkeypatch):
+    monkeypatch.setattr(buffers, "Buffer", lambda *_, **__: SimpleNamespace(backend="nvlink"))
+    monkeypatch.setattr(buffers.dist, "get_world_size", lambda _: 1)
+    monkeypatch.setattr(buffers.autograd_module, "MODULE", None)
+    monkeypatch.setattr(buffers.autograd_module, "WHY_NOT", "not built for this test")
+    with logged() as lines:
+        for _ in range(2):
+            buffers._make(None, 8, 16, buffers.Plan(buffers.Options(), 2, 2))
+    assert [line for line in lines if "wait for the host" in line] == [
+        "MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is not built for this test"
+    ]
 
 
 class Times(nn.Module):
