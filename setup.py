@@ -113,6 +113,9 @@ def autograd_extensions() -> list[Extension]:
         print("deepep_moe: PyTorch or nvcc not found, building without deepep_moe._autograd")
         return []
     version = runpy.run_path(str(torch / "version.py"))["__version__"]
+    if tuple(map(int, version.split(".")[:2])) < (2, 7):  # most builds before have another ABI of strings
+        print(f"deepep_moe: torch {version} is older than 2.7, building without deepep_moe._autograd")
+        return []
     print(f"deepep_moe: building deepep_moe._autograd for torch {version} in {torch}")
     headers = (f"-isystem{torch / 'include' / folder}" for folder in (".", "torch/csrc/api/include"))
     return [

@@ -295,6 +295,8 @@ class Buffer:
         if self._executor is not None and os.getpid() == self._process_id:
             self._executor.shutdown(wait=True)
         self._executor = None
+        if self._by_expert is not None:
+            self._by_expert.release()
         backend, self._backend, self._by_expert = self._backend, None, None
         backend.destroy()
 

@@ -10,7 +10,7 @@ wanted, else straight to the buffer, in both cases with the handle as one object
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -451,9 +451,9 @@ def combine_by_expert(
     # Where rows get their gradients all ranks have decided in the dispatch; how an expert's rows lie may differ from rank to rank.
     is_weighed_after = at_source is not None and topk_weights is None
     is_apart = is_weighed_after or _is_compiled((parts[0], topk_weights))
+    source = None if at_source is None or is_apart else at_source.detach().contiguous()
     native = None if is_apart else buffer._native()
-    if native is not None and isinstance(handle, PackedHandle) and handle.buffer_id == buffer._number:
-        source = None if at_source is None else at_source.detach().contiguous()
+    if native is not None and _is_by_expert(handle, buffer):
         made = native.combine(parts, topk_weights, source, handle.memory, handle.call, handle.starts, handle.num_rows, handle.num_tokens)
         if made is not None:
             return made
@@ -461,8 +461,13 @@ def combine_by_expert(
     if is_apart:
         combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
         return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
-    at_source = None if at_source is None else at_source.detach().contiguous()
-    return _CombineByExpert.apply(topk_weights, handle, where, at_source, *((rows,) if where is None else parts))
+    return _CombineByExpert.apply(topk_weights, handle, where, source, *((rows,) if where is None else parts))
+
+
+def _is_by_expert(handle: DispatchHandle, buffer: "Buffer") -> TypeGuard[PackedHandle]:
+    """Does it have the rows of `dispatch_by_expert`?"""
+    is_own = isinstance(handle, PackedHandle) and handle.buffer_id == buffer._number
+    return is_own and handle.layout == "expert" and handle.expert_alignment == 1
 
 
 def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:

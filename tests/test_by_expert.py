@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
+import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import Case, InPython, assert_same, device_of, on_device, poison_outputs
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -399,6 +401,105 @@ def test_experts_that_write_into_their_rows():
     if autograd_module.MODULE is None:
         pytest.skip(f"deepep_moe._autograd is {autograd_module.WHY_NOT}")
     run_ranks(in_place, 2)
+
+
+class Wrapped(torch.Tensor):
+    """A gradient without memory of its own, as quantizing and distributed tensors are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
+
+
+def unusual(rank, num_ranks, backend):
+    """What calls in C++ decline, or must not take for it."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend)
+    scale = torch.tensor([0.5, 2.0], device=x.device)
+
+    def run(hook=None):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, leaves[1])
+        if hook is not None:
+            parts[0].register_hook(hook)
+        combined_x = combine_by_expert(buffer, [doubled(*pair) for pair in zip(parts, scale, strict=True)], recv_weights, handle)
+        if hook is not None:
+            combined_x.register_hook(hook)
+        combined_x.backward(x)
+        return combined_x, [leaf.grad for leaf in leaves]
+
+    plain, expected = run()
+    for name, got, grad in zip(("x.grad", "topk_weights.grad"), run(Wrapped)[1], expected, strict=True):
+        assert_same(name, got, grad)
+    torch.vmap(torch.sin)(torch.ones(2, 2))  # which leaves something in this thread, as torch.compile does
+    combined_x, _ = run()
+    assert_same("combined_x", combined_x, plain)
+    assert combined_x.grad_fn.name() == plain.grad_fn.name()
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_what_calls_in_cpp_decline(backend):
+    run_ranks(unusual, 2, backend)
+
+
+def other_layouts(rank, num_ranks, backend):
+    """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend)
+    out = buffer.dispatch(x, idx, layout="rank")
+    parts = out.recv_x.split(out.handle.num_rows_per_expert_list)
+    assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_the_rank_layout(backend):
+    run_ranks(other_layouts, 2, backend)
+
+
+def bad_num_sms(rank, num_ranks, backend):
+    """A number for one rank's GPU only: its first call says so, to its peers too."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend, num_sms=100000 if rank == 1 else 4)
+    message = "num_sms is 100000; this GPU has"
+    with pytest.raises(ValueError, match=message) if rank == 1 else pytest.raises(EPPeerError, match=message):
+        dispatch_by_expert(buffer, x, idx, None)
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_multiprocessors_that_are_not_there(backend):
+    run_ranks(bad_num_sms, 2, backend)
+
+
+def kept_by_a_traceback(rank, num_ranks, backend):
+    """A destroyed buffer's memory goes, whoever keeps an error of its calls."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend)
+    with pytest.raises((ValueError, EPPeerError)) as kept:
+        dispatch_by_expert(buffer, x, idx + 4, None)
+    communicator = buffer._backend._communicator
+    buffer.destroy()
+    assert sys.getrefcount(communicator) == 2, "somebody keeps the communicator"  # beside this function and getrefcount
+    assert kept.value is not None
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_memory_of_a_destroyed_buffer(backend):
+    run_ranks(kept_by_a_traceback, 2, backend)
 
 
 def squared(rows, scale):

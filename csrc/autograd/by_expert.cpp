@@ -28,10 +28,10 @@ std::optional<DType> dtype_of(const Tensor& tensor) {
     }
 }
 
-GpuCalls& calls_of(const py::object& communicator) {
+GpuCalls* calls_of(const py::object& communicator) {
     const py::capsule capsule = communicator.attr("calls")();
     if (std::string_view(capsule.name()) != kGpuCallsName) throw py::type_error("no communicator of this version");
-    return *capsule.get_pointer<GpuCalls>();
+    return capsule.get_pointer<GpuCalls>();
 }
 
 }  // namespace
@@ -45,6 +45,11 @@ void raise_python() {
 ByExpert::ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object abort)
     : settings(settings), communicator_(std::move(communicator)), make_shape_(std::move(shape_of)), current_stream_(std::move(current_stream)),
       abort_(std::move(abort)), calls_(calls_of(communicator_)), device_(device) {}
+
+void ByExpert::release() {
+    calls_ = nullptr;
+    communicator_ = make_shape_ = current_stream_ = abort_ = py::none();
+}
 
 uintptr_t ByExpert::current_stream() const { return current_stream_().cast<uintptr_t>(); }
 
@@ -74,7 +79,7 @@ const int64_t* ByExpert::counts_of(const Dispatched& handle) const {
 
 bool ByExpert::takes(const Outgoing& out, int64_t repeats) const {
     const Tensor &x = out.x, &idx = out.topk_idx, &weights = out.topk_weights;
-    if (!x.defined() || !idx.defined() || !is_here(x) || !is_here(idx) || x.dim() != 2 || idx.dim() != 2 || !x.is_contiguous() || !dtype_of(x)) return false;
+    if (repeats < 1 || !is_here(x) || !is_here(idx) || x.dim() != 2 || idx.dim() != 2 || !x.is_contiguous() || !dtype_of(x)) return false;
     const bool has_whole_pieces = x.size(1) * x.element_size() % kRowAlignment == 0 && arg_of(x).address % kRowAlignment == 0;
     const int64_t num_tokens = x.size(0) * repeats;
     if (!has_whole_pieces || x.size(1) != settings.hidden || num_tokens > settings.num_max_tokens) return false;
@@ -127,14 +132,14 @@ Dispatched ByExpert::dispatch(const Outgoing& out, Tensor& recv_x, Tensor& recv_
     const int64_t room = guess_.room();
     if (room >= 0) receive(room, true);
     const uintptr_t stream = current_stream();
-    {
-        const py::gil_scoped_release released;
-        made.num_rows = calls_.dispatch(call, settings.num_sms, stream, made.call.mutable_data_ptr<int64_t>());
-    }
+    int64_t* const numbers = made.call.mutable_data_ptr<int64_t>();
+    made.num_rows = unlocked([&](GpuCalls& calls) { return calls.dispatch(call, settings.num_sms, stream, numbers); });
     require(made.num_rows >= 0);
     if (made.num_rows > room) {  // rows wait for receivers
         receive(made.num_rows, false);
-        require(calls_.end_dispatch(call, stream));
+        require(unlocked([&](GpuCalls& calls) { return calls.end_dispatch(call, stream); }));
+    } else if (recv_weights.defined() && made.num_rows < room) {
+        recv_weights.resize_({made.num_rows});
     }
     guess_.remember(made.num_rows);
     return made;
@@ -145,7 +150,8 @@ Tensor ByExpert::dispatch_cached(const Dispatched& handle, const Tensor& x, cons
     GpuDispatchCall call(handle_arg(handle), arg_of(x), {}, {}, {}, *dtype_of(x), -1);
     call.receive_into(arg_of(recv_x), {}, {}, {}, false);
     if (weighing != nullptr) call.params.weighing = *weighing;
-    require(calls_.dispatch_cached(call, settings.num_sms, current_stream()));
+    const uintptr_t stream = current_stream();
+    require(unlocked([&](GpuCalls& calls) { return calls.dispatch_cached(call, settings.num_sms, stream); }));
     return recv_x;
 }
 
@@ -155,7 +161,8 @@ std::pair<Tensor, Tensor> ByExpert::combine(const Dispatched& handle, const Tens
     const Tensor combined_values = lane_values.defined() ? empty({handle.num_tokens, settings.num_topk}, at::kFloat) : Tensor();
     const GpuCombineCall call(handle_arg(handle), arg_of(first), &parts, arg_of(at_source.defined() ? Tensor() : weights), {}, arg_of(lane_values),
                               arg_of(at_source), arg_of(combined_x), arg_of(combined_values), *dtype_of(first), false);
-    require(calls_.combine(call, settings.num_sms_of_sums, current_stream()));
+    const uintptr_t stream = current_stream();
+    require(unlocked([&](GpuCalls& calls) { return calls.combine(call, settings.num_sms_of_sums, stream); }));
     return {combined_x, combined_values};
 }
 
@@ -172,11 +179,12 @@ void ByExpert::require(bool was_made) {
 void ByExpert::raise_again(bool tells) {
     torch::translate_exception_to_python(std::current_exception());
     if (tells) {
-        PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-        PyErr_Fetch(&type, &value, &trace);
-        PyErr_NormalizeException(&type, &value, &trace);
-        abort_(py::handle(value));
-        PyErr_Restore(type, value, trace);
+        py::error_scope kept;  // the error, until the peers have been told
+        PyErr_NormalizeException(&kept.type, &kept.value, &kept.trace);
+        try {
+            abort_(py::handle(kept.value));
+        } catch (const py::error_already_set&) {  // the GPU has failed: the first error says why
+        }
     }
     raise_python();
 }

@@ -47,7 +47,8 @@ public:
     ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object abort);
 
     const Settings settings;
-    bool has_failed() const { return calls_.has_failed(); }
+    bool is_ready() const { return calls_ != nullptr && !calls_->has_failed(); }
+    void release();  // the communicator: of a buffer that is destroyed, whoever still refers to this
 
     // Of a dispatch, with what it receives; there may be room for more rows behind the last.
     Dispatched dispatch(const Outgoing& out, Tensor& recv_x, Tensor& recv_weights);
@@ -59,21 +60,26 @@ public:
 
     const HandleShape& shape_of(int64_t num_tokens);
     bool takes(const Outgoing& out, int64_t repeats) const;
-    bool is_here(const Tensor& tensor) const { return tensor.device() == device_ && tensor.layout() == at::kStrided; }
+    // Has the tensor memory on this device, which a kernel can be given?
+    bool is_here(const Tensor& tensor) const {
+        return tensor.defined() && tensor.device() == device_ && tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+    }
     // Those of tensors that kernels can read where they are: contiguous, of one type that can be summed, each with its expert's rows.
     std::optional<PartsArg> parts_of(at::TensorList tensors, const Dispatched& handle) const;
     const int64_t* counts_of(const Dispatched& handle) const;  // of each local expert
     bool takes_weights(const Tensor& weights, const Tensor& at_source, const Dispatched& handle) const;
     static GpuWeighing weighing(const Tensor& weights, const Tensor& first, const PartsArg& parts, const Tensor& grad_weights);
 
-    // What `call` returns. Of what fails before the call is entered the peers are told.
+    // What `call` returns. Of what fails before the call is entered the peers are told. All calls are made in this.
     template <class Call>
     auto or_tell(const Call& call) {
-        const int64_t before = calls_.num_calls();
+        GpuCalls& calls = *calls_;
+        const py::object kept = communicator_;  // which owns the calls
+        const int64_t before = calls.num_calls();
         try {
             return call();
         } catch (...) {
-            raise_again(calls_.num_calls() == before);
+            raise_again(calls.num_calls() == before);
         }
     }
 
@@ -81,11 +87,18 @@ private:
     HandleArg handle_arg(const Dispatched& handle) const;
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, at::TensorOptions(device_).dtype(type)); }
     uintptr_t current_stream() const;
+    // What `steps` return, without the GIL: launches wait where a stream has too many, and for peers.
+    template <class Steps>
+    auto unlocked(const Steps& steps) {
+        GpuCalls& calls = *calls_;
+        const py::gil_scoped_release released;
+        return steps(calls);
+    }
     [[noreturn]] void raise_again(bool tells);
     void require(bool was_made);
 
     py::object communicator_, make_shape_, current_stream_, abort_;
-    GpuCalls& calls_;
+    GpuCalls* calls_;
     const at::Device device_;
     RowGuess guess_;
     HandleShape shape_;

@@ -1,5 +1,5 @@
 // The two autograd functions, and the module. Backwards that ByExpert does not take are Python's.
-#include <ATen/FuncTorchTLS.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "autograd/by_expert.h"
@@ -19,12 +19,16 @@ Hooks& hooks() {
 }
 
 // Are operations what they seem, or watched and transformed?
-bool is_watched() { return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::functorch::functorchTLSAccessor() != nullptr; }
+bool is_watched() {
+    const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+    const bool is_transformed = included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+    return is_transformed || c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
 
 // ---- rows by expert ----
 
 // [1, ..., num_rows, hidden] with `num_leading` leading ones: the next rows of `all`, which does not know of it: autograd sees rows of their own.
-Tensor part_of(const Tensor& all, int64_t first_row, int64_t num_rows, int64_t num_leading) {
+Tensor rows_at(const Tensor& all, int64_t first_row, int64_t num_rows, int64_t num_leading) {
     auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(all.storage()), all.key_set(), all.dtype());
     std::vector<int64_t> sizes(num_leading + 2, 1);
     sizes[num_leading] = num_rows, sizes[num_leading + 1] = all.size(1);
@@ -37,7 +41,7 @@ void append_parts(variable_list& list, const Tensor& all, const ByExpert& owner,
     const int64_t* counts = owner.counts_of(handle);
     int64_t first_row = 0;
     for (int64_t expert = 0; expert < owner.settings.num_local_experts; first_row += counts[expert++])
-        list.push_back(part_of(all, first_row, counts[expert], num_leading));
+        list.push_back(rows_at(all, first_row, counts[expert], num_leading));
 }
 
 // ---- what a backward keeps ----
@@ -62,13 +66,13 @@ py::tuple handle_of(const std::vector<int64_t>& kept, const variable_list& saved
 
 // `call(owner)` by the buffer of that number, if it can make it; an empty list where Python is to. The GIL is held.
 template <class Call>
-variable_list plainly(int64_t number, const Call& call) {
+variable_list natively(int64_t number, const Call& call) {
     if (at::GradMode::is_enabled() || is_watched()) return {};
     const py::object found = hooks().plain(number);
     if (found.is_none()) return {};
     auto& owner = found.cast<ByExpert&>();
     const at::AutoDispatchBelowADInplaceOrView below;
-    return owner.has_failed() ? variable_list{} : owner.or_tell([&] { return call(owner); });
+    return owner.is_ready() ? owner.or_tell([&] { return call(owner); }) : variable_list{};
 }
 
 // What Python returns: a sequence of tensors and None.
@@ -100,14 +104,16 @@ struct DispatchByExpert : torch::autograd::Function<DispatchByExpert> {
                                  int64_t repeats, int64_t num_leading, Dispatched* made) {
         const at::AutoDispatchBelowADInplaceOrView below;
         Tensor recv_x, recv_weights;
-        const Tensor sent = topk_weights ? topk_weights->reshape(topk_idx.sizes()) : Tensor();  // lane by lane
-        *made = owner->or_tell([&] { return owner->dispatch({x, topk_idx, sent}, recv_x, recv_weights); });
+        *made = owner->or_tell([&] {
+            const Tensor sent = topk_weights ? topk_weights->reshape(topk_idx.sizes()) : Tensor();  // lane by lane
+            return owner->dispatch({x, topk_idx, sent}, recv_x, recv_weights);
+        });
         auto kept = kept_of(*owner, *made, repeats, num_leading, topk_weights.has_value());
         if (topk_weights) kept.insert(kept.end(), topk_weights->sizes().begin(), topk_weights->sizes().end());
         ctx->saved_data["kept"] = std::move(kept);
         ctx->save_for_backward({made->memory, made->call});
         variable_list outputs;
-        if (topk_weights) outputs.push_back(recv_weights.defined() ? part_of_weights(recv_weights, made->num_rows) : recv_weights);
+        if (topk_weights) outputs.push_back(recv_weights);
         append_parts(outputs, recv_x, *owner, *made, num_leading);
         return outputs;
     }
@@ -123,7 +129,7 @@ private:
         const std::vector<int64_t> weights_shape(kept.begin() + kNumKept, kept.end());
         const Tensor grad_weights = has_weights ? grads[0] : Tensor();
         const at::TensorList parts(grads.data() + has_weights, grads.size() - has_weights);
-        variable_list made = plainly(kept[kNumber], [&](ByExpert& owner) { return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grad_weights, parts, kept); });
+        variable_list made = natively(kept[kNumber], [&](ByExpert& owner) { return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grad_weights, parts, kept); });
         if (made.empty())
             made = tensors_of(hooks().dispatch_gradients(handle_of(kept, saved), kept[kRepeats], or_none(grad_weights), py::cast(parts.vec())));
         if (has_weights) made[1] = made[1].view(weights_shape);
@@ -132,13 +138,11 @@ private:
 
     static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad_weights, at::TensorList parts, const std::vector<int64_t>& kept) {
         const auto where = owner.parts_of(parts, handle);
-        if (!where) return {};
+        if (!where || (grad_weights.defined() && !owner.is_here(grad_weights))) return {};
         const Tensor values = grad_weights.defined() ? grad_weights.contiguous() : Tensor();
         const auto [grad_x, combined] = owner.combine(handle, parts[0], *where, {}, values, {}, kept[kRepeats]);
         return {grad_x, combined};
     }
-
-    static Tensor part_of_weights(const Tensor& weights, int64_t num_rows) { return weights.numel() == num_rows ? weights : weights.resize_({num_rows}); }
 };
 
 // ---- combine ----
@@ -168,7 +172,7 @@ struct CombineByExpert : torch::autograd::Function<CombineByExpert> {
 private:
     static variable_list all_gradients(const std::vector<int64_t>& kept, const variable_list& saved, const variable_list& grads) {
         const at::TensorList weighed(saved.data() + 2, saved.size() - 2);
-        variable_list made = plainly(kept[kNumber], [&](ByExpert& owner) { return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grads[0], weighed, kept); });
+        variable_list made = natively(kept[kNumber], [&](ByExpert& owner) { return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grads[0], weighed, kept); });
         if (made.empty())
             made = tensors_of(hooks().combine_gradients(handle_of(kept, saved), kept[kRepeats], kept[kLeading], grads[0], py::cast(weighed.vec())));
         made.insert(made.end(), 4, Tensor());  // of at_source, and of what is no tensor
@@ -177,13 +181,14 @@ private:
 
     // Of weights, then parts. weighed: the weights and the parts, or nothing.
     static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad, at::TensorList weighed, const std::vector<int64_t>& kept) {
+        if (!owner.is_here(grad)) return {};
         const Tensor rows = grad.contiguous();
         if (reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kRowAlignment != 0) return {};
         GpuWeighing weighing{};
         Tensor grad_weights;
         if (!weighed.empty()) {
             const auto where = owner.parts_of(weighed.slice(1), handle);
-            if (!where || weighed[1].scalar_type() != rows.scalar_type()) return {};
+            if (!where || !owner.is_here(weighed[0]) || weighed[1].scalar_type() != rows.scalar_type()) return {};
             grad_weights = at::empty_like(weighed[0]);
             weighing = owner.weighing(weighed[0], weighed[1], *where, grad_weights);
         }
@@ -202,15 +207,15 @@ bool are_plain(std::initializer_list<PyObject*> tensors) {
 }
 
 Tensor unpacked(py::handle tensor) { return tensor.is_none() ? Tensor() : THPVariable_Unpack(tensor.ptr()); }
-std::optional<Tensor> or_nothing(const Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; }
+std::optional<Tensor> optional_of(const Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; }
 
 // (parts, recv_topk_weights, shape, num_rows, memory, call), the latter four for the handle; or None where Python is to make the call.
 py::object dispatch(ByExpert& owner, py::handle x, py::handle topk_idx, py::handle topk_weights, int64_t num_leading, int64_t repeats) {
-    if (is_watched() || owner.has_failed() || !are_plain({x.ptr(), topk_idx.ptr(), topk_weights.ptr()})) return py::none();
+    if (is_watched() || !owner.is_ready() || !are_plain({x.ptr(), topk_idx.ptr(), topk_weights.ptr()})) return py::none();
     const Tensor rows = unpacked(x), idx = unpacked(topk_idx), weights = unpacked(topk_weights);
     if (!owner.takes({rows, idx, weights}, repeats)) return py::none();
     Dispatched made;
-    const variable_list outputs = DispatchByExpert::apply(rows, idx, or_nothing(weights), &owner, repeats, num_leading, &made);
+    const variable_list outputs = DispatchByExpert::apply(rows, idx, optional_of(weights), &owner, repeats, num_leading, &made);
     const size_t first = weights.defined();
     py::tuple parts(outputs.size() - first);
     for (size_t i = first; i < outputs.size(); ++i) parts[i - first] = outputs[i];
@@ -220,7 +225,7 @@ py::object dispatch(ByExpert& owner, py::handle x, py::handle topk_idx, py::hand
 // combined_x, or None where Python is to make the call. memory, call, starts, num_rows, num_tokens: of the handle, a `PackedHandle`.
 py::object combine(ByExpert& owner, py::handle tensors, py::handle weights, py::handle at_source, const Tensor& memory, const Tensor& call,
                    py::handle starts, int64_t num_rows, int64_t num_tokens) {
-    if (is_watched() || owner.has_failed() || !are_plain({weights.ptr(), at_source.ptr()})) return py::none();
+    if (is_watched() || !owner.is_ready() || !are_plain({weights.ptr(), at_source.ptr()})) return py::none();
     variable_list parts;
     for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(tensors)) {
         if (!THPVariable_CheckExact(tensor.ptr())) return py::none();
@@ -231,7 +236,7 @@ py::object combine(ByExpert& owner, py::handle tensors, py::handle weights, py::
     const Tensor given = unpacked(weights), source = unpacked(at_source);
     const auto where = parts.empty() ? std::nullopt : owner.parts_of(parts, handle);
     if (!where || !owner.takes_weights(given, source, handle)) return py::none();
-    return py::cast(CombineByExpert::apply(or_nothing(given), at::TensorList(parts), or_nothing(source), &owner, &handle, &*where));
+    return py::cast(CombineByExpert::apply(optional_of(given), at::TensorList(parts), optional_of(source), &owner, &handle, &*where));
 }
 
 }  // namespace
@@ -251,6 +256,7 @@ PYBIND11_MODULE(_autograd, m) {
              py::kw_only(), py::arg("communicator"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"), py::arg("num_topk"), py::arg("hidden"),
              py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_sms_of_sums"), py::arg("device"), py::arg("shape_of"), py::arg("current_stream"),
              py::arg("abort"))
+        .def("release", &ByExpert::release)
         .def("dispatch", torch::wrap_pybind_function(dispatch), py::arg("x"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("num_leading"), py::arg("repeats"))
         .def("combine", torch::wrap_pybind_function(combine), py::arg("parts"), py::arg("weights"), py::arg("at_source"), py::arg("memory"), py::arg("call"),
              py::arg("starts"), py::arg("num_rows"), py::arg("num_tokens"));

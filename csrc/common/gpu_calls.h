@@ -223,8 +223,9 @@ protected:
     ~GpuCalls() = default;
 };
 
-// Of the capsule that holds a `GpuCalls*`; and by what modules of different sources know that they must not meet.
-constexpr const char* kGpuCallsName = "deepep_moe.GpuCalls";
+// Of the capsule that holds a `GpuCalls*`, with a number that counts changes of it; and by what modules of different sources know, too, that
+// they must not meet.
+constexpr const char* kGpuCallsName = "deepep_moe.GpuCalls 1";
 constexpr size_t kGpuCallsBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall);
 
 // How many rows to allocate before they are counted, so that the kernel that receives need not wait for the host.

@@ -169,8 +169,8 @@ class NvlinkBackend:
         return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle)
 
     def by_expert(self, module: ModuleType, number: int, mode: Mode) -> Any:
-        """`ByExpert` of `module`, which is `deepep_moe._autograd`; None where copy engines send."""
-        if mode.num_sms == 0:
+        """`ByExpert` of `module`, which is `deepep_moe._autograd`; None where copy engines send, or for a number that calls refuse."""
+        if mode.num_sms is not None and not 0 < mode.num_sms <= self._communicator.num_multiprocessors:
             return None
         s = self.settings
         return module.ByExpert(
