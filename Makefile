@@ -13,10 +13,10 @@ VENV := $(if $(filter cuda,$(DEVICE)),build/venv-cuda,.venv)
 NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
-# On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
-# Installed before: a module is built for it.
+# PyTorch is installed first: a module is built for the one that is there.
 TORCH := -c constraints.txt torch
 INSTALL := -c constraints.txt -e ".[megatron,deepspeed,dev]"
+# On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
 ifeq ($(DEVICE),cuda)
 ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
 SHARED := $(shell $(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")))')

@@ -451,12 +451,17 @@ def test_what_calls_in_cpp_decline(backend):
     run_ranks(unusual, 2, backend)
 
 
-def other_layouts(rank, num_ranks, backend):
-    """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
+def top_1(backend, rank, **options):
+    """A buffer of two ranks, and this one's x and topk_idx."""
     device_of(backend, rank)
     case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
     x, idx, _ = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend)
+    return Buffer(None, 6, case.hidden, 4, 1, backend=backend, **options), x, idx
+
+
+def other_layouts(rank, num_ranks, backend):
+    """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
+    buffer, x, idx = top_1(backend, rank)
     out = buffer.dispatch(x, idx, layout="rank")
     parts = out.recv_x.split(out.handle.num_rows_per_expert_list)
     assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
@@ -469,10 +474,7 @@ def test_rows_of_the_rank_layout(backend):
 
 def bad_num_sms(rank, num_ranks, backend):
     """A number for one rank's GPU only: its first call says so, to its peers too."""
-    device_of(backend, rank)
-    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
-    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend, num_sms=100000 if rank == 1 else 4)
+    buffer, x, idx = top_1(backend, rank, num_sms=100000 if rank == 1 else 4)
     message = "num_sms is 100000; this GPU has"
     with pytest.raises(ValueError, match=message) if rank == 1 else pytest.raises(EPPeerError, match=message):
         dispatch_by_expert(buffer, x, idx, None)
@@ -485,10 +487,7 @@ def test_multiprocessors_that_are_not_there(backend):
 
 def kept_by_a_traceback(rank, num_ranks, backend):
     """A destroyed buffer's memory goes, whoever keeps an error of its calls."""
-    device_of(backend, rank)
-    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
-    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend)
+    buffer, x, idx = top_1(backend, rank)
     with pytest.raises((ValueError, EPPeerError)) as kept:
         dispatch_by_expert(buffer, x, idx + 4, None)
     communicator = buffer._backend._communicator

@@ -30,7 +30,8 @@ std::optional<DType> dtype_of(const Tensor& tensor) {
 
 GpuCalls* calls_of(const py::object& communicator) {
     const py::capsule capsule = communicator.attr("calls")();
-    if (std::string_view(capsule.name()) != kGpuCallsName) throw py::type_error("no communicator of this version");
+    if (std::string_view(capsule.name()) != kGpuCallsName)
+        throw py::type_error("deepep_moe._C and deepep_moe._autograd are of different builds; install deepep_moe again");
     return capsule.get_pointer<GpuCalls>();
 }
 

@@ -30,9 +30,9 @@ struct Dispatched {
     std::array<int64_t, 4> starts{};
 };
 
-// What a dispatch sends, and what all of its calls have in common.
+// What a dispatch sends.
 struct Outgoing {
-    Tensor x, topk_idx, topk_weights;  // the latter as topk_idx, or undefined
+    Tensor x, topk_idx, topk_weights;  // the last of as many entries as topk_idx, or undefined
 };
 
 // A buffer's calls. Python has seen that nothing else is in flight in the buffer. Callers hold the GIL.
