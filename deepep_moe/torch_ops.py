@@ -10,21 +10,20 @@ wanted, else straight to the buffer, in both cases with the handle as one object
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, autograd_module
 from deepep_moe.backends import weigh
 from deepep_moe.backends.base import Rows, Weighing
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.handle import DispatchHandle, PackedHandle
+from deepep_moe.handle import DispatchHandle
 
 if TYPE_CHECKING:
     from deepep_moe.buffer import Buffer
 
-_buffers: "weakref.WeakValueDictionary[int, Buffer]" = weakref.WeakValueDictionary()
+live_buffers: "weakref.WeakValueDictionary[int, Buffer]" = weakref.WeakValueDictionary()
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _eager: dict[str, tuple[Any, type[torch.autograd.Function] | None]] = {}
@@ -33,11 +32,12 @@ _HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_
 
 def register_buffer(number: int, buffer: "Buffer") -> None:
     """Make `buffer` known to the operators as `number`, for as long as it lives."""
-    _buffers[number] = buffer
+    live_buffers[number] = buffer
 
 
-def _buffer(number: int) -> "Buffer":
-    buffer = _buffers.get(number)
+def buffer_of(number: int) -> "Buffer":
+    """The buffer that operators and handles know as `number`."""
+    buffer = live_buffers.get(number)
     if buffer is None:
         raise BufferDestroyedError(f"buffer {number} is gone; keep the Buffer alive as long as its handles and graphs are used")
     return buffer
@@ -45,7 +45,7 @@ def _buffer(number: int) -> "Buffer":
 
 def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
     """The operator `name` with `tensors`, those that may need gradients or be of a class of their own, and further `arguments`."""
-    if _is_traced(tensors):
+    if is_traced(tensors):
         return getattr(torch.ops.deepep_moe, name)(*tensors, *arguments)
     implementation, function = _eager[name]
     if function is not None and _needs_gradients(tensors):
@@ -57,11 +57,12 @@ def _needs_gradients(tensors: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
-    return _is_compiled(tensors) or torch._C._len_torch_dispatch_stack() > 0  # Dynamo knows the first only
+def is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Does PyTorch trace or watch what is made of these?"""
+    return is_compiled(tensors) or torch._C._len_torch_dispatch_stack() > 0  # Dynamo knows the first only
 
 
-def _is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
+def is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
     """Traced, and not merely watched by a mode, as one rank's operations may be."""
     if torch.compiler.is_compiling():
         return True
@@ -97,16 +98,18 @@ def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None,
     others, a kernel apiece. `values`: None where there are none."""
     ctx.set_materialize_grads(False)
     ctx.expected = [None if output is None else (output.shape, output.dtype, output.device) for output in (rows, values)]
-    _keep_handle(ctx, handle, *more)
+    keep_handle(ctx, handle, *more)
 
 
-def _keep_handle(ctx: Any, handle: DispatchHandle, *more: Tensor) -> None:
+def keep_handle(ctx: Any, handle: DispatchHandle, *more: Tensor) -> None:
+    """The handle and `more`, for `kept` in the backward."""
     saved = handle.to_save()
     ctx.rebuild, ctx.num_saved = handle.rebuild(), len(saved)
     ctx.save_for_backward(*saved, *more)
 
 
-def _kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
+def kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
+    """What `keep_handle` kept."""
     saved, num_saved = ctx.saved_tensors, ctx.num_saved  # unpacked once: checkpointing allows no more
     return ctx.rebuild(num_rows, *saved[:num_saved]), saved[num_saved:]
 
@@ -119,12 +122,12 @@ def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
 def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | None:
     if like is None:
         return None
-    return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else _as_rows(grad)
+    return torch.zeros(like[0], dtype=like[1], device=like[2]) if grad is None else as_rows(grad)
 
 
-def _as_rows(grad: Tensor) -> Tensor:
+def as_rows(grad: Tensor) -> Tensor:
     """As calls take it, wherever autograd has it from: contiguous, on a boundary where that can be seen."""
-    return grad.contiguous() if _is_traced((grad,)) else weigh.aligned(grad)
+    return grad.contiguous() if is_traced((grad,)) else weigh.aligned(grad)
 
 
 # ---- dispatch ----
@@ -136,7 +139,7 @@ def dispatch(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]:  # fmt: skip
     """`buffer._dispatch`, with gradients: recv_x, recv_x_scales, recv_topk_weights, the handle."""
     tensors, number = (x, x_scales, topk_idx, topk_weights), buffer._number
-    if not _is_traced(tensors):
+    if not is_traced(tensors):
         if _needs_gradients(tensors):
             return _Dispatch.apply(*tensors, number, layout, expert_alignment, num_recv_rows)
         rows, handle = buffer._dispatch(*tensors, layout, expert_alignment, num_recv_rows)
@@ -149,7 +152,7 @@ def dispatch(
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, x_scales: Any, topk_idx: Tensor, topk_weights: Any, buffer: int, *how: Any) -> tuple[Any, ...]:
-        rows, handle = _buffer(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, *how)
+        rows, handle = buffer_of(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, *how)
         _keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
 
@@ -162,8 +165,8 @@ class _Dispatch(torch.autograd.Function):
 def _dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Of x and topk_weights, cached or not."""
     rows, values = _given(ctx, grad_recv_x, grad_recv_topk_weights)
-    handle, _ = _kept(ctx, rows.shape[0])
-    return combine(_buffer(handle.buffer_id), rows, None, None, values, handle)
+    handle, _ = kept(ctx, rows.shape[0])
+    return combine(buffer_of(handle.buffer_id), rows, None, None, values, handle)
 
 
 _library.define(
@@ -177,7 +180,7 @@ def _dispatch_operator(
     num_recv_rows: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, tensors of the handle; empty where they do not apply."""
-    rows, handle = _buffer(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
+    rows, handle = buffer_of(buffer)._dispatch(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, num_recv_rows)
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
     tensors = _tensors(handle) if handle.memory is None else [tensor.clone() for tensor in _tensors(handle)]  # none a view of the same
@@ -209,7 +212,7 @@ def _fake_dispatch(
     x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
     num_recv_rows: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    owner, context = _buffer(buffer), torch.library.get_ctx()
+    owner, context = buffer_of(buffer), torch.library.get_ctx()
     is_expert, (num_tokens, num_topk) = layout == "expert", topk_idx.shape
     num_rows = context.new_dynamic_size() if num_recv_rows < 0 else num_recv_rows
     num_slots = context.new_dynamic_size() if is_expert else 0
@@ -242,7 +245,7 @@ def dispatch_cached(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`buffer._dispatch_cached`, with gradients: recv_x, recv_x_scales, recv_topk_weights."""
     tensors = (x, x_scales, topk_weights)
-    if not _is_traced(tensors):
+    if not is_traced(tensors):
         if _needs_gradients(tensors):
             return _DispatchCached.apply(*tensors, handle)
         rows = buffer._dispatch_cached(*tensors, handle)
@@ -254,7 +257,7 @@ def dispatch_cached(
 class _DispatchCached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, x_scales: Any, topk_weights: Any, handle: DispatchHandle) -> tuple[Any, ...]:
-        rows = _buffer(handle.buffer_id)._dispatch_cached(x, x_scales, topk_weights, handle)
+        rows = buffer_of(handle.buffer_id)._dispatch_cached(x, x_scales, topk_weights, handle)
         _keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
 
@@ -275,7 +278,7 @@ def _dispatch_cached_operator(
     num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    owner = _buffer(buffer)
+    owner = buffer_of(buffer)
     owner._check_handle(handle)
     return _filled(owner._dispatch_cached(x, x_scales, topk_weights, handle), topk_idx.shape[1], layout)
 
@@ -305,7 +308,7 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:
     """`buffer._combine`, with gradients: combined_x, combined lane values."""
     tensors = (x, weights, bias, lane_values)
-    if not _is_traced(tensors):
+    if not is_traced(tensors):
         if _needs_gradients(tensors):
             return _Combine.apply(*tensors, handle)
         return buffer._combine(*tensors, handle)
@@ -316,7 +319,7 @@ def combine(
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Any, bias: Any, lane_values: Any, handle: DispatchHandle) -> tuple[Any, ...]:
-        combined_x, values = _buffer(handle.buffer_id)._combine(x, weights, bias, lane_values, handle)
+        combined_x, values = buffer_of(handle.buffer_id)._combine(x, weights, bias, lane_values, handle)
         _keep_combine(ctx, handle, x, weights, bias, combined_x, values)
         return combined_x, values
 
@@ -335,37 +338,39 @@ def _keep_combine(
 def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_values: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of x, weights, bias and lane_values."""
     rows, values = _given(ctx, grad_combined_x, grad_values)
-    handle, weighed = _kept(ctx, ctx.num_rows)
-    buffer, grad_weights, grad_lane_values = _buffer(handle.buffer_id), None, None
+    handle, weighed = kept(ctx, ctx.num_rows)
+    buffer, grad_weights, grad_lane_values = buffer_of(handle.buffer_id), None, None
     if weighed:  # by weights that did not come with lane values
         x, weights = weighed
-        grad_x, grad_weights = _weighed_gradients(buffer, rows, handle, x, weights)
+        grad_x, grad_weights = weighed_gradients(buffer, rows, handle, x, weights)
     else:
         grad_x, _, grad_lane_values = dispatch_cached(buffer, rows, None, values, handle)
     return grad_x, grad_weights, rows if ctx.with_bias else None, grad_lane_values
 
 
-def _weighed_gradients(
-    buffer: "Buffer",
-    grad: Tensor,
-    handle: DispatchHandle,
-    x: Tensor | Sequence[Tensor],
-    weights: Tensor,
-    repeats: int = 1,
-    were: Any = None,
+def weighed_gradients(
+    buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, repeats: int = 1, where: Any = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Of x, all rows or those of each local expert and where they `were`, and of weights, from that of combined_x, whose rows `repeats`
-    tokens share: worked out where rows arrive, if the backend can."""
-    is_fused = buffer._alive().fuses and not torch.is_grad_enabled() and not _is_traced((grad,))
-    x, where = _rows_of(buffer, handle, x, may_stay=is_fused, were=were)
-    if is_fused:
+    """Of x and of weights, from that of combined_x, whose rows `repeats` tokens share: worked out where rows arrive, if the backend can.
+    where: the `_C.GpuParts` that x is the first part of, only where `may_fuse`; without them x is all rows."""
+    if may_fuse(buffer, grad):
         weighing = Weighing(weights, x if where is not None else weigh.aligned(x), where)
         rows = buffer._dispatch_cached(grad, None, None, handle, weighing, repeats)
         return rows.recv_x, rows.grad_weights
-    grad_x, _, _ = dispatch_cached(buffer, _repeated(grad, repeats), None, None, handle)
+    grad_x, _, _ = dispatch_cached(buffer, repeated(grad, repeats), None, None, handle)
     if torch.is_grad_enabled():
         return _differentiable_weigh_backward(grad_x, x, weights)
     return call("weigh_backward", (grad_x, x, weights))
+
+
+def may_fuse(buffer: "Buffer", grad: Tensor) -> bool:
+    """Can kernels weigh this gradient's rows, or read them where they are, and is nothing watching?"""
+    return buffer._alive().fuses and not torch.is_grad_enabled() and not is_traced((grad,))
+
+
+def repeated(rows: Tensor, repeats: int) -> Tensor:
+    """All rows, once after another."""
+    return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1])
 
 
 _library.define(
@@ -379,7 +384,7 @@ def _combine_operator(
     recv_counts: Tensor, num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    owner = _buffer(buffer)
+    owner = buffer_of(buffer)
     owner._check_handle(handle)
     combined_x, values = owner._combine(x, weights, bias, lane_values, handle)
     return combined_x, x.new_empty(0, topk_idx.shape[1], dtype=torch.float32) if values is None else values
@@ -403,71 +408,7 @@ def _combine_backward(ctx: Any, grad_combined_x: Any, grad_values: Any) -> tuple
     return *_combine_gradients(ctx, grad_combined_x, grad_values), *[None] * 9
 
 
-# ---- rows by expert: in a tensor for each local expert, which none of the four calls of a forward and a backward has to join ----
-
-
-def dispatch_by_expert(
-    buffer: "Buffer", x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, leading: tuple[int, ...] = (),
-    at_source: Tensor | None = None,
-) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:  # fmt: skip
-    """A dispatch in the expert layout without padding, with gradients, for experts that run one by one.
-
-    x: [num_tokens, hidden]. topk_idx, topk_weights: [num_tokens, num_topk], in a buffer for as many.
-    at_source: [num_topk, num_tokens] fp32, in a buffer for top-1, instead of topk_weights: each expert of a token is a token of its own,
-    topk_idx [num_topk * num_tokens, 1], and `combine_by_expert` weighs and sums their rows where they come back.
-    Returns the rows of each local expert, [*leading, num_rows, hidden] where `leading` are sizes of 1; recv_topk_weights [num_rows of
-    all] or None; the handle. All ranks have gradients or none has: the backward is collective too.
-    """
-    is_compiled, repeats = _is_compiled((x, topk_idx, topk_weights)), 1
-    if at_source is not None:
-        if not is_compiled and buffer._alive().fuses and len(at_source) <= _C.MAX_TOPK:
-            topk_weights, repeats = at_source, len(at_source)  # sent: rows and weights get their gradients where the rows are
-        else:
-            x = _repeated(x, len(at_source))
-    if is_compiled:
-        recv_x, _, weights, handle = dispatch(buffer, x, None, topk_idx, topk_weights, "expert", 1, -1)
-        return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
-    native = buffer._native()
-    if native is not None:
-        made = native.dispatch(x, topk_idx, topk_weights, len(leading), repeats)
-        if made is not None:
-            parts, weights, shape, num_rows, memory, numbers = made
-            return parts, weights, PackedHandle(buffer._number, "expert", 1, num_rows, shape, memory, numbers)
-    weights, handle, *parts = _DispatchByExpert.apply(x, topk_idx, topk_weights, buffer._number, leading, repeats)
-    return tuple(parts), weights, handle
-
-
-def combine_by_expert(
-    buffer: "Buffer", parts: Sequence[Tensor], topk_weights: Tensor | None, handle: DispatchHandle, at_source: Tensor | None = None
-) -> Tensor:
-    """A combine of such rows, after the experts, with gradients: combined_x [num_tokens, hidden].
-
-    topk_weights: what the dispatch returned. at_source: what it was given; the result is the `weighed_sum` of rows that come back as they
-    are.
-
-    parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
-    and of the right shapes; else joined first. Raises TypeError and ValueError for what cannot be joined; the peers raise EPPeerError.
-    """
-    # Where rows get their gradients all ranks have decided in the dispatch; how an expert's rows lie may differ from rank to rank.
-    is_weighed_after = at_source is not None and topk_weights is None
-    is_apart = is_weighed_after or _is_compiled((parts[0], topk_weights))
-    source = None if at_source is None or is_apart else at_source.detach().contiguous()
-    native = None if is_apart else buffer._native()
-    if native is not None and _is_by_expert(handle, buffer):
-        made = native.combine(parts, topk_weights, source, handle.memory, handle.call, handle.starts, handle.num_rows, handle.num_tokens)
-        if made is not None:
-            return made
-    rows, where = _rows_of(buffer, handle, parts, may_stay=not is_apart)
-    if is_apart:
-        combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
-        return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
-    return _CombineByExpert.apply(topk_weights, handle, where, source, *((rows,) if where is None else parts))
-
-
-def _is_by_expert(handle: DispatchHandle, buffer: "Buffer") -> TypeGuard[PackedHandle]:
-    """Does it have the rows of `dispatch_by_expert`?"""
-    is_own = isinstance(handle, PackedHandle) and handle.buffer_id == buffer._number
-    return is_own and handle.layout == "expert" and handle.expert_alignment == 1
+# ---- rows by weights ----
 
 
 def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
@@ -498,149 +439,6 @@ def _differentiable_weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> 
     """As `weigh_backward`, to be differentiated once more."""
     wide = grad.float()
     return (wide * weights.unsqueeze(-1)).to(x.dtype), (wide * x.float()).sum(-1)
-
-
-def _repeated(rows: Tensor, repeats: int) -> Tensor:
-    """All rows, once after another."""
-    return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1])
-
-
-def _rows_of(
-    buffer: "Buffer", handle: DispatchHandle, parts: Tensor | Sequence[Tensor], *, may_stay: bool, were: Any = None
-) -> tuple[Tensor, Any]:
-    """All rows, joined if they are in parts; or, where they may stay and kernels can read them there, the first part and `_C.GpuParts`,
-    those that they `were` if saving has not moved them."""
-    if isinstance(parts, Tensor):
-        return parts, None
-    if may_stay and buffer._alive().fuses:
-        where = were if were is not None and were.lie_in(parts) else _C.GpuParts.of(handle, parts, buffer.num_local_experts, buffer.hidden)
-        if where is not None:
-            return parts[0], where
-    return buffer._or_refuse(_joined, parts, handle, buffer.hidden), None
-
-
-def _split(rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return torch.split_with_sizes(rows.view(*leading, *rows.shape) if leading else rows, counts, -2)
-
-
-def _joined(parts: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tensor:
-    counts = handle.num_rows_per_expert_list
-    if len(parts) != len(counts):
-        raise ValueError(f"there are rows of {len(parts)} experts, and {len(counts)} local experts; give each one's, if only 0 rows")
-    for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
-        if not isinstance(part, Tensor):
-            raise TypeError(f"the rows of local expert {i} must be a torch.Tensor, not {type(part).__name__}")
-        if part.dim() == 0 or part.shape[-1] != hidden or part.numel() != count * hidden:
-            raise ValueError(
-                f"the rows of local expert {i} have shape {list(part.shape)}; an expert must return as many rows and columns as it was "
-                f"given, here {count} and {hidden}"
-            )
-        if part.device != parts[0].device:
-            raise ValueError(f"the rows of local expert {i} are on {part.device}, those of the first on {parts[0].device}")
-    return torch.cat([part.reshape(-1, hidden) for part in parts])
-
-
-class _Function(torch.autograd.Function):
-    """For operations of many tensors. What `apply` does more is to look at each of them for transforms of torch.func."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
-
-
-class _DispatchByExpert(_Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Any, buffer: int, leading: tuple[int, ...], repeats: int
-    ) -> tuple[Any, ...]:
-        ctx.weights_shape = None if topk_weights is None else topk_weights.shape
-        if topk_weights is not None and topk_weights.shape != topk_idx.shape and topk_weights.numel() == topk_idx.numel():
-            topk_weights = topk_weights.reshape(topk_idx.shape)  # lane by lane
-        rows, handle = _buffer(buffer)._dispatch(x, None, topk_idx, topk_weights, "expert", 1, -1, repeats)
-        ctx.num_rows, ctx.repeats = handle.num_rows, repeats
-        _keep_handle(ctx, handle)
-        return rows.recv_topk_weights, handle, *_split(rows.recv_x, handle.num_rows_per_expert_list, leading)
-
-    @staticmethod
-    def backward(ctx: Any, grad_topk_weights: Any, _handle: Any, *grads: Tensor) -> tuple[Any, ...]:
-        handle, _ = _kept(ctx, ctx.num_rows)
-        grad_x, grad_topk_weights = _dispatch_by_expert_gradients(handle, ctx.repeats, grad_topk_weights, grads)
-        if grad_topk_weights is not None and grad_topk_weights.shape != ctx.weights_shape:
-            grad_topk_weights = grad_topk_weights.view(ctx.weights_shape)
-        return grad_x, None, grad_topk_weights, None, None, None
-
-
-def _dispatch_by_expert_gradients(
-    handle: DispatchHandle, repeats: int, grad_topk_weights: Tensor | None, grads: Sequence[Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """Of x, whose rows `repeats` tokens share, and of topk_weights, if they were sent."""
-    buffer, is_plain = _buffer(handle.buffer_id), not torch.is_grad_enabled() and not _is_traced(tuple(grads))
-    rows, where = _rows_of(buffer, handle, grads, may_stay=is_plain)
-    values = None if grad_topk_weights is None else grad_topk_weights.contiguous()
-    if is_plain:
-        return buffer._combine(rows, None, None, values, handle, where, repeats)
-    grad_x, grad_topk_weights = combine(buffer, rows, None, None, values, handle)
-    return grad_x if repeats == 1 else grad_x.view(repeats, -1, grad_x.shape[1]).sum(0), grad_topk_weights
-
-
-class _CombineByExpert(_Function):
-    """`parts`: as `where` says, or all rows in one."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Any, handle: DispatchHandle, where: Any, at_source: Any, *parts: Tensor) -> Tensor:
-        ctx.num_rows, ctx.leading, ctx.repeats = handle.num_rows, parts[0].shape[:-2], 1 if at_source is None else len(at_source)
-        ctx.where = where
-        _keep_handle(ctx, handle, *(() if weights is None else (weights, *parts)))
-        return _buffer(handle.buffer_id)._combine(parts[0], weights, None, None, handle, where, ctx.repeats, at_source)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        handle, weighed = _kept(ctx, ctx.num_rows)
-        how = ctx.repeats, ctx.leading, grad, weighed, ctx.where
-        grad_weights, *grads = _combine_by_expert_gradients(handle, *how, is_joined=ctx.where is None)
-        return grad_weights, None, None, None, *grads
-
-
-def _combine_by_expert_gradients(
-    handle: DispatchHandle, repeats: int, leading: tuple[int, ...], grad: Tensor, weighed: Sequence[Tensor], where: Any, *, is_joined: bool
-) -> tuple[Tensor | None, ...]:
-    """Of weights, if there were some, and of parts, which are one if they were joined. weighed: the weights and the parts, or nothing."""
-    buffer, grad, grad_weights = _buffer(handle.buffer_id), _as_rows(grad), None
-    if weighed:
-        weights, *parts = weighed
-        grad_x, grad_weights = _weighed_gradients(buffer, grad, handle, parts[0] if is_joined else parts, weights, repeats, where)
-    else:
-        grad_x, _, _ = dispatch_cached(buffer, grad, None, None, handle)
-    return grad_weights, *((grad_x,) if is_joined else _split(grad_x, handle.num_rows_per_expert_list, leading))
-
-
-# ---- the same in C++, where `_autograd` was built: it calls back for what it declines ----
-
-
-def _native(number: int) -> Any:
-    buffer = _buffers.get(number)
-    return None if buffer is None else buffer._native()
-
-
-def _handle_of(number: int, num_tokens: int, num_rows: int, memory: Tensor, numbers: Tensor) -> PackedHandle:
-    backend: Any = _buffer(number)._alive()
-    return PackedHandle(number, "expert", 1, num_rows, backend.handle_shape(num_tokens, "expert"), memory, numbers)
-
-
-def _native_dispatch_gradients(kept: tuple[Any, ...], repeats: int, grad_weights: Tensor | None, grads: list[Tensor]) -> tuple[Any, ...]:
-    return _dispatch_by_expert_gradients(_handle_of(*kept), repeats, grad_weights, grads)
-
-
-def _native_combine_gradients(
-    kept: tuple[Any, ...], repeats: int, num_leading: int, grad: Tensor, weighed: list[Tensor]
-) -> tuple[Any, ...]:
-    return _combine_by_expert_gradients(_handle_of(*kept), repeats, (1,) * num_leading, grad, weighed, None, is_joined=False)
-
-
-if autograd_module.MODULE is not None:
-    autograd_module.MODULE.set_hooks(
-        plain=_native, dispatch_gradients=_native_dispatch_gradients, combine_gradients=_native_combine_gradients
-    )
 
 
 _library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepep_moe import Buffer, autograd_module, reference
+from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.testing import run_ranks
-from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert, weighed_sum
+from deepep_moe.torch_ops import weighed_sum
 
 NVLINK = (
     pytest.param("nvlink", marks=pytest.mark.gpu),

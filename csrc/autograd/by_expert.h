@@ -1,5 +1,5 @@
 // Dispatch and combine of rows by expert as autograd functions of PyTorch, in C++. What they do, in what order and with which kernels is
-// that of deepep_moe/torch_ops.py and deepep_moe/backends/nvlink.py, which also make every call that these decline: of tensors that kernels
+// that of deepep_moe/by_expert.py and deepep_moe/backends/nvlink.py, which also make every call that these decline: of tensors that kernels
 // cannot read where they are, under transforms and modes, with arguments to be refused. Results do not depend on who makes a call.
 #pragma once
 

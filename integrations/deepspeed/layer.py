@@ -14,11 +14,11 @@ from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.buffer import Buffer
+from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
 from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
-from deepep_moe.torch_ops import combine_by_expert, dispatch_by_expert
 
 _UNTIMED = contextlib.nullcontext()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
