@@ -125,10 +125,13 @@ def gate_full(
     if num_ranks < 0 or (num_ranks > 0 and num_experts % num_ranks):
         raise ValueError(f"num_ranks must divide the {num_experts} experts, got {num_ranks}")
     tensors = (logits, options["expert_bias"], options["mask"])
-    topk_idx, topk_weights, num_tokens_per_expert, *rest = call("gate_full", tensors, *arguments, dense, num_ranks, shares)
-    wanted = (dense, dense, num_ranks > 0, num_ranks > 0, shares)
-    forms = (tensor if is_wanted else None for tensor, is_wanted in zip(rest, wanted, strict=True))
-    return FullGateOutput(topk_idx, topk_weights, num_tokens_per_expert, *forms)
+    topk_idx, topk_weights, counts, probs, routing_map, in_rank, all_shares = call(
+        "gate_full", tensors, *arguments, dense, num_ranks, shares
+    )
+    return FullGateOutput(
+        topk_idx, topk_weights, counts[:num_experts], probs if dense else None, routing_map if dense else None,
+        counts[num_experts:] if num_ranks else None, in_rank if num_ranks else None, all_shares if shares else None,
+    )  # fmt: skip
 
 
 def check_gate(device: torch.device | int | None = None) -> None:

@@ -58,7 +58,7 @@ def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> t
 # ---- forward ----
 
 _LIBRARY.define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 8)})")
+_LIBRARY.define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 7)})")
 
 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
@@ -70,19 +70,22 @@ def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *sett
 
 
 def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
+    """Counts of experts, and of ranks after them, are one tensor: what an operator returns must not be views of the same memory."""
     *settings, dense, num_ranks, has_shares = settings  # type: ignore[assignment]
     logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
-    num_experts = logits.shape[1]
     shares = _dense_shape(logits, has_shares, torch.float32)
     arguments = (logits, expert_bias, mask, tuple(settings))
     wanted = shares if has_shares else None
     if logits.device.type == GPU:
         topk_idx, topk_weights, counts, probs, routing_map, in_rank = _launch(*arguments, dense, num_ranks, wanted)
-        return topk_idx, topk_weights, counts[:num_experts], probs, routing_map, counts[num_experts:], in_rank, shares
-    topk_idx, topk_weights, num_tokens_per_expert = _gate_cpu(*arguments, wanted)
-    probs, routing_map = to_dense(topk_idx, topk_weights, num_experts) if dense else _dense_shapes(logits, dense)
-    in_rank = shares_of(topk_idx, num_experts, num_ranks) if num_ranks else routing_map.new_empty(logits.shape[0], 0)
-    return topk_idx, topk_weights, num_tokens_per_expert, probs, routing_map, in_rank.sum(0, dtype=torch.int32), in_rank, shares
+        return topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
+    topk_idx, topk_weights, counts = _gate_cpu(*arguments, wanted)
+    probs, routing_map = to_dense(topk_idx, topk_weights, logits.shape[1]) if dense else _dense_shapes(logits, dense)
+    in_rank = routing_map.new_empty(logits.shape[0], 0)
+    if num_ranks:
+        in_rank = shares_of(topk_idx, logits.shape[1], num_ranks)
+        counts = torch.cat((counts, in_rank.sum(0, dtype=torch.int32)))
+    return topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
 
 
 def _dense_shape(logits: Tensor, is_wanted: bool, dtype: torch.dtype) -> Tensor:
@@ -155,10 +158,10 @@ def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
 
 def _gate_full_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
     *settings, dense, num_ranks, shares = settings  # type: ignore[assignment]
-    outputs = _gate_fake(logits, expert_bias, mask, *settings)
+    topk_idx, topk_weights, _ = _gate_fake(logits, expert_bias, mask, *settings)
+    counts = logits.new_empty(logits.shape[1] + num_ranks, dtype=torch.int32)
     in_rank = logits.new_empty(logits.shape[0], num_ranks, dtype=torch.bool)
-    per_rank = logits.new_empty(num_ranks, dtype=torch.int32)
-    return *outputs, *_dense_shapes(logits, dense), per_rank, in_rank, _dense_shape(logits, shares, torch.float32)
+    return topk_idx, topk_weights, counts, *_dense_shapes(logits, dense), in_rank, _dense_shape(logits, shares, torch.float32)
 
 
 # ---- backward ----

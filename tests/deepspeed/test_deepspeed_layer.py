@@ -358,6 +358,7 @@ def _kinds_worker(rank: int, num_ranks: int) -> None:
     x, cotangent = (torch.randn(40, HIDDEN, generator=generator) for _ in range(2))
     with engine_ready():
         for expert in (nn.Identity(), Turned()):
+            torch.manual_seed(1)
             layer = make_moe(4, k=2, ep=num_ranks, expert=expert)
             layer.set_deepspeed_parallelism()
             experts = layer.deepspeed_moe.experts.deepspeed_experts
