@@ -104,6 +104,14 @@ def _report(left: list[Any], num_native: int, num_autoep: int, options: Options)
         _say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
     if num_native and options.expert_bias_update_rate is not None:
         _say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
+    if num_native:
+        from deepep_moe.integrations.deepspeed.gates import knows_the_gate
+
+        if not knows_the_gate():
+            _say(
+                logging.INFO,
+                "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)",
+            )
     mode = "exact" if options.exact else "fast"
     num_layers = num_native + num_autoep
     _say(logging.INFO if num_layers else logging.WARNING, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")

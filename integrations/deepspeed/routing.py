@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepep_moe.integrations.deepspeed import gates
+
 
 class Routing(NamedTuple):
     """The decision for this rank's tokens, lane by lane."""
@@ -24,11 +26,14 @@ class Routing(NamedTuple):
 def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
     """Ask a `TopKGate` about x [num_tokens, hidden]; used_token [num_tokens] or None, as the gate takes it. Not collective.
 
-    The gate itself decides and draws its random numbers, so routing is that of the installed version. Ranks may hold any number of
-    tokens, none too: there it is not asked, as it divides by their number.
+    Decisions, weights, losses and random numbers are those of the installed version's gate: it is asked, or `gates` knows how it decides.
+    Ranks may hold any number of tokens, none too: there it is not asked, as it divides by their number.
     """
     if x.shape[0] == 0:
         return _route_nothing(gate, x)
+    if gates.decides_alike(gate, x, used_token):
+        l_aux, exp_counts, topk_idx, topk_weights = gates.decide(gate, x)
+        return Routing(topk_idx, topk_weights, l_aux, exp_counts)
     decided = _ask_alone(gate, x, used_token)
     if has_sparse_routes(type(gate)):
         l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided

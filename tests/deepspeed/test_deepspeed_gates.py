@@ -1,0 +1,145 @@
+"""The gates' decisions without slots: by hand, against DeepSpeed's gates to the bit, and whom they leave the decision to."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.moe import sharded_moe
+
+from deepep_moe.integrations.deepspeed import gates
+from deepep_moe.integrations.deepspeed.routing import ask, has_sparse_routes, route
+
+pytestmark = pytest.mark.skipif(not has_sparse_routes(sharded_moe.TopKGate), reason="DeepSpeed's gates name experts since 0.19.4")
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+NAMES = ("l_aux", "counts", "topk_idx", "topk_weights", "x.grad", "wg.grad", "random numbers after it")
+
+
+def make_gate(scores, **options):
+    """A gate that sees tokens as rows of the unit matrix, and so has these logits."""
+    num_experts, num_tokens = len(scores[0]), len(scores)
+    gate = sharded_moe.TopKGate(num_tokens, num_experts, min_capacity=0, **options)
+    gate.wg.weight.data.copy_(torch.tensor(scores).t())
+    return gate, torch.eye(num_tokens)
+
+
+def test_one_expert_by_hand():
+    """Without random numbers, and with room for 2 of its 3 tokens."""
+    gate, x = make_gate([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], k=1, use_rts=False)
+    l_aux, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    share = torch.tensor([1.0, 0.0]).softmax(0)[0].item()
+    assert counts.tolist() == [3, 1]
+    assert sorted(topk_idx[0].tolist()) == [-1, 0, 0, 1] and topk_idx[0, 2] == 1, "room for 4 / 2 tokens"
+    torch.testing.assert_close(topk_weights[0], torch.where(topk_idx[0] < 0, 0.0, share))
+    mean = (3 * share + (1 - share)) / 4
+    torch.testing.assert_close(l_aux.item(), 2 * (mean * 3 / 4 + (1 - mean) / 4))
+
+
+def test_first_choices_come_before_second_ones_by_hand():
+    """Tokens want experts (0, 1), (0, 1), (1, 0), and there is room for 2 in each: the last one's second choice is left."""
+    gate, x = make_gate([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, 0.0]], k=2, top2_2nd_expert_sampling=False)
+    _, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    assert counts.tolist() == [3, 3, 0]
+    assert topk_idx.tolist() == [[0, 0, 1], [1, -1, -1]]
+    shares = torch.tensor([2.0, 1.0, 0.0]).softmax(0)
+    first = (shares[0] / (shares[0] + shares[1])).item()
+    torch.testing.assert_close(topk_weights, torch.tensor([[first, 1.0, 1.0], [1 - first, 0.0, 0.0]]))
+
+
+def test_the_greatest_gates_stay_by_hand():
+    """Three of three experts for each of two tokens, and room for one in each."""
+    gate, x = make_gate([[2.0, 1.0, 0.0], [0.0, 1.0, 3.0]], k=3, capacity_factor=0.5)
+    _, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    assert counts.tolist() == [2, 2, 2]
+    assert topk_idx.tolist() == [[0, 2], [1, -1], [-1, -1]], "expert 1 is worth more to the first token"
+    shares = torch.tensor([2.0, 1.0]).softmax(0)
+    torch.testing.assert_close(topk_weights, torch.tensor([[shares[0], 1.0], [shares[1], 0.0], [0.0, 0.0]]))
+
+
+def passes(gate, x, is_asked: bool, seed: int) -> list[torch.Tensor]:
+    """As NAMES."""
+    torch.manual_seed(seed)
+    x, gate.wg.weight.grad = x.clone().requires_grad_(), None
+    if is_asked:
+        l_aux, _, _, topk_idx, _, topk_weights, counts = ask(gate, x, None)
+    else:
+        assert gates.decides_alike(gate, x, None), "the speed of layers is that of a gate which is known"
+        l_aux, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    cotangent = torch.randn(topk_weights.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
+    ((topk_weights * cotangent).sum() + l_aux).backward()
+    return [l_aux, counts, topk_idx.long(), topk_weights, x.grad, gate.wg.weight.grad, torch.rand(3, device=x.device)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    k=st.sampled_from((1, 2, 3, 8)),
+    num_experts=st.sampled_from((8, 12, 64)),
+    num_tokens=st.sampled_from((8, 17, 500, 4096)),
+    scale=st.sampled_from((1.0, 30.0)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    is_training=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "capacity_factor": st.sampled_from((0.3, 1, 1.25, 2.0)),
+            "eval_capacity_factor": st.sampled_from((0.5, 1.0)),
+            "min_capacity": st.sampled_from((0, 4, 8)),
+            "noisy_gate_policy": st.sampled_from((None, "Jitter", "RSample")),
+            "drop_tokens": st.booleans(),
+            "use_rts": st.booleans(),
+            "top2_2nd_expert_sampling": st.booleans(),
+        }
+    ),
+)
+def test_decisions_are_the_gates_to_the_bit(device, seed, k, num_experts, num_tokens, scale, dtype, is_training, options):
+    torch.manual_seed(seed)
+    gate = sharded_moe.TopKGate(16, num_experts, k=k, **options).to(device, dtype).train(is_training)
+    x = (torch.randn(num_tokens, 16) * scale).to(device, dtype)
+    for name, got, want in zip(NAMES, passes(gate, x, False, seed), passes(gate, x, True, seed), strict=True):
+        assert torch.equal(got, want), f"{name} is not what the gate has"
+        assert got.dtype == want.dtype, name
+
+
+def test_capacity_is_rounded_in_single_precision():
+    """100 * 0.3 are more than 30 there, and 100 * 1.1 are 110, which in double are 110.00000000000001."""
+    for num_tokens, num_experts, factor, want in ((100, 1, 0.3, 31), (100, 1, 1.1, 110), (4096, 64, 1.25, 80), (7, 10, 2, 4)):
+        theirs = sharded_moe._capacity(torch.zeros(num_tokens, num_experts), torch.tensor(factor), torch.tensor(4))
+        assert gates.capacity_of(num_tokens, num_experts, factor, 4) == int(theirs) == want
+
+
+class Other(sharded_moe.TopKGate):
+    pass
+
+
+@pytest.mark.parametrize("who", ["a hook", "a subclass", "its own forward", "a timer", "autocast", "tf32", "used_token", "another source"])
+def test_who_decides(who, monkeypatch):
+    """A gate that does more than `decide` knows is called."""
+    calls, used = [], None
+    gate = (Other if who == "a subclass" else sharded_moe.TopKGate)(16, 8, k=2)
+    x = torch.randn(20, 16)
+    assert who == "a subclass" or gates.decides_alike(gate, x, None)
+    monkeypatch.setattr(gate, "wall_clock_breakdown", who == "a timer")
+    own = sharded_moe.top2gating
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        return own(*arguments, **options)
+
+    if who == "a hook":
+        gate.register_forward_hook(lambda *_: None)
+    elif who == "its own forward":
+        monkeypatch.setattr(gate, "forward", gate.forward)
+    elif who == "tf32":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    elif who == "used_token":
+        gate.k, used = 1, torch.ones(20, dtype=torch.bool)
+    monkeypatch.setattr(sharded_moe, "top2gating", counted)
+    if who != "another source":  # which the counting function has
+        monkeypatch.setattr(gates, "is_known", lambda *_: True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=who == "autocast"):
+        assert not gates.decides_alike(gate, x, used)
+        route(gate, x, used)
+    assert len(calls) == (0 if who == "used_token" else 1)
