@@ -355,7 +355,7 @@ def test_row_bytes():
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
-        ("nvlink", "(ranks \\[0\\] see no CUDA device|not compiled).*use backend='collective'"),
+        ("nvlink", "(ranks \\[0\\] see no CUDA device|not compiled).*backend='auto' takes one that can"),
         ("nvshmem", "not built in this version; use"),
     ],
 )
@@ -373,7 +373,7 @@ def hides_its_memory(rank, num_ranks):
     ShmBackend.address = lambda self: ("/proc/1/fd/none", os.getpid())
     with pytest.raises(
         BackendUnavailableError,
-        match=r"on rank [0-9]: .*cannot open a peer's shared memory at .*one user in one container.*use backend='collective'",
+        match=r"on rank [0-9]: .*cannot open a peer's shared memory at .*one user in one container.*backend='auto' takes one that can",
     ):
         make_buffer("shm")
     assert make_buffer("auto").backend == "collective"

@@ -88,6 +88,10 @@ def test_autograd_functions_of_another_build(monkeypatch):
 # ---- README ----
 
 
+def documents() -> str:
+    return readme() + (ROOT / "docs" / "deepspeed.md").read_text()
+
+
 def readme() -> str:
     return (ROOT / "README.md").read_text()
 
@@ -119,12 +123,12 @@ def shown(us: float) -> str:
     return f"{us / 1e3:.1f} ms" if us >= 1e3 else f"{us:.0f} us" if us >= 10 else f"{us:.1f} us"
 
 
-def test_readme_numbers_come_from_results():
-    """Rows of the table end in a comment "FILE OP / RIVAL", or "FILE NAME EPn" or "FILE NAME graph EPn" for GPUs, and repeat that record's
+def test_numbers_come_from_results():
+    """Rows of tables end in a comment "FILE OP / RIVAL", or "FILE NAME EPn" or "FILE NAME graph EPn" for GPUs, and repeat that record's
     figures; so do the sentences on memcpy and on graphs of 20 calls."""
     rows = [line for line in readme().splitlines() if re.search(r"\| \d+\.\dx \|", line)]
     assert rows and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
-    for line in readme().splitlines():
+    for line in documents().splitlines():
         if found := re.search(r"<!-- (\S+\.json) (.+?)( graph)? EP(\d) -->", line):
             records = json.loads((ROOT / "benchmarks" / "results" / found[1]).read_text())
             kind = {"num_tokens": 128, "half": "both", "graph": True} if found[3] else {"num_tokens": 4096, "num_sms": None}

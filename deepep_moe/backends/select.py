@@ -152,9 +152,10 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
         if not isinstance(made, str):
             return made
         if name != "auto":
-            raise BackendUnavailableError(f"backend {name!r} cannot serve: {made}; use backend='collective'")
+            raise BackendUnavailableError(f"backend {name!r} cannot serve: {made}; backend='auto' takes one that can")
         if settings.rank == 0:
-            logger.info("Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, made)
+            level = logging.WARNING if on_gpus else logging.INFO  # there it costs much of the speed
+            logger.log(level, "Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, made)
     return CollectiveBackend(settings, group, [(peer.host, peer.process_id) for peer in peers])
 
 

@@ -9,17 +9,16 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 
-from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
+from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
 from deepep_moe.torch_ops import weighed_sum
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # 0.19.7 and newer route tokens in a method of their own, for a library that takes over between router and shared experts.
 _ROUTE, _BACKEND = "_deepep_route", "deepep"
 
@@ -122,8 +121,8 @@ def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
         return f"combine_impl is {layer.combine_impl!r}, which this dispatch would bypass; leave it out"
     if getattr(layer, "row_weighting_impl", "eager") != "eager":
         return f"row_weighting_impl is {layer.row_weighting_impl!r}, which this dispatch would bypass; leave it out"
-    if x.dtype not in _DTYPES or x.shape[-1] * x.element_size() % ROW_ALIGNMENT:
-        return f"rows of {x.shape[-1]} {x.dtype} are no multiple of {ROW_ALIGNMENT} bytes of float32, bfloat16 or float16"
+    if (refused := why_not_rows(x)) is not None:
+        return refused
     if not options.exact and layer.top_k > MAX_TOPK:
         return f"top-{layer.top_k} is more than the {MAX_TOPK} experts of a token that fast mode serves; use exact=True"
     return None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import autograd_module
+from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.deepspeed.options import Options
@@ -27,6 +28,14 @@ def say_once(message: str) -> None:
     """A warning on rank 0, the first time only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         _log.warning(message)
+
+
+def why_not_rows(x: torch.Tensor) -> str | None:
+    """The reason that no buffer takes rows such as those of x [..., hidden], or None."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"rows are {x.dtype}, not torch.float32, torch.bfloat16 or torch.float16"
+    num_bytes = x.shape[-1] * x.element_size()
+    return f"rows of {x.shape[-1]} {x.dtype} have {num_bytes} bytes, no multiple of {ROW_ALIGNMENT}" if num_bytes % ROW_ALIGNMENT else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,16 +12,15 @@ from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
-from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
+from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once, why_not_rows
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
 
 _UNTIMED = contextlib.nullcontext()
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PackedMOELayer(MOELayer):
@@ -145,8 +144,8 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
         return "the layer has no expert-parallel group; deepspeed.initialize makes one"
     if type(layer.experts) is not Experts:  # of which a subclass may have a forward of its own
         return f"experts are of {type(layer.experts).__name__}, not of deepspeed.moe.experts.Experts"
-    if x.dtype not in _DTYPES or x.shape[-1] * x.element_size() % ROW_ALIGNMENT:
-        return f"rows of {x.shape[-1]} {x.dtype} are no multiple of {ROW_ALIGNMENT} bytes of float32, bfloat16 or float16"
+    if (refused := why_not_rows(x)) is not None:
+        return refused
     most = min(MAX_TOPK, layer.num_local_experts * layer.ep_size)
     if not plan_of(layer).options.exact and layer.gate.k > most:
         return f"top-{layer.gate.k} is more than the {most} experts of a token that fast mode serves here; use exact=True"

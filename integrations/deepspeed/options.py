@@ -59,9 +59,9 @@ def options_of(ds_config: Mapping[str, Any]) -> Options | None:
 
     Raises ValueError for keys that it does not know and TypeError or ValueError for values, naming the section.
     """
-    section = ds_config.get(SECTION)
-    if section is None:
+    if SECTION not in ds_config:
         return None
+    section = ds_config[SECTION]
     if not isinstance(section, Mapping):
         raise TypeError(f'"{SECTION}" of ds_config must be a dictionary such as {{"enabled": true}}, got {section!r}')
     known = ["enabled", *(field.name for field in dataclasses.fields(Options))]

@@ -100,21 +100,20 @@ def _autoep_layers(model: nn.Module) -> list[Any]:
 
 def _report(left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:
     others = sorted({f"{type(layer).__name__} with {type(layer.gate).__name__}" for layer in left})
+    from deepep_moe.integrations.deepspeed.routing import is_gate_unknown
+
     if others:
         _say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
     if num_native and options.expert_bias_update_rate is not None:
         _say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
-    if num_native:
-        from deepep_moe.integrations.deepspeed.gates import knows_the_gate
-
-        if not knows_the_gate():
-            _say(
-                logging.INFO,
-                "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)",
-            )
     mode = "exact" if options.exact else "fast"
     num_layers = num_native + num_autoep
-    _say(logging.INFO if num_layers else logging.WARNING, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")
+    if num_layers:
+        _say(logging.INFO, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")
+    elif not left:
+        _say(logging.WARNING, "this model has no MoE layers of DeepSpeed; those of AutoEP are there after deepspeed.initialize")
+    if num_native and is_gate_unknown():
+        _say(logging.INFO, "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)")
 
 
 def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:

@@ -5,6 +5,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.moe.sharded_moe import TopKGate
 from torch import Tensor
 
 from deepep_moe.integrations.deepspeed import gates
@@ -54,6 +55,11 @@ def ask(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
 def has_sparse_routes(gate_class: type) -> bool:
     """0.19.4 and newer: the third argument asks for experts and weights per token, and a fourth is for Tutel."""
     return "sparse_routes" in inspect.signature(gate_class.forward).parameters
+
+
+def is_gate_unknown() -> bool:
+    """Must gates be called that name experts, as they decide in a way that `gates` does not know?"""
+    return has_sparse_routes(TopKGate) and not gates.knows_the_gate()
 
 
 def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:

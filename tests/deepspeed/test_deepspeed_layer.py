@@ -310,6 +310,7 @@ def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
         replace_moe_layers(layer, exact=False)
         moe.gate.k = 9
         reasons.append(str(why_stock(moe, x)))
+        reasons.append(str(why_stock(moe, x[:, :30])))
         assert not all_buffers(), "nothing was exchanged"
     return [line for line in messages if line.startswith("DeepSpeed's own")], reasons
 
@@ -317,8 +318,7 @@ def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
 def test_where_deepspeeds_forward_runs_one_line_says_why():
     (said, reasons), (elsewhere, _) = run_ranks(_stock_worker, 2)
     assert said == [
-        "DeepSpeed's own MoE forward runs, without deepep_moe: rows of 32 torch.float64 are no multiple of 16 bytes of float32, bfloat16 "
-        "or float16",
+        "DeepSpeed's own MoE forward runs, without deepep_moe: rows are torch.float64, not torch.float32, torch.bfloat16 or torch.float16",
         "DeepSpeed's own MoE forward runs, without deepep_moe: the layer has no expert-parallel group; deepspeed.initialize makes one",
     ]
     assert reasons == [
@@ -326,6 +326,7 @@ def test_where_deepspeeds_forward_runs_one_line_says_why():
         "the layer was made with use_tutel=True; leave it out",
         "experts are of OwnExperts, not of deepspeed.moe.experts.Experts",
         "top-9 is more than the 8 experts of a token that fast mode serves here; use exact=True",
+        "rows of 30 torch.float32 have 120 bytes, no multiple of 16",
     ]
     assert elsewhere == [], "rank 0 speaks"
 

@@ -46,6 +46,7 @@ def test_section():
     ("section", "error", "message"),
     [
         (True, TypeError, r'"deepep_moe" of ds_config must be a dictionary such as \{"enabled": true\}, got True'),
+        (None, TypeError, r"must be a dictionary such as \{.*\}, got None"),
         (
             {"exakt": True, "enable": True},
             ValueError,
@@ -76,7 +77,7 @@ def test_old_deepspeed_is_refused(monkeypatch):
         assert replace_moe_layers(torch.nn.Linear(1, 1)) == 0
     assert messages == [
         "deepspeed 0.20.0 is newer than the newest deepep_moe was tested with (0.19.8)",
-        "0 MoE layers dispatch through deepep_moe (exact mode)",
+        "this model has no MoE layers of DeepSpeed; those of AutoEP are there after deepspeed.initialize",
     ]
 
 
