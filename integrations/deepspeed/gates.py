@@ -1,9 +1,9 @@
 """The decisions of DeepSpeed's gates, without what only padded slots need.
 
-A `TopKGate` numbers the slots of every expert: a scan along the tokens of a matrix [num_tokens, num_experts], 0.73 ms on an H200 for 4096
-tokens and 64 experts, twice with k = 2, and a third of a gate's launches for masks that it is made of. Packed rows want experts and
-weights only. Here they come from the same random numbers, by the same operations on floating point numbers in the same order, so that
-decisions, weights, losses and gradients are the gate's own to the bit; tokens are counted in another way.
+A `TopKGate` numbers the slots of every expert by scans along the tokens of a matrix [num_tokens, num_experts], which take a GPU longer than
+all else that it does, and packed rows need no slots. Here experts and weights come from the same random numbers, by the same operations on
+floating point numbers in the same order, so that decisions, weights, losses and gradients are the gate's own to the bit; tokens are
+counted in another way.
 
 That holds for gates whose source is known to do so (0.19.4 to 0.19.8). Any other, and a gate that somebody watches, decides itself.
 """
