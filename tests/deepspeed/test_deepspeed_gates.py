@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 pytest.importorskip("deepspeed")
 
 from deepspeed.moe import sharded_moe
+from deepspeed_cases import engine_ready, logged, make_moe
 
-from deepep_moe.integrations.deepspeed import gates
+from deepep_moe.integrations.deepspeed import gates, replace_moe_layers
 from deepep_moe.integrations.deepspeed.routing import ask, has_sparse_routes, route
+from deepep_moe.testing.launch import run_ranks
 
 pytestmark = pytest.mark.skipif(not has_sparse_routes(sharded_moe.TopKGate), reason="DeepSpeed's gates name experts since 0.19.4")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -143,3 +145,19 @@ def test_who_decides(who, monkeypatch):
         assert not gates.decides_alike(gate, x, used)
         route(gate, x, used)
     assert len(calls) == (0 if who == "used_token" else 1)
+
+
+def _unknown_worker(rank: int, num_ranks: int) -> list[str]:
+    gates.knows_the_gate = lambda: False
+    with engine_ready(), logged() as messages:
+        replace_moe_layers(make_moe(ep=1))
+    return messages
+
+
+def test_gates_that_are_called_are_said():
+    assert run_ranks(_unknown_worker, 1) == [
+        [
+            "1 MoE layers dispatch through deepep_moe (exact mode)",
+            "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)",
+        ]
+    ]
