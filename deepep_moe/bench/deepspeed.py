@@ -8,7 +8,8 @@ another and then backward, as in a model, where a backward's thread is woken onc
 says what kernels alone take.
 
 Without options: on the CPU, 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, in fp32 and bf16, a layer at a time; on GPUs, all of
-them, hidden 4096, top-2 and top-8 of 64 experts, in bf16, 4 layers at a time.
+them, hidden 4096, top-2 and top-8 of 64 experts, in bf16, 4 layers at a time. With `--autoep`, whole layers that AutoEP makes of a
+Mixtral's, "autoep", instead; it needs transformers.
 """
 
 import argparse
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-layers", type=int, help="timed in one forward and one backward, all with the same input; default 1, on GPUs 4"
     )
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--autoep", action="store_true", help="a layer that AutoEP makes, of three matrices an expert and without capacity")
 
 
 class LayerPass(Pass):
@@ -100,8 +102,24 @@ class LayerPass(Pass):
         self._made = []
 
 
-class CommunicationPass(LayerPass):
-    """The same without the gate: it has decided, its weights are leaves, and its loss is none of a backward's."""
+class OutputPass(LayerPass):
+    """The same, with no loss for the balance in the backward."""
+
+    def backward(self) -> None:
+        outputs = [output for output, _ in self._made]
+        torch.autograd.backward(outputs, [self._cotangent] * len(outputs))
+
+
+class AutoEPPass(OutputPass):
+    """Of layers that AutoEP makes, which take and return [1, num_tokens, hidden]."""
+
+    def _one(self) -> tuple[Tensor, Tensor]:
+        output = self._layer(self._x.unsqueeze(0))
+        return (output[0] if isinstance(output, tuple) else output).view(self._x.shape), self._x
+
+
+class CommunicationPass(OutputPass):
+    """The same without the gate: it has decided, and its weights are leaves."""
 
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
         from deepep_moe.integrations.deepspeed.routing import ask  # type: ignore[import-not-found]
@@ -118,10 +136,6 @@ class CommunicationPass(LayerPass):
             return super()._one()
         finally:
             del self._gate.forward
-
-    def backward(self) -> None:
-        outputs = [output for output, _ in self._made]
-        torch.autograd.backward(outputs, [self._cotangent] * len(outputs))
 
     def results(self) -> dict[str, Tensor]:
         """As of any pass; of weights in a table of all slots, as gates before 0.19.4 return them, where the slot has a token."""
@@ -209,27 +223,19 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shap
 
 def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
     from deepep_moe.integrations.deepspeed.buffers import all_buffers, destroy_all  # type: ignore[import-not-found]
-    from deepep_moe.integrations.deepspeed.layers import FeedForward, experts_of, sharing_layers  # type: ignore[import-not-found]
 
     generator, size, dtype = torch.Generator().manual_seed(rank), (options.num_tokens, options.hidden), DTYPES[shape.dtype]
     x, cotangent = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
     x.requires_grad_()
-    settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "capacity_factor", "backend")}
+    settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "backend")}
     settings |= {"num_topk": shape.num_topk, "ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens}
+    settings |= {"device": device, "dtype": dtype}
     torch.manual_seed(1)
-    layers = {
-        what: sharing_layers(expert, device=device, dtype=dtype, **settings)
-        for what, expert in (("exchange", nn.Identity()), ("layer", FeedForward(options.hidden, options.ffn_hidden)))
-    }
-    passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
-    passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
-    for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # copies of one, which a gate need not tell apart
-        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    make = _autoep_passes if options.autoep else _native_passes
+    passes, topk_idx = make(x, cotangent, options, settings)
     differences = {what: compare(of_one) for what, of_one in passes.items()}
-    for kinds in differences["exchange"].values():
+    for kinds in differences.get("exchange", {}).values():
         del kinds["gate"]  # experts that are all the same leave nothing of its gradient but rounding
-    torch.manual_seed(rank)
-    topk_idx = experts_of(layers["exchange"][DEEPSPEED], x)
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     measured = Measured(all_buffers()[0].backend, *_describe(device, num_ranks), sent, differences)
     _time(passes, measured, options, device)
@@ -239,7 +245,36 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     return measured
 
 
-def _time(passes: dict[str, dict[str, LayerPass]], measured: Measured, options: argparse.Namespace, device: torch.device) -> None:
+Passes = dict[str, dict[str, LayerPass]]
+"""By what is timed, and kind of layer."""
+
+
+def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
+    """And the experts that tokens go to, [num_tokens, num_topk]."""
+    from deepep_moe.integrations.deepspeed.layers import FeedForward, experts_of, sharing_layers  # type: ignore[import-not-found]
+
+    layers = {
+        what: sharing_layers(expert, capacity_factor=options.capacity_factor, **settings)
+        for what, expert in (("exchange", nn.Identity()), ("layer", FeedForward(options.hidden, options.ffn_hidden)))
+    }
+    passes: Passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
+    passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
+    for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # copies of one, which a gate need not tell apart
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    torch.manual_seed(dist.get_rank())
+    return passes, experts_of(layers["exchange"][DEEPSPEED], x)
+
+
+def _autoep_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
+    """Likewise."""
+    from deepep_moe.integrations.deepspeed.layers import autoep_experts_of, autoep_layers
+
+    layers = autoep_layers(ffn_hidden=options.ffn_hidden, **settings)
+    passes: Passes = {"autoep": {kind: AutoEPPass(layer, x, cotangent) for kind, layer in layers.items()}}
+    return passes, autoep_experts_of(layers[DEEPSPEED], x.detach().unsqueeze(0))
+
+
+def _time(passes: Passes, measured: Measured, options: argparse.Namespace, device: torch.device) -> None:
     clock = Clock(device)
     gc.collect()
     gc.freeze()  # collections stay short
@@ -332,9 +367,9 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
                 extra = {
                     "hardware": first.hardware,
                     "rival_versions": first.versions,
-                    "capacity_factor": options.capacity_factor,
+                    "capacity_factor": None if options.autoep else options.capacity_factor,
                     "num_layers": options.num_layers,
-                    "ffn_hidden": options.ffn_hidden if what == "layer" else None,
+                    "ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None,
                     "differences": first.differences[what][mode],
                 }
                 op = f"deepspeed {what} {mode} {shape} {part}"
@@ -347,10 +382,11 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
 
 def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> None:
     first, times = ranks[0], slowest(ranks)
+    capacity = "AutoEP" if options.autoep else f"capacity factor {options.capacity_factor:g}"
     print(
         f"\nMoE, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {shape.dtype} a rank, top-{shape.num_topk} of "
-        f"{options.num_experts} experts, capacity factor {options.capacity_factor:g}, ffn {options.ffn_hidden}, layers at a time: "
-        f"{options.num_layers}; deepep_moe backend {first.backend}"
+        f"{options.num_experts} experts, {capacity}, ffn {options.ffn_hidden}, layers at a time: {options.num_layers}; deepep_moe backend "
+        f"{first.backend}"
     )
     columns = [f"{part:>26}" for part in PARTS] + [f"{'faster than deepspeed':>24}"] + [f"{'kernels alone':>16}"] * bool(first.kernel_us)
     print(f"{'ms, median (p10 to p90)':28}" + "".join(columns))

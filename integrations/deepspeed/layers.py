@@ -46,6 +46,44 @@ def sharing_layers(
     return layers
 
 
+def autoep_layers(
+    *, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, ep: int, device: torch.device, dtype: torch.dtype, backend: str,
+    num_max_tokens_per_rank: int,
+) -> dict[str, Any]:  # fmt: skip
+    """A layer of each kind that AutoEP makes of a Mixtral's, all with the same weights and AutoEP's own choice. Collective; needs
+    transformers."""
+    import deepspeed
+    from transformers import MixtralConfig
+    from transformers.models.auto import AutoModelForCausalLM
+
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn_hidden, "num_local_experts": num_experts, "num_experts_per_tok": num_topk}
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            MixtralConfig(vocab_size=8, num_hidden_layers=len(KINDS), num_attention_heads=4, num_key_value_heads=4, **sizes)
+        )
+    config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": ep}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    found = [module.to(dtype) for module in engine.modules() if getattr(module, "_is_autoep_layer", False)]
+    layers = dict(zip(KINDS, found, strict=True))
+    for kind, layer in layers.items():
+        layer.load_state_dict(found[0].state_dict())
+        if kind != DEEPSPEED:
+            replace_moe_layers(layer, exact=kind == EXACT, backend=backend, num_max_tokens_per_rank=num_max_tokens_per_rank, gate=False)
+    return layers
+
+
+def autoep_experts_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The experts that its router chooses for x [1, num_tokens, hidden]: [num_tokens, num_topk]. Collective, as the layer runs."""
+    from deepspeed.module_inject.auto_ep_layer import RouterOutput
+
+    chosen: list[torch.Tensor] = []
+    hook = layer.router.register_forward_hook(lambda _module, _inputs, output: chosen.append(RouterOutput(*output).selected_experts))
+    with torch.no_grad():
+        layer(x)
+    hook.remove()
+    return chosen[0]
+
+
 def experts_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """The experts that a layer's gate chooses for x [num_tokens, hidden]: [num_tokens, num_topk], -1 = dropped."""
     with torch.no_grad():

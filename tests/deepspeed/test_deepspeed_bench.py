@@ -29,16 +29,28 @@ def options_of(*arguments: str) -> argparse.Namespace:
     return options
 
 
-def test_records(tmp_path):
+def run_tiny(tmp_path: Path, *more: str) -> tuple[str, list[dict]]:
+    """What the command with tiny sizes prints, and its records."""
     arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.bench", "deepspeed", "--device", "cpu", *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.bench", "deepspeed", "--device", "cpu", *arguments, *more]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "records.json")], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "exchange, exact" in done.stdout and "layer, deepspeed" in done.stdout
     records = json.loads((tmp_path / "records.json").read_text())
+    for r in records:
+        assert (r["backend"], r["num_ranks"], r["num_tokens"], r["num_topk"], r["rival"]) == ("shm", 2, 24, 2, "deepspeed")
+        assert r["us_median"] > 0 and r["num_layers"] == 2
+        assert r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
+        row_bytes = 32 * {"float32": 4, "bfloat16": 2}[r["dtype"]]
+        assert r["bytes_moved"] % row_bytes == 0 and 0 < r["bytes_moved"] <= 24 * 2 * 4 * row_bytes
+    return done.stdout, records
+
+
+def test_records(tmp_path):
+    printed, records = run_tiny(tmp_path)
+    assert "exchange, exact" in printed and "layer, deepspeed" in printed
     assert [r["op"] for r in records] == [
         f"deepspeed {what} {mode} top-2 {dtype} {part}"
         for dtype in ("fp32", "bf16")
@@ -47,17 +59,22 @@ def test_records(tmp_path):
         for part in PARTS
     ]
     for r in records:
-        assert (r["backend"], r["num_ranks"], r["num_tokens"], r["num_topk"], r["rival"]) == ("shm", 2, 24, 2, "deepspeed")
-        assert r["us_median"] > 0 and r["num_layers"] == 2
-        assert r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
-        row_bytes = 32 * {"float32": 4, "bfloat16": 2}[r["dtype"]]
-        assert r["bytes_moved"] % row_bytes == 0 and 0 < r["bytes_moved"] <= 24 * 2 * 4 * row_bytes
         more = {"exchange": set(), "communication": {"gate"}, "layer": {"gate", "experts"}}
         assert set(r["differences"]) == {"output", "input"} | more[r["op"].split()[1]]
     if not repeats_bits():
         return
     exact = [r["differences"] for r in records if r["op"].split()[1:3] in (["exchange", "exact"], ["communication", "exact"])]
     assert all(value == 0 for differences in exact for value in differences.values()), "to the bit, where experts change nothing"
+
+
+def test_records_of_autoep(tmp_path):
+    pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
+    printed, records = run_tiny(tmp_path, "--autoep", "--dtype", "fp32")
+    assert "autoep, exact" in printed and "AutoEP, ffn 16" in printed
+    assert [r["op"] for r in records] == [f"deepspeed autoep {mode} top-2 fp32 {part}" for mode in ("exact", "fast") for part in PARTS]
+    for r in records:
+        assert set(r["differences"]) == {"output", "input", "router", "experts"}
+        assert 0 <= max(r["differences"].values()) < 1e-5 and r["capacity_factor"] is None
 
 
 @pytest.mark.gpu
