@@ -15,7 +15,10 @@ from deepep_moe import _C
 from deepep_moe.backends.base import Backend, Mode
 from deepep_moe.backends.nvlink import NvlinkBackend
 
-_REBUILD = "to install deepep_moe again builds it for the PyTorch that is there, 2.7 or newer, on a machine with nvcc"
+_REBUILD = (
+    "to install deepep_moe again, by pip or with --no-build-isolation, builds it for the PyTorch that is there, 2.7 or newer, on a machine "
+    "with nvcc"
+)
 
 
 def _load() -> tuple[ModuleType | None, str]:

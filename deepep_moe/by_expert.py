@@ -76,18 +76,21 @@ def combine_by_expert(
     """
     # Where rows get their gradients all ranks have decided in the dispatch; how an expert's rows lie may differ from rank to rank.
     is_weighed_after = at_source is not None and topk_weights is None
-    is_apart = is_weighed_after or is_compiled((parts[0], topk_weights))
+    is_unusual = is_compiled((parts[0], topk_weights))
+    is_apart = is_weighed_after or (at_source is None and is_unusual)
     source = None if at_source is None or is_apart else at_source.detach().contiguous()
-    native = None if is_apart else buffer._native()
+    native = None if is_unusual or is_apart else buffer._native()
     if native is not None and _is_by_expert(handle, buffer):
         made = native.combine(parts, topk_weights, source, handle.memory, handle.call, handle.starts, handle.num_rows, handle.num_tokens)
         if made is not None:
             return made
-    rows, where = _rows_of(buffer, handle, parts, may_stay=not is_apart)
+    rows, where = _rows_of(buffer, handle, parts, may_stay=not (is_apart or is_unusual))
     if is_apart:
         combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
         return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
-    return _CombineByExpert.apply(topk_weights, handle, where, source, *((rows,) if where is None else parts))
+    if where is not None:
+        return _CombineByExpert.apply(topk_weights, handle, where, source, *parts)
+    return _CombineByExpert.apply(topk_weights, handle, None, source, rows.as_subclass(Tensor) if is_unusual else rows)
 
 
 def _is_by_expert(handle: DispatchHandle, buffer: "Buffer") -> TypeGuard[PackedHandle]:

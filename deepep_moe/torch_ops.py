@@ -370,7 +370,7 @@ def may_fuse(buffer: "Buffer", grad: Tensor) -> bool:
 
 def repeated(rows: Tensor, repeats: int) -> Tensor:
     """All rows, once after another."""
-    return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1])
+    return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1]).contiguous()  # a single row stays a view
 
 
 _library.define(

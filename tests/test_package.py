@@ -66,7 +66,7 @@ def test_features():
     if found["found_nvcc"]:
         assert found["autograd"] is True  # as `make install` builds it
     else:
-        assert found["autograd"].startswith("not built; to install deepep_moe again builds it")
+        assert found["autograd"].startswith("not built; to install deepep_moe again, by pip or with --no-build-isolation, builds it")
 
 
 def test_autograd_functions_of_another_build(monkeypatch):
@@ -79,7 +79,9 @@ def test_autograd_functions_of_another_build(monkeypatch):
     size = getattr(deepep_moe._C, "GPU_CALLS_BYTES", 0)
     assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=size) == ""
     assert (
-        why_not() == "not built; to install deepep_moe again builds it for the PyTorch that is there, 2.7 or newer, on a machine with nvcc"
+        why_not()
+        == "not built; to install deepep_moe again, by pip or with --no-build-isolation, builds it for the PyTorch that is there, "
+        "2.7 or newer, on a machine with nvcc"
     )
     assert why_not(TORCH_VERSION="1.0", GPU_CALLS_BYTES=size).startswith(f"built for torch 1.0, this is {torch.__version__}; to install")
     assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=1).startswith("of another build than deepep_moe._C; to install")

@@ -26,9 +26,11 @@ _KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}
 
 
 def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
-    """Is `decide(gate, x)` what this gate would decide? Not with masked tokens, nor where matrix products round its weights."""
+    """Is `decide(gate, x)` what this gate would decide? Not with masked tokens, nor where matrix products round its weights, nor with a
+    default dtype in which it would compute its capacity."""
     return (
         used_token is None
+        and torch.get_default_dtype() == torch.float32
         and not torch.compiler.is_compiling()
         and type(gate) is sharded_moe.TopKGate
         and not is_watched(gate)
@@ -65,7 +67,9 @@ def is_known(*functions: Callable[..., Any] | None) -> bool:
 
 
 def digest(functions: tuple[Callable[..., Any] | None, ...]) -> str:
-    """Of their source; nothing where there is none. Scripted functions have it in what they were made of."""
+    """Of their source; nothing where there is none, or where they wrap another's. Scripted functions have it in what they were made of."""
+    if any(hasattr(function, "__wrapped__") for function in functions):
+        return ""
     try:
         source = "".join(inspect.getsource(getattr(function, "_torchdynamo_inline", function)) for function in functions)
     except (OSError, TypeError):
@@ -106,10 +110,20 @@ def _decide_1(logits: Tensor, capacity: int | None, *, noise: bool, random: bool
     mask = torch.zeros_like(scores).scatter_(1, idx, 1.0)
     counts = mask.sum(0).long()
     l_aux = torch.sum(gates.mean(0) * mask.mean(0)) * gates.shape[1]
-    order = mask * torch.rand_like(mask) if random else mask.long()  # without numbers, ties: as topk breaks them among integers
+    order = _in_random_order(mask) if random else mask.long()  # without numbers, ties: as topk breaks them among integers
     kept = _best(order, int(counts.max()) if capacity is None else capacity, is_sorted=True).gather(1, idx)
     weights = gates.gather(1, idx) * kept
     return l_aux, counts, idx.masked_fill(~kept, -1).t(), weights.t()
+
+
+def _in_random_order(mask: Tensor) -> Tensor:
+    """Random numbers in place of ones, drawn as the gate draws them: in the dtype that was the default when it first did."""
+    drawn = sharded_moe.exp_selection_uniform_map
+    if mask.device not in drawn:
+        bounds = (torch.tensor(value, device=mask.device) for value in (0.0, 1.0))
+        drawn[mask.device] = torch.distributions.Uniform(*bounds).rsample
+    numbers = drawn[mask.device](mask.shape)
+    return mask.to(numbers.dtype) * numbers
 
 
 def _decide_2(logits: Tensor, capacity: int | None, *, noise: bool) -> Decision:

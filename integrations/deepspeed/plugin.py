@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from deepep_moe._C import MAX_TOPK
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed.buffers import Plan
 from deepep_moe.integrations.deepspeed.options import SECTION, Options, options_of
@@ -68,6 +69,7 @@ def _replace(model: nn.Module, options: Options) -> int:
 
     found: list[Any] = [module for module in model.modules() if isinstance(module, MOELayer)]
     native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
+    native = [layer for layer in native if not _has_own_forward(layer)]
     autoep = _autoep_layers(model)
     layers = native + autoep
     plans, before = _plans(layers, options), _plans_of(layers)
@@ -81,6 +83,11 @@ def _replace(model: nn.Module, options: Options) -> int:
     _destroy_unused(before)
     _report([layer for layer in found if layer not in native], len(native), len(autoep), options)
     return len(layers)
+
+
+def _has_own_forward(layer: Any) -> bool:
+    """Was its forward replaced before it was swapped? Another class would change nothing then."""
+    return "forward" in layer.__dict__ and getattr(layer, "deepep_moe_plan", None) is None
 
 
 def _autoep_layers(model: nn.Module) -> list[Any]:
@@ -99,9 +106,12 @@ def _autoep_layers(model: nn.Module) -> list[Any]:
 
 
 def _report(left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:
-    others = sorted({f"{type(layer).__name__} with {type(layer.gate).__name__}" for layer in left})
     from deepep_moe.integrations.deepspeed.routing import is_gate_unknown
 
+    replaced = sum(_has_own_forward(layer) for layer in left)
+    if replaced:
+        _say(logging.WARNING, f"{replaced} MoE layers keep their forward, which was replaced on the layer itself; swap them before that")
+    others = sorted({f"{type(layer).__name__} with {type(layer.gate).__name__}" for layer in left if not _has_own_forward(layer)})
     if others:
         _say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
     if num_native and options.expert_bias_update_rate is not None:
@@ -121,8 +131,9 @@ def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:
     widest: dict[Any, tuple[int, int]] = {}
     sizes = [_size(layer) for layer in layers]
     for key, num_local_experts, num_topk in sizes:
-        most_local_experts, most_topk = widest.get(key, (0, 0))
-        widest[key] = max(num_local_experts, most_local_experts), max(num_topk, most_topk)
+        most_local_experts, most_topk = widest.get(key, (0, 1))
+        served_topk = num_topk if options.exact or num_topk <= MAX_TOPK else 1  # with more a layer keeps its dispatch
+        widest[key] = max(num_local_experts, most_local_experts), max(served_topk, most_topk)
     plans = {key: Plan(options, *most) for key, most in widest.items()}
     return [plans[key] for key, _, _ in sizes]
 

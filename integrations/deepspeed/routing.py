@@ -79,7 +79,7 @@ def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
 
 def _route_nothing(gate: Any, x: Tensor) -> Routing:
     """No decisions, connected to the gate's weight: its gradient is 0, and there, as ranks reduce gradients together."""
-    scores = torch.nn.functional.linear(x.float(), gate.wg.weight.float()).softmax(1)
+    scores = torch.nn.functional.linear(x.float(), gate.wg.weight.float()).float().softmax(1)  # autocast narrows
     topk_idx = torch.empty(gate.k, 0, dtype=torch.int32, device=x.device)
     exp_counts = torch.zeros(scores.shape[1], dtype=torch.int64, device=x.device)
     return Routing(topk_idx, scores[:, : gate.k].t(), scores.sum(), exp_counts)

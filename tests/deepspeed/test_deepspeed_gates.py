@@ -1,5 +1,7 @@
 """The gates' decisions without slots: by hand, against DeepSpeed's gates to the bit, and whom they leave the decision to."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -105,6 +107,15 @@ def test_decisions_are_the_gates_to_the_bit(device, seed, k, num_experts, num_to
         assert got.dtype == want.dtype, name
 
 
+def test_random_order_is_drawn_in_the_dtype_of_the_first_time(monkeypatch):
+    """As the gate does: in bf16 many numbers are equal."""
+    bounds = (torch.tensor(value, dtype=torch.bfloat16) for value in (0.0, 1.0))
+    monkeypatch.setitem(sharded_moe.exp_selection_uniform_map, torch.device("cpu"), torch.distributions.Uniform(*bounds).rsample)
+    gate, x = sharded_moe.TopKGate(16, 8, k=1, capacity_factor=0.5), torch.randn(600, 16)
+    for name, got, want in zip(NAMES, passes(gate, x, False, 1), passes(gate, x, True, 1), strict=True):
+        assert torch.equal(got, want), f"{name} is not what the gate has"
+
+
 def test_capacity_is_rounded_in_single_precision():
     """100 * 0.3 are more than 30 there, and 100 * 1.1 are 110, which in double are 110.00000000000001."""
     for num_tokens, num_experts, factor, want in ((100, 1, 0.3, 31), (100, 1, 1.1, 110), (4096, 64, 1.25, 80), (7, 10, 2, 4)):
@@ -116,7 +127,9 @@ class Other(sharded_moe.TopKGate):
     pass
 
 
-@pytest.mark.parametrize("who", ["a hook", "a subclass", "its own forward", "a timer", "autocast", "tf32", "used_token", "another source"])
+@pytest.mark.parametrize(
+    "who", ["a hook", "a subclass", "its own forward", "a timer", "autocast", "tf32", "used_token", "another source", "a wrapper", "fp64"]
+)
 def test_who_decides(who, monkeypatch):
     """A gate that does more than `decide` knows is called."""
     calls, used = [], None
@@ -139,11 +152,18 @@ def test_who_decides(who, monkeypatch):
     elif who == "used_token":
         gate.k, used = 1, torch.ones(20, dtype=torch.bool)
     monkeypatch.setattr(sharded_moe, "top2gating", counted)
-    if who != "another source":  # which the counting function has
+    if who == "a wrapper":
+        monkeypatch.setattr(sharded_moe, "top2gating", functools.wraps(own)(counted))
+    elif who != "another source":  # which the counting function has
         monkeypatch.setattr(gates, "is_known", lambda *_: True)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=who == "autocast"):
-        assert not gates.decides_alike(gate, x, used)
-        route(gate, x, used)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if who == "fp64" else default)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=who == "autocast"):
+            assert not gates.decides_alike(gate, x, used)
+            route(gate, x, used)
+    finally:
+        torch.set_default_dtype(default)
     assert len(calls) == (0 if who == "used_token" else 1)
 
 

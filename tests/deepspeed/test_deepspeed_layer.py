@@ -5,7 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_cases import HIDDEN, Case, Expert, assert_equal, build_engine, engine_ready, logged, make_moe, run_layer
+from deepspeed_cases import (
+    HIDDEN,
+    Case,
+    Expert,
+    assert_equal,
+    build_engine,
+    dispatches,
+    engine_ready,
+    logged,
+    make_moe,
+    most_experts,
+    run_layer,
+)
 from torch import nn
 
 from deepep_moe.errors import EPPeerError
@@ -96,6 +108,46 @@ def test_no_rank_has_tokens():
     run_ranks(_nowhere_worker, 2)
 
 
+def _autocast_worker(rank: int, num_ranks: int) -> list[torch.dtype]:
+    with engine_ready():
+        layer = make_moe(4, k=2)
+        layer.set_deepspeed_parallelism()
+        dtypes = []
+        for exact in (True, False):
+            replace_moe_layers(layer, exact=exact)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y, l_aux, _ = layer(torch.randn((20, 0)[rank], HIDDEN))
+            (y.float().sum() + l_aux).backward()
+            dtypes.append(l_aux.dtype)
+        return dtypes
+
+
+def test_a_rank_without_tokens_under_autocast():
+    assert run_ranks(_autocast_worker, 2) == [[torch.float32] * 2] * 2
+
+
+def _many_experts_worker(rank: int, num_ranks: int) -> list[str]:
+    with engine_ready(), logged() as messages:
+        layers = nn.ModuleList([make_moe(64, k=2), make_moe(64, k=4)])
+        layers[1].deepspeed_moe.gate.k = 33
+        for layer in layers:
+            layer.set_deepspeed_parallelism()
+        replace_moe_layers(layers, exact=False)
+        with dispatches(1):
+            for layer in layers:
+                layer(torch.randn(20, HIDDEN))
+    return [line for line in messages if "own MoE forward" in line]
+
+
+@pytest.mark.skipif(most_experts() == 2, reason="DeepSpeed before 0.15 has no k above 2")
+def test_a_layer_of_too_many_experts_leaves_the_others_alone():
+    said, _ = run_ranks(_many_experts_worker, 2)
+    assert said == [
+        "DeepSpeed's own MoE forward runs, without deepep_moe: top-33 is more than the 32 experts of a token that fast mode serves here; "
+        "use exact=True"
+    ]
+
+
 # ---- other numbers of tokens on every rank ----
 
 
@@ -176,7 +228,7 @@ def _dense_worker(rank: int, num_ranks: int, exact: bool) -> None:
             nn.init.normal_(parameter, std=0.2)
         experts = _all_experts(layer, num_ranks)
         replace_moe_layers(layer, exact=exact)
-        for num_tokens in ((5, 9), (11, 0), (0, 7)):
+        for num_tokens in ((5, 9), (11, 0), (0, 7), (1, 6), (1, 1)):
             layer.zero_grad()
             x, cotangent = torch.randn(2, num_tokens[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
             x.requires_grad_(len(x) > 0)  # where there are no tokens, nobody may have asked for their gradient

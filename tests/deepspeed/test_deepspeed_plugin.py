@@ -116,6 +116,11 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
         assert restore_moe_layers(layers) == 2 and not all_buffers()
         fresh = make_moe()
         assert replace_moe_layers(fresh) == restore_moe_layers(copy.deepcopy(fresh)) == restore_moe_layers(fresh) == 1
+        wrapped = make_moe()
+        wrapped.deepspeed_moe.forward = wrapped.deepspeed_moe.forward
+        with logged() as messages:
+            assert replace_moe_layers(wrapped) == 0
+        assert messages == ["1 MoE layers keep their forward, which was replaced on the layer itself; swap them before that"] * (rank == 0)
         layers[0].deepspeed_moe.__class__ = Own
         layers.append(make_moe())
         layers[2].deepspeed_moe.gate = torch.nn.Linear(HIDDEN, 8)
