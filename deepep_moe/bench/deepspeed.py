@@ -14,6 +14,7 @@ Mixtral's, "autoep", instead; it needs transformers.
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import sys
 from dataclasses import dataclass, field
@@ -420,12 +421,22 @@ def resolve(options: argparse.Namespace) -> None:
             f"--device cuda needs a GPU for each of {max(1, options.num_ranks)} ranks, this machine has {num_gpus}; "
             "give --num-ranks, or --device cpu"
         )
+    if options.autoep:
+        _check_autoep(options.num_ranks)
     fits = all(0 < num_topk <= options.num_experts for num_topk in options.num_topk)
     if options.num_experts % options.num_ranks or not fits or min(options.repeats, options.num_layers) < 1:
         raise ValueError(
             f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, each of --num-topk "
             f"{options.num_topk} 1 to the experts, --repeats {options.repeats} and --num-layers {options.num_layers} at least 1"
         )
+
+
+def _check_autoep(num_ranks: int) -> None:
+    if num_ranks < 2:
+        raise ValueError("--autoep needs --num-ranks 2 or more: on one rank AutoEP moves nothing")
+    for module, advice in (("transformers", "transformers>=5"), ("deepspeed.module_inject.auto_ep_layer", "deepspeed>=0.19.2")):
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(f"--autoep needs {module}: pip install '{advice}'")
 
 
 def main(options: argparse.Namespace) -> None:

@@ -34,8 +34,8 @@ def why_not_rows(x: torch.Tensor) -> str | None:
     """The reason that no buffer takes rows such as those of x [..., hidden], or None."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"rows are {x.dtype}, not torch.float32, torch.bfloat16 or torch.float16"
-    num_bytes = x.shape[-1] * x.element_size()
-    return f"rows of {x.shape[-1]} {x.dtype} have {num_bytes} bytes, no multiple of {ROW_ALIGNMENT}" if num_bytes % ROW_ALIGNMENT else None
+    multiple = ROW_ALIGNMENT // x.element_size()
+    return f"the hidden size is {x.shape[-1]}; in {x.dtype} it must be a multiple of {multiple}" if x.shape[-1] % multiple else None
 
 
 @dataclass(frozen=True, eq=False)

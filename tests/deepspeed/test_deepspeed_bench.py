@@ -122,6 +122,14 @@ def test_disagreement_fails(value, monkeypatch, capsys):
     assert "exchange, fast" in capsys.readouterr().out
 
 
+def test_autoep_says_what_it_needs(monkeypatch):
+    with pytest.raises(ValueError, match="--autoep needs --num-ranks 2 or more: on one rank AutoEP moves nothing"):
+        options_of("--device", "cpu", "--autoep", "--num-ranks", "1")
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--autoep needs transformers: pip install 'transformers>=5'"):
+        options_of("--device", "cpu", "--autoep")
+
+
 def test_options(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     options = options_of()
