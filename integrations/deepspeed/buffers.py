@@ -83,8 +83,8 @@ def dispatch(
     """The plan's buffer and `send(buffer)`, a dispatch of this rank's tokens. Collective over `group`.
 
     The first call constructs the buffer. Where no bound was chosen, a call in which a rank has more tokens than there is room for makes a
-    larger one: that rank refuses its dispatch, which tells the others, and all dispatch once more. Raises what `Buffer` and `send` raise,
-    and OutgrownError for more tokens than the chosen bound; the peers raise EPPeerError then.
+    larger one: that rank refuses its dispatch, which tells the others, all meet in the old buffer, and dispatch once more. Raises what
+    `Buffer` and `send` raise, and OutgrownError for more tokens than the chosen bound; the peers raise EPPeerError then.
     """
     key = (group, hidden, device.type)
     buffer = plan.buffers.get(key)
@@ -98,6 +98,7 @@ def dispatch(
     except (OutgrownError, EPPeerError) as error:
         if plan.options.num_max_tokens_per_rank is not None or OutgrownError.__name__ not in f"{type(error).__name__}: {error}":
             raise
+    _meet(buffer, plan, device)
     plan.outgrown.append(buffer)
     least = int(_GROWTH * buffer.num_max_tokens_per_rank) // plan.rows_of_token
     bound = agree_on_bound(group, max(num_tokens, least), device)
@@ -108,6 +109,13 @@ def dispatch(
         )
     buffer = plan.buffers[key] = _make(group, bound, hidden, plan)
     return buffer, send(buffer)
+
+
+def _meet(buffer: Buffer, plan: Plan, device: torch.device) -> None:
+    """A dispatch of nothing, in the layout that no layer uses. A peer that refused the forward for a reason of its own does not come: this
+    raises EPTimeoutError or EPMismatchError with its rank, where the all-reduce to follow would wait as long as the process group does."""
+    x = torch.empty(0, buffer.hidden, device=device)
+    buffer.dispatch(x, torch.empty(0, plan.lanes, dtype=torch.int64, device=device), layout="rank")
 
 
 def _outgrown(num_tokens: int, buffer: Buffer, plan: Plan) -> OutgrownError:

@@ -1,5 +1,6 @@
 """One swapped layer: by hand, with other numbers of tokens on every rank, and where DeepSpeed's forward runs."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from deepspeed_cases import (
 )
 from torch import nn
 
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.routing import route
@@ -318,6 +319,47 @@ def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_room_grows_with_the_tokens(device):
     run_ranks(_growing_worker, 2, device)
+
+
+def _refusing_worker(rank: int, num_ranks: int) -> None:
+    """Rank 0 has more tokens than there is room for in a forward that rank 1 refuses, and then makes another or leaves."""
+    os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
+    buffers._is_bounded = lambda device: True
+    plan, cpu = buffers.Plan(buffers.Options(exact=True), 2, 1), torch.device("cpu")
+
+    def dispatch(num_tokens, send):
+        return buffers.dispatch(dist.group.WORLD, num_tokens, HIDDEN, plan, cpu, send)
+
+    def send_nothing(buffer):
+        topk_idx = torch.empty(0, 1, dtype=torch.int64)
+        return buffer.dispatch(torch.empty(0, HIDDEN), topk_idx, layout="expert").recv_x
+
+    def refuse(buffer):
+        raise buffer.refused(ValueError("for a reason of its own"))
+
+    assert dispatch(0, send_nothing)[1].shape == (0, HIDDEN)
+    if rank == 0:
+        with pytest.raises(
+            EPMismatchError, match=r"ranks make different calls: rank 0: dispatch.*layout rank.*rank 1: dispatch.*layout expert"
+        ):
+            dispatch(1000, send_nothing)
+        with pytest.raises(
+            EPTimeoutError,
+            match="rank 0 in call 5: rank 1 did not deliver, nothing came for 2 s; phase 'entry into the call', expected 5, seen 4",
+        ):
+            dispatch(1000, send_nothing)
+    else:
+        with pytest.raises(ValueError, match="for a reason of its own"):
+            dispatch(0, refuse)
+        with pytest.raises(EPMismatchError, match="ranks make different calls"):
+            dispatch(0, send_nothing)
+        with pytest.raises(ValueError, match="for a reason of its own"):
+            dispatch(0, refuse)
+    dist.barrier()
+
+
+def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own():
+    run_ranks(_refusing_worker, 2)
 
 
 # ---- where DeepSpeed's forward runs ----
