@@ -155,6 +155,11 @@ class Buffer:
         return self._settings.num_max_tokens_per_rank
 
     @property
+    def num_calls(self) -> int:
+        """That this rank has entered or refused."""
+        return self._alive().num_calls
+
+    @property
     def workspace_bytes(self) -> int:
         """Shared memory this rank owns, bytes; docs/design.md has the formula."""
         return self._alive().workspace_bytes

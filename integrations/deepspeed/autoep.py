@@ -15,7 +15,7 @@ from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, or_tell, ready, say_once, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
 from deepep_moe.torch_ops import weighed_sum
 
@@ -36,16 +36,20 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         """hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16; returns what the replaced block of the model returns.
 
         Collective over the layer's expert-parallel group, in which numbers of tokens may differ. Under activation checkpointing the
-        recomputation dispatches once more, on all ranks alike. Raises as `Buffer.dispatch` and as the router.
+        recomputation dispatches once more, on all ranks alike. Raises as `Buffer.dispatch`, as the router and as experts; of those the
+        peers raise EPPeerError.
         """
+        if not isinstance(self, PackedAutoEPMoELayer):  # restored, and called by somebody who has kept this method
+            return AutoEPMoELayer.forward(self, hidden_states)
         reason = why_own(self, hidden_states)
         if reason is not None:
             say_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}")
             return super().forward(hidden_states)
+        buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan)
         if not hasattr(AutoEPMoELayer, _ROUTE):
-            return forward_around(self, hidden_states, self._route)
+            return or_tell(buffer, forward_around, self, hidden_states, self._route)
         with _routing_by_method(self):
-            return super().forward(hidden_states)
+            return or_tell(buffer, super().forward, hidden_states)
 
     def _deepep_route(self, tokens: Tensor, router_output: Any) -> Tensor:
         """What AutoEP calls between the router and the shared experts: tokens [num_tokens, hidden] -> the same shape."""
@@ -64,7 +68,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         if self.score_apply == "pre":
             rows = (rows.float() * topk_weights.unsqueeze(-1)).to(x.dtype)
         buffer, out = self._dispatch(rows.reshape(-1, x.shape[1]).contiguous(), topk_idx.reshape(-1, 1), None, num_tokens)
-        y = self._run_experts(out.recv_x, out)
+        y = or_tell(buffer, self._run_experts, out.recv_x, out)
         combined = buffer.combine(y, out.handle).view(num_tokens, num_topk, x.shape[1])
         if self.score_apply == "pre":
             return combined.sum(1)
@@ -78,14 +82,20 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         assert weights is not None  # they were sent
         if self.score_apply == "pre":
             rows, weights = (rows.float() * weights.unsqueeze(-1)).to(rows.dtype), None
-        return buffer.combine(self._run_experts(rows, out), out.handle, weights)
+        return buffer.combine(or_tell(buffer, self._run_experts, rows, out), out.handle, weights)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose plan is a copy too."""
+        super().__setstate__(state)
+        self.deepep_moe_plan.layers.add(self)
 
     def _dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Buffer, DispatchOutput]:
         """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes]."""
         plan = self.deepep_moe_plan
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
         send = methodcaller("dispatch", x, idx, topk_weights)
-        return dispatch(self.ep_group, num_tokens, x.shape[1], plan, x.device, send)
+        buffer = ready(self.ep_group, x, plan)
+        return dispatch(buffer, self.ep_group, num_tokens, plan, x.device, send)
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
         """Without rows too, so that expert parameters have a gradient, and the dispatch its backward, on every rank."""

@@ -87,8 +87,8 @@ def has_moving_bias(router: Any) -> bool:
 
 def swap_router(router: Any, options: Options) -> None:
     """Make `router` a GatedRouter with these options, or one of DeepSpeed's where they ask for nothing of it. Its bias has been checked."""
-    if type(router) not in (TokenChoiceTopKRouter, GatedRouter):
-        say_once(f"routers of {type(router).__name__} keep their own choice: deepep_moe swaps deepspeed's TokenChoiceTopKRouter only")
+    if (reason := why_own_router(router)) is not None:
+        say_once(f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}")
         return
     if options.expert_bias_update_rate is not None:
         _prepare_bias(router)
@@ -106,8 +106,19 @@ def restore_router(router: Any) -> None:
             router.__dict__.pop(name, None)
 
 
+def why_own_router(router: Any) -> str | None:
+    """The reason that it cannot be made a GatedRouter, or None."""
+    if type(router) not in (TokenChoiceTopKRouter, GatedRouter):
+        return f"deepep_moe knows deepspeed's TokenChoiceTopKRouter, and this is a {type(router).__name__}"
+    if "forward" in router.__dict__ and type(router) is not GatedRouter:
+        return "the router's forward was replaced; replace it after swapping"
+    return None
+
+
 def check_bias(router: Any) -> None:
-    """Raises ValueError where the bias of `router` is the optimizer's to move."""
+    """Raises ValueError where the bias of `router` is the optimizer's to move, or nobody would count what the router chooses."""
+    if (reason := why_own_router(router)) is not None:
+        raise ValueError(f"expert_bias_update_rate needs routers that count their choices: {reason}")
     if isinstance(getattr(router, _BIAS, None), torch.nn.Parameter):
         raise ValueError(
             f"expert_bias_update_rate moves a router's {_BIAS}, but here it is a parameter, which the optimizer moves; "

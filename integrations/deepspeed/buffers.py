@@ -1,20 +1,23 @@
 """The buffers that the MoE layers of one process share."""
 
 import atexit
+import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
 from deepep_moe import autograd_module
 from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.buffer import Buffer
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import EPError, EPPeerError
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.process_groups import agree_on_bound
 
@@ -24,9 +27,9 @@ _GROWTH = 1.5  # at least, so that all buffers of a plan take no more than three
 
 
 @functools.cache
-def say_once(message: str) -> None:
-    """A warning on rank 0, the first time only."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def say_once(message: str, *, on_all_ranks: bool = False) -> None:
+    """A warning on rank 0, or on whichever rank has one, the first time only."""
+    if on_all_ranks or not dist.is_initialized() or dist.get_rank() == 0:
         _log.warning(message)
 
 
@@ -51,6 +54,8 @@ class Plan:
     """By group, width of rows and type of device. Layers that share one run one after another, in any dtype."""
     outgrown: list[Buffer] = field(default_factory=list, init=False, repr=False)
     """Buffers that became too small. A backward may still need them."""
+    layers: "weakref.WeakSet[nn.Module]" = field(default_factory=weakref.WeakSet, init=False, repr=False)
+    """That use it; without any the buffers may go."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.options, self.num_local_experts, self.num_topk)  # copies of layers get buffers of their own
@@ -65,6 +70,12 @@ class Plan:
         """That a dispatch gets, at most."""
         return self.num_topk if self.options.exact else 1
 
+    def release(self, layers: Iterable[nn.Module]) -> None:
+        """These use it no more; without any that do the buffers go. No rank needs to know what another has left."""
+        self.layers.difference_update(layers)
+        if not self.layers:
+            self.destroy()
+
     def destroy(self) -> None:
         """Destroy the buffers. The next dispatch constructs new ones."""
         while self.buffers:
@@ -77,20 +88,39 @@ class OutgrownError(ValueError):
     """More tokens than the buffer has room for."""
 
 
-def dispatch(
-    group: dist.ProcessGroup, num_tokens: int, hidden: int, plan: Plan, device: torch.device, send: Callable[[Buffer], _Result]
-) -> tuple[Buffer, _Result]:
-    """The plan's buffer and `send(buffer)`, a dispatch of this rank's tokens. Collective over `group`.
-
-    The first call constructs the buffer. Where no bound was chosen, a call in which a rank has more tokens than there is room for makes a
-    larger one: that rank refuses its dispatch, which tells the others, all meet in the old buffer, and dispatch once more. Raises what
-    `Buffer` and `send` raise, and OutgrownError for more tokens than the chosen bound; the peers raise EPPeerError then.
-    """
-    key = (group, hidden, device.type)
+def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> Buffer:
+    """The plan's buffer for x [num_tokens, hidden]. Collective over `group` when it constructs it. Raises as `Buffer`."""
+    key = (group, x.shape[1], x.device.type)
     buffer = plan.buffers.get(key)
     if buffer is None:
         _plans.add(plan)
-        buffer = plan.buffers[key] = _make(group, _bound(group, num_tokens, plan, device), hidden, plan)
+        buffer = plan.buffers[key] = _make(group, _bound(group, x.shape[0], plan, x.device), x.shape[1], plan)
+    return buffer
+
+
+def or_tell(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Result:
+    """`function(*args)`. If it fails before it has made a call of the buffer, this rank's next call there raises EPPeerError with the
+    reason on the peers, who would wait for it else."""
+    before = buffer.num_calls
+    try:
+        return function(*args)
+    except Exception as error:
+        if not isinstance(error, _StopRecomputationError):  # by which checkpointing ends a recomputation
+            with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
+                if buffer.num_calls == before:
+                    buffer.refused(error)
+        raise
+
+
+def dispatch(
+    buffer: Buffer, group: dist.ProcessGroup, num_tokens: int, plan: Plan, device: torch.device, send: Callable[[Buffer], _Result]
+) -> tuple[Buffer, _Result]:
+    """The plan's buffer, `buffer` or a larger one, and `send(buffer)`, a dispatch of this rank's tokens. Collective over `group`.
+
+    Where no bound was chosen, a call in which a rank has more tokens than there is room for makes a larger buffer: that rank refuses its
+    dispatch, which tells the others, all meet in the old buffer, and dispatch once more. Raises what `Buffer` and `send` raise, and
+    OutgrownError for more tokens than the chosen bound; the peers raise EPPeerError then.
+    """
     try:
         if num_tokens * plan.rows_of_token > buffer.num_max_tokens_per_rank:
             raise buffer.refused(_outgrown(num_tokens, buffer, plan))
@@ -107,7 +137,7 @@ def dispatch(
             f"MoE layers make room for {bound} tokens of a rank: some rank has more than before. num_max_tokens_per_rank, an argument of "
             'replace_moe_layers and a key of "deepep_moe" in ds_config, makes it at once and once'
         )
-    buffer = plan.buffers[key] = _make(group, bound, hidden, plan)
+    buffer = plan.buffers[group, buffer.hidden, device.type] = _make(group, bound, buffer.hidden, plan)
     return buffer, send(buffer)
 
 

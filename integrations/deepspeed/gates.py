@@ -54,10 +54,14 @@ def _multiplies_exactly() -> bool:
 
 def is_watched(gate: Any) -> bool:
     """Would calling it do more than its class's forward: a hook, a timer, a forward of its own?"""
-    state = gate.__dict__
-    hooks = (state["_forward_hooks"], state["_forward_pre_hooks"], state["_backward_hooks"], state["_backward_pre_hooks"])
-    has_own = "forward" in state or gate._compiled_call_impl is not None
-    return any(hooks) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
+    has_own = "forward" in gate.__dict__ or gate._compiled_call_impl is not None
+    return has_hooks(gate) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Of its own."""
+    state = module.__dict__
+    return bool(state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"])
 
 
 @functools.cache
@@ -67,11 +71,13 @@ def is_known(*functions: Callable[..., Any] | None) -> bool:
 
 
 def digest(functions: tuple[Callable[..., Any] | None, ...]) -> str:
-    """Of their source; nothing where there is none, or where they wrap another's. Scripted functions have it in what they were made of."""
-    if any(hasattr(function, "__wrapped__") for function in functions):
+    """Of their source; nothing where there is none, or where they wrap another's. Scripted and compiled functions have it in what they
+    were made of."""
+    made_of = [getattr(function, "_torchdynamo_inline", None) for function in functions]
+    if any(getattr(function, "__wrapped__", origin) is not origin for function, origin in zip(functions, made_of, strict=True)):
         return ""
     try:
-        source = "".join(inspect.getsource(getattr(function, "_torchdynamo_inline", function)) for function in functions)
+        source = "".join(inspect.getsource(origin or function) for function, origin in zip(functions, made_of, strict=True))
     except (OSError, TypeError):
         return ""
     return hashlib.sha256(source.encode()).hexdigest()[:16]

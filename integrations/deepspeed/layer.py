@@ -1,7 +1,7 @@
 """DeepSpeed's MOELayer with another way for its tokens: packed rows through a shared `Buffer` instead of padded slots."""
 
 import contextlib
-import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +16,8 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, say_once, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, or_tell, ready, say_once, why_not_rows
+from deepep_moe.integrations.deepspeed.gates import has_hooks
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
 
@@ -36,32 +37,37 @@ class PackedMOELayer(MOELayer):
         """inputs: x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
 
         Returns the shape of x in the dtype of the experts' outputs, and sets `l_aux` and `exp_counts`. Collective over the layer's
-        expert-parallel group, in which numbers of tokens may differ. Raises as `Buffer.dispatch` and as the gate.
+        expert-parallel group, in which numbers of tokens may differ. Raises as `Buffer.dispatch`, as the gate and as experts; of those
+        the peers raise EPPeerError.
         """
+        if not isinstance(self, PackedMOELayer):  # restored, and called by somebody who has kept this method
+            return MOELayer.forward(self, *inputs, **kwargs)
         reason = why_stock(self, inputs[0])
         if reason is not None:
             say_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}")
             return super().forward(*inputs, **kwargs)
+        used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
-            routing = route(self.gate, x, inputs[1] if len(inputs) > 1 else None)
+            buffer = ready(self.ep_group, x, plan_of(self))
+            routing = or_tell(buffer, route, self.gate, x, used_token)
             self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)  # as `self.l_aux = ...`, in less time
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
-            return exchange(x, routing).view(inputs[0].shape)
+            return exchange(buffer, x, routing).view(inputs[0].shape)
 
-    def _exchange_exact(self, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_exact(self, buffer: Buffer, x: Tensor, routing: Routing) -> Tensor:
         """A row per (lane, token) there and back, each copied as it is; weighed and summed here as DeepSpeed does.
 
         Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
-        return self._exchange(x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
+        return self._exchange(buffer, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
 
-    def _exchange_fast(self, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_fast(self, buffer: Buffer, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
-        return self._exchange(x, idx, weights, None)
+        return self._exchange(buffer, x, idx, weights, None)
 
-    def _exchange(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None) -> Tensor:
+    def _exchange(self, buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None) -> Tensor:
         """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, at_source: as
         `dispatch_by_expert` has them."""
         x, plan = x.contiguous(), plan_of(self)
@@ -71,23 +77,32 @@ class PackedMOELayer(MOELayer):
             return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), at_source)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            buffer, (parts, recv_topk_weights, handle) = dispatch(self.ep_group, x.shape[0], x.shape[1], plan, x.device, send)
-        outputs = self._run_experts(parts)
+            buffer, (parts, recv_topk_weights, handle) = dispatch(buffer, self.ep_group, x.shape[0], plan, x.device, send)
+        outputs = or_tell(buffer, self._run_experts, parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, at_source)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
-        """Every local expert, with no rows too: so each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it."""
+        """Every local expert, so that each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it; one without rows
+        sees a row of zeros, as experts take some row for granted that always get padded slots."""
         outputs = []
         for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=False):  # parts beyond this layer's experts are empty
-            y = expert(rows)
-            outputs.append(y[0] if isinstance(y, tuple) else y)  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
-        num_missing = len(parts) - len(outputs)
-        return outputs + [outputs[0][:, :, :0]] * num_missing if num_missing else outputs
+            has_rows = rows.shape[-2] > 0
+            y = expert(rows if has_rows else torch.nn.functional.pad(rows, (0, 0, 0, 1)))
+            y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
+            outputs.append(y if has_rows else y[..., :0, :])
+        num_missing, first = len(parts) - len(outputs), outputs[0]
+        return outputs + [first.new_empty(*first.shape[:-2], 0, first.shape[-1])] * num_missing
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
         return self._timing(timer, attribute) if self.wall_clock_breakdown else _UNTIMED
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose plan is a copy too."""
+        super().__setstate__(state)
+        if self.deepep_moe_plan is not None:
+            self.deepep_moe_plan.layers.add(self)
 
     @contextlib.contextmanager
     def _timing(self, timer: str, attribute: str) -> Iterator[None]:
@@ -102,13 +117,13 @@ class PackedMOELayer(MOELayer):
 def plan_of(layer: PackedMOELayer) -> Plan:
     """The layer's, or one with the default options: the class may also stand where models are built."""
     if layer.deepep_moe_plan is None:
-        layer.deepep_moe_plan = _default_plan(layer.num_local_experts, layer.gate.k)
+        key = layer.num_local_experts, layer.gate.k
+        layer.deepep_moe_plan = _default_plans.get(key) or _default_plans.setdefault(key, Plan(Options(), *key))
+        layer.deepep_moe_plan.layers.add(layer)
     return layer.deepep_moe_plan
 
 
-@functools.cache
-def _default_plan(num_local_experts: int, num_topk: int) -> Plan:
-    return Plan(Options(), num_local_experts, num_topk)
+_default_plans: "weakref.WeakValueDictionary[tuple[int, int], Plan]" = weakref.WeakValueDictionary()
 
 
 def with_gradient(x: Tensor) -> Tensor:
@@ -133,6 +148,12 @@ def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[T
     return topk_idx, topk_weights
 
 
+def is_replaced(module: torch.nn.Module) -> bool:
+    """Was its forward replaced, on it or in the class that has it?"""
+    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    return "forward" in module.__dict__ or owner.forward.__globals__["__name__"] != owner.__module__  # type: ignore[attr-defined]
+
+
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
     """The reason that packed rows cannot serve this layer, or None. The same on every rank of its group."""
     tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
@@ -144,6 +165,10 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
         return "the layer has no expert-parallel group; deepspeed.initialize makes one"
     if type(layer.experts) is not Experts:  # of which a subclass may have a forward of its own
         return f"experts are of {type(layer.experts).__name__}, not of deepspeed.moe.experts.Experts"
+    if is_replaced(layer.experts):
+        return "the forward of the experts together was replaced; replace those of single experts"
+    if has_hooks(layer.experts):
+        say_once("hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those", on_all_ranks=True)
     if (refused := why_not_rows(x)) is not None:
         return refused
     most = min(MAX_TOPK, layer.num_local_experts * layer.ep_size)

@@ -4,7 +4,6 @@ import inspect
 import logging
 import os
 import re
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from deepep_moe.integrations.deepspeed.options import SECTION, Options, options_
 
 _OLDEST, _NEWEST = (0, 14, 5), (0, 19, 8)
 _log = logging.getLogger(__name__)
-_swapped: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def replace_moe_layers(
@@ -70,7 +68,8 @@ def _replace(model: nn.Module, options: Options) -> int:
     found: list[Any] = [module for module in model.modules() if isinstance(module, MOELayer)]
     native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
     native = [layer for layer in native if not _has_own_forward(layer)]
-    autoep = _autoep_layers(model)
+    made = _autoep_layers(model)
+    autoep = [layer for layer in made if not _has_own_forward(layer)]
     layers = native + autoep
     plans, before = _plans(layers, options), _plans_of(layers)
     if autoep:
@@ -79,15 +78,20 @@ def _replace(model: nn.Module, options: Options) -> int:
         swap(autoep, plans[len(native) :], model if hasattr(model, "was_step_applied") else None)
     for layer, plan in zip(native, plans, strict=False):
         layer.__class__, layer.deepep_moe_plan = PackedMOELayer, plan
-    _swapped.update(layers)
-    _destroy_unused(before)
-    _report([layer for layer in found if layer not in native], len(native), len(autoep), options)
+    for layer, plan in zip(layers, plans, strict=True):
+        plan.layers.add(layer)
+    for plan in before:
+        plan.release(layers)
+    left = [layer for layer in found + made if layer not in layers]
+    _report(left, len(native), len(autoep), options)
     return len(layers)
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Was its forward replaced before it was swapped? Another class would change nothing then."""
-    return "forward" in layer.__dict__ and getattr(layer, "deepep_moe_plan", None) is None
+    """Was its forward replaced before it was swapped, on it or in its class? Another class would change nothing then, or too much."""
+    from deepep_moe.integrations.deepspeed.layer import is_replaced
+
+    return getattr(layer, "deepep_moe_plan", None) is None and is_replaced(layer)
 
 
 def _autoep_layers(model: nn.Module) -> list[Any]:
@@ -110,7 +114,10 @@ def _report(left: list[Any], num_native: int, num_autoep: int, options: Options)
 
     replaced = sum(_has_own_forward(layer) for layer in left)
     if replaced:
-        _say(logging.WARNING, f"{replaced} MoE layers keep their forward, which was replaced on the layer itself; swap them before that")
+        _say(
+            logging.WARNING,
+            f"{replaced} MoE layers keep their forward, which was replaced on the layer or its class; swap them before that",
+        )
     others = sorted({f"{type(layer).__name__} with {type(layer.gate).__name__}" for layer in left if not _has_own_forward(layer)})
     if others:
         _say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
@@ -142,12 +149,6 @@ def _plans_of(layers: Iterable[Any]) -> set[Plan]:
     return {layer.deepep_moe_plan for layer in layers if getattr(layer, "deepep_moe_plan", None) is not None}
 
 
-def _destroy_unused(plans: set[Plan]) -> None:
-    """The buffers of plans that were these layers', and of which none is left. No rank needs to know what another has left."""
-    for plan in plans - _plans_of(_swapped):
-        plan.destroy()
-
-
 def _size(layer: Any) -> tuple[tuple[str, int], int, int]:
     """(Group and width of rows, experts of a rank, experts of a token) of a layer of either kind."""
     is_autoep = getattr(layer, "_is_autoep_layer", False)
@@ -176,8 +177,8 @@ def restore_moe_layers(model: nn.Module) -> int:
         from deepep_moe.integrations.deepspeed.autoep import restore
 
         restore(autoep)
-    _swapped.difference_update(native + autoep)
-    _destroy_unused(before)
+    for plan in before:
+        plan.release(native + autoep)
     return len(native) + len(autoep)
 
 

@@ -114,7 +114,12 @@ def run_steps(engine: Any, rank: int, case: Case, steps: int = STEPS) -> dict[st
         found |= {f"loss {step}": output.loss.detach().clone(), f"logits {step}": output.logits.detach().clone()}
         if step in (0, steps - 1):
             found |= {f"gradient {step} {name}": gradient for name, gradient in gradients.items()}
-    return found | {"parameter " + name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    return found | {"parameter " + name: owned(parameter).detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+def owned(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of it in ZeRO 3, which may still be gathering the whole when a step has returned."""
+    return getattr(parameter, "ds_tensor", parameter)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import itertools
+import math
+import time
 from dataclasses import replace
 
 import autoep_cases
@@ -11,6 +13,7 @@ import torch
 from autoep_cases import Case, autoep_layers, build_engine, counted, ds_config, make_model, run_steps, tokens
 from deepspeed_cases import assert_equal, engine_ready, logged
 
+from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
@@ -359,7 +362,7 @@ def _refused_worker(rank: int, num_ranks: int) -> None:
             with logged() as messages, counted() as calls:
                 got = run_steps(build_engine(case, True, config=config), rank, case, 1)
             assert calls["dispatch"] == 0
-            assert_equal(got, want, why, tolerance=1e-5)
+            assert_equal(got, want, why, tolerance=case.tolerance)
             line = f"AutoEP's own dispatch is used, without deepep_moe: {why}"
             assert messages.count(line) == (rank == 0), messages
 
@@ -372,6 +375,71 @@ def _refused_worker(rank: int, num_ranks: int) -> None:
         with pytest.raises(ValueError, match="here it is a parameter, which the optimizer moves"):
             replace_moe_layers(engine, expert_bias_update_rate=0.001)
         assert restore_moe_layers(engine) == 0, "nothing was swapped"
+        _replaced_forwards(rank, case)
+
+
+def _replaced_forwards(rank: int, case: Case) -> None:
+    """Of layers, of routers: nothing is bypassed, nor counted as swapped."""
+    engine = build_engine(case, False)
+    layers = autoep_layers(engine)
+    for layer in layers:
+        layer.forward = layer.forward
+    say_once.cache_clear()
+    with logged() as messages:
+        assert replace_moe_layers(engine) == 0
+    assert messages == ["2 MoE layers keep their forward, which was replaced on the layer or its class; swap them before that"] * (
+        rank == 0
+    )
+    for layer in layers:
+        del layer.forward
+    for change, reason in (
+        (lambda router: setattr(router, "forward", router.forward), "the router's forward was replaced; replace it after swapping"),
+        (_subclass, "deepep_moe knows deepspeed's TokenChoiceTopKRouter, and this is a Other"),
+    ):
+        change(layers[0].router)
+        with pytest.raises(ValueError, match=f"expert_bias_update_rate needs routers that count their choices: {reason}"):
+            replace_moe_layers(engine, expert_bias_update_rate=0.001)
+        with logged() as messages:
+            assert replace_moe_layers(engine) == 2
+        kept = f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}"
+        assert messages == [kept, "2 MoE layers dispatch through deepep_moe (exact mode)"] * (rank == 0)
+        with counted() as calls:
+            run_steps(engine, rank, case, 1)
+        assert calls["dispatch"] == 2 and calls["AutoEP's all-to-all"] == 0
+        assert restore_moe_layers(engine) == 2
+        layers[0].router.__dict__.pop("forward", None)
+
+
+def _subclass(router) -> None:
+    router.__class__ = type("Other", (type(router),), {})
+
+
+def _failing_worker(rank: int, num_ranks: int) -> None:
+    """A router, by tokens that are not finite, and experts."""
+    case = Case("deepseek_v3")
+    with engine_ready():
+        layer = autoep_layers(build_engine(case, True))[0]
+        x = torch.randn(1, 10, 32)
+        for place, error, message in (
+            (None, ValueError, "ValueError: logits must be finite"),
+            (layer.experts, ArithmeticError, "ArithmeticError: none here"),
+        ):
+            hook = place.register_forward_pre_hook(_fail) if place is not None and rank == 1 else None
+            began = time.monotonic()
+            with pytest.raises(error if rank == 1 else EPPeerError, match=message.split(": ")[1] if rank == 1 else message):
+                layer(x * (math.inf if place is None and rank == 1 else 1))
+            assert time.monotonic() - began < 60, "far from the deadline of 300 s"
+            if hook is not None:
+                hook.remove()
+            assert layer(x).isfinite().all(), "all go on"
+
+
+def _fail(*_) -> None:
+    raise ArithmeticError("none here")
+
+
+def test_peers_learn_what_failed():
+    run_ranks(_failing_worker, 2)
 
 
 def test_what_is_refused_says_so():

@@ -181,3 +181,9 @@ def test_gates_that_are_called_are_said():
             "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)",
         ]
     ]
+
+
+def test_a_wrapper_of_a_compiled_function_is_unknown():
+    """`_capacity` is scripted or compiled, as versions have it."""
+    own = sharded_moe._capacity
+    assert gates.digest((own,)) and not gates.digest((functools.wraps(own)(lambda *_: torch.tensor(1)),))

@@ -1,6 +1,5 @@
 """One swapped layer: by hand, with other numbers of tokens on every rank, and where DeepSpeed's forward runs."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,7 @@ from deepspeed_cases import (
 )
 from torch import nn
 
-from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.routing import route
@@ -321,47 +320,6 @@ def test_room_grows_with_the_tokens(device):
     run_ranks(_growing_worker, 2, device)
 
 
-def _refusing_worker(rank: int, num_ranks: int) -> None:
-    """Rank 0 has more tokens than there is room for in a forward that rank 1 refuses, and then makes another or leaves."""
-    os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
-    buffers._is_bounded = lambda device: True
-    plan, cpu = buffers.Plan(buffers.Options(exact=True), 2, 1), torch.device("cpu")
-
-    def dispatch(num_tokens, send):
-        return buffers.dispatch(dist.group.WORLD, num_tokens, HIDDEN, plan, cpu, send)
-
-    def send_nothing(buffer):
-        topk_idx = torch.empty(0, 1, dtype=torch.int64)
-        return buffer.dispatch(torch.empty(0, HIDDEN), topk_idx, layout="expert").recv_x
-
-    def refuse(buffer):
-        raise buffer.refused(ValueError("for a reason of its own"))
-
-    assert dispatch(0, send_nothing)[1].shape == (0, HIDDEN)
-    if rank == 0:
-        with pytest.raises(
-            EPMismatchError, match=r"ranks make different calls: rank 0: dispatch.*layout rank.*rank 1: dispatch.*layout expert"
-        ):
-            dispatch(1000, send_nothing)
-        with pytest.raises(
-            EPTimeoutError,
-            match="rank 0 in call 5: rank 1 did not deliver, nothing came for 2 s; phase 'entry into the call', expected 5, seen 4",
-        ):
-            dispatch(1000, send_nothing)
-    else:
-        with pytest.raises(ValueError, match="for a reason of its own"):
-            dispatch(0, refuse)
-        with pytest.raises(EPMismatchError, match="ranks make different calls"):
-            dispatch(0, send_nothing)
-        with pytest.raises(ValueError, match="for a reason of its own"):
-            dispatch(0, refuse)
-    dist.barrier()
-
-
-def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own():
-    run_ranks(_refusing_worker, 2)
-
-
 # ---- where DeepSpeed's forward runs ----
 
 
@@ -425,17 +383,6 @@ def test_where_deepspeeds_forward_runs_one_line_says_why():
     assert elsewhere == [], "rank 0 speaks"
 
 
-class Failing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        if dist.get_rank() == 1:
-            raise ArithmeticError("this expert cannot go on")
-        return x * self.weight
-
-
 class Turned(nn.Module):
     """Returns rows whose columns do not lie beside each other, and something else."""
 
@@ -474,23 +421,72 @@ def test_experts_of_all_kinds():
     run_ranks(_kinds_worker, 2)
 
 
-def _failing_worker(rank: int, num_ranks: int) -> str:
+class Proud(nn.Module):
+    """Takes a row for granted, and returns what it was given where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.bias = nn.Parameter(torch.full((HIDDEN,), 1.5)), nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x):
+        return x if x.numel() == 0 else (x * self.factor / x.detach().abs().max().clamp(min=1) + self.bias).reshape(-1, HIDDEN)
+
+
+def _rows_worker(rank: int, num_ranks: int) -> None:
+    """All tokens go to one expert; then through a buffer that has room for a layer with more experts."""
     with engine_ready():
-        layer = make_moe(k=2, expert=Failing())
+        layer, wider = make_moe(2, k=1, expert=Proud(), drop_tokens=False), make_moe(8, k=1)
+        for each in (layer, wider):
+            each.set_deepspeed_parallelism()
+        with torch.no_grad():
+            layer.deepspeed_moe.gate.wg.weight.zero_()[1] = 1
+        x, cotangent = torch.ones(2, 20, HIDDEN)
+        want = run_layer(layer, x, cotangent)
+        for exact in (True, False):
+            assert replace_moe_layers(nn.ModuleList([layer, wider]), exact=exact) == 2
+            assert_equal(run_layer(layer, x, cotangent), want, f"exact {exact}, rank {rank}", tolerance=1e-6)
+            assert bool(layer.deepspeed_moe.experts.deepspeed_experts[0].bias.grad.any()) == (rank == 1), "gradients of zeros, not none"
+
+
+def test_experts_without_rows_see_a_row_of_zeros():
+    run_ranks(_rows_worker, 2)
+
+
+def _replaced_worker(rank: int, num_ranks: int) -> None:
+    """What somebody put around the experts together is not lost, or it is said."""
+    from deepspeed.moe.experts import Experts
+
+    own = Experts.forward
+    x = torch.randn(20, HIDDEN)
+    with engine_ready():
+        layer = make_moe(4, k=1, capacity_factor=4.0)
         layer.set_deepspeed_parallelism()
-        replace_moe_layers(layer)
-        try:
-            layer(torch.randn(20, HIDDEN))
-        except Exception as error:
-            restore_moe_layers(layer)  # what the end of a training script would do
-            return f"{type(error).__name__}: {error}"
-        return ""
+        experts = layer.deepspeed_moe.experts
+        for change, undo in (
+            (lambda: setattr(experts, "forward", lambda *args: own(experts, *args) * 3), lambda: delattr(experts, "forward")),
+            (lambda: setattr(Experts, "forward", lambda *args: own(*args) * 3), lambda: setattr(Experts, "forward", own)),
+        ):
+            replace_moe_layers(layer)
+            plain = layer(x)[0]
+            buffers.say_once.cache_clear()
+            change()
+            with logged() as lines:
+                changed = layer(x)[0]
+            undo()
+            torch.testing.assert_close(changed, 3 * plain)
+            reason = "the forward of the experts together was replaced; replace those of single experts"
+            assert lines == [f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}"] * (rank == 0)
+        hook = experts.register_forward_hook(lambda *_: None) if rank == 1 else None
+        with logged() as lines:
+            for _ in range(2):
+                assert torch.equal(layer(x)[0], plain)
+        line = "hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those"
+        assert lines == [line] * (hook is not None)
+        assert torch.equal(layer.deepspeed_moe(x, used_token=torch.zeros(20, dtype=torch.int64)), torch.zeros(20, HIDDEN))
 
 
-def test_an_expert_that_fails_leaves_nobody_waiting():
-    peer, culprit = run_ranks(_failing_worker, 2, timeout_s=60)
-    assert culprit == "ArithmeticError: this expert cannot go on"
-    assert peer.startswith("EP") and "rank 1" in peer, peer
+def test_what_is_around_the_experts():
+    run_ranks(_replaced_worker, 2)
 
 
 def _timed_worker(rank: int, num_ranks: int) -> None:

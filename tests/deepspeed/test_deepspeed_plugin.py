@@ -120,7 +120,9 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
         wrapped.deepspeed_moe.forward = wrapped.deepspeed_moe.forward
         with logged() as messages:
             assert replace_moe_layers(wrapped) == 0
-        assert messages == ["1 MoE layers keep their forward, which was replaced on the layer itself; swap them before that"] * (rank == 0)
+        assert messages == ["1 MoE layers keep their forward, which was replaced on the layer or its class; swap them before that"] * (
+            rank == 0
+        )
         layers[0].deepspeed_moe.__class__ = Own
         layers.append(make_moe())
         layers[2].deepspeed_moe.gate = torch.nn.Linear(HIDDEN, 8)
@@ -164,6 +166,45 @@ def _stray_worker(rank: int, num_ranks: int) -> None:
         gc.collect()
         assert len(all_buffers()) == 1, "of the copy"
         assert restore_moe_layers(other) == 1 and not all_buffers()
+
+        layers = torch.nn.ModuleList([make_moe(), make_moe()])
+        replace_moe_layers(layers)
+        other = copy.deepcopy(layers)
+        y = _used(other[1])
+        assert restore_moe_layers(other[0]) == 1 and len(all_buffers()) == 1, "the other copy still has its buffer"
+        y.sum().backward()
+        assert restore_moe_layers(other) == 1 and not all_buffers()
+
+
+def _class_worker(rank: int, num_ranks: int) -> None:
+    """The class stands where models are built; what somebody kept of a layer serves after it was restored."""
+    from deepspeed.moe import layer as moe_layer
+    from deepspeed.moe.sharded_moe import MOELayer
+
+    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+
+    with engine_ready():
+        moe_layer.MOELayer = PackedMOELayer
+        first, second = make_moe(), make_moe()
+        moe_layer.MOELayer = MOELayer
+        _used(first)
+        y = _used(second)
+        assert len(all_buffers()) == 1, "that both share"
+        kept = first.deepspeed_moe.forward
+        x = torch.randn(8, HIDDEN), None
+        torch.manual_seed(0)
+        want = kept(*x)
+        assert restore_moe_layers(first) == 1 and len(all_buffers()) == 1
+        y.sum().backward()
+        torch.manual_seed(0)
+        torch.testing.assert_close(kept(*x), want)
+        del y, second
+        gc.collect()
+        assert not all_buffers(), "the plan went with its layers"
+
+
+def test_layers_built_of_our_class():
+    run_ranks(_class_worker, 2)
 
 
 def test_stray_layers_and_copies():

@@ -1,0 +1,106 @@
+"""A rank that fails in a layer: its peers learn why, and do not wait for it."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_cases import HIDDEN, engine_ready, make_moe
+from torch import nn
+
+from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("deepspeed")
+
+
+# ---- in the gate, in an expert ----
+
+
+failing: set[str] = set()
+
+
+def fail_in(place: str) -> None:
+    if place in failing:
+        raise ArithmeticError(f"no {place} on rank {dist.get_rank()}")
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        fail_in("expert")
+        return x * self.weight
+
+
+def _failing_worker(rank: int, num_ranks: int, device_type: str) -> None:
+    with engine_ready(device_type) as device:
+        for exact in (True, False):
+            layer = make_moe(k=2, expert=Expert()).to(device)
+            layer.set_deepspeed_parallelism()
+            layer.deepspeed_moe.gate.register_forward_pre_hook(lambda *_: fail_in("gate"))
+            replace_moe_layers(layer, exact=exact)
+            x = torch.randn(20, HIDDEN, device=device)
+            for place in ("gate", "expert", "gate"):
+                failing.update({place} if rank == 1 else ())
+                told = "rank 1 refused its arguments: ArithmeticError: "
+                began = time.monotonic()
+                # Where the host does not wait for a combine, on GPUs, a later call says what became of it.
+                with pytest.raises(ArithmeticError if rank == 1 else EPPeerError, match=f"{told if rank == 0 else ''}no {place} on rank 1"):
+                    layer(x)[0].sum().backward()
+                assert time.monotonic() - began < 60, "far from the deadline of 300 s"
+                failing.clear()
+                assert layer(x)[0].isfinite().all(), "all go on"
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
+def test_peers_learn_what_failed(device):
+    """In the first forward too, and nobody restores the layers or leaves."""
+    run_ranks(_failing_worker, 2, device, timeout_s=120)
+
+
+# ---- while buffers grow ----
+
+
+def _refusing_worker(rank: int, num_ranks: int) -> None:
+    """Rank 0 has more tokens than there is room for in a forward that rank 1 refuses, and then makes another or leaves."""
+    os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
+    buffers._is_bounded = lambda device: True
+    plan, cpu = buffers.Plan(buffers.Options(exact=True), 2, 1), torch.device("cpu")
+    buffer = buffers.ready(dist.group.WORLD, torch.empty(0, HIDDEN), plan)
+
+    def dispatch(num_tokens, send):
+        return buffers.dispatch(buffer, dist.group.WORLD, num_tokens, plan, cpu, send)
+
+    def send_nothing(buffer):
+        topk_idx = torch.empty(0, 1, dtype=torch.int64)
+        return buffer.dispatch(torch.empty(0, HIDDEN), topk_idx, layout="expert").recv_x
+
+    def refuse(buffer):
+        raise buffer.refused(ValueError("for a reason of its own"))
+
+    assert dispatch(0, send_nothing)[1].shape == (0, HIDDEN)
+    if rank == 0:
+        with pytest.raises(
+            EPMismatchError, match=r"ranks make different calls: rank 0: dispatch.*layout rank.*rank 1: dispatch.*layout expert"
+        ):
+            dispatch(1000, send_nothing)
+        late = "rank 0 in call 5: rank 1 did not deliver, nothing came for 2 s; phase 'entry into the call', expected 5, seen 4"
+        with pytest.raises(EPTimeoutError, match=late):
+            dispatch(1000, send_nothing)
+    else:
+        with pytest.raises(ValueError, match="for a reason of its own"):
+            dispatch(0, refuse)
+        with pytest.raises(EPMismatchError, match="ranks make different calls"):
+            dispatch(0, send_nothing)
+        with pytest.raises(ValueError, match="for a reason of its own"):
+            dispatch(0, refuse)
+    dist.barrier()
+
+
+def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own():
+    run_ranks(_refusing_worker, 2)
