@@ -1,3 +1,4 @@
+# make install   installs and builds what the others need, into VENV
 # make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed)
 # make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
 # make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
@@ -25,7 +26,8 @@ INSTALL := -e ".[megatron,deepspeed]"
 endif
 endif
 
-.PHONY: demo demo-deepspeed demo-overlap test lint bench clean install
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-deepspeed demo-overlap test lint bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
@@ -47,6 +49,9 @@ $(STAMP): $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(INSTALL)
 	touch $(STAMP)
 endif
+
+help:
+	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)
 

@@ -1,10 +1,13 @@
 """Build of the native module `deepep_moe._C`.
 
 The module links neither PyTorch nor Python packages other than pybind11's headers, so it builds in an isolated
-environment and one build serves every supported PyTorch. nvcc and NVSHMEM are looked for; CUDA sources are compiled when
-both they and nvcc are there. What was compiled is recorded in the module and shown by `deepep_moe.features()`.
+environment and one build serves every supported PyTorch. CUDA sources are compiled where nvcc is found. What was compiled
+is recorded in the module and shown by `deepep_moe.features()`.
 
 The optional module `deepep_moe._autograd` is built where PyTorch is found as well, and serves that PyTorch alone.
+
+Environment: CUDA_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_autograd`;
+DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
 """
 
 import importlib.util
@@ -23,11 +26,15 @@ from setuptools import Extension, setup
 ROOT = Path(__file__).parent
 HOST_ROOMS = ("common", "cpu", "runtime", "bindings")
 GPU_HOST_PREFIX = "gpu"  # of files of the host rooms that are built only with CUDA
-GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100"))
+# Those of them that nvcc knows: CUDA 12.8 and newer know the last, with PTX for what comes after it.
+GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100,compute_100"))
+NUM_JOBS = int(os.environ.get("DEEPEP_MOE_BUILD_JOBS") or len(os.sched_getaffinity(0)))
 
 
 def find_nvcc() -> str:
-    """Path of nvcc, or "" (CUDA_HOME first, then PATH, then the usual place)."""
+    """Path of nvcc, or "" (CUDA_HOME first, then PATH, then the usual place); none with DEEPEP_MOE_CUDA=0."""
+    if os.environ.get("DEEPEP_MOE_CUDA") == "0":
+        return ""
     candidates = [Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc"] if os.environ.get("CUDA_HOME") else []
     if found := shutil.which("nvcc"):
         candidates.append(Path(found))
@@ -148,17 +155,26 @@ class BuildWithCuda(build_ext):
         nvcc = find_nvcc() if isinstance(ext, Pybind11Extension) else ""
         sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").glob("*.cu")) if nvcc else []
         targets = [Path(self.build_temp) / source.with_suffix(".o") for source in sources]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda pair: compile_cuda(nvcc, *pair), zip(sources, targets, strict=True)))
+        codes = architecture_flags(nvcc) if nvcc else []
+        with ThreadPoolExecutor(NUM_JOBS) as pool:
+            list(pool.map(lambda pair: compile_cuda(nvcc, codes, *pair), zip(sources, targets, strict=True)))
         ext.extra_objects += map(str, targets)
         super().build_extension(ext)
 
 
-def compile_cuda(nvcc: str, source: Path, target: Path) -> None:
+def architecture_flags(nvcc: str) -> list[str]:
+    """Of nvcc, for the architectures that it knows. Stops with advice where it knows too few."""
+    known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
+    chosen = [(virtual, real) for virtual, real in GPU_ARCHITECTURES if virtual.rstrip("a") in known]
+    if len(chosen) < 2:
+        raise SystemExit(f"deepep_moe needs CUDA 12 or newer, and {nvcc} knows {known}: set CUDA_HOME, or build with DEEPEP_MOE_CUDA=0")
+    return [f"-gencode=arch={virtual},code=[{real}]" for virtual, real in chosen]
+
+
+def compile_cuda(nvcc: str, codes: list[str], source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if not is_stale(str(target), str(source)):
         return
-    codes = [f"-gencode=arch={virtual},code={real}" for virtual, real in GPU_ARCHITECTURES]
     flags = ["-std=c++20", "-O3", "--threads=3", "-fmad=false", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes]
     subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(target)], check=True)
 
@@ -169,7 +185,7 @@ def is_stale(object_file: str, source: str) -> bool:
     return not os.path.exists(object_file) or os.path.getmtime(object_file) < max(path.stat().st_mtime for path in inputs)
 
 
-with ParallelCompile("DEEPEP_MOE_BUILD_JOBS", default=os.cpu_count() or 1, needs_recompile=is_stale):
+with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
     setup(
         ext_modules=[extension(), *autograd_extensions()],
         cmdclass={"build_ext": BuildWithCuda},

@@ -91,7 +91,7 @@ def test_autograd_functions_of_another_build(monkeypatch):
 
 
 def documents() -> str:
-    return readme() + (ROOT / "docs" / "deepspeed.md").read_text()
+    return readme() + "".join((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "deepspeed.md"))
 
 
 def readme() -> str:
@@ -116,9 +116,16 @@ def test_readme_commands_exist():
         assert result.returncode == 0, f"{module}: {result.stderr}"
 
 
-def test_readme_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)#]+)\)", readme()):
-        assert link.startswith("http") or (ROOT / link).exists(), link
+@pytest.mark.parametrize("file", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda file: file.name)
+def test_links_lead_somewhere(file):
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", file.read_text()):
+        if link.startswith("http"):
+            continue
+        target = file.parent / link if link else file
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.+)", target.read_text(), flags=re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], f"{link}#{anchor}"
 
 
 def shown(us: float) -> str:
@@ -126,29 +133,36 @@ def shown(us: float) -> str:
 
 
 def test_numbers_come_from_results():
-    """Rows of tables end in a comment "FILE OP / RIVAL", or "FILE NAME EPn" or "FILE NAME graph EPn" for GPUs, and repeat that record's
-    figures; so do the sentences on memcpy and on graphs of 20 calls."""
-    rows = [line for line in readme().splitlines() if re.search(r"\| \d+\.\dx \|", line)]
-    assert rows and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
-    for line in documents().splitlines():
-        if found := re.search(r"<!-- (\S+\.json) (.+?)( graph)? EP(\d) -->", line):
-            records = json.loads((ROOT / "benchmarks" / "results" / found[1]).read_text())
-            kind = {"num_tokens": 128, "half": "both", "graph": True} if found[3] else {"num_tokens": 4096, "num_sms": None}
-            key = {"name": found[2], "num_ranks": int(found[4])} | kind
-            (record,) = [r for r in records if {name: r[name] for name in key} == key]
-            for value in (f"| {record['us_median']:.0f} us |", f"| {record['rival_us']:.0f} us |", f"| {record['ratio']:.1f}x |"):
-                assert value in line, f"{value} is not in {line}"
-            if found[3]:
-                assert f"{record['us_graph_of_20']:.1f}" in re.search(r"20 calls in one graph take .+ us", readme())[0]
-            continue
-        found = re.search(r"<!-- (\S+\.json) (.+?) / (.+?) -->", line)
-        if found:
-            records = json.loads((ROOT / "benchmarks" / "results" / found[1]).read_text())
-            (record,) = [r for r in records if r["op"] == found[2] and r["rival"] == found[3]]
-            for value in (shown(record["us_median"]), shown(record["rival_us"]), f"{record['ratio']:.1f}x"):
-                assert f"| {value} |" in line, f"{value} is not in {line}"
-            if found[2] == "dispatch+combine":
-                assert f"run at {record['percent_of_memcpy']:.0f}% of its memcpy rate" in readme()
+    """Rows of tables end in a comment "FILE OP / RIVAL", or "FILE NAME [graph] EPn [of num_tokens]" for GPUs, and repeat that record's
+    figures, those of kernels too; so do the sentences on memcpy, on graphs of 20 calls and on calls of the gate."""
+    rows = [line for line in documents().splitlines() if re.search(r"\| \d+\.\dx \|", line)]
+    rows = [row for row in rows if len(re.findall(r"\d+\.\dx", row)) < 3]  # a summary of other rows' ratios
+    assert len(rows) > 60 and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
+    for line in rows:
+        file, key = re.search(r"<!-- (\S+) (.+) -->", line).groups()
+        records = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        if found := re.fullmatch(r"(.+?)( graph)? EP(\d)(?: of (\d+))?", key):
+            name, graph, num_ranks, num_tokens = found.groups()
+            kind = {"num_tokens": 128, "half": "both", "graph": True} if graph else {"num_tokens": int(num_tokens or 4096), "num_sms": None}
+            kind |= {"name": name, "num_ranks": int(num_ranks)}
+            (record,) = [record for record in records if {field: record[field] for field in kind} == kind]
+            cells = [f"{record['us_median']:.0f} us", f"{record['rival_us']:.0f} us", f"{record['ratio']:.1f}x"]
+            if graph:
+                assert f"{record['us_graph_of_20']:.1f}" in re.search(r"20 calls in one graph take .+ us", documents())[0]
+        else:
+            op, rival = key.split(" / ")
+            (record,) = [record for record in records if (record["op"], record["rival"]) == (op, rival)]
+            cells = [shown(record["us_median"]), shown(record["rival_us"]), f"{record['ratio']:.1f}x"]
+            if "percent_of_memcpy" in record and op == "dispatch+combine":
+                assert f"run at {record['percent_of_memcpy']:.0f}% of its memcpy rate" in " ".join(documents().split())
+            if op == "gate dense":
+                called = f"takes {record['us_called']:.0f} us, and Megatron-Core's {record['rival_us_called']:.0f}."
+                assert called in " ".join(documents().split())
+            if line.count("|") == 8:
+                ours, theirs = record["us_kernels"], record["rival_us_kernels"]
+                cells += [shown(ours), shown(theirs), f"{theirs / ours:.1f}x"]
+        for cell in cells:
+            assert f"| {cell} |" in line, f"{cell} is not in {line}"
 
 
 # ---- settings ----
