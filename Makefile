@@ -70,6 +70,8 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed/deepep_moe
+	ln -s $(CURDIR)/deepep_moe/* $(CURDIR)/integrations build/typed/deepep_moe
 	$(RUN) mypy
 
 bench: $(STAMP)

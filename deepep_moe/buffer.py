@@ -120,7 +120,7 @@ class Buffer:
         torch_ops.register_buffer(self._number, self)
         if rank == 0:
             logger.info(
-                "Buffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, %.1f MiB of shared memory per rank",
+                "Buffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, workspace of %.1f MiB per rank",
                 self.backend, num_ranks, num_experts, num_topk, hidden, self._backend.workspace_bytes / 2**20,
             )  # fmt: skip
 
@@ -161,7 +161,7 @@ class Buffer:
 
     @property
     def workspace_bytes(self) -> int:
-        """Shared memory this rank owns, bytes; docs/design.md has the formula."""
+        """Memory for the exchange that this rank owns, bytes; docs/design.md has the formula."""
         return self._alive().workspace_bytes
 
     def __repr__(self) -> str:
@@ -293,7 +293,7 @@ class Buffer:
         return error
 
     def destroy(self) -> None:
-        """Free shared memory and threads. Not collective, may be repeated. Peers in a call get an error that says so; on GPUs, where they
+        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so; on GPUs, where they
         only reach their deadline, memory goes once all peers have destroyed their buffers too, or a second later."""
         if self._backend is None:
             return

@@ -141,7 +141,7 @@ class LowLatencyBuffer:
         self._earlier_failure: Exception | None = None
         if rank == 0:
             logger.info(
-                "LowLatencyBuffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, %.1f MiB of shared memory per rank",
+                "LowLatencyBuffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, workspace of %.1f MiB per rank",
                 self.backend, num_ranks, num_experts, num_topk, hidden, self._backend.workspace_bytes / 2**20,
             )  # fmt: skip
 
@@ -166,7 +166,7 @@ class LowLatencyBuffer:
 
     @property
     def workspace_bytes(self) -> int:
-        """Shared memory this rank owns, bytes; docs/design.md has the formula."""
+        """Memory for the exchange that this rank owns, bytes; docs/design.md has the formula."""
         return self._alive().workspace_bytes
 
     def __repr__(self) -> str:
@@ -326,7 +326,7 @@ class LowLatencyBuffer:
         self._tell_masks()
 
     def destroy(self) -> None:
-        """Free shared memory and threads. Not collective, may be repeated."""
+        """Free the workspace and threads. Not collective, may be repeated."""
         backend, self._backend = self._backend, None
         self._in_flight.clear()
         self._combine_input.clear()

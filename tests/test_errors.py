@@ -334,6 +334,7 @@ def test_settings_are_compared_at_construction():
     [
         (dict(backend="nccl"), "backend is 'nccl'; it must be one of"),
         (dict(hidden=0), "hidden is 0"),
+        (dict(hidden=18), "hidden is 18; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8"),
         (dict(num_topk=33, num_experts=64), r"num_topk is 33; it must be at most num_experts \(64\) and at most 32"),
         (dict(num_topk=5), r"num_topk is 5; it must be at most num_experts \(4\)"),
         (dict(num_max_tokens_per_rank=-1), "num_max_tokens_per_rank is -1"),

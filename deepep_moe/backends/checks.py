@@ -225,6 +225,8 @@ def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout
     if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
         raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
     s = replace(s, timeout_s=float(deadline), **numbers)
+    if s.hidden % (_C.ROW_ALIGNMENT // 4):
+        raise ValueError(f"hidden is {s.hidden}; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8")
     if s.num_experts % s.num_ranks:
         raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
     if s.num_topk > min(s.num_experts, _C.MAX_TOPK):

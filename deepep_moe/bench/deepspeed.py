@@ -123,7 +123,7 @@ class CommunicationPass(OutputPass):
     """The same without the gate: it has decided, and its weights are leaves."""
 
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
-        from deepep_moe.integrations.deepspeed.routing import ask  # type: ignore[import-not-found]
+        from deepep_moe.integrations.deepspeed.routing import ask
 
         super().__init__(layer, x, cotangent)
         self._gate = layer.deepspeed_moe.gate
@@ -215,7 +215,7 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shape, Measured]:
     """What one rank does: build, compare, time in turns."""
-    from deepep_moe.integrations.deepspeed.ranks import engine_ready  # type: ignore[import-not-found]
+    from deepep_moe.integrations.deepspeed.ranks import engine_ready
 
     with engine_ready(options.device) as device:
         shapes = [Shape(num_topk, dtype) for num_topk in options.num_topk for dtype in options.dtype]
@@ -223,7 +223,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shap
 
 
 def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
-    from deepep_moe.integrations.deepspeed.buffers import all_buffers, destroy_all  # type: ignore[import-not-found]
+    from deepep_moe.integrations.deepspeed.buffers import all_buffers, destroy_all
 
     generator, size, dtype = torch.Generator().manual_seed(rank), (options.num_tokens, options.hidden), DTYPES[shape.dtype]
     x, cotangent = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
@@ -252,7 +252,7 @@ Passes = dict[str, dict[str, LayerPass]]
 
 def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
     """And the experts that tokens go to, [num_tokens, num_topk]."""
-    from deepep_moe.integrations.deepspeed.layers import FeedForward, experts_of, sharing_layers  # type: ignore[import-not-found]
+    from deepep_moe.integrations.deepspeed.layers import FeedForward, experts_of, sharing_layers
 
     layers = {
         what: sharing_layers(expert, capacity_factor=options.capacity_factor, **settings)

@@ -129,7 +129,7 @@ def make_inputs(options: argparse.Namespace, rank: int, device: torch.device) ->
 
 def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
     """By what is timed and by dispatcher."""
-    from deepep_moe.integrations.megatron.layers import echo_experts, exchange  # type: ignore[import-not-found]
+    from deepep_moe.integrations.megatron.layers import echo_experts, exchange
 
     with torch.no_grad():
         probs, routing_map = layers[OURS].router(x)
@@ -248,7 +248,7 @@ def _describe(device: torch.device, num_ranks: int) -> tuple[str, str]:
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     """What one rank does: build, compare, time in turns."""
     from deepep_moe.integrations.megatron.layers import permutes_are_fused, sharing_layers
-    from deepep_moe.integrations.megatron.ranks import model_parallel  # type: ignore[import-not-found]
+    from deepep_moe.integrations.megatron.ranks import model_parallel
 
     bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend}
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:

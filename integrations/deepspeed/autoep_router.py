@@ -134,7 +134,7 @@ def has_bias(router: Any) -> bool:
 def _prepare_bias(router: Any) -> None:
     """Give `router` an fp32 bias that training may move, zero where it has none."""
     bias = getattr(router, _BIAS, None)
-    if not has_bias(router):
+    if bias is None:
         if hasattr(router, _BIAS):
             delattr(router, _BIAS)
         router.register_buffer(_BIAS, torch.zeros(router.num_experts, dtype=torch.float32, device=router.gate.weight.device))

@@ -70,10 +70,10 @@ def is_known(*functions: Callable[..., Any] | None) -> bool:
     return digest(functions) in _KNOWN.values()
 
 
-def digest(functions: tuple[Callable[..., Any] | None, ...]) -> str:
+def digest(functions: tuple[Any, ...]) -> str:
     """Of their source; nothing where there is none, or where they wrap another's. Scripted and compiled functions have it in what they
     were made of."""
-    made_of = [getattr(function, "_torchdynamo_inline", None) for function in functions]
+    made_of: list[Any] = [getattr(function, "_torchdynamo_inline", None) for function in functions]
     if any(getattr(function, "__wrapped__", origin) is not origin for function, origin in zip(functions, made_of, strict=True)):
         return ""
     try:
@@ -126,8 +126,8 @@ def _in_random_order(mask: Tensor) -> Tensor:
     """Random numbers in place of ones, drawn as the gate draws them: in the dtype that was the default when it first did."""
     drawn = sharded_moe.exp_selection_uniform_map
     if mask.device not in drawn:
-        bounds = (torch.tensor(value, device=mask.device) for value in (0.0, 1.0))
-        drawn[mask.device] = torch.distributions.Uniform(*bounds).rsample
+        low, high = (torch.tensor(value, device=mask.device) for value in (0.0, 1.0))
+        drawn[mask.device] = torch.distributions.Uniform(low, high).rsample
     numbers = drawn[mask.device](mask.shape)
     return mask.to(numbers.dtype) * numbers
 

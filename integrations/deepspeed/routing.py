@@ -36,7 +36,7 @@ def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
         l_aux, exp_counts, topk_idx, topk_weights = gates.decide(gate, x)
         return Routing(topk_idx, topk_weights, l_aux, exp_counts)
     decided = _ask_alone(gate, x, used_token)
-    if has_sparse_routes(type(gate)):
+    if has_sparse_routes(type(gate).forward):
         l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
         return Routing(topk_idx, topk_weights.float(), l_aux, exp_counts)  # under autocast einsum narrows them
     l_aux, combine_weights, _, exp_counts = decided
@@ -48,18 +48,18 @@ def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
 
 def ask(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
     """What the gate returns to its layer."""
-    return gate(x, used_token, True, False) if has_sparse_routes(type(gate)) else gate(x, used_token)
+    return gate(x, used_token, True, False) if has_sparse_routes(type(gate).forward) else gate(x, used_token)
 
 
 @functools.cache
-def has_sparse_routes(gate_class: type) -> bool:
-    """0.19.4 and newer: the third argument asks for experts and weights per token, and a fourth is for Tutel."""
-    return "sparse_routes" in inspect.signature(gate_class.forward).parameters
+def has_sparse_routes(forward: Any) -> bool:
+    """Of a gate, in 0.19.4 and newer: the third argument asks for experts and weights per token, and a fourth is for Tutel."""
+    return "sparse_routes" in inspect.signature(forward).parameters
 
 
 def is_gate_unknown() -> bool:
     """Must gates be called that name experts, as they decide in a way that `gates` does not know?"""
-    return has_sparse_routes(TopKGate) and not gates.knows_the_gate()
+    return has_sparse_routes(TopKGate.forward) and not gates.knows_the_gate()
 
 
 def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
