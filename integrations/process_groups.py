@@ -1,4 +1,4 @@
-"""What integrations ask of process groups: one over another backend, a GPU for each rank, a bound that all ranks agree on."""
+"""What integrations ask of process groups: one over another backend, a GPU for each rank."""
 
 import contextlib
 import shutil
@@ -7,9 +7,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-
-# Bounds agreed at run time are rounded up to a multiple of this, so that slightly longer batches still fit.
-_HEADROOM = 128
 
 
 @contextlib.contextmanager
@@ -35,10 +32,3 @@ def take_gpu(undo: contextlib.ExitStack) -> torch.device:
     if dist.get_backend() != "nccl":
         undo.enter_context(default_group("nccl"))
     return torch.device("cuda", rank)
-
-
-def agree_on_bound(group: dist.ProcessGroup, num_tokens: int, device: torch.device) -> int:
-    """The largest `num_tokens` of the group, rounded up. Collective."""
-    largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return -(-int(largest.item()) // _HEADROOM) * _HEADROOM

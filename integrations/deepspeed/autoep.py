@@ -15,7 +15,7 @@ from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, or_tell, ready, say_once, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, or_tell, ready, say_once, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
 from deepep_moe.torch_ops import weighed_sum
 
@@ -45,7 +45,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         if reason is not None:
             say_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}")
             return super().forward(hidden_states)
-        buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan)
+        buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan).buffer
         if not hasattr(AutoEPMoELayer, _ROUTE):
             return or_tell(buffer, forward_around, self, hidden_states, self._route)
         with _routing_by_method(self):
@@ -94,8 +94,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         plan = self.deepep_moe_plan
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
         send = methodcaller("dispatch", x, idx, topk_weights)
-        buffer = ready(self.ep_group, x, plan)
-        return dispatch(buffer, self.ep_group, num_tokens, plan, x.device, send)
+        return ready(self.ep_group, x, plan).dispatch(num_tokens, send)
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
         """Without rows too, so that expert parameters have a gradient, and the dispatch its backward, on every rank."""

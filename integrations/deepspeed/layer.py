@@ -16,10 +16,11 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
-from deepep_moe.integrations.deepspeed.buffers import Plan, dispatch, or_tell, ready, say_once, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, or_tell, ready, say_once, why_not_rows
 from deepep_moe.integrations.deepspeed.gates import has_hooks
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
+from deepep_moe.integrations.growing_buffer import GrowingBuffer
 
 _UNTIMED = contextlib.nullcontext()
 
@@ -49,25 +50,27 @@ class PackedMOELayer(MOELayer):
         used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
-            buffer = ready(self.ep_group, x, plan_of(self))
-            routing = or_tell(buffer, route, self.gate, x, used_token)
+            growing = ready(self.ep_group, x, plan_of(self))
+            routing = or_tell(growing.buffer, route, self.gate, x, used_token)
             self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)  # as `self.l_aux = ...`, in less time
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
-            return exchange(buffer, x, routing).view(inputs[0].shape)
+            return exchange(growing, x, routing).view(inputs[0].shape)
 
-    def _exchange_exact(self, buffer: Buffer, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_exact(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
         """A row per (lane, token) there and back, each copied as it is; weighed and summed here as DeepSpeed does.
 
         Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
-        return self._exchange(buffer, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
+        return self._exchange(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
 
-    def _exchange_fast(self, buffer: Buffer, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_fast(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
-        return self._exchange(buffer, x, idx, weights, None)
+        return self._exchange(growing, x, idx, weights, None)
 
-    def _exchange(self, buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None) -> Tensor:
+    def _exchange(
+        self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None
+    ) -> Tensor:
         """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, at_source: as
         `dispatch_by_expert` has them."""
         x, plan = x.contiguous(), plan_of(self)
@@ -77,7 +80,7 @@ class PackedMOELayer(MOELayer):
             return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), at_source)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            buffer, (parts, recv_topk_weights, handle) = dispatch(buffer, self.ep_group, x.shape[0], plan, x.device, send)
+            buffer, (parts, recv_topk_weights, handle) = growing.dispatch(x.shape[0], send)
         outputs = or_tell(buffer, self._run_experts, parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, at_source)

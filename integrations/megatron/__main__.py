@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-max-tokens-per-rank",
         type=int,
         metavar="N",
-        help="most tokens one rank ever has in a forward (default: the largest of the first forward, rounded up to a multiple of 128)",
+        help="on GPUs, the most tokens of one rank in a forward (default: room for those of the first, and for more once there are)",
     )
     parser.add_argument(
         "--expert-alignment", type=int, default=1, metavar="N", help="pad the rows of each expert to a multiple of this (default: 1)"

@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 import deepep_moe
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.integrations.process_groups import agree_on_bound
+from deepep_moe.integrations.growing_buffer import GrowingBuffer
+
+_OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,13 @@ class BufferRegistry:
 
     def __init__(self, options: Options):
         self.options = options
-        self._buffers: dict[tuple, deepep_moe.Buffer] = {}
+        self._buffers: dict[tuple, GrowingBuffer] = {}
         self._closed = False
         atexit.register(self.destroy)
 
     def get(
         self, group: dist.ProcessGroup, num_tokens: int, hidden: int, num_experts: int, num_topk: int, *, device: torch.device
-    ) -> deepep_moe.Buffer:
+    ) -> GrowingBuffer:
         """The buffer for these numbers, constructed by the first call, which every rank of `group` must make together.
 
         Raises BufferDestroyedError after `destroy()`, and what the construction of a Buffer raises.
@@ -41,18 +43,12 @@ class BufferRegistry:
             raise BufferDestroyedError("deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() again")
         key = (group, hidden, num_experts, num_topk)
         if key not in self._buffers:
-            bound = self.options.num_max_tokens_per_rank or agree_on_bound(group, num_tokens, device)
-            self._buffers[key] = deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend)
-        return self._buffers[key]
 
-    def explain_bound(self, num_tokens: int, bound: int) -> str:
-        """What to do about a forward of `num_tokens` tokens that a buffer for `bound` refused."""
-        source = "given to enable()" if self.options.num_max_tokens_per_rank else "agreed on at the first forward"
-        return (
-            f"{num_tokens} tokens on this rank exceed num_max_tokens_per_rank={bound}, {source}; call "
-            f"deepep_moe.integrations.megatron.enable(num_max_tokens_per_rank=...), or start the launcher with "
-            f"--num-max-tokens-per-rank, with the largest count of any rank and step, here at least {num_tokens}"
-        )
+            def construct(bound: int) -> deepep_moe.Buffer:
+                return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend)
+
+            self._buffers[key] = GrowingBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION)
+        return self._buffers[key]
 
     def destroy(self) -> None:
         """Destroy all buffers and refuse new ones. Any number of calls."""

@@ -11,6 +11,8 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
 from deepep_moe._C import MAX_TOPK
+from deepep_moe.buffer import Buffer
+from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
@@ -70,14 +72,16 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         num_tokens, hidden = hidden_states.shape
         num_experts = self.num_local_experts * self.ep_size * self.tp_size
         num_topk = self.config.moe_router_topk * self.tp_size
-        buffer = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=hidden_states.device)
-        alignment = self.registry.options.expert_alignment
+        growing = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=hidden_states.device)
+        x, alignment = hidden_states.contiguous(), self.registry.options.expert_alignment
+
+        def send(buffer: Buffer) -> DispatchOutput:
+            return buffer.dispatch(x, self.topk_idx, probs, layout="expert", expert_alignment=alignment)
+
         try:
-            out = buffer.dispatch(hidden_states.contiguous(), self.topk_idx, probs, layout="expert", expert_alignment=alignment)
+            buffer, out = growing.dispatch(num_tokens, send)
         except ValueError as error:
             # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
-            if num_tokens > buffer.num_max_tokens_per_rank:
-                raise ValueError(self.registry.explain_bound(num_tokens, buffer.num_max_tokens_per_rank)) from error
             if bool((self.topk_idx >= num_experts).any()):
                 raise ValueError(self._explain_excess()) from error
             raise

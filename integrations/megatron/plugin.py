@@ -108,11 +108,12 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
 
     Every other configuration behaves as before. Layers with the same group and sizes share one buffer, constructed at the first forward.
 
-    `num_max_tokens_per_rank`: the most tokens one rank ever has in a forward (micro batch x sequence length, divided by the sizes of
-    tensor (with sequence parallelism) and context parallelism); None: the largest of the first forward over all ranks, rounded up to a
-    multiple of 128. `backend`: as for `deepep_moe.Buffer`. `expert_alignment`: rows of each expert are padded with zeros to a multiple
-    of this. `gate`: routers of those layers choose by `deepep_moe.ops.gate`, in one pass that serves the dispatch too; where it cannot
-    (logits that are not fp32, router replay, ...) a log line says why, and Megatron-Core's own routing is used, as with False.
+    `num_max_tokens_per_rank`: on GPUs, the most tokens one rank ever has in a forward (micro batch x sequence length, divided by the sizes
+    of tensor (with sequence parallelism) and context parallelism); None: room for the largest of the first forward over all ranks, rounded
+    up to a multiple of 128, and for more once a rank has more. On CPUs there is no bound. `backend`: as for `deepep_moe.Buffer`.
+    `expert_alignment`: rows of each expert are padded with zeros to a multiple of this. `gate`: routers of those layers choose by
+    `deepep_moe.ops.gate`, in one pass that serves the dispatch too; where it cannot (logits that are not fp32, router replay, ...) a log
+    line says why, and Megatron-Core's own routing is used, as with False.
 
     Raises ValueError for wrong values or when enabled already with others, EPError for an unsupported Megatron-Core, ImportError without
     one.

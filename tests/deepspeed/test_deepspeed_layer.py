@@ -21,6 +21,7 @@ from deepspeed_cases import (
 from torch import nn
 
 from deepep_moe.errors import EPPeerError
+from deepep_moe.integrations import growing_buffer
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.routing import route
@@ -36,7 +37,7 @@ def test_missing_autograd_functions_are_said(monkeypatch):
     monkeypatch.setattr(buffers.autograd_module, "WHY_NOT", "not built for this test")
     with logged() as lines:
         for _ in range(2):
-            buffers._make(None, 8, 16, buffers.Plan(buffers.Options(), 2, 2))
+            buffers._construct(None, 16, buffers.Plan(buffers.Options(), 2, 2), 8)
     assert [line for line in lines if "wait for the host" in line] == [
         "MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is not built for this test"
     ]
@@ -266,7 +267,7 @@ def test_uneven_tokens_train():
 
 def _bound_worker(rank: int, num_ranks: int) -> None:
     """As on GPUs, where buffers are bounded."""
-    buffers._is_bounded = lambda device: True
+    growing_buffer._is_bounded = lambda device: True
     with engine_ready():
         layer = make_moe(4, k=2)
         layer.set_deepspeed_parallelism()
@@ -287,7 +288,7 @@ def test_more_tokens_than_the_bound():
 
 def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
     """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
-    buffers._is_bounded = lambda device: True
+    growing_buffer._is_bounded = lambda device: True
     with engine_ready(device_type) as device:
         layer = make_moe(4, k=2, drop_tokens=False).to(device)
         layer.set_deepspeed_parallelism()

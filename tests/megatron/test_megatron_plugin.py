@@ -12,6 +12,7 @@ import torch
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
 
 from deepep_moe.errors import BufferDestroyedError
+from deepep_moe.integrations import growing_buffer
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -136,23 +137,40 @@ def test_refusals_and_other_configurations():
     run_ranks(_one_rank_worker, 1)
 
 
-def _bound_worker(rank: int, num_ranks: int) -> str:
+def _bound_worker(rank: int, num_ranks: int, chosen: int | None) -> str:
+    """As on GPUs, where buffers are bounded: 300 tokens after 140."""
+    growing_buffer._is_bounded = lambda device: True
     with model_parallel(ep=num_ranks) as sizes:
+        if chosen is not None:
+            disable()
+            enable(num_max_tokens_per_rank=chosen)
         layers = [build_layer(layer_config(**sizes, **selection())) for _ in range(2)]
-        for layer in layers:
-            layer(torch.randn(70 if rank else 10, 2, HIDDEN))  # agreed: 140 tokens, rounded up to 256
-        assert layers[0].token_dispatcher.buffer is layers[1].token_dispatcher.buffer
-        assert layers[0].token_dispatcher.buffer.num_max_tokens_per_rank == 256
-        with pytest.raises(Exception) as caught:
-            layers[0](torch.randn(150 if rank else 10, 2, HIDDEN))
-        return f"{type(caught.value).__name__}: {caught.value}"
+        outputs = [layer(torch.randn(70 if rank else 10, 2, HIDDEN))[0] for layer in layers]  # agreed: 140 tokens, rounded up to 256
+        dispatchers = [layer.token_dispatcher for layer in layers]
+        assert dispatchers[0].buffer is dispatchers[1].buffer and dispatchers[0].buffer.num_max_tokens_per_rank == (chosen or 256)
+        try:
+            outputs.append(layers[0](torch.randn(150 if rank else 10, 2, HIDDEN))[0])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        assert dispatchers[0].buffer.num_max_tokens_per_rank == 384
+        outputs.append(layers[1](torch.randn(70 if rank else 10, 2, HIDDEN))[0])
+        assert dispatchers[0].buffer is dispatchers[1].buffer
+        sum(output.square().mean() for output in outputs).backward()
+        assert all(parameter.grad.isfinite().all() for layer in layers for parameter in layer.parameters())
+        return "grown"
+
+
+def test_more_tokens_than_before():
+    assert run_ranks(_bound_worker, 2, None) == ["grown"] * 2
 
 
 def test_more_tokens_than_the_bound_name_the_option():
-    peer, culprit = run_ranks(_bound_worker, 2)
+    peer, culprit = run_ranks(_bound_worker, 2, 256)
     assert peer.startswith("EPPeerError") and "300 tokens" in peer
-    assert culprit.startswith("ValueError: 300 tokens on this rank exceed num_max_tokens_per_rank=256, agreed on at the first forward")
-    assert "enable(num_max_tokens_per_rank=...)" in culprit and "at least 300" in culprit
+    assert culprit.startswith(
+        "OutgrownError: 300 tokens in a forward, and MoE layers have room for 256; set num_max_tokens_per_rank of "
+        "deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank, to the most tokens that a rank ever has"
+    )
 
 
 def _excess_worker(rank: int, num_ranks: int) -> str:
