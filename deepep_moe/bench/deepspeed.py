@@ -18,7 +18,6 @@ import importlib.util
 import statistics
 import sys
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from torch import Tensor, nn
 
 from deepep_moe import autograd_module
 from deepep_moe.bench.exchange import DTYPES
-from deepep_moe.bench.megatron import PARTS, Clock, Pass, difference
-from deepep_moe.bench.records import cpu_name, record, spread, write_json
+from deepep_moe.bench.layer import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
+from deepep_moe.bench.records import record, spread, write_json
 from deepep_moe.testing import run_ranks
 
 DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
@@ -238,7 +237,10 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     for kinds in differences.get("exchange", {}).values():
         del kinds["gate"]  # experts that are all the same leave nothing of its gradient but rounding
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
-    measured = Measured(all_buffers()[0].backend, *_describe(device, num_ranks), sent, differences)
+    hardware, versions = describe("deepspeed", device, num_ranks)
+    if device.type == "cuda" and autograd_module.MODULE is None:
+        versions += ", deepep_moe without its autograd functions in C++"
+    measured = Measured(all_buffers()[0].backend, hardware, versions, sent, differences)
     _time(passes, measured, options, device)
     if device.type == "cuda":
         measured.kernel_us = {(what, kind): _kernel_us(timed) for what, of_one in passes.items() for kind, timed in of_one.items()}
@@ -306,17 +308,6 @@ def _kernel_us(timed: LayerPass) -> float:
     return min(runs)
 
 
-def _describe(device: torch.device, num_ranks: int) -> tuple[str, str]:
-    """Hardware and versions."""
-    versions = f"deepspeed {metadata.version('deepspeed')}, torch {torch.__version__}"
-    if device.type == "cpu":
-        return cpu_name(), versions
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    if autograd_module.MODULE is None:
-        versions += ", deepep_moe without its autograd functions in C++"
-    return f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}", f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl}"
-
-
 # ---- report ----
 
 
@@ -324,15 +315,6 @@ def tolerance(shape: Shape) -> float:
     """Most that results may differ, relative to the largest entry, and far less than a wrong row makes. DeepSpeed pads the rows of the
     experts' matrix products, which regroups their sums; gradients of the gate are differences of such sums."""
     return {"fp32": 1e-4, "bf16": 6e-2}[shape.dtype]
-
-
-def slowest(ranks: list[Measured]) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """By what is timed and layer, then by part: the maximum over ranks in every turn."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for key in ranks[0].times:
-        turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
-        found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
-    return found
 
 
 def fewest_kernel_us(ranks: list[Measured], what: str, kind: str) -> float:
@@ -416,11 +398,7 @@ def resolve(options: argparse.Namespace) -> None:
     for name, value in _DEFAULTS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.device == "cuda" and not 0 < options.num_ranks <= num_gpus:
-        raise ValueError(
-            f"--device cuda needs a GPU for each of {max(1, options.num_ranks)} ranks, this machine has {num_gpus}; "
-            "give --num-ranks, or --device cpu"
-        )
+    check_ranks(options.device, options.num_ranks)
     if options.autoep:
         _check_autoep(options.num_ranks)
     fits = all(0 < num_topk <= options.num_experts for num_topk in options.num_topk)

@@ -9,14 +9,10 @@ Results of all dispatchers are compared first. Times are of the slowest rank, by
 
 import argparse
 import gc
-import itertools
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.bench.exchange import DTYPES
-from deepep_moe.bench.records import cpu_name, record, write_json
+from deepep_moe.bench.layer import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
+from deepep_moe.bench.records import record, write_json
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
 DISPATCHERS = (OURS, "alltoall", "allgather")
-PARTS = ("forward", "backward", "forward+backward")
 _WARMUP = 5
-_LEAD_CYCLES = 2_000_000  # of the device, about a millisecond, while the host gets ahead of it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,38 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # ---- what is timed ----
-
-
-class Pass:
-    """A forward and a backward that can be run again and again. `leaves`: the tensors whose gradients are looked at."""
-
-    def __init__(self, forward: Callable[[], Tensor], cotangent: Tensor, leaves: dict[str, Tensor]):
-        self._forward, self._cotangent, self._leaves = forward, cotangent, leaves
-        self._output: Tensor | None = None
-
-    def forward(self) -> None:
-        self._output = self._forward()
-
-    def backward(self) -> None:
-        assert self._output is not None
-        self._output.backward(self._cotangent)
-
-    def clear(self) -> None:
-        """Nothing is left of the last run."""
-        self._output = None
-        for leaf in self._leaves.values():
-            leaf.grad = None
-
-    def results(self) -> dict[str, Tensor]:
-        """The output and all gradients of one run."""
-        self.clear()
-        self.forward()
-        self.backward()
-        assert self._output is not None
-        gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in self._leaves.items()}
-        results = {"output": self._output.detach()} | gradients
-        self.clear()
-        return results
 
 
 class Rows:
@@ -160,12 +123,6 @@ def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
 # ---- comparison ----
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest distance, relative to the largest expected entry. NaN where either has one."""
-    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny) if expected.numel() else torch.ones(())
-    return float(((actual - expected).abs().max() / scale).item()) if expected.numel() else 0.0
-
-
 def kind_of(name: str) -> str:
     """ "experts.local_experts.3.linear_fc1.weight" -> "experts"."""
     return name.split(".")[0]
@@ -186,40 +143,6 @@ def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
 # ---- timing ----
 
 
-class Clock:
-    """Times of one pass in microseconds, begun by all ranks within a few."""
-
-    def __init__(self, device: torch.device):
-        self.is_gpu, self._token = device.type == "cuda", torch.zeros(1, device=device)
-
-    def times(self, timed: Any) -> list[float]:
-        """Forward, backward, both."""
-        timed.clear()
-        marks = self._on_gpu(timed) if self.is_gpu else self._on_cpu(timed)
-        timed.clear()
-        return [*marks, sum(marks)]
-
-    def _on_gpu(self, timed: Any) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        torch.cuda._sleep(_LEAD_CYCLES)
-        dist.all_reduce(self._token)  # behind the sleep: GPUs leave it together, however late their hosts were
-        events[0].record()
-        timed.forward()
-        events[1].record()
-        timed.backward()
-        events[2].record()
-        events[2].synchronize()
-        return [1e3 * first.elapsed_time(second) for first, second in itertools.pairwise(events)]
-
-    def _on_cpu(self, timed: Any) -> list[float]:
-        dist.barrier()
-        begin = time.perf_counter()
-        timed.forward()
-        middle = time.perf_counter()
-        timed.backward()
-        return [1e6 * (middle - begin), 1e6 * (time.perf_counter() - middle)]
-
-
 @dataclass
 class Measured:
     """Of one rank."""
@@ -234,15 +157,6 @@ class Measured:
     """By what is timed, rival, kind of result."""
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
     """By what is timed and dispatcher: an entry per turn, as `Clock.times` has them."""
-
-
-def _describe(device: torch.device, num_ranks: int) -> tuple[str, str]:
-    """Hardware and versions."""
-    megatron = f"megatron-core {metadata.version('megatron-core')}, torch {torch.__version__}"
-    if device.type == "cpu":
-        return cpu_name(), megatron
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}", f"{megatron}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
@@ -260,7 +174,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         with torch.no_grad():
             sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
         backend = layers[OURS].token_dispatcher.buffer.backend
-        measured = Measured(backend, *_describe(device, num_ranks), permutes_are_fused(), sent, differences)
+        measured = Measured(backend, *describe("megatron-core", device, num_ranks), permutes_are_fused(), sent, differences)
         clock = Clock(device)
         gc.collect()
         gc.freeze()  # collections stay short
@@ -282,17 +196,6 @@ def tolerance(options: argparse.Namespace) -> float:
     `alltoall` adds them in the rows' dtype: a rounding of half an eps per term.
     """
     return options.num_topk * torch.finfo(DTYPES[options.dtype]).eps / 2
-
-
-def slowest(ranks: list[Measured]) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """By what is timed and dispatcher, then by part: the maximum over ranks in every turn."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for key in ranks[0].times:
-        turns = [
-            [max(rank[i] for rank in turn) for i in range(len(PARTS))] for turn in zip(*(rank.times[key] for rank in ranks), strict=True)
-        ]
-        found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
-    return found
 
 
 def worst(ranks: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
@@ -358,11 +261,7 @@ def resolve(options: argparse.Namespace) -> None:
     on_gpu = options.device == "cuda"
     options.num_ranks = options.num_ranks or (torch.cuda.device_count() if on_gpu else 2)
     options.backend = options.backend or ("nvlink" if on_gpu else "auto")
-    if on_gpu and not 0 < options.num_ranks <= torch.cuda.device_count():
-        raise ValueError(
-            f"--device cuda needs a GPU for each of {max(1, options.num_ranks)} ranks, this machine has {torch.cuda.device_count()}; "
-            "give --num-ranks, or --device cpu"
-        )
+    check_ranks(options.device, options.num_ranks)
     if options.num_experts % options.num_ranks or not 0 < options.num_topk <= options.num_experts or options.repeats < 1:
         raise ValueError(
             f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, --num-topk {options.num_topk} "
