@@ -15,7 +15,7 @@ from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, or_tell, ready, say_once, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, or_tell, ready, say_once, tell, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
 from deepep_moe.torch_ops import weighed_sum
 
@@ -46,10 +46,15 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             say_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}")
             return super().forward(hidden_states)
         buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan).buffer
-        if not hasattr(AutoEPMoELayer, _ROUTE):
-            return or_tell(buffer, forward_around, self, hidden_states, self._route)
-        with _routing_by_method(self):
-            return or_tell(buffer, super().forward, hidden_states)
+        num_calls = buffer.num_calls
+        try:
+            if not hasattr(AutoEPMoELayer, _ROUTE):
+                return forward_around(self, hidden_states, self._route)
+            with _routing_by_method(self):
+                return super().forward(hidden_states)
+        except Exception as error:
+            tell(buffer, error, num_calls)
+            raise
 
     def _deepep_route(self, tokens: Tensor, router_output: Any) -> Tensor:
         """What AutoEP calls between the router and the shared experts: tokens [num_tokens, hidden] -> the same shape."""

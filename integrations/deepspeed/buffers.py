@@ -92,17 +92,21 @@ def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffe
 
 
 def or_tell(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Result:
-    """`function(*args)`. If it fails before it has made a call of the buffer, this rank's next call there raises EPPeerError with the
-    reason on the peers, who would wait for it else."""
-    before = buffer.num_calls
+    """`function(*args)`, which makes no call of the buffer. If it fails the peers, who would wait for this rank, are told."""
     try:
         return function(*args)
     except Exception as error:
-        if not isinstance(error, _StopRecomputationError):  # by which checkpointing ends a recomputation
-            with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
-                if buffer.num_calls == before:
-                    buffer.refused(error)
+        tell(buffer, error)
         raise
+
+
+def tell(buffer: Buffer, error: Exception, num_calls: int | None = None) -> None:
+    """Lets the peers raise EPPeerError with this error in their next call of the buffer, unless this rank has made more than `num_calls`."""
+    if isinstance(error, _StopRecomputationError):  # by which checkpointing ends a recomputation
+        return
+    with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
+        if num_calls is None or buffer.num_calls == num_calls:
+            buffer.refused(error)
 
 
 def _construct(group: dist.ProcessGroup, hidden: int, plan: Plan, num_tokens: int) -> Buffer:

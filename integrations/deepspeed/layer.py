@@ -1,6 +1,7 @@
 """DeepSpeed's MOELayer with another way for its tokens: packed rows through a shared `Buffer` instead of padded slots."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -88,14 +89,15 @@ class PackedMOELayer(MOELayer):
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Every local expert, so that each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it; one without rows
         sees a row of zeros, as experts take some row for granted that always get padded slots."""
-        outputs = []
+        outputs: list[Tensor] = []
         for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=False):  # parts beyond this layer's experts are empty
-            has_rows = rows.shape[-2] > 0
+            has_rows = rows.numel() > 0
             y = expert(rows if has_rows else torch.nn.functional.pad(rows, (0, 0, 0, 1)))
             y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
             outputs.append(y if has_rows else y[..., :0, :])
-        num_missing, first = len(parts) - len(outputs), outputs[0]
-        return outputs + [first.new_empty(*first.shape[:-2], 0, first.shape[-1])] * num_missing
+        for rows in parts[len(outputs) :]:
+            outputs.append(outputs[0].new_empty(*outputs[0].shape[:-2], 0, rows.shape[-1]))
+        return outputs
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
@@ -153,8 +155,14 @@ def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[T
 
 def is_replaced(module: torch.nn.Module) -> bool:
     """Was its forward replaced, on it or in the class that has it?"""
-    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
-    return "forward" in module.__dict__ or owner.forward.__globals__["__name__"] != owner.__module__  # type: ignore[attr-defined]
+    return "forward" in module.__dict__ or not _has_own(type(module), type(module).forward)
+
+
+@functools.cache
+def _has_own(module_class: Any, forward: Any) -> bool:
+    """Is the class's forward of the file that the class is of?"""
+    owner = next(base for base in module_class.__mro__ if "forward" in vars(base))
+    return bool(forward.__globals__["__name__"] == owner.__module__)
 
 
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
