@@ -101,7 +101,8 @@ def or_tell(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Re
 
 
 def tell(buffer: Buffer, error: Exception, num_calls: int | None = None) -> None:
-    """Lets the peers raise EPPeerError with this error in their next call of the buffer, unless this rank has made more than `num_calls`."""
+    """Lets the peers raise EPPeerError with this error in their next call of the buffer, unless this rank has made more than `num_calls` of
+    them, and so has told them itself."""
     if isinstance(error, _StopRecomputationError):  # by which checkpointing ends a recomputation
         return
     with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
