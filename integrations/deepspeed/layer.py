@@ -155,7 +155,8 @@ def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[T
 
 def is_replaced(module: torch.nn.Module) -> bool:
     """Was its forward replaced, on it or in the class that has it?"""
-    return "forward" in module.__dict__ or not _has_own(type(module), type(module).forward)
+    module_class: Any = type(module)
+    return "forward" in module.__dict__ or not _has_own(module_class, module_class.forward)
 
 
 @functools.cache
