@@ -163,7 +163,7 @@ def is_replaced(module: torch.nn.Module) -> bool:
 def _has_own(module_class: Any, forward: Any) -> bool:
     """Is the class's forward of the file that the class is of?"""
     owner = next(base for base in module_class.__mro__ if "forward" in vars(base))
-    return bool(forward.__globals__["__name__"] == owner.__module__)
+    return bool(getattr(forward, "__globals__", {}).get("__name__") == owner.__module__)
 
 
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
