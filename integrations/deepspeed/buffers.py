@@ -58,16 +58,6 @@ class Plan:
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.options, self.num_local_experts, self.num_topk)  # copies of layers get buffers of their own
 
-    @property
-    def lanes(self) -> int:
-        """Experts of a row in the buffer: exact mode sends a row for each."""
-        return 1 if self.options.exact else self.num_topk
-
-    @property
-    def rows_of_token(self) -> int:
-        """That a dispatch gets, at most."""
-        return self.num_topk if self.options.exact else 1
-
     def release(self, layers: Iterable[nn.Module]) -> None:
         """These use it no more; without any that do the buffers go. No rank needs to know what another has left."""
         self.layers.difference_update(layers)
@@ -86,7 +76,8 @@ def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffe
     found = plan.buffers.get(key)
     if found is None:
         _plans.add(plan)
-        construct = functools.partial(_construct, group, x.shape[1], plan)
+        # Of the plan's numbers, not of the plan: buffers go at once when the last layer does, and not with a collection of cycles.
+        construct = functools.partial(_construct, group, x.shape[1], plan.options, plan.num_local_experts, plan.num_topk)
         found = plan.buffers[key] = GrowingBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
     return found
 
@@ -110,10 +101,11 @@ def tell(buffer: Buffer, error: Exception, num_calls: int | None = None) -> None
             buffer.refused(error)
 
 
-def _construct(group: dist.ProcessGroup, hidden: int, plan: Plan, num_tokens: int) -> Buffer:
-    num_experts, options = plan.num_local_experts * dist.get_world_size(group), plan.options
-    size = num_tokens * plan.rows_of_token, hidden, num_experts, plan.lanes
-    buffer = Buffer(group, *size, backend=options.backend, num_sms=options.num_sms)
+def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_local_experts: int, num_topk: int, num_tokens: int) -> Buffer:
+    """Exact mode sends a row for each expert of a token, fast mode one with all of them as lanes."""
+    num_rows, lanes = (num_tokens * num_topk, 1) if options.exact else (num_tokens, num_topk)
+    num_experts = num_local_experts * dist.get_world_size(group)
+    buffer = Buffer(group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms)
     if buffer.backend == "nvlink" and autograd_module.MODULE is None:
         why_not = autograd_module.WHY_NOT
         say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}")
