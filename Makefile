@@ -6,13 +6,15 @@
 # make test   installs, builds, runs every test that needs no GPU
 # PIP_ARGS    options for pip, such as the index of PyTorch's CPU builds, which are much smaller than the default ones
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
-# make lint   ruff and mypy          make bench   the CPU benchmark          make clean   removes what was built
+# make lint   ruff, mypy and clang-format          make format   formats Python and C++
+# make bench   the CPU benchmark          make clean   removes what was built
 
 PYTHON ?= python3
 DEVICE ?= cpu
 VENV := $(if $(filter cuda,$(DEVICE)),build/venv-cuda,.venv)
 NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
+NATIVE = $(shell find csrc tests/emulation benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # PyTorch is installed first: a module is built for the one that is there.
 TORCH := -c constraints.txt torch
@@ -27,16 +29,18 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-deepspeed demo-overlap test lint bench clean install
+.PHONY: help demo demo-deepspeed demo-overlap test lint format bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
 SCRIPT := $(PYTHON)
+CLANG_FORMAT := clang-format
 STAMP :=
 else
 BIN := $(VENV)/bin
 RUN := $(BIN)/python -m
 SCRIPT := $(BIN)/python
+CLANG_FORMAT := $(BIN)/clang-format
 STAMP := $(VENV)/.installed
 
 $(BIN)/python:
@@ -73,6 +77,11 @@ lint: $(STAMP)
 	rm -rf build/typed && mkdir -p build/typed/deepep_moe
 	ln -s $(CURDIR)/deepep_moe/* $(CURDIR)/integrations build/typed/deepep_moe
 	$(RUN) mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(NATIVE)
+
+format: $(STAMP)
+	$(RUN) ruff format .
+	$(CLANG_FORMAT) -i $(NATIVE)
 
 bench: $(STAMP)
 	$(RUN) deepep_moe.bench

@@ -23,7 +23,8 @@ __global__ void bulk_copies(char* out, const int* order) {
     if (threadIdx.x % 32 != 0) return;
     for (int i = blockIdx.x * kWarps + warp; i < kRows; i += gridDim.x * kWarps) {
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(out + static_cast<size_t>(order[i]) * kRowBytes),
-                     "r"(shared_address(rows + warp * kRowBytes)), "r"(kRowBytes) : "memory");
+                     "r"(shared_address(rows + warp * kRowBytes)), "r"(kRowBytes)
+                     : "memory");
         asm volatile("cp.async.bulk.commit_group;");
         asm volatile("cp.async.bulk.wait_group.read 4;" ::: "memory");
     }

@@ -22,18 +22,23 @@ struct Params {
 
 __device__ void load_row(void* smem, const void* gmem, uint32_t bytes, uint64_t* full) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(smem)), "l"(gmem),
-                 "r"(bytes), "r"(shared_address(full)) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(smem)),
+                 "l"(gmem), "r"(bytes), "r"(shared_address(full))
+                 : "memory");
 }
 
 __device__ void store_row(void* gmem, const void* smem, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem), "r"(shared_address(smem)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem), "r"(shared_address(smem)), "r"(bytes)
+                 : "memory");
     asm volatile("cp.async.bulk.commit_group;");
 }
 
 __device__ void wait_full(uint64_t* full, uint32_t parity) {
-    asm volatile("{ .reg .pred done; again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra out_%=; bra again_%=; out_%=: }" ::"r"(
-                     shared_address(full)), "r"(parity) : "memory");
+    asm volatile(
+        "{ .reg .pred done; again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra out_%=; bra again_%=; out_%=: }" ::
+            "r"(shared_address(full)),
+        "r"(parity)
+        : "memory");
 }
 
 __global__ void push_rows(const __grid_constant__ Params p) {
@@ -56,7 +61,8 @@ __global__ void push_rows(const __grid_constant__ Params p) {
         }
         if (const int j = i - kAhead; j >= 0) {
             wait_full(&full[j % kStages], (j / kStages) & 1);
-            while (p.cycles_per_row > 0 && clock64() < next) {}
+            while (p.cycles_per_row > 0 && clock64() < next) {
+            }
             next = max(next, clock64() - 4 * p.cycles_per_row) + p.cycles_per_row;
             char* peer = p.peers[(p.rank + 1 + (j + me) % (p.num_ranks - 1)) % p.num_ranks];
             store_row(peer + offset(j), ring + (j % kStages) * p.row_bytes, p.row_bytes);
@@ -94,7 +100,8 @@ int main(int argc, char** argv) {
     const int row_bytes = argc > 1 ? std::atoi(argv[1]) : 14336, rows = argc > 2 ? std::atoi(argv[2]) : 12288;
     int num_ranks = 0;
     CHECK(cudaGetDeviceCount(&num_ranks));
-    if (num_ranks < 2 || num_ranks > kMaxRanks || row_bytes % 16 != 0) return std::fprintf(stderr, "needs 2 to %d GPUs and rows of a multiple of 16 bytes\n", kMaxRanks), 1;
+    if (num_ranks < 2 || num_ranks > kMaxRanks || row_bytes % 16 != 0)
+        return std::fprintf(stderr, "needs 2 to %d GPUs and rows of a multiple of 16 bytes\n", kMaxRanks), 1;
     std::vector<Params> params(num_ranks);
     std::vector<cudaStream_t> streams(num_ranks);
     std::vector<char*> landing(num_ranks);

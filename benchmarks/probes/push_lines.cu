@@ -1,11 +1,13 @@
-// How long does a kernel take that does nothing but store low-latency rows to all peers? What the sending half of a call cannot be shorter than.
+// How long does a kernel take that does nothing but store low-latency rows to all peers? What the sending half of a call cannot be shorter
+// than.
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -I../../csrc push_lines.cu -o push_lines && ./push_lines [--json FILE]
 //
-// Every GPU stores `rows` rows of lines of 128 bytes to each peer, a row a block at a time, as csrc/cuda/low_latency_dispatch.cu does: eight
-// lanes a line, relaxed and for all GPUs to see. Nothing is loaded, no flag awaited. Microseconds a launch of a graph of 50, of the slowest GPU, with the
-// empty kernel beside it; GB/s of what remains without that. A row of 8192 bytes is one of 7168 columns in fp8 with its flags and scales,
-// 16384 one in bf16. With uniform routing of 128 tokens to 8 of 256 experts, 116 rows go to each of three peers, 128 to one.
+// Every GPU stores `rows` rows of lines of 128 bytes to each peer, a row a block at a time, as csrc/cuda/low_latency_dispatch.cu does:
+// eight lanes a line, relaxed and for all GPUs to see. Nothing is loaded, no flag awaited. Microseconds a launch of a graph of 50, of the
+// slowest GPU, with the empty kernel beside it; GB/s of what remains without that. A row of 8192 bytes is one of 7168 columns in fp8 with
+// its flags and scales, 16384 one in bf16. With uniform routing of 128 tokens to 8 of 256 experts, 116 rows go to each of three peers, 128
+// to one.
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -94,10 +96,13 @@ int main(int argc, char** argv) {
                 for (const int num_blocks : {num_multiprocessors, 2 * num_multiprocessors}) {
                     for (Params& p : params) p.rows = rows, p.row_pieces = row_bytes / 16;
                     const double us = measure(params, num_blocks), bytes = 1.0 * rows * row_bytes * (num_ranks - 1);
-                    std::printf("  %3d rows of %5d bytes to each peer, %d blocks: %5.1f us, %.0f GB/s\n", rows, row_bytes, num_blocks, us, bytes / (us - empty_us) * 1e-3);
+                    std::printf("  %3d rows of %5d bytes to each peer, %d blocks: %5.1f us, %.0f GB/s\n", rows, row_bytes, num_blocks, us,
+                                bytes / (us - empty_us) * 1e-3);
                     if (json == nullptr) continue;
-                    std::fprintf(json, "%s\n {\n  \"probe\": \"push_lines\",\n  \"hardware\": \"%d x %s\",\n  \"rows_to_each_peer\": %d,\n", separator, num_ranks, properties.name, rows);
-                    std::fprintf(json, "  \"row_bytes\": %d,\n  \"num_blocks\": %d,\n  \"us\": %.2f,\n  \"us_empty\": %.2f\n }", row_bytes, num_blocks, us, empty_us);
+                    std::fprintf(json, "%s\n {\n  \"probe\": \"push_lines\",\n  \"hardware\": \"%d x %s\",\n  \"rows_to_each_peer\": %d,\n",
+                                 separator, num_ranks, properties.name, rows);
+                    std::fprintf(json, "  \"row_bytes\": %d,\n  \"num_blocks\": %d,\n  \"us\": %.2f,\n  \"us_empty\": %.2f\n }", row_bytes,
+                                 num_blocks, us, empty_us);
                     separator = ",";
                 }
     }

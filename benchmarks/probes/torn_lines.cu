@@ -1,11 +1,12 @@
-// Is a line of 128 bytes, which eight lanes store with one instruction and eight lanes load with one, ever seen in part? What low-latency rows
-// rely on (csrc/common/low_latency_gpu.h).
+// Is a line of 128 bytes, which eight lanes store with one instruction and eight lanes load with one, ever seen in part? What low-latency
+// rows rely on (csrc/common/low_latency_gpu.h).
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -I../../csrc torn_lines.cu -o torn_lines && ./torn_lines
 //
-// Writers store lines again and again, a round's number in each of the 32 words; readers load them meanwhile. A line is torn where a part of it
-// is of an earlier round than its last one, which would have been taken for a flag. Within a GPU, and from each GPU to the next one. A third
-// case must find torn lines, or the readers see nothing: there the last part is stored first. A line per case, and JSON with --json FILE.
+// Writers store lines again and again, a round's number in each of the 32 words; readers load them meanwhile. A line is torn where a part
+// of it is of an earlier round than its last one, which would have been taken for a flag. Within a GPU, and from each GPU to the next one.
+// A third case must find torn lines, or the readers see nothing: there the last part is stored first. A line per case, and JSON with --json
+// FILE.
 #include <cstring>
 #include <vector>
 
@@ -107,11 +108,15 @@ int main(int argc, char** argv) {
     std::FILE* json = argc == 3 && std::strcmp(argv[1], "--json") == 0 ? std::fopen(argv[2], "w") : nullptr;
     const char* separator = "[";
     const auto show = [&](const char* what, int writer, int reader, const Found& f) {
-        std::printf("%-28s GPU %d to %d: %llu lines loaded, %llu times another, %llu torn\n", what, writer, reader, f.loaded, f.changed, f.torn);
+        std::printf("%-28s GPU %d to %d: %llu lines loaded, %llu times another, %llu torn\n", what, writer, reader, f.loaded, f.changed,
+                    f.torn);
         if (json == nullptr) return;
-        std::fprintf(json, "%s\n {\n  \"probe\": \"torn_lines\",\n  \"hardware\": \"%d x %s\",\n  \"case\": \"%s\",\n  \"writer\": %d,\n  \"reader\": %d,\n", separator,
-                     num_devices, properties.name, what, writer, reader);
-        std::fprintf(json, "  \"lines_loaded\": %llu,\n  \"lines_changed\": %llu,\n  \"lines_torn\": %llu\n }", f.loaded, f.changed, f.torn);
+        std::fprintf(json,
+                     "%s\n {\n  \"probe\": \"torn_lines\",\n  \"hardware\": \"%d x %s\",\n  \"case\": \"%s\",\n  \"writer\": %d,\n  "
+                     "\"reader\": %d,\n",
+                     separator, num_devices, properties.name, what, writer, reader);
+        std::fprintf(json, "  \"lines_loaded\": %llu,\n  \"lines_changed\": %llu,\n  \"lines_torn\": %llu\n }", f.loaded, f.changed,
+                     f.torn);
         separator = ",";
     };
     for (int writer = 0; writer < num_devices; ++writer) {

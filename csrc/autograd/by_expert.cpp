@@ -43,9 +43,15 @@ void raise_python() {
     throw error;
 }
 
-ByExpert::ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object abort)
-    : settings(settings), communicator_(std::move(communicator)), make_shape_(std::move(shape_of)), current_stream_(std::move(current_stream)),
-      abort_(std::move(abort)), calls_(calls_of(communicator_)), device_(device) {}
+ByExpert::ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream,
+                   py::object abort)
+    : settings(settings),
+      communicator_(std::move(communicator)),
+      make_shape_(std::move(shape_of)),
+      current_stream_(std::move(current_stream)),
+      abort_(std::move(abort)),
+      calls_(calls_of(communicator_)),
+      device_(device) {}
 
 void ByExpert::release() {
     calls_ = nullptr;
@@ -87,11 +93,13 @@ bool ByExpert::takes(const Outgoing& out, int64_t repeats) const {
     if (repeats > 1 && (settings.num_topk != 1 || repeats > kMaxTopk)) return false;
     if (idx.size(0) != num_tokens || idx.size(1) != settings.num_topk) return false;
     if (idx.scalar_type() != at::kLong && idx.scalar_type() != at::kInt) return false;
-    return !weights.defined() || (is_here(weights) && weights.scalar_type() == at::kFloat && weights.dim() == 2 && weights.numel() == idx.numel());
+    return !weights.defined() ||
+           (is_here(weights) && weights.scalar_type() == at::kFloat && weights.dim() == 2 && weights.numel() == idx.numel());
 }
 
 std::optional<PartsArg> ByExpert::parts_of(at::TensorList tensors, const Dispatched& handle) const {
-    if (static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxParts || !dtype_of(tensors[0])) return std::nullopt;
+    if (static_cast<int64_t>(tensors.size()) != settings.num_local_experts || tensors.size() > kMaxParts || !dtype_of(tensors[0]))
+        return std::nullopt;
     TensorArg args[kMaxParts];
     for (size_t i = 0; i < tensors.size(); ++i) {
         const Tensor& tensor = tensors[i];
@@ -109,7 +117,8 @@ bool ByExpert::takes_weights(const Tensor& weights, const Tensor& at_source, con
     if (weights.defined() && !is_like(weights, {handle.num_rows})) return false;
     if (!at_source.defined()) return true;
     const int64_t repeats = at_source.dim() == 2 ? at_source.size(0) : 0;
-    const bool shares = weights.defined() && settings.num_topk == 1 && repeats > 0 && repeats <= kMaxTopk && handle.num_tokens % repeats == 0;
+    const bool shares =
+        weights.defined() && settings.num_topk == 1 && repeats > 0 && repeats <= kMaxTopk && handle.num_tokens % repeats == 0;
     return shares && is_like(at_source, {repeats, handle.num_tokens / repeats});
 }
 
@@ -121,7 +130,8 @@ GpuWeighing ByExpert::weighing(const Tensor& weights, const Tensor& first, const
 
 Dispatched ByExpert::dispatch(const Outgoing& out, Tensor& recv_x, Tensor& recv_weights) {
     const HandleShape& shape = shape_of(out.topk_idx.size(0));
-    Dispatched made{empty({shape.starts.back()}, at::kInt), at::empty({1 + 2 * settings.num_ranks + settings.num_local_experts}, at::kLong)};
+    Dispatched made{empty({shape.starts.back()}, at::kInt),
+                    at::empty({1 + 2 * settings.num_ranks + settings.num_local_experts}, at::kLong)};
     made.num_tokens = shape.num_tokens;
     std::copy_n(shape.starts.begin(), made.starts.size(), made.starts.begin());
     GpuDispatchCall call(handle_arg(made), arg_of(out.x), {}, matrix_of(out.topk_idx), matrix_of(out.topk_weights), *dtype_of(out.x), -1);
@@ -160,8 +170,8 @@ std::pair<Tensor, Tensor> ByExpert::combine(const Dispatched& handle, const Tens
                                             const Tensor& lane_values, const Tensor& at_source, int64_t repeats) {
     const Tensor combined_x = empty({handle.num_tokens / repeats, settings.hidden}, first.scalar_type());
     const Tensor combined_values = lane_values.defined() ? empty({handle.num_tokens, settings.num_topk}, at::kFloat) : Tensor();
-    const GpuCombineCall call(handle_arg(handle), arg_of(first), &parts, arg_of(at_source.defined() ? Tensor() : weights), {}, arg_of(lane_values),
-                              arg_of(at_source), arg_of(combined_x), arg_of(combined_values), *dtype_of(first), false);
+    const GpuCombineCall call(handle_arg(handle), arg_of(first), &parts, arg_of(at_source.defined() ? Tensor() : weights), {},
+                              arg_of(lane_values), arg_of(at_source), arg_of(combined_x), arg_of(combined_values), *dtype_of(first), false);
     const uintptr_t stream = current_stream();
     require(unlocked([&](GpuCalls& calls) { return calls.combine(call, settings.num_sms_of_sums, stream); }));
     return {combined_x, combined_values};

@@ -44,7 +44,8 @@ public:
     };
     // communicator: `_C.GpuCommunicator`. shape_of(num_tokens): the `HandleShape` of a dispatch. current_stream(): its address.
     // abort(error): tells the peers that this rank does not make its call.
-    ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object abort);
+    ByExpert(py::object communicator, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream,
+             py::object abort);
 
     const Settings settings;
     bool is_ready() const { return calls_ != nullptr && !calls_->has_failed(); }
@@ -62,7 +63,8 @@ public:
     bool takes(const Outgoing& out, int64_t repeats) const;
     // Has the tensor memory on this device, which a kernel can be given?
     bool is_here(const Tensor& tensor) const {
-        return tensor.defined() && tensor.device() == device_ && tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+        return tensor.defined() && tensor.device() == device_ && tensor.layout() == at::kStrided &&
+               !tensor.unsafeGetTensorImpl()->is_python_dispatch();
     }
     // Those of tensors that kernels can read where they are: contiguous, of one type that can be summed, each with its expert's rows.
     std::optional<PartsArg> parts_of(at::TensorList tensors, const Dispatched& handle) const;

@@ -9,7 +9,8 @@ namespace {
 
 using torch::autograd::AutogradContext;
 
-// Of Python, set once: `plain(number)`: the ByExpert of a buffer that can make a plain call now, or None; and the gradients of both functions.
+// Of Python, set once: `plain(number)`: the ByExpert of a buffer that can make a plain call now, or None; and the gradients of both
+// functions.
 struct Hooks {
     py::object plain, dispatch_gradients, combine_gradients;
 };
@@ -21,13 +22,15 @@ Hooks& hooks() {
 // Are operations what they seem, or watched and transformed?
 bool is_watched() {
     const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-    const bool is_transformed = included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+    const bool is_transformed =
+        included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
     return is_transformed || c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
 // ---- rows by expert ----
 
-// [1, ..., num_rows, hidden] with `num_leading` leading ones: the next rows of `all`, which does not know of it: autograd sees rows of their own.
+// [1, ..., num_rows, hidden] with `num_leading` leading ones: the next rows of `all`, which does not know of it: autograd sees rows of
+// their own.
 Tensor rows_at(const Tensor& all, int64_t first_row, int64_t num_rows, int64_t num_leading) {
     auto part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(all.storage()), all.key_set(), all.dtype());
     std::vector<int64_t> sizes(num_leading + 2, 1);
@@ -100,8 +103,8 @@ py::object or_none(const Tensor& tensor) { return tensor.defined() ? py::cast(te
 
 struct DispatchByExpert : torch::autograd::Function<DispatchByExpert> {
     // Returns recv_topk_weights, if weights are sent, and the rows of each local expert.
-    static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& topk_idx, const std::optional<Tensor>& topk_weights, ByExpert* owner,
-                                 int64_t repeats, int64_t num_leading, Dispatched* made) {
+    static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& topk_idx, const std::optional<Tensor>& topk_weights,
+                                 ByExpert* owner, int64_t repeats, int64_t num_leading, Dispatched* made) {
         const at::AutoDispatchBelowADInplaceOrView below;
         Tensor recv_x, recv_weights;
         *made = owner->or_tell([&] {
@@ -129,14 +132,18 @@ private:
         const std::vector<int64_t> weights_shape(kept.begin() + kNumKept, kept.end());
         const Tensor grad_weights = has_weights ? grads[0] : Tensor();
         const at::TensorList parts(grads.data() + has_weights, grads.size() - has_weights);
-        variable_list made = natively(kept[kNumber], [&](ByExpert& owner) { return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grad_weights, parts, kept); });
+        variable_list made = natively(kept[kNumber], [&](ByExpert& owner) {
+            return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grad_weights, parts, kept);
+        });
         if (made.empty())
-            made = tensors_of(hooks().dispatch_gradients(handle_of(kept, saved), kept[kRepeats], or_none(grad_weights), py::cast(parts.vec())));
+            made = tensors_of(
+                hooks().dispatch_gradients(handle_of(kept, saved), kept[kRepeats], or_none(grad_weights), py::cast(parts.vec())));
         if (has_weights) made[1] = made[1].view(weights_shape);
         return {made[0], {}, made[1], {}, {}, {}, {}};
     }
 
-    static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad_weights, at::TensorList parts, const std::vector<int64_t>& kept) {
+    static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad_weights, at::TensorList parts,
+                                   const std::vector<int64_t>& kept) {
         const auto where = owner.parts_of(parts, handle);
         if (!where || (grad_weights.defined() && !owner.is_here(grad_weights))) return {};
         const Tensor values = grad_weights.defined() ? grad_weights.contiguous() : Tensor();
@@ -148,8 +155,8 @@ private:
 // ---- combine ----
 
 struct CombineByExpert : torch::autograd::Function<CombineByExpert> {
-    static Tensor forward(AutogradContext* ctx, const std::optional<Tensor>& weights, at::TensorList parts, const std::optional<Tensor>& at_source,
-                          ByExpert* owner, const Dispatched* handle, const PartsArg* where) {
+    static Tensor forward(AutogradContext* ctx, const std::optional<Tensor>& weights, at::TensorList parts,
+                          const std::optional<Tensor>& at_source, ByExpert* owner, const Dispatched* handle, const PartsArg* where) {
         const at::AutoDispatchBelowADInplaceOrView below;
         const int64_t repeats = at_source ? at_source->size(0) : 1;
         const Tensor combined_x = owner->or_tell([&] {
@@ -172,15 +179,19 @@ struct CombineByExpert : torch::autograd::Function<CombineByExpert> {
 private:
     static variable_list all_gradients(const std::vector<int64_t>& kept, const variable_list& saved, const variable_list& grads) {
         const at::TensorList weighed(saved.data() + 2, saved.size() - 2);
-        variable_list made = natively(kept[kNumber], [&](ByExpert& owner) { return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grads[0], weighed, kept); });
+        variable_list made = natively(kept[kNumber], [&](ByExpert& owner) {
+            return gradients(owner, dispatched_of(kept, saved[0], saved[1]), grads[0], weighed, kept);
+        });
         if (made.empty())
-            made = tensors_of(hooks().combine_gradients(handle_of(kept, saved), kept[kRepeats], kept[kLeading], grads[0], py::cast(weighed.vec())));
+            made = tensors_of(
+                hooks().combine_gradients(handle_of(kept, saved), kept[kRepeats], kept[kLeading], grads[0], py::cast(weighed.vec())));
         made.insert(made.end(), 4, Tensor());  // of at_source, and of what is no tensor
         return made;
     }
 
     // Of weights, then parts. weighed: the weights and the parts, or nothing.
-    static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad, at::TensorList weighed, const std::vector<int64_t>& kept) {
+    static variable_list gradients(ByExpert& owner, const Dispatched& handle, const Tensor& grad, at::TensorList weighed,
+                                   const std::vector<int64_t>& kept) {
         if (!owner.is_here(grad)) return {};
         const Tensor rows = grad.contiguous();
         if (reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kRowAlignment != 0) return {};
@@ -203,7 +214,8 @@ private:
 
 // Tensors of PyTorch's own class, whose operations are what they seem.
 bool are_plain(std::initializer_list<PyObject*> tensors) {
-    return std::all_of(tensors.begin(), tensors.end(), [](PyObject* tensor) { return tensor == Py_None || THPVariable_CheckExact(tensor); });
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [](PyObject* tensor) { return tensor == Py_None || THPVariable_CheckExact(tensor); });
 }
 
 Tensor unpacked(py::handle tensor) { return tensor.is_none() ? Tensor() : THPVariable_Unpack(tensor.ptr()); }
@@ -219,7 +231,8 @@ py::object dispatch(ByExpert& owner, py::handle x, py::handle topk_idx, py::hand
     const size_t first = weights.defined();
     py::tuple parts(outputs.size() - first);
     for (size_t i = first; i < outputs.size(); ++i) parts[i - first] = outputs[i];
-    return py::make_tuple(parts, weights.defined() ? py::cast(outputs[0]) : py::none(), owner.shape_of(made.num_tokens).shape, made.num_rows, made.memory, made.call);
+    return py::make_tuple(parts, weights.defined() ? py::cast(outputs[0]) : py::none(), owner.shape_of(made.num_tokens).shape,
+                          made.num_rows, made.memory, made.call);
 }
 
 // combined_x, or None where Python is to make the call. memory, call, starts, num_rows, num_tokens: of the handle, a `PackedHandle`.
@@ -247,20 +260,27 @@ PYBIND11_MODULE(_autograd, m) {
     m.attr("TORCH_VERSION") = DEEPEP_MOE_TORCH;
     m.attr("GPU_CALLS_BYTES") = kGpuCallsBytes;
     py::class_<ByExpert>(m, "ByExpert")
-        .def(py::init([](py::object communicator, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
-                         int64_t num_max_tokens, int num_sms, int num_sms_of_sums, const at::Device& device, py::object shape_of, py::object current_stream,
-                         py::object abort) {
-                 const ByExpert::Settings settings{number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms, num_sms_of_sums};
-                 return std::make_unique<ByExpert>(std::move(communicator), settings, device, std::move(shape_of), std::move(current_stream), std::move(abort));
+        .def(py::init([](py::object communicator, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
+                         int64_t hidden, int64_t num_max_tokens, int num_sms, int num_sms_of_sums, const at::Device& device,
+                         py::object shape_of, py::object current_stream, py::object abort) {
+                 const ByExpert::Settings settings{
+                     number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms, num_sms_of_sums,
+                 };
+                 return std::make_unique<ByExpert>(std::move(communicator), settings, device, std::move(shape_of),
+                                                   std::move(current_stream), std::move(abort));
              }),
-             py::kw_only(), py::arg("communicator"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"), py::arg("num_topk"), py::arg("hidden"),
-             py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_sms_of_sums"), py::arg("device"), py::arg("shape_of"), py::arg("current_stream"),
-             py::arg("abort"))
+             py::kw_only(), py::arg("communicator"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
+             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("num_sms_of_sums"),
+             py::arg("device"), py::arg("shape_of"), py::arg("current_stream"), py::arg("abort"))
         .def("release", &ByExpert::release)
-        .def("dispatch", torch::wrap_pybind_function(dispatch), py::arg("x"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("num_leading"), py::arg("repeats"))
-        .def("combine", torch::wrap_pybind_function(combine), py::arg("parts"), py::arg("weights"), py::arg("at_source"), py::arg("memory"), py::arg("call"),
-             py::arg("starts"), py::arg("num_rows"), py::arg("num_tokens"));
-    m.def("set_hooks", [](py::object plain, py::object dispatch_gradients, py::object combine_gradients) {
-        hooks() = {std::move(plain), std::move(dispatch_gradients), std::move(combine_gradients)};
-    }, py::kw_only(), py::arg("plain"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+        .def("dispatch", torch::wrap_pybind_function(dispatch), py::arg("x"), py::arg("topk_idx"), py::arg("topk_weights"),
+             py::arg("num_leading"), py::arg("repeats"))
+        .def("combine", torch::wrap_pybind_function(combine), py::arg("parts"), py::arg("weights"), py::arg("at_source"), py::arg("memory"),
+             py::arg("call"), py::arg("starts"), py::arg("num_rows"), py::arg("num_tokens"));
+    m.def(
+        "set_hooks",
+        [](py::object plain, py::object dispatch_gradients, py::object combine_gradients) {
+            hooks() = {std::move(plain), std::move(dispatch_gradients), std::move(combine_gradients)};
+        },
+        py::kw_only(), py::arg("plain"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
 }

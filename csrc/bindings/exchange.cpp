@@ -20,7 +20,8 @@ void translate(std::exception_ptr pointer) {
     try {
         if (pointer) std::rethrow_exception(pointer);
     } catch (const TimeoutError& e) {
-        raise_with("EPTimeoutError", e.what(), py::dict("rank"_a = e.rank, "phase"_a = e.phase, "expected"_a = e.expected, "seen"_a = e.seen));
+        raise_with("EPTimeoutError", e.what(),
+                   py::dict("rank"_a = e.rank, "phase"_a = e.phase, "expected"_a = e.expected, "seen"_a = e.seen));
     } catch (const PeerError& e) {
         raise_with("EPPeerError", e.what(), py::dict("rank"_a = e.rank));
     } catch (const CapacityError& e) {
@@ -46,12 +47,12 @@ void bind_types(py::module_& m) {
         .value("cached_dispatch", Operation::kCachedDispatch)
         .value("combine", Operation::kCombine);
     py::class_<Signature>(m, "Signature")
-        .def(py::init([](Operation operation, DType dtype, Layout layout, int expert_alignment, int64_t handle_call, bool weights, bool scales,
-                         bool lane_values) {
+        .def(py::init([](Operation operation, DType dtype, Layout layout, int expert_alignment, int64_t handle_call, bool weights,
+                         bool scales, bool lane_values) {
                  return Signature{operation, dtype, layout, expert_alignment, handle_call, weights, scales, lane_values};
              }),
-             py::arg("operation"), py::arg("dtype"), py::arg("layout"), py::kw_only(), py::arg("expert_alignment") = 1, py::arg("handle_call") = 0, py::arg("has_weights") = false,
-             py::arg("has_scales") = false, py::arg("has_lane_values") = false);
+             py::arg("operation"), py::arg("dtype"), py::arg("layout"), py::kw_only(), py::arg("expert_alignment") = 1,
+             py::arg("handle_call") = 0, py::arg("has_weights") = false, py::arg("has_scales") = false, py::arg("has_lane_values") = false);
 }
 
 void bind_plan(py::module_& m) {
@@ -66,11 +67,15 @@ void bind_plan(py::module_& m) {
     pointer_field(layout, "narrow_topk_idx", &LayoutParams::narrow_topk_idx);
 
     py::class_<PlanParams> plan(m, "PlanParams");
-    plan.def(py::init([](const Signature& signature, const LayoutParams& layout) { return PlanParams{signature, layout, -1, nullptr, nullptr}; }))
+    plan.def(py::init([](const Signature& signature, const LayoutParams& layout) {
+            return PlanParams{signature, layout, -1, nullptr, nullptr};
+        }))
         .def_readwrite("num_recv_rows_bound", &PlanParams::num_recv_rows_bound);
     pointer_field(plan, "recv_counts", &PlanParams::recv_counts);
     pointer_field(plan, "num_recv_tokens_per_expert", &PlanParams::num_recv_tokens_per_expert);
-    py::class_<PlanResult>(m, "PlanResult").def_readonly("num_recv_tokens", &PlanResult::num_recv_tokens).def_readonly("num_rows", &PlanResult::num_rows);
+    py::class_<PlanResult>(m, "PlanResult")
+        .def_readonly("num_recv_tokens", &PlanResult::num_recv_tokens)
+        .def_readonly("num_rows", &PlanResult::num_rows);
 }
 
 void bind_params(py::module_& m) {
@@ -119,7 +124,8 @@ void bind_communicator(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     py::class_<Communicator>(m, "Communicator")
         .def(py::init([](int num_ranks, int rank, int num_channels, int num_experts, int num_topk, int hidden, double timeout_s) {
-                 auto made = std::make_unique<Communicator>(WorkspaceConfig{num_ranks, num_channels, num_experts, num_topk, hidden}, rank, timeout_s);
+                 auto made = std::make_unique<Communicator>(WorkspaceConfig{num_ranks, num_channels, num_experts, num_topk, hidden}, rank,
+                                                            timeout_s);
                  made->set_poll(poll_signals);
                  return made;
              }),
@@ -138,10 +144,9 @@ void bind_communicator(py::module_& m) {
 }
 
 void bind_pool(py::module_& m) {
-    py::class_<HostPool::Block>(m, "HostBlock", py::buffer_protocol())
-        .def_buffer([](HostPool::Block& self) {
-            return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(), static_cast<py::ssize_t>(self.bytes()));
-        });
+    py::class_<HostPool::Block>(m, "HostBlock", py::buffer_protocol()).def_buffer([](HostPool::Block& self) {
+        return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(), static_cast<py::ssize_t>(self.bytes()));
+    });
     py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
         .def(py::init<>())
         .def("allocate", &HostPool::allocate, py::arg("num_bytes"))

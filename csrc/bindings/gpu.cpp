@@ -11,8 +11,12 @@ namespace {
 
 void bind_tuning(py::module_& m) {
     py::class_<GpuTuning>(m, "GpuTuning")
-        .def_property("ring_warps", [](const GpuTuning& self) { return self.ring.warps; }, [](GpuTuning& self, int value) { self.ring.warps = value; })
-        .def_property("ring_stages", [](const GpuTuning& self) { return self.ring.stages; }, [](GpuTuning& self, int value) { self.ring.stages = value; })
+        .def_property(
+            "ring_warps", [](const GpuTuning& self) { return self.ring.warps; },
+            [](GpuTuning& self, int value) { self.ring.warps = value; })
+        .def_property(
+            "ring_stages", [](const GpuTuning& self) { return self.ring.stages; },
+            [](GpuTuning& self, int value) { self.ring.stages = value; })
         .def_readwrite("uses_bulk_copies", &GpuTuning::uses_bulk_copies)
         .def_readwrite("num_receive_blocks", &GpuTuning::num_receive_blocks)
         .def_readwrite("num_work_blocks", &GpuTuning::num_work_blocks);
@@ -33,11 +37,13 @@ void bind_weighed_sum(py::module_& m) {
     pointer_field(params, "grad", &GpuWeighedSumParams::grad);
     pointer_field(params, "grad_rows", &GpuWeighedSumParams::grad_rows);
     pointer_field(params, "grad_weights", &GpuWeighedSumParams::grad_weights);
-    m.def("gpu_weighed_sum", [](const GpuWeighedSumParams& p, uintptr_t stream) { launch_weighed_sum(p, reinterpret_cast<void*>(stream)); },
-          py::arg("params"), py::arg("stream"));
-    m.def("gpu_weighed_sum_backward",
-          [](const GpuWeighedSumParams& p, uintptr_t stream) { launch_weighed_sum_backward(p, reinterpret_cast<void*>(stream)); },
-          py::arg("params"), py::arg("stream"));
+    m.def(
+        "gpu_weighed_sum", [](const GpuWeighedSumParams& p, uintptr_t stream) { launch_weighed_sum(p, reinterpret_cast<void*>(stream)); },
+        py::arg("params"), py::arg("stream"));
+    m.def(
+        "gpu_weighed_sum_backward",
+        [](const GpuWeighedSumParams& p, uintptr_t stream) { launch_weighed_sum_backward(p, reinterpret_cast<void*>(stream)); },
+        py::arg("params"), py::arg("stream"));
 }
 
 }  // namespace
@@ -50,14 +56,15 @@ void bind_gpu(py::module_& m) {
     py::class_<GpuCommunicator> communicator(m, "GpuCommunicator");
     bind_gpu_calls(m, communicator);
     communicator
-        .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, double timeout_s) {
+        .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
+                         double timeout_s) {
                  const GpuWorkspaceConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
                  auto made = std::make_unique<GpuCommunicator>(config, rank, device, timeout_s);
                  made->set_poll(poll_signals);
                  return made;
              }),
-             py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"),
-             py::arg("num_max_tokens"), py::arg("timeout_s"))
+             py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"))
         .def_property_readonly("workspace_bytes", &GpuCommunicator::workspace_bytes)
         .def_property_readonly("num_calls", &GpuCommunicator::num_calls)
         .def_property_readonly("num_multiprocessors", &GpuCommunicator::num_multiprocessors)
@@ -75,7 +82,8 @@ void bind_gpu(py::module_& m) {
                              reinterpret_cast<float*>(scales)},
                             reinterpret_cast<void*>(stream));
         },
-        py::kw_only(), py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("num_rows"), py::arg("hidden"), py::arg("dtype"), py::arg("stream"));
+        py::kw_only(), py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("num_rows"), py::arg("hidden"), py::arg("dtype"),
+        py::arg("stream"));
     m.def(
         "gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {

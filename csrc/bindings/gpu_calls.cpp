@@ -43,8 +43,8 @@ bool lie_in(const PartsArg& parts, py::handle tensors) {
     return true;
 }
 
-// The rows of each local expert as `tensors` hold them, where those are parts (`deepep_moe::parts_of`) and contiguous tensors of one kind; else
-// None. Callers keep the tensors alive.
+// The rows of each local expert as `tensors` hold them, where those are parts (`deepep_moe::parts_of`) and contiguous tensors of one kind;
+// else None. Callers keep the tensors alive.
 std::optional<PartsArg> parts_in(py::handle handle, py::handle tensors, int64_t num_experts, int64_t hidden) {
     static const Name kDtype{"dtype"}, kGetDevice{"get_device"}, kIsContiguous{"is_contiguous"};
     const py::object given = owned(PySequence_Fast(tensors.ptr(), "expected tensors"));
@@ -68,42 +68,91 @@ std::optional<PartsArg> parts_in(py::handle handle, py::handle tensors, int64_t 
 }
 
 // grad_x and grad_weights as GpuWeighParams has them.
-void weigh_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x, const TensorArg& grad_weights,
-                    DType dtype, int device, uintptr_t stream) {
+void weigh_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& weights, const TensorArg& grad_x,
+                    const TensorArg& grad_weights, DType dtype, int device, uintptr_t stream) {
     const DeviceGuard guard(device);
     launch_weigh_backward({grad.num_rows, grad.row_bytes(), grad.as<const std::byte*>(), grad_x.as<std::byte*>(),
                            weighing_of(weights, x, nullptr, grad_weights, dtype)},
                           reinterpret_cast<void*>(stream));
 }
 
+// ---- the steps of a call ----
+
+template <class Call>
+void plan(GpuCommunicator& self, const Call& call, uintptr_t stream) {
+    self.plan(call.plan, call.signature, stream);
+}
+GpuCounts wait_counts(GpuCommunicator& self, uintptr_t numbers) { return self.wait_counts(reinterpret_cast<int64_t*>(numbers)); }
+
+void dispatch(GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) {
+    self.dispatch(call.params, num_sms, stream);
+}
+void start_dispatch(GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) {
+    self.start_dispatch(call.params, num_sms, stream);
+}
+void end_dispatch(GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.end_dispatch(call.params, stream); }
+
+void combine(GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) {
+    self.combine(call.params, num_sms, true, stream);
+}
+void start_combine(GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) {
+    self.start_combine(call.params, num_sms, stream);
+}
+void end_combine(GpuCommunicator& self, const GpuCombineCall& call, uintptr_t stream) { self.end_combine(call.params, stream); }
+
+void bind_steps(py::class_<GpuCommunicator>& communicator) {
+    const py::arg call("call"), num_sms("num_sms"), stream("stream");
+    const py::call_guard<py::gil_scoped_release> released;
+    communicator.def("plan", plan<GpuDispatchCall>, call, stream, released)
+        .def("plan", plan<GpuCombineCall>, call, stream, released)
+        .def("wait_counts", wait_counts, py::arg("numbers"), released)
+        .def("dispatch", dispatch, call, num_sms, stream, released)
+        .def("start_dispatch", start_dispatch, call, num_sms, stream, released)
+        .def("end_dispatch", end_dispatch, call, stream, released)
+        .def("combine", combine, call, num_sms, stream, released)
+        .def("start_combine", start_combine, call, num_sms, stream, released)
+        .def("end_combine", end_combine, call, stream, released)
+        .def("calls", [](GpuCommunicator& self) { return py::capsule(static_cast<GpuCalls*>(&self.guarded), kGpuCallsName); })
+        .def("raise_failure", [](GpuCommunicator& self) { self.guarded.raise_failure(); });
+}
+
+void bind_calls(py::module_& m) {
+    py::class_<GpuDispatchCall>(m, "GpuDispatchCall")
+        .def(py::init([](py::handle handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
+                         const MatrixArg& topk_weights, DType dtype, int64_t num_recv_rows) {
+                 return GpuDispatchCall(handle_arg(handle), x, x_scales, topk_idx, topk_weights, dtype, num_recv_rows);
+             }),
+             py::arg("handle"), py::arg("x"), py::arg("x_scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("dtype"),
+             py::arg("num_recv_rows") = -1)
+        .def("receive_into", &GpuDispatchCall::receive_into, py::arg("recv_x"), py::arg("recv_x_scales"), py::arg("recv_topk_idx"),
+             py::arg("recv_topk_weights"), py::arg("is_guess"))
+        .def(
+            "weigh",
+            [](GpuDispatchCall& self, const TensorArg& weights, const TensorArg& x, const PartsArg* parts, const TensorArg& grad_weights,
+               DType dtype) { self.params.weighing = weighing_of(weights, x, parts, grad_weights, dtype); },
+            py::arg("weights"), py::arg("x"), py::arg("parts"), py::arg("grad_weights"), py::arg("dtype"))
+        .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
+    py::class_<GpuCombineCall>(m, "GpuCombineCall")
+        .def(py::init([](py::handle handle, const TensorArg& x, const PartsArg* parts, const TensorArg& weights, const TensorArg& bias,
+                         const TensorArg& lane_values, const TensorArg& source_weights, const TensorArg& combined_x,
+                         const TensorArg& combined_lane_values, DType dtype, bool is_sent_by_copies) {
+                 return GpuCombineCall(handle_arg(handle), x, parts, weights, bias, lane_values, source_weights, combined_x,
+                                       combined_lane_values, dtype, is_sent_by_copies);
+             }),
+             py::arg("handle"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"),
+             py::arg("source_weights"), py::arg("combined_x"), py::arg("combined_lane_values"), py::arg("dtype"),
+             py::arg("is_sent_by_copies"))
+        .def_property_readonly("slot_bytes", &GpuCombineCall::slot_bytes);
+}
+
 }  // namespace
 
 void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
-    using Released = py::call_guard<py::gil_scoped_release>;
-    py::class_<GpuDispatchCall>(m, "GpuDispatchCall")
-        .def(py::init([](py::handle handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx, const MatrixArg& topk_weights,
-                         DType dtype, int64_t num_recv_rows) {
-                 return GpuDispatchCall(handle_arg(handle), x, x_scales, topk_idx, topk_weights, dtype, num_recv_rows);
-             }),
-             py::arg("handle"), py::arg("x"), py::arg("x_scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("dtype"), py::arg("num_recv_rows") = -1)
-        .def("receive_into", &GpuDispatchCall::receive_into, py::arg("recv_x"), py::arg("recv_x_scales"), py::arg("recv_topk_idx"),
-             py::arg("recv_topk_weights"), py::arg("is_guess"))
-        .def("weigh",
-             [](GpuDispatchCall& self, const TensorArg& weights, const TensorArg& x, const PartsArg* parts, const TensorArg& grad_weights, DType dtype) {
-                 self.params.weighing = weighing_of(weights, x, parts, grad_weights, dtype);
-             },
-             py::arg("weights"), py::arg("x"), py::arg("parts"), py::arg("grad_weights"), py::arg("dtype"))
-        .def_property_readonly("slot_bytes", &GpuDispatchCall::slot_bytes);
-    py::class_<GpuCombineCall>(m, "GpuCombineCall")
-        .def(py::init([](py::handle handle, const TensorArg& x, const PartsArg* parts, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
-                         const TensorArg& source_weights, const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype, bool is_sent_by_copies) {
-                 return GpuCombineCall(handle_arg(handle), x, parts, weights, bias, lane_values, source_weights, combined_x, combined_lane_values, dtype,
-                                       is_sent_by_copies);
-             }),
-             py::arg("handle"), py::arg("x"), py::arg("parts"), py::arg("weights"), py::arg("bias"), py::arg("lane_values"), py::arg("source_weights"), py::arg("combined_x"),
-             py::arg("combined_lane_values"), py::arg("dtype"), py::arg("is_sent_by_copies"))
-        .def_property_readonly("slot_bytes", &GpuCombineCall::slot_bytes);
-    py::class_<RowGuess>(m, "RowGuess").def(py::init()).def("room", &RowGuess::room).def("remember", &RowGuess::remember, py::arg("num_rows"));
+    bind_calls(m);
+    py::class_<RowGuess>(m, "RowGuess")
+        .def(py::init())
+        .def("room", &RowGuess::room)
+        .def("remember", &RowGuess::remember, py::arg("num_rows"));
     m.attr("GPU_CALLS_BYTES") = kGpuCallsBytes;
     py::class_<GpuCounts>(m, "GpuCounts")
         .def_readonly("num_recv_tokens", &GpuCounts::num_recv_tokens)
@@ -111,27 +160,7 @@ void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
     py::class_<PartsArg>(m, "GpuParts")
         .def_static("of", &parts_in, py::arg("handle"), py::arg("tensors"), py::arg("num_experts"), py::arg("hidden"))
         .def("lie_in", &lie_in, py::arg("tensors"));
-    m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"), py::arg("grad_weights"), py::arg("dtype"),
-          py::arg("device"), py::arg("stream"));
-    communicator
-        .def("calls", [](GpuCommunicator& self) { return py::capsule(static_cast<GpuCalls*>(&self.guarded), kGpuCallsName); })
-        .def("raise_failure", [](GpuCommunicator& self) { self.guarded.raise_failure(); })
-        .def("plan", [](GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.plan(call.plan, call.signature, stream); },
-             py::arg("call"), py::arg("stream"), Released())
-        .def("plan", [](GpuCommunicator& self, const GpuCombineCall& call, uintptr_t stream) { self.plan(call.plan, call.signature, stream); },
-             py::arg("call"), py::arg("stream"), Released())
-        .def("wait_counts", [](GpuCommunicator& self, uintptr_t numbers) { return self.wait_counts(reinterpret_cast<int64_t*>(numbers)); },
-             py::arg("numbers"), Released())
-        .def("dispatch", [](GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) { self.dispatch(call.params, num_sms, stream); },
-             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
-        .def("combine", [](GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) { self.combine(call.params, num_sms, true, stream); },
-             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
-        .def("start_dispatch", [](GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) { self.start_dispatch(call.params, num_sms, stream); },
-             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
-        .def("start_combine", [](GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) { self.start_combine(call.params, num_sms, stream); },
-             py::arg("call"), py::arg("num_sms"), py::arg("stream"), Released())
-        .def("end_dispatch", [](GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.end_dispatch(call.params, stream); },
-             py::arg("call"), py::arg("stream"), Released())
-        .def("end_combine", [](GpuCommunicator& self, const GpuCombineCall& call, uintptr_t stream) { self.end_combine(call.params, stream); },
-             py::arg("call"), py::arg("stream"), Released());
+    m.def("gpu_weigh_backward", &weigh_backward, py::arg("grad"), py::arg("x"), py::arg("weights"), py::arg("grad_x"),
+          py::arg("grad_weights"), py::arg("dtype"), py::arg("device"), py::arg("stream"));
+    bind_steps(communicator);
 }

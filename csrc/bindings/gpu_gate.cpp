@@ -21,7 +21,8 @@ unsigned long long* failure_word() {
     static unsigned long long* const word = [] {
         void* memory = nullptr;
         const cudaError_t status = cudaHostAlloc(&memory, sizeof(unsigned long long), cudaHostAllocMapped | cudaHostAllocPortable);
-        if (status != cudaSuccess) throw std::runtime_error(std::string("no memory of the host for the gate: ") + cudaGetErrorString(status));
+        if (status != cudaSuccess)
+            throw std::runtime_error(std::string("no memory of the host for the gate: ") + cudaGetErrorString(status));
         return new (memory) unsigned long long(0);
     }();
     return word;
@@ -34,12 +35,15 @@ void check() {
     *failure_word() = 0;
     const int what = static_cast<int>(failure >> kFailureWhatShift & 3);
     const bool is_bias = (failure >> kFailureWhatShift & static_cast<int>(GateFailure::kBias)) != 0;
-    const std::string value = what == static_cast<int>(GateFailure::kNan) ? "nan" : what == static_cast<int>(GateFailure::kInf) ? "inf" : "-inf";
+    const std::string value = what == static_cast<int>(GateFailure::kNan)   ? "nan"
+                              : what == static_cast<int>(GateFailure::kInf) ? "inf"
+                                                                            : "-inf";
     const std::string token = "token " + std::to_string(failure >> kFailureTokenShift);
     const std::string expert = "expert " + std::to_string(failure & ((1u << kFailureWhatShift) - 1));
-    throw std::invalid_argument(
-        (is_bias ? "expert_bias must be finite, got " + value + " for " + expert : "logits must be finite, got " + value + " for " + token + ", " + expert) +
-        " in an earlier call of the gate on the GPU, where such tokens choose no expert; look for an overflow before the router, or mask the token");
+    throw std::invalid_argument((is_bias ? "expert_bias must be finite, got " + value + " for " + expert
+                                         : "logits must be finite, got " + value + " for " + token + ", " + expert) +
+                                " in an earlier call of the gate on the GPU, where such tokens choose no expert; look for an overflow "
+                                "before the router, or mask the token");
 }
 
 void check_gpu_options(const GateOptions& o, int num_ranks) {
@@ -50,29 +54,37 @@ void check_gpu_options(const GateOptions& o, int num_ranks) {
     }
 }
 
-void forward(const GateOptions& options, uintptr_t logits, uintptr_t expert_bias, uintptr_t mask, uintptr_t topk_idx, uintptr_t topk_weights,
-             uintptr_t counts, uintptr_t next_counts, uintptr_t probs, uintptr_t routing_map, int num_ranks, uintptr_t is_token_in_rank,
-             uintptr_t shares, uintptr_t stream) {
+void forward(const GateOptions& options, uintptr_t logits, uintptr_t expert_bias, uintptr_t mask, uintptr_t topk_idx,
+             uintptr_t topk_weights, uintptr_t counts, uintptr_t next_counts, uintptr_t probs, uintptr_t routing_map, int num_ranks,
+             uintptr_t is_token_in_rank, uintptr_t shares, uintptr_t stream) {
     check();
     check_gpu_options(options, num_ranks);
-    const GateParams gate{options,          as<void>(logits),        as<float>(expert_bias), as<bool>(mask),
-                          as<void>(topk_idx), as<float>(topk_weights), as<int32_t>(counts), as<float>(shares)};
-    launch_gate({gate, as<float>(probs), as<bool>(routing_map), num_ranks, as<bool>(is_token_in_rank), as<int32_t>(next_counts), failure_word()},
-                as<void>(stream));
+    const GateParams gate{options,
+                          as<void>(logits),
+                          as<float>(expert_bias),
+                          as<bool>(mask),
+                          as<void>(topk_idx),
+                          as<float>(topk_weights),
+                          as<int32_t>(counts),
+                          as<float>(shares)};
+    launch_gate(
+        {gate, as<float>(probs), as<bool>(routing_map), num_ranks, as<bool>(is_token_in_rank), as<int32_t>(next_counts), failure_word()},
+        as<void>(stream));
 }
 
 void backward(const GateOptions& options, uintptr_t logits, uintptr_t topk_idx, uintptr_t grad_topk_weights, uintptr_t grad_probs,
               uintptr_t grad_shares, uintptr_t grad_logits, uintptr_t stream) {
     check();
     check_gpu_options(options, 0);
-    const GateBackwardParams gate{options, as<void>(logits), as<void>(topk_idx), as<float>(grad_topk_weights), as<float>(grad_shares),
-                                  as<void>(grad_logits)};
+    const GateBackwardParams gate{
+        options, as<void>(logits), as<void>(topk_idx), as<float>(grad_topk_weights), as<float>(grad_shares), as<void>(grad_logits)};
     launch_gate_backward({gate, as<float>(grad_probs)}, as<void>(stream));
 }
 
-void update_expert_bias(int num_layers, int num_experts, uintptr_t num_tokens_per_expert, bool is_int64, uintptr_t expert_bias, float update_rate,
-                        uintptr_t stream) {
-    launch_update_expert_bias({num_layers, num_experts, is_int64, as<void>(num_tokens_per_expert), as<float>(expert_bias), update_rate}, as<void>(stream));
+void update_expert_bias(int num_layers, int num_experts, uintptr_t num_tokens_per_expert, bool is_int64, uintptr_t expert_bias,
+                        float update_rate, uintptr_t stream) {
+    launch_update_expert_bias({num_layers, num_experts, is_int64, as<void>(num_tokens_per_expert), as<float>(expert_bias), update_rate},
+                              as<void>(stream));
 }
 
 }  // namespace
@@ -82,8 +94,8 @@ void bind_gpu_gate(py::module_& m) {
     m.def("gpu_gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"),
           py::arg("topk_idx"), py::arg("topk_weights"), py::arg("counts"), py::arg("next_counts"), py::arg("probs"), py::arg("routing_map"),
           py::arg("num_ranks"), py::arg("is_token_in_rank"), py::arg("shares"), py::arg("stream"));
-    m.def("gpu_gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"), py::arg("grad_topk_weights"),
-          py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("stream"));
+    m.def("gpu_gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"),
+          py::arg("grad_topk_weights"), py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("stream"));
     m.def("gpu_gate_check", &check);
     m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_layers"), py::arg("num_experts"),
           py::arg("num_tokens_per_expert"), py::arg("is_int64"), py::arg("expert_bias"), py::arg("update_rate"), py::arg("stream"));

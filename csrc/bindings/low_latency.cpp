@@ -12,8 +12,10 @@ template <class Params>
 py::class_<Params> params_class(py::module_& m, const char* name) {
     py::class_<Params> cls(m, name);
     cls.def(py::init([] { return Params{}; }))
-        .def_property("dtype", [](const Params& self) { return self.what.dtype; }, [](Params& self, DType value) { self.what.dtype = value; })
-        .def_property("fp8", [](const Params& self) { return self.what.fp8; }, [](Params& self, bool value) { self.what.fp8 = value; })
+        .def_property(
+            "dtype", [](const Params& self) { return self.what.dtype; }, [](Params& self, DType value) { self.what.dtype = value; })
+        .def_property(
+            "fp8", [](const Params& self) { return self.what.fp8; }, [](Params& self, bool value) { self.what.fp8 = value; })
         .def_readwrite("num_tokens", &Params::num_tokens);
     pointer_field(cls, "x", &Params::x);
     pointer_field(cls, "handle", &Params::handle);
@@ -25,10 +27,12 @@ void bind_params(py::module_& m) {
     using Dispatch = LowLatencyDispatchParams;
     auto dispatch = params_class<Dispatch>(m, "LowLatencyDispatchParams");
     dispatch
-        .def_property("is_rounded", [](const Dispatch& self) { return self.what.is_rounded; },
-                      [](Dispatch& self, bool value) { self.what.is_rounded = value; })
-        .def_property("has_weights", [](const Dispatch& self) { return self.what.has_weights; },
-                      [](Dispatch& self, bool value) { self.what.has_weights = value; })
+        .def_property(
+            "is_rounded", [](const Dispatch& self) { return self.what.is_rounded; },
+            [](Dispatch& self, bool value) { self.what.is_rounded = value; })
+        .def_property(
+            "has_weights", [](const Dispatch& self) { return self.what.has_weights; },
+            [](Dispatch& self, bool value) { self.what.has_weights = value; })
         .def_readwrite("is_int64", &Dispatch::is_int64);
     pointer_field(dispatch, "topk_idx", &Dispatch::topk_idx);
     pointer_field(dispatch, "topk_weights", &Dispatch::topk_weights);
@@ -43,8 +47,8 @@ void bind_params(py::module_& m) {
 
 std::unique_ptr<LowLatencyCommunicator> make(int num_ranks, int rank, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
                                              double timeout_s, bool mask_stalled) {
-    auto made = std::make_unique<LowLatencyCommunicator>(LowLatencyConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank, timeout_s,
-                                                         mask_stalled);
+    auto made = std::make_unique<LowLatencyCommunicator>(LowLatencyConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank,
+                                                         timeout_s, mask_stalled);
     made->set_poll(poll_signals);
     return made;
 }
@@ -59,8 +63,8 @@ void bind_low_latency(py::module_& m) {
     bind_params(m);
     using Communicator = LowLatencyCommunicator;
     py::class_<Communicator>(m, "LowLatencyCommunicator")
-        .def(py::init(&make), py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"),
-             py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"))
+        .def(py::init(&make), py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_experts"), py::arg("num_topk"),
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"))
         .def_property_readonly("workspace_bytes", &Communicator::workspace_bytes)
         .def_property_readonly("handle_bytes", &Communicator::handle_bytes)
         .def_property_readonly("path", &Communicator::path)

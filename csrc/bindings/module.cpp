@@ -1,7 +1,6 @@
 // The native module: each room's bindings in a file of their own.
 #include "bindings/bindings.h"
 
-
 void bind_exchange(py::module_& m);
 #if defined(DEEPEP_MOE_CUDA)
 constexpr bool kHasCuda = true;

@@ -31,16 +31,16 @@ enum class ScoreFunction {
 struct GateOptions {
     int64_t num_tokens;
     int num_experts;
-    int num_topk;            // 1 ... min(kMaxTopk, num_experts)
-    int num_groups;          // divides num_experts
-    int topk_groups;         // 1 ... num_groups, with at least num_topk experts together
-    int group_score_topk;    // 1 ... num_experts / num_groups; unused if all groups stay
+    int num_topk;          // 1 ... min(kMaxTopk, num_experts)
+    int num_groups;        // divides num_experts
+    int topk_groups;       // 1 ... num_groups, with at least num_topk experts together
+    int group_score_topk;  // 1 ... num_experts / num_groups; unused if all groups stay
     ScoreFunction score_function;
     bool normalize;
     double routed_scaling_factor;
-    DType dtype;             // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
-    bool index64;            // topk_idx is int64, otherwise int32
-    int num_threads;         // at most this many, fewer for few tokens
+    DType dtype;      // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
+    bool index64;     // topk_idx is int64, otherwise int32
+    int num_threads;  // at most this many, fewer for few tokens
 };
 
 struct GateParams {
@@ -56,23 +56,23 @@ struct GateParams {
 
 struct GateBackwardParams {
     GateOptions options;
-    const void* logits;               // [num_tokens, num_experts] dtype
-    const void* topk_idx;             // [num_tokens, num_topk]; rows of -1 get a zero gradient
-    const float* grad_topk_weights;   // [num_tokens, num_topk], or null
-    const float* grad_shares;         // [num_tokens, num_experts], or null
-    void* grad_logits;                // [num_tokens, num_experts] dtype
+    const void* logits;              // [num_tokens, num_experts] dtype
+    const void* topk_idx;            // [num_tokens, num_topk]; rows of -1 get a zero gradient
+    const float* grad_topk_weights;  // [num_tokens, num_topk], or null
+    const float* grad_shares;        // [num_tokens, num_experts], or null
+    void* grad_logits;               // [num_tokens, num_experts] dtype
 };
 
 // On a GPU. Also of the token's experts as a row, and where it goes, if wanted.
 constexpr int kMaxGateExperts = 1024;
 
 struct GpuGateParams {
-    GateParams gate;           // num_tokens_per_expert: [num_experts + num_ranks], zeros before; the rest is num_tokens_per_rank
-    float* probs;              // [num_tokens, num_experts] weights, 0 where not chosen; or null
-    bool* routing_map;         // [num_tokens, num_experts], with probs
-    int num_ranks;             // divides num_experts; 0: no layout
-    bool* is_token_in_rank;    // [num_tokens, num_ranks], or null
-    int32_t* next_counts;      // [num_experts + num_ranks] to be zeroed, for the next launch; or null
+    GateParams gate;              // num_tokens_per_expert: [num_experts + num_ranks], zeros before; the rest is num_tokens_per_rank
+    float* probs;                 // [num_tokens, num_experts] weights, 0 where not chosen; or null
+    bool* routing_map;            // [num_tokens, num_experts], with probs
+    int num_ranks;                // divides num_experts; 0: no layout
+    bool* is_token_in_rank;       // [num_tokens, num_ranks], or null
+    int32_t* next_counts;         // [num_experts + num_ranks] to be zeroed, for the next launch; or null
     unsigned long long* failure;  // host memory; the last non-finite number found, as below
 };
 

@@ -1,4 +1,5 @@
-// The calls of the GPU library as tensors and a handle describe them, and the steps of a call for modules that do not link it (csrc/autograd).
+// The calls of the GPU library as tensors and a handle describe them, and the steps of a call for modules that do not link it
+// (csrc/autograd).
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,9 @@ struct TensorArg {
     int64_t inner_rows = 1, num_leading = 1;                   // of which the last has these, and the others so many of it
 
     template <class Pointer>
-    Pointer as() const { return reinterpret_cast<Pointer>(address); }
+    Pointer as() const {
+        return reinterpret_cast<Pointer>(address);
+    }
     int64_t row_bytes() const { return num_columns * element_bytes; }
 
     void set_shape(std::span<const int64_t> shape) {
@@ -97,7 +100,8 @@ inline GpuPlanParams fresh_plan(const HandleArg& handle, const MatrixArg& topk_i
     return plan;
 }
 
-inline GpuWeighing weighing_of(const TensorArg& weights, const TensorArg& x, const GpuParts* parts, const TensorArg& grad_weights, DType dtype) {
+inline GpuWeighing weighing_of(const TensorArg& weights, const TensorArg& x, const GpuParts* parts, const TensorArg& grad_weights,
+                               DType dtype) {
     return {dtype, weights.as<const float*>(), x.as<const std::byte*>(), parts == nullptr ? GpuParts{} : *parts, grad_weights.as<float*>()};
 }
 
@@ -107,8 +111,8 @@ struct GpuDispatchCall {
     Signature signature{};
 
     // topk_idx: none along a handle, which else is filled. num_recv_rows: -1 without a bound.
-    GpuDispatchCall(const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx, const MatrixArg& topk_weights,
-                    DType dtype, int64_t num_recv_rows) {
+    GpuDispatchCall(const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
+                    const MatrixArg& topk_weights, DType dtype, int64_t num_recv_rows) {
         const bool cached = !topk_idx.is_there;
         plan = cached ? cached_plan(handle) : fresh_plan(handle, topk_idx, num_recv_rows);
         params.routing = plan.routing;
@@ -128,12 +132,19 @@ struct GpuDispatchCall {
         params.recv_counts = handle.recv_counts.as<const int32_t*>();
         params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
-        signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch, dtype, handle.layout(), plan.expert_alignment,
-                     cached ? handle.number() : 0, topk_weights.is_there, x_scales.is_there, false};
+        signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch,
+                     dtype,
+                     handle.layout(),
+                     plan.expert_alignment,
+                     cached ? handle.number() : 0,
+                     topk_weights.is_there,
+                     x_scales.is_there,
+                     false};
     }
 
     // Where rows go. is_guess: as in GpuDispatchParams.
-    void receive_into(const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx, const TensorArg& recv_topk_weights, bool is_guess) {
+    void receive_into(const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx,
+                      const TensorArg& recv_topk_weights, bool is_guess) {
         params.num_rows = recv_x.num_rows;
         params.recv_x = recv_x.as<std::byte*>();
         params.recv_x_scales = recv_x_scales.as<std::byte*>();
@@ -159,7 +170,8 @@ inline std::optional<PartsArg> parts_of(std::span<const TensorArg> tensors, cons
     int64_t first_row = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
         const TensorArg& part = tensors[i];
-        const bool has_shape = part.num_dims == tensors[0].num_dims && part.num_columns == hidden && part.inner_rows == counts[i] && part.num_leading == 1;
+        const bool has_shape =
+            part.num_dims == tensors[0].num_dims && part.num_columns == hidden && part.inner_rows == counts[i] && part.num_leading == 1;
         if (!has_shape || part.row_bytes() % kRowAlignment != 0 || part.address % kRowAlignment != 0) return std::nullopt;
         parts.address[i] = part.address;
         parts.first_row[i] = static_cast<int>(first_row);
@@ -177,9 +189,9 @@ struct GpuCombineCall {
     int64_t row_bytes = 0;
 
     // is_sent_by_copies: by copy engines, which take rows from the outbox.
-    GpuCombineCall(const HandleArg& handle, const TensorArg& x, const PartsArg* parts, const TensorArg& weights, const TensorArg& bias, const TensorArg& lane_values,
-                   const TensorArg& source_weights, const TensorArg& combined_x, const TensorArg& combined_lane_values, DType dtype,
-                   bool is_sent_by_copies) {
+    GpuCombineCall(const HandleArg& handle, const TensorArg& x, const PartsArg* parts, const TensorArg& weights, const TensorArg& bias,
+                   const TensorArg& lane_values, const TensorArg& source_weights, const TensorArg& combined_x,
+                   const TensorArg& combined_lane_values, DType dtype, bool is_sent_by_copies) {
         const int64_t num_rows = parts == nullptr ? x.num_rows : handle.num_rows;
         plan = cached_plan(handle);
         params.routing = plan.routing;
@@ -198,7 +210,8 @@ struct GpuCombineCall {
         params.source_weights = source_weights.as<const float*>();
         params.combined_x = combined_x.as<std::byte*>();
         params.combined_lane_values = combined_lane_values.as<float*>();
-        params.direct = !handle.is_expert_layout && !weights.is_there && !is_sent_by_copies && num_rows > 0 && lane_values.address % kRowAlignment == 0;
+        params.direct =
+            !handle.is_expert_layout && !weights.is_there && !is_sent_by_copies && num_rows > 0 && lane_values.address % kRowAlignment == 0;
         params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
         row_bytes = x.row_bytes();
         signature = {Operation::kCombine, dtype, handle.layout(), 1, handle.number(), false, false, lane_values.is_there};
@@ -223,8 +236,8 @@ protected:
     ~GpuCalls() = default;
 };
 
-// Of the capsule that holds a `GpuCalls*`, with a number that counts changes of it; and by what modules of different sources know, too, that
-// they must not meet.
+// Of the capsule that holds a `GpuCalls*`, with a number that counts changes of it; and by what modules of different sources know, too,
+// that they must not meet.
 constexpr const char* kGpuCallsName = "deepep_moe.GpuCalls 1";
 constexpr size_t kGpuCallsBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall);
 

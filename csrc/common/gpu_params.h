@@ -17,11 +17,13 @@ struct GpuCounts {
 // What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
 struct GpuState {
     unsigned long long sequence;  // of the last call whose plan has summed up this rank's tokens
-    unsigned long long placed, met, counted;  // GpuContext::plan of the last one that has placed its tokens, met its peers, and counted their rows
-    int gave_up;                  // set with a failure: all waits of this rank end
-    int num_counted, num_placed, num_told;  // blocks of the plan that have counted and placed, and that have told the peers their tokens' lanes
+    // GpuContext::plan of the last one that has placed its tokens, met its peers, and counted their rows.
+    unsigned long long placed, met, counted;
+    int gave_up;  // set with a failure: all waits of this rank end
+    // Blocks of the plan that have counted and placed, and that have told the peers their tokens' lanes.
+    int num_counted, num_placed, num_told;
     int next_send, next_reduce, next_receive;  // chunks and other tasks that were taken
-    long long num_rows;           // that this rank receives, of a plan that reports counts
+    long long num_rows;                        // that this rank receives, of a plan that reports counts
 };
 
 struct GpuContext : GpuWaits {
@@ -36,20 +38,20 @@ struct GpuContext : GpuWaits {
 
 // Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
 struct GpuRouting {
-    const void* topk_idx;       // [num_tokens, num_topk] int64 or int32
+    const void* topk_idx;               // [num_tokens, num_topk] int64 or int32
     int64_t token_stride, lane_stride;  // of it, in entries
     bool is_int64;
     int num_tokens;
-    int tokens_per_warp;        // of the plan
-    int32_t* segment_counts;    // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
-    int32_t* warp_counts;       // [num_segments, warps of the plan, columns] the same of the warps before, in a segment
-    int32_t* index_in_warp;     // [num_tokens, num_topk] tokens before this one in its warp with the same expert
-    int32_t* expert_row_base;   // [num_experts] first row of this rank's tokens in the expert's group, on the expert's rank
-    int32_t* send_slot;         // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
-    int32_t* send_token;        // [num_ranks, num_max_tokens] the token in each slot
-    int32_t* send_counts;       // [num_ranks] slots to each rank
+    int tokens_per_warp;          // of the plan
+    int32_t* segment_counts;      // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
+    int32_t* warp_counts;         // [num_segments, warps of the plan, columns] the same of the warps before, in a segment
+    int32_t* index_in_warp;       // [num_tokens, num_topk] tokens before this one in its warp with the same expert
+    int32_t* expert_row_base;     // [num_experts] first row of this rank's tokens in the expert's group, on the expert's rank
+    int32_t* send_slot;           // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
+    int32_t* send_token;          // [num_ranks, num_max_tokens] the token in each slot
+    int32_t* send_counts;         // [num_ranks] slots to each rank
     unsigned long long* reduced;  // [num_ranks, num_reduced] parts of rows whose sums are in the outbox, of a combine
-    int32_t* narrow_topk_idx;   // [num_tokens, num_topk] int32 copy for the handle, or nullptr
+    int32_t* narrow_topk_idx;     // [num_tokens, num_topk] int32 copy for the handle, or nullptr
 
     DEEPEP_MOE_HD int64_t expert(int token, int k) const {
         const int64_t at = token * token_stride + k * lane_stride;
@@ -66,8 +68,8 @@ struct GpuPlanParams {
     GpuContext context;
     GpuRouting routing;
     GpuStamp stamp;
-    bool cached;                          // counts are known
-    bool reports_counts;                  // to the host
+    bool cached;          // counts are known
+    bool reports_counts;  // to the host
     bool is_expert_layout;
     int expert_alignment;
     long long num_recv_rows_bound;        // -1: none
@@ -115,12 +117,12 @@ struct GpuDispatchParams {
     int64_t weights_token_stride, weights_lane_stride;
     const int32_t* recv_counts;                 // [num_ranks]
     const int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
-    std::byte* recv_x;          // [num_rows, row_bytes]
-    std::byte* recv_x_scales;   // [num_rows, scale_bytes], or nullptr
-    void* recv_topk_idx;        // rank layout: [num_rows, num_topk], or nullptr
-    float* recv_topk_weights;   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
-    int32_t* recv_row_idx;      // expert layout: [num_recv_tokens, num_topk]; out unless cached
-    GpuWeighing weighing;       // of the rows received; expert layout
+    std::byte* recv_x;                          // [num_rows, row_bytes]
+    std::byte* recv_x_scales;                   // [num_rows, scale_bytes], or nullptr
+    void* recv_topk_idx;                        // rank layout: [num_rows, num_topk], or nullptr
+    float* recv_topk_weights;                   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
+    int32_t* recv_row_idx;                      // expert layout: [num_recv_tokens, num_topk]; out unless cached
+    GpuWeighing weighing;                       // of the rows received; expert layout
 
     DEEPEP_MOE_HD int64_t x_row(int token) const { return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows; }
 };
@@ -140,10 +142,10 @@ struct GpuCombineParams {
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]
     const std::byte* x;           // [num_rows, hidden], if not in parts
     GpuParts parts;
-    const float* weights;         // [num_rows], or nullptr
-    const float* lane_values;     // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
-    const std::byte* bias;        // [num_tokens, hidden], or nullptr
-    int repeats;                  // of num_topk 1: token t's row of combined_x is t % (num_tokens / repeats), which gets the sum of its tokens,
+    const float* weights;      // [num_rows], or nullptr
+    const float* lane_values;  // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
+    const std::byte* bias;     // [num_tokens, hidden], or nullptr
+    int repeats;  // of num_topk 1: token t's row of combined_x is t % (num_tokens / repeats), which gets the sum of its tokens,
     const float* source_weights;  // [num_tokens], by which they are weighed before, or nullptr
     std::byte* combined_x;        // [num_tokens / repeats, hidden]
     float* combined_lane_values;  // [num_tokens, num_topk], or nullptr
@@ -165,12 +167,12 @@ struct GpuWeighedSumParams {
     int64_t num_tokens, hidden, lane_stride, token_stride;  // rows of whole 16 bytes
     int num_topk;
     DType dtype;
-    const std::byte* rows;   // [num_topk * num_tokens, hidden]
-    const float* weights;    // [num_topk * num_tokens]
-    std::byte* sums;         // [num_tokens, hidden], of the forward
-    const std::byte* grad;   // [num_tokens, hidden], of the backward, as are the rest
-    std::byte* grad_rows;    // [num_topk * num_tokens, hidden]
-    float* grad_weights;     // [num_topk * num_tokens]
+    const std::byte* rows;  // [num_topk * num_tokens, hidden]
+    const float* weights;   // [num_topk * num_tokens]
+    std::byte* sums;        // [num_tokens, hidden], of the forward
+    const std::byte* grad;  // [num_tokens, hidden], of the backward, as are the rest
+    std::byte* grad_rows;   // [num_topk * num_tokens, hidden]
+    float* grad_weights;    // [num_topk * num_tokens]
 };
 
 struct GpuQuantizeParams {

@@ -21,7 +21,16 @@ constexpr const char* name_of(GpuPhase phase) {
     }
 }
 
-enum GpuFailureKind : int { kNoFailure = 0, kTimeout, kIndexOutOfRange, kDuplicateExpert, kBoundExceeded, kPeerRefused, kMismatch, kOvertaken };
+enum GpuFailureKind : int {
+    kNoFailure = 0,
+    kTimeout,
+    kIndexOutOfRange,
+    kDuplicateExpert,
+    kBoundExceeded,
+    kPeerRefused,
+    kMismatch,
+    kOvertaken
+};
 
 // The first failure of a rank's kernels; lies in host memory that the device sees.
 struct GpuFailure {

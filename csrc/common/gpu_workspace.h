@@ -2,7 +2,8 @@
 //
 //   entered u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
 //   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_ranks][columns] |
-//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots | outbox [num_ranks - 1][num_max_tokens] slots
+//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots |
+//   outbox [num_ranks - 1][num_max_tokens] slots
 //
 // Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
 // number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
@@ -18,11 +19,11 @@
 namespace deepep_moe {
 
 constexpr int kMaxGpuRanks = 8;
-constexpr int kChunkSlots = 4;           // rows that a warp sends at a time and one flag announces
-constexpr int kReducedSlots = 8;         // rows of the outbox that a sending warp waits for at a time
-constexpr int kArrivedStride = 16;       // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
-constexpr int kPlanThreads = 512;        // of one block of the plan, which counts one segment of the tokens
-constexpr int kMaxSegments = 64;         // blocks of the plan; all must be on the GPU at once
+constexpr int kChunkSlots = 4;            // rows that a warp sends at a time and one flag announces
+constexpr int kReducedSlots = 8;          // rows of the outbox that a sending warp waits for at a time
+constexpr int kArrivedStride = 16;        // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
+constexpr int kPlanThreads = 512;         // of one block of the plan, which counts one segment of the tokens
+constexpr int kMaxSegments = 64;          // blocks of the plan; all must be on the GPU at once
 constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
 
 struct GpuWorkspaceConfig {
@@ -67,7 +68,7 @@ struct GpuSlotLayout {
 
 struct GpuWorkspaceLayout {
     int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
-    int64_t box_bytes;        // of one peer's slots
+    int64_t box_bytes;                     // of one peer's slots
     int columns, num_chunks, num_reduced;  // columns: experts, then ranks
 
     GpuWorkspaceLayout() = default;

@@ -4,10 +4,10 @@
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[num_ranks][kMaxReasonBytes] | kTurns turns, each:
 //     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | what each backend makes of rows [num_ranks][num_max_tokens]
 //
-// Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in the
-// order in which they send, the same on every rank; call n uses turn n % kTurns. Flags hold the number of their call, what the rank does in
-// it, and a value, so nothing is cleared between calls: `entered` the rank's number of tokens, in a combine the last bits of the number of
-// its dispatch, each of `counts` its tokens for an expert.
+// Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in
+// the order in which they send, the same on every rank; call n uses turn n % kTurns. Flags hold the number of their call, what the rank
+// does in it, and a value, so nothing is cleared between calls: `entered` the rank's number of tokens, in a combine the last bits of the
+// number of its dispatch, each of `counts` its tokens for an expert.
 //
 // At most kMaxInFlight calls are sent and not yet received: a rank that sends call n has received n - 2, for which all had sent n - 2, for
 // which all had received n - 4. So turns never meet, without any word from a receiver.
@@ -29,14 +29,15 @@ enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };
 // What a rank does in a call, in the low bits of its flags; all must do the same.
 struct LowLatencyWhat {
     LowLatencyOperation operation;
-    DType dtype;        // of x
-    bool fp8;           // rows travel as e4m3 with a scale for kScaleBlock columns
-    bool is_rounded;    // dispatch: scales are powers of two
-    bool has_weights;   // dispatch: topk_weights travel
-    bool is_refused;    // the rank refuses its arguments, for the reason in `reasons`
+    DType dtype;       // of x
+    bool fp8;          // rows travel as e4m3 with a scale for kScaleBlock columns
+    bool is_rounded;   // dispatch: scales are powers of two
+    bool has_weights;  // dispatch: topk_weights travel
+    bool is_refused;   // the rank refuses its arguments, for the reason in `reasons`
 
     DEEPEP_MOE_HD constexpr unsigned packed() const {
-        return static_cast<unsigned>(operation) | static_cast<unsigned>(dtype) << 1 | fp8 << 3 | is_rounded << 4 | has_weights << 5 | is_refused << 6;
+        return static_cast<unsigned>(operation) | static_cast<unsigned>(dtype) << 1 | fp8 << 3 | is_rounded << 4 | has_weights << 5 |
+               is_refused << 6;
     }
     DEEPEP_MOE_HD constexpr unsigned long long flag(unsigned long long call, int value) const {
         return call << kWhatBits | packed() << kValueBitsOfFlag | static_cast<unsigned>(value);
@@ -45,19 +46,25 @@ struct LowLatencyWhat {
     static constexpr unsigned long long dispatch_near(unsigned long long own, int value) {
         return own + static_cast<long long>(static_cast<int16_t>(value - static_cast<int>(own % (1u << kValueBitsOfFlag))));
     }
-    DEEPEP_MOE_HD static constexpr unsigned packed_in(unsigned long long flag) { return static_cast<unsigned>(flag) % (1u << kWhatBits) >> kValueBitsOfFlag; }
+    DEEPEP_MOE_HD static constexpr unsigned packed_in(unsigned long long flag) {
+        return static_cast<unsigned>(flag) % (1u << kWhatBits) >> kValueBitsOfFlag;
+    }
     DEEPEP_MOE_HD static constexpr int value_in(unsigned long long flag) { return static_cast<int>(flag % (1u << kValueBitsOfFlag)); }
     DEEPEP_MOE_HD static constexpr LowLatencyWhat unpacked(unsigned bits) {
-        return {static_cast<LowLatencyOperation>(bits & 1), static_cast<DType>(bits >> 1 & 3), (bits >> 3 & 1) != 0, (bits >> 4 & 1) != 0,
-                (bits >> 5 & 1) != 0, (bits >> 6 & 1) != 0};
+        return {static_cast<LowLatencyOperation>(bits & 1),
+                static_cast<DType>(bits >> 1 & 3),
+                (bits >> 3 & 1) != 0,
+                (bits >> 4 & 1) != 0,
+                (bits >> 5 & 1) != 0,
+                (bits >> 6 & 1) != 0};
     }
 };
 
 // One lane of a token on its way to its expert's rank.
 struct alignas(8) LowLatencyLane {
-    int16_t expert;   // local there; -1: not on that rank
-    uint16_t index;   // tokens of the source before this one with the same expert
-    float weight;     // 1 without topk_weights
+    int16_t expert;  // local there; -1: not on that rank
+    uint16_t index;  // tokens of the source before this one with the same expert
+    float weight;    // 1 without topk_weights
 };
 
 // One lane of a token that was received: its row, expert * capacity + place, or -1; and its weight.
@@ -93,7 +100,8 @@ struct LowLatencyLayout {
 };
 
 // What one rank remembers of a dispatch for its combines, in memory of the caller:
-//   call u64 | num_tokens i32[kLowLatencyMaxRanks] from each rank | rank_masks u32[num_max_tokens] | rows LowLatencyRow[num_ranks][num_max_tokens][num_topk]
+//   call u64 | num_tokens i32[kLowLatencyMaxRanks] from each rank | rank_masks u32[num_max_tokens] |
+//   rows LowLatencyRow[num_ranks][num_max_tokens][num_topk]
 // Bit r of a rank mask: the token was sent to rank r.
 struct LowLatencyHandleLayout {
     int64_t num_tokens, rank_masks, rows, total_bytes;
@@ -104,8 +112,8 @@ struct LowLatencyHandleLayout {
           total_bytes(round_up(rows + static_cast<int64_t>(sizeof(LowLatencyRow)) * c.capacity() * c.num_topk, 16)) {}
 };
 
-// Sums over all calls, in memory of the caller: num_tokens_per_expert i64[num_local_experts] received | wait_ns i64[num_ranks] from a receiver's
-// start until it had heard of each rank | num_dropped i64, (token, expert) pairs of this rank whose rank was masked.
+// Sums over all calls, in memory of the caller: num_tokens_per_expert i64[num_local_experts] received | wait_ns i64[num_ranks] from a
+// receiver's start until it had heard of each rank | num_dropped i64, (token, expert) pairs of this rank whose rank was masked.
 struct LowLatencyStatistics {
     int64_t *num_tokens_per_expert, *wait_ns, *num_dropped;
     DEEPEP_MOE_HD LowLatencyStatistics(const LowLatencyConfig& c, int64_t* all)
@@ -114,27 +122,27 @@ struct LowLatencyStatistics {
 
 struct LowLatencyDispatchParams {
     LowLatencyWhat what;
-    int64_t* statistics;        // LowLatencyStatistics
-    bool is_int64;              // topk_idx
+    int64_t* statistics;  // LowLatencyStatistics
+    bool is_int64;        // topk_idx
     int num_tokens;
     const std::byte* x;         // [num_tokens, hidden]
     const void* topk_idx;       // [num_tokens, num_topk] int32 or int64, -1 = no expert
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
     std::byte* handle;          // LowLatencyHandleLayout, out
     std::byte* recv_x;          // [num_local_experts, capacity, hidden] dtype of x, or e4m3
-    void* recv_x_scales;        // fp8: [num_local_experts, hidden / 128, capacity] fp32, or rounded [num_local_experts, ceil(hidden / 512), capacity]
-                                // int32 of four biased exponents, the first in the lowest byte
+    void* recv_x_scales;        // fp8: [num_local_experts, hidden / 128, capacity] fp32, or rounded [num_local_experts, ceil(hidden / 512),
+                                // capacity] int32 of four biased exponents, the first in the lowest byte
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
 };
 
 struct LowLatencyCombineParams {
     LowLatencyWhat what;
-    int64_t* statistics;        // LowLatencyStatistics
-    int num_tokens;             // of this rank, in the dispatch
-    const std::byte* handle;    // of the dispatch
-    std::byte* call;            // u64, out of the half that sends: the number of the call, for the half that receives
-    const std::byte* x;         // [num_local_experts, capacity, hidden]
-    std::byte* combined_x;      // [num_tokens, hidden]
+    int64_t* statistics;      // LowLatencyStatistics
+    int num_tokens;           // of this rank, in the dispatch
+    const std::byte* handle;  // of the dispatch
+    std::byte* call;          // u64, out of the half that sends: the number of the call, for the half that receives
+    const std::byte* x;       // [num_local_experts, capacity, hidden]
+    std::byte* combined_x;    // [num_tokens, hidden]
 };
 
 }  // namespace deepep_moe

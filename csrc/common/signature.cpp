@@ -7,7 +7,8 @@ namespace deepep_moe {
 
 std::string describe(const Signature& s) {
     const char* operations[] = {"dispatch", "cached dispatch", "combine"};
-    std::string text = std::string(operations[static_cast<int>(s.operation)]) + " of " + name_of(s.dtype) + " rows, layout " + name_of(s.layout);
+    std::string text =
+        std::string(operations[static_cast<int>(s.operation)]) + " of " + name_of(s.dtype) + " rows, layout " + name_of(s.layout);
     if (s.operation == Operation::kDispatch) text += ", expert_alignment " + std::to_string(s.expert_alignment);
     if (s.handle_call != 0) text += ", with the handle of call " + std::to_string(s.handle_call);
     if (s.has_weights) text += ", with topk_weights";
@@ -29,14 +30,21 @@ std::string describe_combine(unsigned long long dispatch) { return "combine with
 
 uint64_t pack(const Signature& s) {
     const uint64_t flags = (s.has_weights ? 1 : 0) | (s.has_scales ? 2 : 0) | (s.has_lane_values ? 4 : 0);
-    return uint64_t{1} << 63 | static_cast<uint64_t>(s.operation) << 57 | static_cast<uint64_t>(s.dtype) << 55 | static_cast<uint64_t>(s.layout) << 54 |
-           flags << 51 | static_cast<uint64_t>(s.expert_alignment) << 32 | (static_cast<uint64_t>(s.handle_call) & 0xffffffffu);
+    return uint64_t{1} << 63 | static_cast<uint64_t>(s.operation) << 57 | static_cast<uint64_t>(s.dtype) << 55 |
+           static_cast<uint64_t>(s.layout) << 54 | flags << 51 | static_cast<uint64_t>(s.expert_alignment) << 32 |
+           (static_cast<uint64_t>(s.handle_call) & 0xffffffffu);
 }
 
 Signature unpack(uint64_t packed) {
     const auto bits = [&](int first, int count) { return static_cast<int>(packed >> first & ((uint64_t{1} << count) - 1)); };
-    return {static_cast<Operation>(bits(57, 2)), static_cast<DType>(bits(55, 2)), static_cast<Layout>(bits(54, 1)), bits(32, 19),
-            static_cast<int64_t>(packed & 0xffffffffu), bits(51, 1), bits(52, 1), bits(53, 1)};
+    return {static_cast<Operation>(bits(57, 2)),
+            static_cast<DType>(bits(55, 2)),
+            static_cast<Layout>(bits(54, 1)),
+            bits(32, 19),
+            static_cast<int64_t>(packed & 0xffffffffu),
+            bits(51, 1),
+            bits(52, 1),
+            bits(53, 1)};
 }
 
 void copy_text(char* target, size_t capacity, const std::string& text) {

@@ -18,10 +18,10 @@ namespace deepep_moe {
 constexpr int kMaxRanks = 64;
 constexpr int kMaxTopk = 32;
 constexpr int kMaxChannels = 64;
-constexpr int kScaleBlock = 128;  // columns of an fp8 row that share one fp32 scale
+constexpr int kScaleBlock = 128;                          // columns of an fp8 row that share one fp32 scale
 constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3; what counts as the largest magnitude of a block at least
-constexpr int kRowAlignment = 16; // bytes a row must be a multiple of
-constexpr int kMaxReasonBytes = 240;  // of a refusal, as its peers are told
+constexpr int kRowAlignment = 16;                         // bytes a row must be a multiple of
+constexpr int kMaxReasonBytes = 240;                      // of a refusal, as its peers are told
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3 };
 enum class Layout : int { kRank = 0, kExpert = 1 };
@@ -61,8 +61,8 @@ constexpr const char* name_of(Layout layout) { return layout == Layout::kRank ? 
 
 constexpr size_t align_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// The scale of a block of an fp8 row whose largest magnitude is m is m / kFp8Largest, as DeepSeek-V3 has it (arXiv:2412.19437, section 3.3.2), so
-// that a block uses the whole range of the format; or the next power of two, 2 to this biased exponent.
+// The scale of a block of an fp8 row whose largest magnitude is m is m / kFp8Largest, as DeepSeek-V3 has it (arXiv:2412.19437,
+// section 3.3.2), so that a block uses the whole range of the format; or the next power of two, 2 to this biased exponent.
 DEEPEP_MOE_HD constexpr uint32_t rounded_exponent(uint32_t scale_bits) { return (scale_bits + 0x7fffffu) >> 23; }
 
 // The tokens of channel `channel` of `num_channels`: [begin, end).

@@ -38,14 +38,14 @@ struct SegmentHeader {
     int rank;
     std::atomic<SegmentState> state;
     alignas(kCacheLine) std::atomic<uint64_t> entered;  // the last call the rank has entered
-    alignas(kCacheLine) std::atomic<uint64_t> beat;  // grows while the rank waits: a rank that is stuck does not wait
+    alignas(kCacheLine) std::atomic<uint64_t> beat;     // grows while the rank waits: a rank that is stuck does not wait
     alignas(kCacheLine) FailureRecord failure;
 };
 
 // A rank's arrival in a call. A rank gets ahead of the others only by refusing calls, whose entries stay readable for a while.
 struct Entry {
     alignas(kCacheLine) std::atomic<uint64_t> sequence;  // written last
-    int refused;            // the caller's arguments were wrong: `message` says how, nothing else holds
+    int refused;                                         // the caller's arguments were wrong: `message` says how, nothing else holds
     Signature signature;
     int64_t num_recv_rows;  // the bound given by the caller, or -1
     char message[kMessageBytes];

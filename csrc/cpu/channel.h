@@ -41,7 +41,8 @@ inline std::vector<uint64_t> rank_masks(const int32_t* topk_idx, Range range, in
     std::vector<uint64_t> masks(range.end - range.begin, 0);
     for (int64_t token = range.begin; token < range.end; ++token)
         for (int k = 0; k < num_topk; ++k)
-            if (const int32_t expert = topk_idx[token * num_topk + k]; expert >= 0) masks[token - range.begin] |= uint64_t{1} << (expert / experts_per_rank);
+            if (const int32_t expert = topk_idx[token * num_topk + k]; expert >= 0)
+                masks[token - range.begin] |= uint64_t{1} << (expert / experts_per_rank);
     return masks;
 }
 

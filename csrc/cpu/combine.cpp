@@ -10,9 +10,15 @@ namespace {
 class CombineChannel {
 public:
     CombineChannel(const CombineParams& p, const Channel& c)
-        : p_(p), c_(c), row_bytes_(element_bytes(p.dtype) * p.hidden), slot_(p.num_topk, row_bytes_, 0),
-          experts_per_rank_(p.num_experts / c.num_ranks), range_(channel_range(p.num_tokens, c.channel, c.num_channels)),
-          masks_(rank_masks(p.topk_idx, range_, p.num_topk, experts_per_rank_)), next_token_(range_.begin), own_slot_(slot_.bytes),
+        : p_(p),
+          c_(c),
+          row_bytes_(element_bytes(p.dtype) * p.hidden),
+          slot_(p.num_topk, row_bytes_, 0),
+          experts_per_rank_(p.num_experts / c.num_ranks),
+          range_(channel_range(p.num_tokens, c.channel, c.num_channels)),
+          masks_(rank_masks(p.topk_idx, range_, p.num_topk, experts_per_rank_)),
+          next_token_(range_.begin),
+          own_slot_(slot_.bytes),
           peers_(c.num_ranks) {
         for (int peer = 0; peer < c.num_ranks; ++peer) {
             Peer& state = peers_[peer];
@@ -66,9 +72,10 @@ private:
             return;
         }
         const void* next_rows[kMaxTopk];
-        const int num_next = p_.layout == Layout::kExpert && !is_last ? gather(p_.recv_row_idx + (slot_idx + 1) * p_.num_topk, next_rows) : 0;
-        sum_rows(p_.dtype, {slot + slot_.row_offset, rows, p_.weights != nullptr ? weights : nullptr, nullptr, num_rows, p_.hidden, next_rows,
-                            num_next});
+        const int num_next =
+            p_.layout == Layout::kExpert && !is_last ? gather(p_.recv_row_idx + (slot_idx + 1) * p_.num_topk, next_rows) : 0;
+        sum_rows(p_.dtype, {slot + slot_.row_offset, rows, p_.weights != nullptr ? weights : nullptr, nullptr, num_rows, p_.hidden,
+                            next_rows, num_next});
     }
 
     int gather(const int32_t* row_of_lane, const void** rows, float* weights = nullptr, float* values = nullptr) const {
@@ -105,7 +112,8 @@ private:
     // The source side: sums the tokens whose rows are all here.
     bool finish_tokens() {
         int count = 0;
-        for (; count < kBatch && next_token_ < range_.end && finish(next_token_, masks_[next_token_ - range_.begin]); ++count) ++next_token_;
+        for (; count < kBatch && next_token_ < range_.end && finish(next_token_, masks_[next_token_ - range_.begin]); ++count)
+            ++next_token_;
         if (count == 0) return false;
         for (int peer = 0; peer < c_.num_ranks; ++peer)
             if (peer != c_.rank) peers_[peer].receiver.publish();
@@ -133,7 +141,8 @@ private:
     void take_lane_values(int64_t token, const std::byte* const* slots) {
         for (int64_t lane = token * p_.num_topk, k = 0; k < p_.num_topk; ++k, ++lane) {
             const int32_t expert = p_.topk_idx[lane];
-            const auto* values = expert >= 0 ? reinterpret_cast<const float*>(slots[expert / experts_per_rank_] + slot_.values_offset) : nullptr;
+            const auto* values =
+                expert >= 0 ? reinterpret_cast<const float*>(slots[expert / experts_per_rank_] + slot_.values_offset) : nullptr;
             p_.combined_lane_values[lane] = values != nullptr ? values[k] : 0.0f;
         }
     }
@@ -160,7 +169,7 @@ private:
     const std::vector<uint64_t> masks_;  // of the tokens of range_
     int64_t next_token_;
     std::vector<std::byte> own_slot_;
-    std::vector<Peer> peers_;            // [num_ranks], this rank included
+    std::vector<Peer> peers_;  // [num_ranks], this rank included
 };
 
 }  // namespace

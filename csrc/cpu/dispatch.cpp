@@ -18,8 +18,12 @@ struct Arrival {
 class DispatchChannel {
 public:
     DispatchChannel(const DispatchParams& p, const Channel& c)
-        : p_(p), c_(c), slot_(p.num_topk, p.row_bytes, p.scale_bytes), experts_per_rank_(p.num_experts / c.num_ranks),
-          range_(channel_range(p.num_tokens, c.channel, c.num_channels)), masks_(rank_masks(p.topk_idx, range_, p.num_topk, experts_per_rank_)),
+        : p_(p),
+          c_(c),
+          slot_(p.num_topk, p.row_bytes, p.scale_bytes),
+          experts_per_rank_(p.num_experts / c.num_ranks),
+          range_(channel_range(p.num_tokens, c.channel, c.num_channels)),
+          masks_(rank_masks(p.topk_idx, range_, p.num_topk, experts_per_rank_)),
           peers_(c.num_ranks) {
         for (int peer = 0; peer < c.num_ranks; ++peer) {
             Peer& state = peers_[peer];
@@ -57,8 +61,8 @@ private:
     struct Peer {
         RingSender sender;
         RingReceiver receiver;
-        int64_t next_token;             // the next token of this rank for the peer, or the range's end
-        int64_t first_slot;             // of the peer's tokens here
+        int64_t next_token;  // the next token of this rank for the peer, or the range's end
+        int64_t first_slot;  // of the peer's tokens here
         int64_t delivered = 0, expected;
         std::vector<int32_t> next_row;  // [num_local_experts] where the peer's next row of each expert goes
     };
@@ -125,7 +129,8 @@ private:
             const int64_t token = state.next_token++;
             int32_t experts[kMaxTopk];
             local_experts(token, c_.rank, experts);
-            deliver(state, {experts, at(p_.topk_weights, token * p_.num_topk), at(p_.x, token * p_.row_bytes), at(p_.x_scales, token * p_.scale_bytes)});
+            deliver(state, {experts, at(p_.topk_weights, token * p_.num_topk), at(p_.x, token * p_.row_bytes),
+                            at(p_.x_scales, token * p_.scale_bytes)});
             skip_to_next(c_.rank);
         }
         return count > 0;
@@ -137,8 +142,10 @@ private:
         put_row(slot, arrival);
         for (int k = 0; k < p_.num_topk; ++k) {
             const int64_t lane = slot * p_.num_topk + k;
-            if (p_.recv_topk_idx != nullptr && p_.recv_topk_idx_is_int64) static_cast<int64_t*>(p_.recv_topk_idx)[lane] = arrival.experts[k];
-            if (p_.recv_topk_idx != nullptr && !p_.recv_topk_idx_is_int64) static_cast<int32_t*>(p_.recv_topk_idx)[lane] = arrival.experts[k];
+            if (p_.recv_topk_idx != nullptr && p_.recv_topk_idx_is_int64)
+                static_cast<int64_t*>(p_.recv_topk_idx)[lane] = arrival.experts[k];
+            if (p_.recv_topk_idx != nullptr && !p_.recv_topk_idx_is_int64)
+                static_cast<int32_t*>(p_.recv_topk_idx)[lane] = arrival.experts[k];
             if (p_.recv_topk_weights != nullptr) p_.recv_topk_weights[lane] = arrival.experts[k] >= 0 ? arrival.weights[k] : 0.0f;
         }
     }

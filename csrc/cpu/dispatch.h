@@ -7,27 +7,27 @@ namespace deepep_moe {
 
 struct DispatchParams {
     Layout layout;
-    bool cached;        // rows go where recv_row_idx says; otherwise it is written
-    bool streaming;     // write recv_x past the caches
+    bool cached;     // rows go where recv_row_idx says; otherwise it is written
+    bool streaming;  // write recv_x past the caches
     int num_topk, num_experts;
     size_t row_bytes, scale_bytes;
 
     // of this rank's tokens
     int64_t num_tokens;
-    const std::byte* x;            // [num_tokens, row_bytes]
-    const std::byte* x_scales;     // [num_tokens, scale_bytes], or nullptr
-    const int32_t* topk_idx;       // [num_tokens, num_topk]
-    const float* topk_weights;     // [num_tokens, num_topk], or nullptr
+    const std::byte* x;         // [num_tokens, row_bytes]
+    const std::byte* x_scales;  // [num_tokens, scale_bytes], or nullptr
+    const int32_t* topk_idx;    // [num_tokens, num_topk]
+    const float* topk_weights;  // [num_tokens, num_topk], or nullptr
 
     // of the tokens this rank receives
-    const int32_t* recv_counts;    // [num_ranks, num_channels]
-    const int32_t* row_begin;      // [num_ranks, num_channels, num_local_experts] first row of each run (expert layout, not cached)
-    std::byte* recv_x;             // [num_rows, row_bytes]
-    std::byte* recv_x_scales;      // [num_rows, scale_bytes], or nullptr
-    void* recv_topk_idx;           // rank layout: [num_recv_tokens, num_topk] local experts, or nullptr (cached)
+    const int32_t* recv_counts;  // [num_ranks, num_channels]
+    const int32_t* row_begin;    // [num_ranks, num_channels, num_local_experts] first row of each run (expert layout, not cached)
+    std::byte* recv_x;           // [num_rows, row_bytes]
+    std::byte* recv_x_scales;    // [num_rows, scale_bytes], or nullptr
+    void* recv_topk_idx;         // rank layout: [num_recv_tokens, num_topk] local experts, or nullptr (cached)
     bool recv_topk_idx_is_int64;
-    float* recv_topk_weights;      // rank layout: [num_recv_tokens, num_topk]; expert layout: [num_rows]; or nullptr
-    int32_t* recv_row_idx;         // expert layout: [num_recv_tokens, num_topk] row of each lane, -1 = none
+    float* recv_topk_weights;  // rank layout: [num_recv_tokens, num_topk]; expert layout: [num_rows]; or nullptr
+    int32_t* recv_row_idx;     // expert layout: [num_recv_tokens, num_topk] row of each lane, -1 = none
 };
 
 // Moves the rows of one channel. Throws what `channel.monitor` throws.

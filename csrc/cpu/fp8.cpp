@@ -59,9 +59,15 @@ DEEPEP_MOE_INLINE void sum_blocks(const Fp8Row* rows, int num_rows, int hidden, 
     }
 }
 
-DEEPEP_MOE_CLONES void sum_to_float32(const Fp8Row* rows, int num_rows, int hidden, void* sum) { sum_blocks<Float32>(rows, num_rows, hidden, sum); }
-DEEPEP_MOE_CLONES void sum_to_bfloat16(const Fp8Row* rows, int num_rows, int hidden, void* sum) { sum_blocks<BFloat16>(rows, num_rows, hidden, sum); }
-DEEPEP_MOE_CLONES void sum_to_float16(const Fp8Row* rows, int num_rows, int hidden, void* sum) { sum_blocks<Float16>(rows, num_rows, hidden, sum); }
+DEEPEP_MOE_CLONES void sum_to_float32(const Fp8Row* rows, int num_rows, int hidden, void* sum) {
+    sum_blocks<Float32>(rows, num_rows, hidden, sum);
+}
+DEEPEP_MOE_CLONES void sum_to_bfloat16(const Fp8Row* rows, int num_rows, int hidden, void* sum) {
+    sum_blocks<BFloat16>(rows, num_rows, hidden, sum);
+}
+DEEPEP_MOE_CLONES void sum_to_float16(const Fp8Row* rows, int num_rows, int hidden, void* sum) {
+    sum_blocks<Float16>(rows, num_rows, hidden, sum);
+}
 
 }  // namespace
 

@@ -45,8 +45,13 @@ DEEPEP_MOE_INLINE int64_t best_below(const int64_t* keys, int n, int64_t bound) 
 // What one thread needs and finds.
 struct RangeState {
     explicit RangeState(const GateOptions& o)
-        : logits(o.num_experts), scores(o.num_experts), probs(o.num_experts), keys(o.num_experts), group_keys(o.num_groups),
-          chosen_groups(o.topk_groups), counts(o.num_experts) {}
+        : logits(o.num_experts),
+          scores(o.num_experts),
+          probs(o.num_experts),
+          keys(o.num_experts),
+          group_keys(o.num_groups),
+          chosen_groups(o.topk_groups),
+          counts(o.num_experts) {}
 
     std::vector<float> logits, scores;  // [num_experts]
     std::vector<double> probs;          // [num_experts]
@@ -76,9 +81,7 @@ DEEPEP_MOE_INLINE void score_row(ScoreFunction function, const float* __restrict
             softmax_row(logits, probs, n);
             for (int i = 0; i < n; ++i) scores[i] = static_cast<float>(probs[i]);
             break;
-        case ScoreFunction::kSoftmaxTopk:
-            std::copy_n(logits, n, scores);
-            break;
+        case ScoreFunction::kSoftmaxTopk: std::copy_n(logits, n, scores); break;
     }
 }
 
@@ -135,8 +138,8 @@ DEEPEP_MOE_INLINE void weigh_experts(const GateOptions& o, const float* scores, 
 }
 
 // All experts' shares, from the token's scores.
-DEEPEP_MOE_INLINE void share_row(ScoreFunction function, const float* __restrict scores, double* __restrict values, float* __restrict shares,
-                                 int n) {
+DEEPEP_MOE_INLINE void share_row(ScoreFunction function, const float* __restrict scores, double* __restrict values,
+                                 float* __restrict shares, int n) {
     if (function == ScoreFunction::kSoftmax) {
         std::copy_n(scores, n, shares);
     } else if (function == ScoreFunction::kSoftmaxTopk) {

@@ -90,7 +90,8 @@ struct RowState {
 DEEPEP_MOE_INLINE void add_grad_shares(const GateOptions& o, const float* __restrict logits, const float* __restrict grad_shares,
                                        RowState& state) {
     const int n = o.num_experts;
-    double *__restrict values = state.values.data(), *__restrict slopes = state.slopes.data();
+    double* __restrict values = state.values.data();
+    double* __restrict slopes = state.slopes.data();
     if (o.score_function == ScoreFunction::kSigmoid) {
         for (int i = 0; i < n; ++i) values[i] = sigmoid(logits[i]);
         for (int i = 0; i < n; ++i) slopes[i] = values[i] * (1.0 - values[i]);

@@ -8,7 +8,7 @@
 namespace deepep_moe {
 
 struct LayoutParams {
-    const void* topk_idx;    // [num_tokens, num_topk] int64 or int32, -1 = no expert
+    const void* topk_idx;  // [num_tokens, num_topk] int64 or int32, -1 = no expert
     bool is_int64;
     int64_t num_tokens;
     int num_topk, num_ranks, num_experts;

@@ -23,9 +23,11 @@ struct HandleView {
     using Field = std::conditional_t<std::is_const_v<Byte>, const T, T>;
 
     HandleView(const LowLatencyConfig& config, Byte* memory)
-        : call(reinterpret_cast<Field<uint64_t>*>(memory)), num_tokens(at<int32_t>(memory, LowLatencyHandleLayout(config).num_tokens)),
+        : call(reinterpret_cast<Field<uint64_t>*>(memory)),
+          num_tokens(at<int32_t>(memory, LowLatencyHandleLayout(config).num_tokens)),
           rank_masks(at<uint32_t>(memory, LowLatencyHandleLayout(config).rank_masks)),
-          rows(at<LowLatencyRow>(memory, LowLatencyHandleLayout(config).rows)), config_(config) {}
+          rows(at<LowLatencyRow>(memory, LowLatencyHandleLayout(config).rows)),
+          config_(config) {}
     Field<LowLatencyRow>* lanes(int source, int64_t token) const {
         return rows + (source * config_.num_max_tokens + token) * config_.num_topk;
     }
@@ -58,7 +60,8 @@ void visit_from(const LowLatencyCall& call, RankSet ranks, Visit visit) {
 
 // A row on its way: [hidden] elements, then for fp8 words of scales.
 struct RowFormat {
-    RowFormat(const LowLatencyConfig& config, const LowLatencyWhat& what) : row_bytes(config.hidden * (what.fp8 ? 1 : element_bytes(what.dtype))) {
+    RowFormat(const LowLatencyConfig& config, const LowLatencyWhat& what)
+        : row_bytes(config.hidden * (what.fp8 ? 1 : element_bytes(what.dtype))) {
         const int num_blocks = config.hidden / kScaleBlock;
         if (what.fp8) num_words = what.is_rounded ? (num_blocks + kScalesPerWord - 1) / kScalesPerWord : num_blocks;
     }
@@ -71,8 +74,14 @@ struct RowFormat {
 class DispatchSender {
 public:
     DispatchSender(const LowLatencyCall& call, const LowLatencyDispatchParams& p)
-        : c_(call.config), call_(call), p_(p), format_(call.config, p.what), experts_(static_cast<size_t>(p.num_tokens) * c_.num_topk),
-          counts_(c_.num_experts), scales_(c_.hidden / kScaleBlock), fp8_row_(format_.bytes()) {
+        : c_(call.config),
+          call_(call),
+          p_(p),
+          format_(call.config, p.what),
+          experts_(static_cast<size_t>(p.num_tokens) * c_.num_topk),
+          counts_(c_.num_experts),
+          scales_(c_.hidden / kScaleBlock),
+          fp8_row_(format_.bytes()) {
         std::vector<int32_t> tokens_per_rank(c_.num_ranks);
         count_tokens({p.topk_idx, p.is_int64, p.num_tokens, c_.num_topk, c_.num_ranks, c_.num_experts, experts_.data()}, {0, p.num_tokens},
                      {tokens_per_rank.data(), counts_.data()});
@@ -163,8 +172,15 @@ private:
 class DispatchReceiver {
 public:
     DispatchReceiver(const LowLatencyCall& call, const LowLatencyDispatchParams& p, LowLatencyWaits& waits)
-        : c_(call.config), call_(call), p_(p), waits_(waits), format_(call.config, p.what), handle_(call.config, p.handle), here_(call.turn(call.rank)),
-          first_place_(static_cast<size_t>(c_.num_ranks) * c_.num_local_experts), missing_row_(format_.bytes()) {}
+        : c_(call.config),
+          call_(call),
+          p_(p),
+          waits_(waits),
+          format_(call.config, p.what),
+          handle_(call.config, p.handle),
+          here_(call.turn(call.rank)),
+          first_place_(static_cast<size_t>(c_.num_ranks) * c_.num_local_experts),
+          missing_row_(format_.bytes()) {}
 
     void run() {
         place();
@@ -234,7 +250,7 @@ private:
     const RowFormat format_;
     const HandleView<std::byte> handle_;
     const LowLatencyTurn here_;
-    std::vector<int32_t> first_place_;           // [num_ranks, num_local_experts]
+    std::vector<int32_t> first_place_;  // [num_ranks, num_local_experts]
     const std::vector<std::byte> missing_row_;
 };
 
@@ -243,10 +259,15 @@ private:
 class CombineSender {
 public:
     CombineSender(const LowLatencyCall& call, const LowLatencyCombineParams& p)
-        : c_(call.config), call_(call), p_(p), row_bytes_(c_.hidden * element_bytes(p.what.dtype)), handle_(call.config, p.handle),
+        : c_(call.config),
+          call_(call),
+          p_(p),
+          row_bytes_(c_.hidden * element_bytes(p.what.dtype)),
+          handle_(call.config, p.handle),
           sum_(p.what.fp8 ? c_.hidden : 0) {
         if (std::any_of(handle_.num_tokens, handle_.num_tokens + c_.num_ranks, [](int32_t num_tokens) { return num_tokens < 0; }))
-            throw std::invalid_argument("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine");
+            throw std::invalid_argument(
+                "handle is of a dispatch that was not received; call its hook, or wait for its event, before combine");
     }
 
     void run() {
@@ -270,7 +291,8 @@ private:
         if (p_.what.fp8) {
             sum.sum = sum_.data();
             sum_rows_to_float32(p_.what.dtype, sum);
-            quantize_row(DType::kFloat32, sum_.data(), c_.hidden, false, reinterpret_cast<uint8_t*>(slot), reinterpret_cast<float*>(slot + c_.hidden));
+            quantize_row(DType::kFloat32, sum_.data(), c_.hidden, false, reinterpret_cast<uint8_t*>(slot),
+                         reinterpret_cast<float*>(slot + c_.hidden));
         } else {
             sum_rows(p_.what.dtype, sum);
         }

@@ -13,15 +13,20 @@ namespace deepep_moe {
 // Rows of a turn: lanes LowLatencyLane[num_ranks][num_max_tokens][num_topk] | arrived u64[num_ranks][num_max_tokens][kArrivedWords] |
 // slots [num_ranks][num_max_tokens] of slot_bytes.
 struct HostLowLatencyLayout : LowLatencyLayout {
-    static constexpr int kArrivedWords = 16;  // of one flag of `arrived`, of which the first is used: each has its own line of memory
+    static constexpr int kArrivedWords = 16;    // of one flag of `arrived`, of which the first is used: each has its own line of memory
     int64_t slot_bytes, lanes, arrived, slots;  // in a turn
 
     explicit HostLowLatencyLayout(const LowLatencyConfig& c)
-        : LowLatencyLayout(c, bytes_of_lanes(c) + c.capacity() * (8 * kArrivedWords + bytes_of_slot(c))), slot_bytes(bytes_of_slot(c)), lanes(rows),
-          arrived(lanes + bytes_of_lanes(c)), slots(arrived + c.capacity() * 8 * kArrivedWords) {}
+        : LowLatencyLayout(c, bytes_of_lanes(c) + c.capacity() * (8 * kArrivedWords + bytes_of_slot(c))),
+          slot_bytes(bytes_of_slot(c)),
+          lanes(rows),
+          arrived(lanes + bytes_of_lanes(c)),
+          slots(arrived + c.capacity() * 8 * kArrivedWords) {}
 
 private:
-    static int64_t bytes_of_lanes(const LowLatencyConfig& c) { return round_up(static_cast<int64_t>(sizeof(LowLatencyLane)) * c.capacity() * c.num_topk, 128); }
+    static int64_t bytes_of_lanes(const LowLatencyConfig& c) {
+        return round_up(static_cast<int64_t>(sizeof(LowLatencyLane)) * c.capacity() * c.num_topk, 128);
+    }
     static int64_t bytes_of_slot(const LowLatencyConfig& c) { return round_up(4 * static_cast<int64_t>(c.hidden), 128); }
 };
 

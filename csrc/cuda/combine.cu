@@ -31,9 +31,19 @@ struct Kernel {
     const int warp, lane;
 
     __device__ Kernel(const GpuCombineParams& p, const GpuParts& parts)
-        : p(p), parts(parts), c(p.context), config(c.config), row_bytes(config.hidden * (16 / Values::kCount)), num_pieces(static_cast<int>(row_bytes / 16)),
-          num_parts(divide_up(num_pieces, p.max_part_pieces)), part_pieces(divide_up(num_pieces, 32 * num_parts) * 32), slot(row_bytes, p.tail_bytes()),
-          own(c, c.rank), sequence(c.state->sequence), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+        : p(p),
+          parts(parts),
+          c(p.context),
+          config(c.config),
+          row_bytes(config.hidden * (16 / Values::kCount)),
+          num_pieces(static_cast<int>(row_bytes / 16)),
+          num_parts(divide_up(num_pieces, p.max_part_pieces)),
+          part_pieces(divide_up(num_pieces, 32 * num_parts) * 32),
+          slot(row_bytes, p.tail_bytes()),
+          own(c, c.rank),
+          sequence(c.state->sequence),
+          warp(threadIdx.x / 32),
+          lane(threadIdx.x % 32) {}
 
     // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.
     __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
@@ -61,7 +71,7 @@ struct Kernel {
     // The rows of one token on this rank, in order of top-k: lane n knows the n-th.
     struct Rows {
         int recv_token = -1;
-        int row_of_lane = -1;  // the row of this lane of top-k; a row of the rank layout is lane 0's
+        int row_of_lane = -1;             // the row of this lane of top-k; a row of the rank layout is lane 0's
         const std::byte* from = nullptr;  // the lane-th of `count` rows
         int count = 0;
         float weight = 1.0f;
@@ -70,7 +80,8 @@ struct Kernel {
         __device__ Rows(const Kernel& k, int token) : recv_token(token) {
             const GpuCombineParams& p = k.p;
             if (recv_token < 0) return;
-            if (p.is_expert_layout && k.lane < k.config.num_topk) row_of_lane = p.recv_row_idx[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane];
+            if (p.is_expert_layout && k.lane < k.config.num_topk)
+                row_of_lane = p.recv_row_idx[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane];
             if (!p.is_expert_layout && k.lane == 0 && recv_token < p.num_rows) row_of_lane = recv_token;
         }
 
@@ -88,12 +99,15 @@ struct Kernel {
         __device__ float lane_value(const Kernel& k) const {
             const GpuCombineParams& p = k.p;
             if (p.is_expert_layout) return row_of_lane >= 0 ? p.lane_values[row_of_lane] : 0.0f;
-            return recv_token >= 0 && recv_token < p.num_rows ? p.lane_values[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane] : 0.0f;
+            return recv_token >= 0 && recv_token < p.num_rows ? p.lane_values[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane]
+                                                              : 0.0f;
         }
 
         // Adds pieces first, first + 32, ... of the rows to `sum`.
         __device__ void add(const Kernel& k, Sum& sum, int first, int end) const {
-            const auto rows = [&](int n) { return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n))); };
+            const auto rows = [&](int n) {
+                return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n)));
+            };
             const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight, n); };
             sum_pieces<Values, kBatch>(sum, first, end, count, rows, weights, Pieces{});
         }
@@ -133,7 +147,8 @@ struct Kernel {
 
     __device__ void reduce_row(const Remote& remote) const {
         std::byte* to = own.outbox(remote.peer) + remote.index * slot.bytes;
-        if (remote.part == 0 && p.has_lane_values && lane < config.num_topk) reinterpret_cast<float*>(to + row_bytes)[lane] = remote.rows.lane_value(*this);
+        if (remote.part == 0 && p.has_lane_values && lane < config.num_topk)
+            reinterpret_cast<float*>(to + row_bytes)[lane] = remote.rows.lane_value(*this);
         each_batch(remote.part, [&](int first, int end) {
             Sum sum = {};
             remote.rows.add(*this, sum, first, end);
@@ -177,7 +192,8 @@ struct Kernel {
             const Rows next_rows = rows_of(next_index);
             rows.look_up(*this);
             const bool is_remote = index >= 0 && lane != c.rank;
-            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows))) return;
+            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows)))
+                return;
             __syncwarp();  // what one lane has seen arrive, all may read
             finish_token(task / num_parts, task % num_parts, index, rows);
             task = next, index = next_index, rows = next_rows;
@@ -193,7 +209,9 @@ struct Kernel {
         const int rank = nth_set(ranks, lane), there = __shfl_sync(kFullWarp, index, rank);  // lane n: the n-th rank and its slot
         const std::byte* from = lane < num_ranks ? sum_from(rank, there) : p.bias + static_cast<int64_t>(token) * row_bytes;
         if (lane < num_ranks && rank == c.rank) from = nullptr;
-        const auto sums = [&](int n) { return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n))); };
+        const auto sums = [&](int n) {
+            return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n)));
+        };
         each_batch(part, [&](int first, int end) {
             Sum sum = {}, here = {};
             rows.add(*this, here, first, end);
@@ -206,8 +224,8 @@ struct Kernel {
         if (part == 0 && p.combined_lane_values != nullptr) take_lane_values(token, index, rows);
     }
 
-    // The same where tokens share rows of the result: a part of such a row a warp. Each of its tokens went to one expert at most, and back as it
-    // was; lane n knows the n-th.
+    // The same where tokens share rows of the result: a part of such a row a warp. Each of its tokens went to one expert at most, and back
+    // as it was; lane n knows the n-th.
     __device__ void finish_sums() const {
         WarpTasks tasks(&c.state->next_receive);
         const int num_results = p.routing.num_tokens / p.repeats, num_tasks = num_results * num_parts;
@@ -215,9 +233,12 @@ struct Kernel {
         for (int task = tasks.take(); task < num_tasks; task = tasks.take()) {
             const Returned token(*this, lane < p.repeats ? lane * num_results + task / num_parts : -1);
             const bool is_remote = token.rank >= 0 && token.rank != c.rank;
-            if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows))) return;
+            if (!__all_sync(kFullWarp,
+                            !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows)))
+                return;
             __syncwarp();  // what one lane has seen arrive, all may read
-            if (task % num_parts == 0 && p.combined_lane_values != nullptr && token.number >= 0) p.combined_lane_values[token.number] = token.lane_value(*this);
+            if (task % num_parts == 0 && p.combined_lane_values != nullptr && token.number >= 0)
+                p.combined_lane_values[token.number] = token.lane_value(*this);
             sum_tokens(task / num_parts, task % num_parts, token);
         }
     }
@@ -247,7 +268,8 @@ struct Kernel {
         const unsigned there = __ballot_sync(kFullWarp, token.from != nullptr);
         const float own_weight = token.from != nullptr && p.source_weights != nullptr ? p.source_weights[token.number] : 1.0f;
         const auto rows = [&](int n) {
-            return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(token.from), nth_set(there, n))));
+            return pieces(
+                reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(token.from), nth_set(there, n))));
         };
         const auto weights = [&](int n) { return __shfl_sync(kFullWarp, own_weight, nth_set(there, n)); };
         each_batch(part, [&](int first, int end) {
@@ -267,7 +289,8 @@ struct Kernel {
         const int there = __shfl_sync(kFullWarp, index, rank);
         if (lane >= config.num_topk) return;
         float value = 0.0f;
-        if (expert >= 0) value = rank == c.rank ? rows.lane_value(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
+        if (expert >= 0)
+            value = rank == c.rank ? rows.lane_value(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
         p.combined_lane_values[entry] = value;
     }
 };
@@ -276,7 +299,8 @@ template <DType kType, class Ring, bool kSumsTokens>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
     __shared__ GpuParts parts;
     if (p.parts.num_parts > 0) {
-        if (threadIdx.x < p.parts.num_parts) parts.first_row[threadIdx.x] = p.parts.first_row[threadIdx.x], parts.rows[threadIdx.x] = p.parts.rows[threadIdx.x];
+        if (threadIdx.x < p.parts.num_parts)
+            parts.first_row[threadIdx.x] = p.parts.first_row[threadIdx.x], parts.rows[threadIdx.x] = p.parts.rows[threadIdx.x];
         __syncthreads();
     }
     if (!wait_for_plan(p.context, false)) return wait_for_kernel_before();

@@ -11,7 +11,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block: one sets the flags of those that send
-constexpr int kTaskRows = 2;  // that a receiving warp takes at a time
+constexpr int kTaskRows = 2;                  // that a receiving warp takes at a time
 static_assert(kChunkSlots % kTaskRows == 0);
 
 // What happens to rows as they reach their places: nothing, or `weigh_row`.
@@ -35,8 +35,16 @@ struct Receiver {
     unsigned lanes_here = 0;  // sources whose lanes this warp has seen arrive, a bit each
 
     __device__ Receiver(const GpuDispatchParams& p, const GpuSlotLayout& slot, int64_t num_rows)
-        : p(p), c(p.context), config(c.config), slot(slot), own(c, c.rank), sequence(c.state->sequence), num_rows(num_rows),
-          warp(threadIdx.x / 32), lane(threadIdx.x % 32), ring(p.ring, slot) {}
+        : p(p),
+          c(p.context),
+          config(c.config),
+          slot(slot),
+          own(c, c.rank),
+          sequence(c.state->sequence),
+          num_rows(num_rows),
+          warp(threadIdx.x / 32),
+          lane(threadIdx.x % 32),
+          ring(p.ring, slot) {}
 
     // Rows that stay here first: they are there already. Then the sources in the order in which they serve this rank.
     __device__ void receive() {
@@ -159,7 +167,8 @@ struct Receiver {
 
     __device__ void zero_row(int64_t row) {
         if (row >= num_rows) return;
-        if constexpr (!std::is_same_v<Weighing, Unweighed>) return weigh_row<Weighing::kDType>(p.weighing, nullptr, p.recv_x + row * p.row_bytes, row, p.row_bytes);
+        if constexpr (!std::is_same_v<Weighing, Unweighed>)
+            return weigh_row<Weighing::kDType>(p.weighing, nullptr, p.recv_x + row * p.row_bytes, row, p.row_bytes);
         ring.store_zeros(p.recv_x + row * p.row_bytes);
         const int num_weights = p.recv_topk_weights == nullptr ? 0 : p.is_expert_layout ? 1 : config.num_topk;
 #pragma unroll 1
@@ -195,7 +204,8 @@ struct LaneSender {
         for (int entry = block * blockDim.x + threadIdx.x; entry < num_entries; entry += step) send_lane(entry);
         fence_system();
         if (!is_last_block(&c.state->num_told, p.num_lane_blocks)) return;
-        if (static_cast<int>(threadIdx.x) < config.num_ranks) store_release(Workspace(c, threadIdx.x).lanes_ready(c.rank), c.state->sequence);
+        if (static_cast<int>(threadIdx.x) < config.num_ranks)
+            store_release(Workspace(c, threadIdx.x).lanes_ready(c.rank), c.state->sequence);
     }
 
     __device__ void send_lane(int entry) const {
@@ -204,7 +214,8 @@ struct LaneSender {
         GpuLane lane{-1, 0.0f};
         if (expert >= 0) {
             lane.target = expert % num_local;
-            if (p.is_expert_layout && !p.cached) lane.target = r.expert_row_base[expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
+            if (p.is_expert_layout && !p.cached)
+                lane.target = r.expert_row_base[expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
             if (p.topk_weights != nullptr) lane.weight = p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
         }
 #pragma unroll 1
@@ -260,7 +271,8 @@ void launch_dispatch(const GpuDispatchParams& p, void* stream, bool early) {
     const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
     if (blocks == 0) return;
     if (p.weighing.weights == nullptr) return launch_for<Unweighed>(p, blocks, stream, early);
-    with_dtype(p.weighing.dtype, "fp8 rows have no gradient", [&](auto dtype) { launch_for<Weighed<dtype.value>>(p, blocks, stream, early); });
+    with_dtype(p.weighing.dtype, "fp8 rows have no gradient",
+               [&](auto dtype) { launch_for<Weighed<dtype.value>>(p, blocks, stream, early); });
 }
 
 }  // namespace deepep_moe

@@ -14,9 +14,9 @@ constexpr int blocks_per_sm(int quads) { return quads <= 2 ? 2 : 1; }  // so man
 
 // What all warps know: sizes that follow from the options.
 struct Sizes {
-    int share;                       // experts of a lane, at most
-    int set_size, set_shift;         // neighbouring experts that 2^set_shift lanes own together: a group, or all
-    bool sets_are_groups;            // otherwise groups are searched in shared memory, `search_lanes` a group
+    int share;                // experts of a lane, at most
+    int set_size, set_shift;  // neighbouring experts that 2^set_shift lanes own together: a group, or all
+    bool sets_are_groups;     // otherwise groups are searched in shared memory, `search_lanes` a group
     int search_lanes, search_share;
     bool is_full;                    // all lanes own as many as fit
     int num_counts;                  // experts and ranks
@@ -66,14 +66,23 @@ struct Gate {
     int32_t* const counts;        // shared memory [num_experts + num_ranks], of the block
     float* const scores;          // of this warp, as what follows
     uint32_t* const keys;
-    uint32_t* const group_keys;   // [num_groups]; unused where sets are groups
+    uint32_t* const group_keys;  // [num_groups]; unused where sets are groups
 
     __device__ Gate(const Launch& launch, int32_t* shared)
-        : launch(launch), p(launch.params), o(p.gate.options), s(launch.sizes), lane(threadIdx.x % 32), set(lane >> s.set_shift),
-          member(lane - (set << s.set_shift)), first(first_expert(lane)),
-          num_own(set * s.set_size < o.num_experts ? min(s.share, s.set_size - member * s.share) : 0), bias{}, counts(shared),
+        : launch(launch),
+          p(launch.params),
+          o(p.gate.options),
+          s(launch.sizes),
+          lane(threadIdx.x % 32),
+          set(lane >> s.set_shift),
+          member(lane - (set << s.set_shift)),
+          first(first_expert(lane)),
+          num_own(set * s.set_size < o.num_experts ? min(s.share, s.set_size - member * s.share) : 0),
+          bias{},
+          counts(shared),
           scores(reinterpret_cast<float*>(shared) + s.count_words + threadIdx.x / 32 * s.words_of_warp),
-          keys(reinterpret_cast<uint32_t*>(scores) + 32 * kShare), group_keys(keys + 32 * kShare) {}
+          keys(reinterpret_cast<uint32_t*>(scores) + 32 * kShare),
+          group_keys(keys + 32 * kShare) {}
 
     __device__ int first_expert(int of_lane) const {
         const int of_set = of_lane >> s.set_shift;
@@ -314,7 +323,8 @@ __device__ __noinline__ float score_of(float x, ScoreFunction function, double l
 }
 
 // Each lane those of its experts, from their scores in shared memory.
-__device__ __noinline__ void write_shares(const float* scores, const Launch& launch, int64_t token, int first, int num_own, bool is_routed) {
+__device__ __noinline__ void write_shares(const float* scores, const Launch& launch, int64_t token, int first, int num_own,
+                                          bool is_routed) {
     const GateOptions& o = launch.params.gate.options;
     float* const row = launch.params.gate.shares + token * o.num_experts;
     if (!is_routed) return zero_any_row(row, 4 * o.num_experts);
@@ -420,7 +430,8 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kQuads)) gate(const __
     warp.fetch(token, logits);
     warp.fetch_bias();
 #pragma unroll 1
-    for (int i = blockIdx.x * kThreads + threadIdx.x; p.next_counts != nullptr && i < num_counts; i += gridDim.x * kThreads) p.next_counts[i] = 0;
+    for (int i = blockIdx.x * kThreads + threadIdx.x; p.next_counts != nullptr && i < num_counts; i += gridDim.x * kThreads)
+        p.next_counts[i] = 0;
     __syncthreads();
 #pragma unroll 1
     for (; token < p.gate.options.num_tokens; token += step) {
@@ -433,7 +444,9 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kQuads)) gate(const __
         if (counts[i] != 0) atomicAdd(p.gate.num_tokens_per_expert + i, counts[i]);
 }
 
-bool is_quad_aligned(const void* numbers, DType dtype) { return reinterpret_cast<uintptr_t>(numbers) % (kQuad * element_bytes(dtype)) == 0; }
+bool is_quad_aligned(const void* numbers, DType dtype) {
+    return reinterpret_cast<uintptr_t>(numbers) % (kQuad * element_bytes(dtype)) == 0;
+}
 
 // A power of two, so that this many lanes for each of `num` fit into a warp, or 1.
 int lanes_for_each(int num) {
@@ -462,8 +475,8 @@ Sizes sizes_of(const GpuGateParams& p) {
     s.share = share_of(s.set_size, set_lanes);
     s.num_counts = o.num_experts + p.num_ranks;
     s.count_words = divide_up(s.num_counts, 4) * 4;
-    s.is_aligned = s.set_size % kQuad == 0 && is_quad_aligned(p.gate.logits, o.dtype) && is_quad_aligned(p.gate.expert_bias, DType::kFloat32) &&
-                   is_quad_aligned(p.gate.shares, DType::kFloat32);
+    s.is_aligned = s.set_size % kQuad == 0 && is_quad_aligned(p.gate.logits, o.dtype) &&
+                   is_quad_aligned(p.gate.expert_bias, DType::kFloat32) && is_quad_aligned(p.gate.shares, DType::kFloat32);
     return s;
 }
 
@@ -480,7 +493,9 @@ void launch_gate_of(Launch params, void* stream) {
     if (status != cudaSuccess) throw std::runtime_error(std::string("launch of gate failed: ") + cudaGetErrorString(status));
     const int64_t wanted = divide_up(o.num_tokens, kWarps), most = int64_t{blocks_per_sm(kQuads)} * num_multiprocessors;
     const int64_t shared_bytes = int64_t{4} * (s.count_words + kWarps * s.words_of_warp);
-    if (wanted > 0) launch<gate<kQuads>>("gate", static_cast<int>(wanted < most ? wanted : most), kThreads, shared_bytes, params, stream, can_start_early(stream));
+    if (wanted > 0)
+        launch<gate<kQuads>>("gate", static_cast<int>(wanted < most ? wanted : most), kThreads, shared_bytes, params, stream,
+                             can_start_early(stream));
 }
 
 }  // namespace

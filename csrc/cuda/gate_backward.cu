@@ -43,7 +43,8 @@ struct Gradient {
     __device__ int load_expert() const {
         if (lane >= o.num_topk) return -1;
         const int64_t at = token * o.num_topk + lane;
-        const int64_t expert = o.index64 ? static_cast<const int64_t*>(p.gate.topk_idx)[at] : static_cast<const int32_t*>(p.gate.topk_idx)[at];
+        const int64_t expert =
+            o.index64 ? static_cast<const int64_t*>(p.gate.topk_idx)[at] : static_cast<const int32_t*>(p.gate.topk_idx)[at];
         return expert >= 0 && expert < o.num_experts ? static_cast<int>(expert) : -1;
     }
 
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(kThreads) gate_backward(const __grid_constant_
 template <bool kHasRow>
 void launch_gate_backward_of(const GpuGateBackwardParams& p, void* stream) {
     const int64_t blocks = divide_up(p.gate.options.num_tokens, kThreads / 32);
-    if (blocks > 0) launch<gate_backward<kHasRow>>("gate_backward", static_cast<int>(blocks), kThreads, 0, p, stream, can_start_early(stream));
+    if (blocks > 0)
+        launch<gate_backward<kHasRow>>("gate_backward", static_cast<int>(blocks), kThreads, 0, p, stream, can_start_early(stream));
 }
 
 }  // namespace

@@ -27,8 +27,8 @@ struct GpuAnnounceParams {
 };
 void launch_announce(const GpuAnnounceParams& params, void* stream);
 
-// The ring for rows of this size: as wished within `wished_bytes` of shared memory a block, else smaller, down to three rows of one warp; no
-// stages where these do not fit into `shared_bytes`.
+// The ring for rows of this size: as wished within `wished_bytes` of shared memory a block, else smaller, down to three rows of one warp;
+// no stages where these do not fit into `shared_bytes`.
 GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t wished_bytes, int64_t shared_bytes);
 
 }  // namespace deepep_moe

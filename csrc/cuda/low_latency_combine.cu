@@ -1,6 +1,6 @@
 // Low-latency combine in one kernel, or in two halves. Sending: a block sums the rows of a token's experts on this rank and pushes the sum,
-// arranged in lines in shared memory. Receiving: a block waits for a part of a token's sums and adds them. Rows that are summed come through
-// shared memory too, as registers could not hold all that must be on its way at once.
+// arranged in lines in shared memory. Receiving: a block waits for a part of a token's sums and adds them. Rows that are summed come
+// through shared memory too, as registers could not hold all that must be on its way at once.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"
@@ -12,12 +12,12 @@ namespace {
 
 using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 
-constexpr int kThreads = 512, kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
-constexpr int kBatch = 2;                               // pieces of 16 bytes of a row, of a lane at a time
-constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
-constexpr int kRowsOnTheirWay = 7;                      // of a token, to the block that sums them
-constexpr int kRanksAtOnce = 2;                         // whose parts are on their way to the thread that adds them
-constexpr int kLastWarp = kThreads / 32 - 1;
+constexpr int kThreads = 512, kLastWarp = kThreads / 32 - 1;
+constexpr int kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
+constexpr int kBatch = 2;                                               // pieces of 16 bytes of a row, of a lane at a time
+constexpr int kBatchPieces = kBatch * kSummingThreads;                  // of a block at a time: a row of 7168 columns of bf16
+constexpr int kRowsOnTheirWay = 7;                                      // of a token, to the block that sums them
+constexpr int kRanksAtOnce = 2;                                         // whose parts are on their way to the thread that adds them
 
 // The rows that make the sum of a token.
 struct TokenRows {
@@ -40,9 +40,9 @@ struct Kernel {
     using Values = Piece<kType>;
     using Columns = Fp8Columns<Values::kCount>;
     using Sum = float[kBatch][Values::kCount];
-    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;               // of a piece on its way
+    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;             // of a piece on its way
     static constexpr int kSentPieces = kBatchPieces * Values::kCount / kColumns;  // of a batch
-    using Staged = StagedPieces<kSentPieces>;  // not more than Shared::staged
+    using Staged = StagedPieces<kSentPieces>;                                     // not more than Shared::staged
 
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
@@ -119,7 +119,8 @@ struct Kernel {
     // the sum of this one is pushed: a link takes it slowly.
     __device__ void send() const {
         const int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
-        const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)), end = min(config.num_ranks * most, config.capacity());
+        const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)),
+                      end = min(config.num_ranks * most, config.capacity());
         int turn = 0;
         bool is_loaded = false;
         if (warp == kLastWarp) find_rows(blockIdx.x, num_tokens, shared().tokens[0]);
@@ -244,7 +245,8 @@ struct Kernel {
             here = parts.here(place, flag);
             unsigned given_up = 0;
 #pragma unroll
-            for (int n = 0; n < kRanksAtOnce; ++n) given_up |= static_cast<unsigned>(masks_too && rank[n] >= 0 && is_masked(c, rank[n])) << n;
+            for (int n = 0; n < kRanksAtOnce; ++n)
+                given_up |= static_cast<unsigned>(masks_too && rank[n] >= 0 && is_masked(c, rank[n])) << n;
             return (here | __reduce_or_sync(kFullWarp, given_up)) == parts.kAll;
         };
         const bool is_done = look_until(c, done);
@@ -262,7 +264,8 @@ struct Kernel {
             Values::load(part, x);
         } else {
             const int end = lane / kPartsOfLine * kPartsOfLine + kLinePieces;
-            const float scale = scale_of(piece_of(i), make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
+            const float scale =
+                scale_of(piece_of(i), make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
             Fp8Columns<kColumns> y;
             y.raw = part;
 #pragma unroll

@@ -18,7 +18,8 @@ __device__ void forget_flags(const LowLatencyContext& c, int source) {
         if (threadIdx.x == 0) *own.entered(source) = 0;
         for (int expert = threadIdx.x; expert < c.config.num_local_experts; expert += kThreads) own.counts(source)[expert] = 0;
         const int64_t num_lines = c.config.num_max_tokens * c.layout.slot_bytes / kLineBytes;
-        for (int64_t line = threadIdx.x; line < num_lines; line += kThreads) own.head(source, 0)[line * kPartsOfLine + kLinePieces] = make_uint4(0, 0, 0, 0);
+        for (int64_t line = threadIdx.x; line < num_lines; line += kThreads)
+            own.head(source, 0)[line * kPartsOfLine + kLinePieces] = make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
 }
@@ -57,7 +58,8 @@ __device__ void catch_up(const LowLatencyContext& c) {
     if (call <= kMaxInFlight) return;
     const Turn own(c, c.rank, call - kMaxInFlight);
     for (int peer = 0; peer < c.config.num_ranks; ++peer)
-        if (peer != c.rank && takes_part(c, peer, call - kMaxInFlight)) wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry);
+        if (peer != c.rank && takes_part(c, peer, call - kMaxInFlight))
+            wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry);
 }
 
 __device__ void refuse(const LowLatencyControlParams& p) {

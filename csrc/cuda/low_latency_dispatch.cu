@@ -1,7 +1,7 @@
 // Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
-// others push rows, a token at a time, each with its place among this rank's tokens of the same expert, quantized on the way and arranged in
-// lines in shared memory. Receiving: a warp waits for a token's head, and for how many rows of its experts come before, then half of the block
-// copies the row there. What all warps of a block would work out is left to one: instructions are what there is least of.
+// others push rows, a token at a time, each with its place among this rank's tokens of the same expert, quantized on the way and arranged
+// in lines in shared memory. Receiving: a warp waits for a token's head, and for how many rows of its experts come before, then half of the
+// block copies the row there. What all warps of a block would work out is left to one: instructions are what there is least of.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"
@@ -41,7 +41,8 @@ struct Kernel {
     static constexpr int kGroups = 2;                   // of warps that receive
     static constexpr int kStagedPieces = kPieces * kStagingThreads;
     using Staged = StagedPieces<kStagedPieces>;  // not more than Shared::staged
-    static constexpr int kGivenBytes = kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
+    static constexpr int kGivenBytes =
+        kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
 
     const LowLatencyContext& c;
     const LowLatencyConfig& config;
@@ -230,8 +231,8 @@ struct Kernel {
 
     // ---- receiving ----
 
-    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy, a group of warps a token, so that the next one's
-    // parts are on their way. Which tokens they are needs the most of a rank; until all ranks have told, those of this one.
+    // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy, a group of warps a token, so that the next
+    // one's parts are on their way. Which tokens they are needs the most of a rank; until all ranks have told, those of this one.
     __device__ void receive() const {
         const int begin = first_token(), step = static_cast<int>(gridDim.x);
         int most = max(1, p.num_tokens), end = static_cast<int>(config.capacity());
@@ -265,7 +266,8 @@ struct Kernel {
         return block < 0 ? block + static_cast<int>(gridDim.x) : block;
     }
 
-    // The n-th of `most` of each rank, in the order in which their rows come: this rank's own, then those of the rank that pushes here first.
+    // The n-th of `most` of each rank, in the order in which their rows come: this rank's own, then those of the rank that pushes here
+    // first.
     __device__ SourceToken token_at(int nth, int most) const {
         const int turn = nth / most, source = c.rank - turn;
         return {source < 0 ? source + config.num_ranks : source, nth - turn * most};
@@ -307,7 +309,8 @@ struct Kernel {
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
             const int num_tokens = tokens_before(c, shared().more, shared().came, config.num_ranks, expert);
             p.num_recv_tokens_per_expert[expert] = num_tokens;
-            atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert, num_tokens);
+            atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_tokens_per_expert) + expert,
+                      num_tokens);
         }
     }
 
@@ -319,8 +322,10 @@ struct Kernel {
         if (lane >= config.num_topk) there.expert = -1;
         int row = -1;
         if (there.expert >= 0)
-            row = there.expert * static_cast<int>(config.capacity()) + tokens_before(c, shared().more, shared().came, from.source, there.expert) + there.index;
-        LowLatencyRow* const rows = in_handle<LowLatencyRow>(handle().rows) + (from.source * config.num_max_tokens + from.token) * config.num_topk;
+            row = there.expert * static_cast<int>(config.capacity()) +
+                  tokens_before(c, shared().more, shared().came, from.source, there.expert) + there.index;
+        LowLatencyRow* const rows =
+            in_handle<LowLatencyRow>(handle().rows) + (from.source * config.num_max_tokens + from.token) * config.num_topk;
         if (lane < config.num_topk) rows[lane] = {row, there.weight};
         const unsigned lanes = __ballot_sync(kFullWarp, row >= 0);
         const int nth = __popc(lanes & ((1u << lane) - 1));
@@ -357,7 +362,10 @@ struct Kernel {
         const uint4* const row;
         const int first, step, num;
         __device__ PartsOfRow(const Kernel& k, const SourceToken& from, int first, int step)
-            : row(Turn(k.c, k.c.rank, k.call).row(from.source, from.token)), first(first + k.lane), step(step), num(parts_of(k.num_pieces)) {}
+            : row(Turn(k.c, k.c.rank, k.call).row(from.source, from.token)),
+              first(first + k.lane),
+              step(step),
+              num(parts_of(k.num_pieces)) {}
         __device__ int nth(int i) const { return first + i * step; }
         __device__ const uint4* operator()(int i) const { return nth(i) < num ? row + nth(i) : nullptr; }
     };
@@ -386,11 +394,13 @@ struct Kernel {
         for (int n = 0; n < rows.num; ++n) *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(to) + rows.rows[n]) = part;
     }
 
-    // All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line. Column-major: the scales
-    // of one column of blocks lie together, four exponents in a word if they are rounded.
+    // All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line. Column-major:
+    // the scales of one column of blocks lie together, four exponents in a word if they are rounded.
     __device__ void write_scales(const TokenRows& rows, int first_piece, const uint4& part) const {
-        const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock, end = lane | kLinePieces;
-        const float scale = scale_of(block * kPiecesOfBlock, make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
+        const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock,
+                  end = lane | kLinePieces;
+        const float scale =
+            scale_of(block * kPiecesOfBlock, make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
         if (block * kPiecesOfBlock >= first_piece + kLinePieces || block >= num_scales) return;
 #pragma unroll 1
         for (int n = lane % kPartsOfLine; n < rows.num; n += kPartsOfLine) {

@@ -20,7 +20,8 @@ __device__ __noinline__ void refuse_duplicate(const GpuContext& c, int entry, in
     report(c, kDuplicateExpert, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
 }
 
-__device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected, int32_t* counts) {
+__device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected,
+                                        int32_t* counts) {
     const int source = at / c.layout.columns;
     const unsigned long long sequence = expected >> kValueBits;
     if (wait_word(c, Workspace(c, c.rank).entered(sequence, source), expected, source, GpuPhase::kEntry) == 0) return false;
@@ -39,18 +40,29 @@ struct Plan {
     const GpuRouting& r;
     const int columns, num_local, warp, lane;
     const unsigned long long sequence;
-    const int warp_begin, warp_end;      // this warp's tokens
-    int32_t* const warp_counts;          // shared memory [kPlanWarps, columns]: tokens of each warp
-    int32_t* const all_counts;           // [num_ranks, columns] of each rank, in its place later
-    int32_t* const experts;              // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
+    const int warp_begin, warp_end;  // this warp's tokens
+    int32_t* const warp_counts;      // shared memory [kPlanWarps, columns]: tokens of each warp
+    int32_t* const all_counts;       // [num_ranks, columns] of each rank, in its place later
+    int32_t* const experts;          // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
     const Workspace own;
-    int* const num_rows;                 // shared memory: that this rank receives
+    int* const num_rows;  // shared memory: that this rank receives
 
     __device__ Plan(const GpuPlanParams& p, int32_t* shared, int* num_rows)
-        : p(p), c(p.context), config(c.config), r(p.routing), columns(c.layout.columns),
-          num_local(config.num_experts / config.num_ranks), warp(threadIdx.x / 32), lane(threadIdx.x % 32), sequence(c.state->sequence + 1),
-          warp_begin((blockIdx.x * kPlanWarps + warp) * r.tokens_per_warp), warp_end(min(warp_begin + r.tokens_per_warp, r.num_tokens)),
-          warp_counts(shared), all_counts(shared), experts(shared + kPlanWarps * columns + warp * 32 * config.num_topk), own(c, c.rank),
+        : p(p),
+          c(p.context),
+          config(c.config),
+          r(p.routing),
+          columns(c.layout.columns),
+          num_local(config.num_experts / config.num_ranks),
+          warp(threadIdx.x / 32),
+          lane(threadIdx.x % 32),
+          sequence(c.state->sequence + 1),
+          warp_begin((blockIdx.x * kPlanWarps + warp) * r.tokens_per_warp),
+          warp_end(min(warp_begin + r.tokens_per_warp, r.num_tokens)),
+          warp_counts(shared),
+          all_counts(shared),
+          experts(shared + kPlanWarps * columns + warp * 32 * config.num_topk),
+          own(c, c.rank),
           num_rows(num_rows) {}
 
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
@@ -79,7 +91,8 @@ struct Plan {
 #pragma unroll 1
         for (int i = threadIdx.x; i < kPlanWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
 #pragma unroll 1
-        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_reduced; i += gridDim.x * kPlanThreads)
+        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_reduced;
+             i += gridDim.x * kPlanThreads)
             r.reduced[i] = 0;  // a combine is a call along a handle
         __syncthreads();
         int32_t* counts = warp_counts + warp * columns;
@@ -214,7 +227,8 @@ struct Plan {
         if (column >= config.num_experts) r.send_counts[column - config.num_experts] = total;
         const unsigned long long word = sequence << kValueBits | (refuses ? kRefused : static_cast<unsigned long long>(total));
 #pragma unroll 1
-        for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank) store_relaxed(Workspace(c, rank).counts(sequence, c.rank) + column, word);
+        for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank)
+            store_relaxed(Workspace(c, rank).counts(sequence, c.rank) + column, word);
     }
 
     // Waits for a peer to enter. One in another call, or in none, says so.
@@ -240,7 +254,8 @@ struct Plan {
             for (int look = 0; look < kQuickLooks && not_here != 0; ++look) {
                 not_here = 0;
 #pragma unroll
-                for (int i = 0; i < kLoads; ++i) word[i] = first + i * kPlanThreads < num_words ? load_relaxed(words + first + i * kPlanThreads) : expected;
+                for (int i = 0; i < kLoads; ++i)
+                    word[i] = first + i * kPlanThreads < num_words ? load_relaxed(words + first + i * kPlanThreads) : expected;
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i)
                     if (word[i] - expected >= kRefused) not_here |= 1u << i;  // older, a refusal, or that of a later call
@@ -331,7 +346,8 @@ struct Plan {
     }
 
     __device__ void place() const {
-        const int before = warp_begin < warp_end && lane < config.num_ranks ? tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;  // rank `lane`
+        const bool has_rank = warp_begin < warp_end && lane < config.num_ranks;  // rank `lane`
+        const int before = has_rank ? tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;
 #pragma unroll 1
         for (int first = warp_begin; first < warp_end; first += 32) {
             const int token = first + lane;

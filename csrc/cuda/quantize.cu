@@ -12,8 +12,10 @@ constexpr int kThreadsPerBlock = kScaleBlock / kColumns;  // of one scale
 
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ GpuQuantizeParams p) {
-    const int64_t num_blocks = divide_up(p.hidden, kScaleBlock), group = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kThreadsPerBlock;
-    const int64_t row = group / num_blocks, block = group % num_blocks, column = block * kScaleBlock + threadIdx.x % kThreadsPerBlock * kColumns;
+    const int64_t num_blocks = divide_up(p.hidden, kScaleBlock),
+                  group = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kThreadsPerBlock;
+    const int64_t row = group / num_blocks, block = group % num_blocks,
+                  column = block * kScaleBlock + threadIdx.x % kThreadsPerBlock * kColumns;
     const bool inside = row < p.num_rows && column < p.hidden;
     float x[kColumns] = {};
     if (inside) load_columns<kType>(p.x + (row * p.hidden + column) * (16 / Piece<kType>::kCount), x);
@@ -29,7 +31,8 @@ void launch_quantize(const GpuQuantizeParams& p, void* stream) {
     const int64_t threads = p.num_rows * divide_up(p.hidden, kScaleBlock) * kThreadsPerBlock;
     const int blocks = static_cast<int>(divide_up(threads, kThreads));
     if (blocks == 0) return;
-    with_dtype(p.dtype, "the rows are fp8 already", [&](auto dtype) { launch<quantize<dtype.value>>("quantize", blocks, kThreads, 0, p, stream); });
+    with_dtype(p.dtype, "the rows are fp8 already",
+               [&](auto dtype) { launch<quantize<dtype.value>>("quantize", blocks, kThreads, 0, p, stream); });
 }
 
 }  // namespace deepep_moe

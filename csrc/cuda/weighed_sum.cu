@@ -1,4 +1,5 @@
-// Sums of weighed rows, y = sum over lanes of weight * x, and their gradients. Products and sums are rounded to fp32, rows once to their dtype.
+// Sums of weighed rows, y = sum over lanes of weight * x, and their gradients. Products and sums are rounded to fp32, rows once to their
+// dtype.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"
@@ -84,7 +85,8 @@ int blocks_of(int64_t num_warps) { return static_cast<int>(divide_up(num_warps, 
 void launch_weighed_sum(const GpuWeighedSumParams& p, void* stream) {
     const int blocks = blocks_of(p.num_tokens);
     if (blocks == 0) return;
-    with_dtype(p.dtype, "fp8 rows are not weighed", [&](auto dtype) { launch<weighed_sum<dtype.value>>("weighed_sum", blocks, kThreads, 0, p, stream); });
+    with_dtype(p.dtype, "fp8 rows are not weighed",
+               [&](auto dtype) { launch<weighed_sum<dtype.value>>("weighed_sum", blocks, kThreads, 0, p, stream); });
 }
 
 void launch_weighed_sum_backward(const GpuWeighedSumParams& p, void* stream) {

@@ -18,7 +18,8 @@ std::string call_name(uint64_t sequence) { return "call " + std::to_string(seque
 class Communicator::Call {
 public:
     explicit Call(Communicator& owner) : owner_(owner) {
-        if (owner.busy_.exchange(true)) throw std::logic_error("two threads are in calls of one buffer; make its calls one after the other");
+        if (owner.busy_.exchange(true))
+            throw std::logic_error("two threads are in calls of one buffer; make its calls one after the other");
     }
     ~Call() { owner_.busy_.store(false); }
 
@@ -35,8 +36,7 @@ Communicator::Communicator(const WorkspaceConfig& config, int rank, double timeo
 }
 
 Communicator::~Communicator() {
-    if (peers_.is_owner())
-        header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
+    if (peers_.is_owner()) header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
 }
 
 void Communicator::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
@@ -105,12 +105,14 @@ void Communicator::check_entries() const {
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on({peer, "entry into the call", 0, 0}, peer);
         if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
-                                call_name(header(peer).entered) + "; see its output for the error", peer);
+                                call_name(header(peer).entered) + "; see its output for the error",
+                            peer);
         if (theirs.refused) throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + theirs.message, peer);
         if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
     }
     if (!mismatch.empty())
-        throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) + mismatch);
+        throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) +
+                            mismatch);
 }
 
 // ---- what a wait looks at ----
@@ -160,8 +162,8 @@ void Communicator::fail(const Lack& lack) {
     }
     const std::string why = peers_.why_silent(lack.peer, timeout_s_);
     throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
-                           " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) + ", seen " +
-                           std::to_string(lack.seen),
+                           " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) +
+                           ", seen " + std::to_string(lack.seen),
                        lack.peer, lack.phase, lack.expected, lack.seen);
 }
 
@@ -172,7 +174,8 @@ Ring Communicator::ring(int owner, int source, int channel) const {
 }
 
 Channel Communicator::channel(int index) {
-    Channel channel{rank_, config_.num_ranks, index, config_.num_channels, static_cast<uint32_t>(sequence_), layout_.ring_bytes(), {}, {}, this};
+    Channel channel{rank_, config_.num_ranks, index, config_.num_channels, static_cast<uint32_t>(sequence_), layout_.ring_bytes(), {}, {},
+                    this};
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         channel.outbox[peer] = ring(peer, rank_, index);
         channel.inbox[peer] = ring(rank_, peer, index);
@@ -224,7 +227,8 @@ void Communicator::check_bounds(int expert_alignment, Layout layout) const {
         for (int expert = rank * experts_per_rank; expert < (rank + 1) * experts_per_rank && layout == Layout::kExpert; ++expert) {
             int64_t rows = 0;
             for (int source = 0; source < config_.num_ranks; ++source)
-                for (int c = 0; c < config_.num_channels; ++c) rows += counts(source)[config_.num_channels * config_.num_ranks + c * config_.num_experts + expert];
+                for (int c = 0; c < config_.num_channels; ++c)
+                    rows += counts(source)[config_.num_channels * config_.num_ranks + c * config_.num_experts + expert];
             num_rows += align_up(rows, expert_alignment);
         }
         for (int source = 0; source < config_.num_ranks && layout == Layout::kRank; ++source)

@@ -27,7 +27,7 @@ struct PlanParams {
 };
 
 struct PlanResult {
-    int64_t num_recv_tokens, num_rows;    // num_rows without the bound; padded to expert_alignment in the expert layout
+    int64_t num_recv_tokens, num_rows;  // num_rows without the bound; padded to expert_alignment in the expert layout
 };
 
 class Communicator final : public PeerMonitor {
@@ -98,6 +98,5 @@ private:
     std::vector<int32_t> own_counts_;  // of the plan in hand, before it is published
     std::vector<int32_t> row_begin_;   // of the last plan: [num_ranks, num_channels, num_local_experts]
 };
-
 
 }  // namespace deepep_moe

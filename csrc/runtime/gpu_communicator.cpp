@@ -14,12 +14,12 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kFewestWorkers = 8;         // blocks of a combine that do not send
-constexpr int kPiecesForLink = 128;       // of a row that a warp sums at a time: small tasks end soon after the last rows came,
-constexpr int kPiecesForMemory = 256;     // large ones read faster, which counts where half the rows stay on the GPU
-constexpr int kMaxLaneBlocks = 48;        // with those that send and receive no more than there are multiprocessors
+constexpr int kFewestWorkers = 8;          // blocks of a combine that do not send
+constexpr int kPiecesForLink = 128;        // of a row that a warp sums at a time: small tasks end soon after the last rows came,
+constexpr int kPiecesForMemory = 256;      // large ones read faster, which counts where half the rows stay on the GPU
+constexpr int kMaxLaneBlocks = 48;         // with those that send and receive no more than there are multiprocessors
 constexpr int64_t kRoundsToAsk = 1 << 20;  // of a wait for counts: some tens of milliseconds
-constexpr int kRingBytes = 184 * 1024;    // of a block's rows on their way: the link is slower where more are
+constexpr int kRingBytes = 184 * 1024;     // of a block's rows on their way: the link is slower where more are
 
 // That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
 int lane_blocks(int64_t num_lanes) { return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, 512), 1, kMaxLaneBlocks)); }
@@ -29,7 +29,13 @@ int lane_blocks(int64_t num_lanes) { return static_cast<int>(std::clamp<int64_t>
 // ---- memory ----
 
 GpuCommunicator::GpuCommunicator(const GpuWorkspaceConfig& config, int rank, int device, double timeout_s)
-    : config_(config), layout_(config), rank_(rank), device_(device), owner_pid_(getpid()), timeout_s_(timeout_s), memory_(config.num_ranks, rank, device) {
+    : config_(config),
+      layout_(config),
+      rank_(rank),
+      device_(device),
+      owner_pid_(getpid()),
+      timeout_s_(timeout_s),
+      memory_(config.num_ranks, rank, device) {
     try {
         allocate();
     } catch (...) {
@@ -44,14 +50,16 @@ void GpuCommunicator::allocate() {
     shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
     has_early_launch_ = tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
     if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
-        throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " + std::to_string(kRefused - 1));
+        throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " +
+                                    std::to_string(kRefused - 1));
     const int64_t plan_bytes = plan_shared_bytes(config_);
     if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
         throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +
                                  " bytes of shared memory for their counts, this GPU has " + std::to_string(shared_bytes_) + " a block");
     if (const int blocks = plan_blocks_per_multiprocessor(config_) * num_multiprocessors_; blocks < kMaxSegments)
-        throw std::runtime_error("this GPU holds " + std::to_string(blocks) + " blocks of a plan with " + std::to_string(config_.num_experts) +
-                                 " experts at once, and " + std::to_string(kMaxSegments) + " must be");
+        throw std::runtime_error("this GPU holds " + std::to_string(blocks) + " blocks of a plan with " +
+                                 std::to_string(config_.num_experts) + " experts at once, and " + std::to_string(kMaxSegments) +
+                                 " must be");
     memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
     void* host = nullptr;
     const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config_.num_experts / config_.num_ranks);
@@ -154,7 +162,8 @@ GpuCombineParams GpuCommunicator::completed(GpuCombineParams params) const {
 void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uintptr_t stream) {
     const DeviceGuard guard(device_);
     if (params.reports_counts && is_capturing(as_stream(stream)))
-        throw std::invalid_argument("a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
+        throw std::invalid_argument(
+            "a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
     follow(as_stream(stream));
     complete(params.routing);
     ++num_plans_;
@@ -176,7 +185,8 @@ GpuCounts GpuCommunicator::wait_counts(int64_t* numbers) {
         if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
         if (Clock::now() > deadline) {
             check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-            throw TimeoutError("rank " + std::to_string(rank_) + ": no counts from this rank's own GPU within the deadline", rank_, "counts", 1, 0);
+            throw TimeoutError("rank " + std::to_string(rank_) + ": no counts from this rank's own GPU within the deadline", rank_,
+                               "counts", 1, 0);
         }
     }
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -217,7 +227,8 @@ void GpuCommunicator::combine(GpuCombineParams params, int num_sms, bool finishe
     const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks);
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
-    if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, as_stream(stream), finishes && follows_plan(as_stream(stream)));
+    if (params.num_send_blocks + params.num_work_blocks > 0)
+        launch_combine(params, as_stream(stream), finishes && follows_plan(as_stream(stream)));
 }
 
 void GpuCommunicator::start_dispatch(GpuDispatchParams params, int num_sms, uintptr_t stream) {
@@ -250,7 +261,8 @@ void GpuCommunicator::copy(const std::vector<int>& counts, int64_t slot_bytes, u
         check_cuda(cudaStreamWaitEvent(announcing_, copied_, 0), "cudaStreamWaitEvent");
     };
     const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {
-        check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies), "cudaMemcpyAsync");
+        check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies),
+                   "cudaMemcpyAsync");
         announce_after(copies);
     };
     for (int offset = 1; offset < config_.num_ranks; ++offset) {
@@ -267,15 +279,19 @@ void GpuCommunicator::copy(const std::vector<int>& counts, int64_t slot_bytes, u
 
 void GpuCommunicator::copy_block(int peer, int64_t bytes, uintptr_t stream) {
     if (peer == rank_ || bytes > layout_.box_bytes)
-        throw std::invalid_argument("a block to rank " + std::to_string(peer) + " of " + std::to_string(bytes) + " bytes; the workspace has room for " +
-                                    std::to_string(layout_.box_bytes) + " to another rank");
+        throw std::invalid_argument("a block to rank " + std::to_string(peer) + " of " + std::to_string(bytes) +
+                                    " bytes; the workspace has room for " + std::to_string(layout_.box_bytes) + " to another rank");
     const DeviceGuard guard(device_);
     check_cuda(cudaMemcpyAsync(inbox_of(peer), outbox_for(peer), bytes, cudaMemcpyDeviceToDevice, as_stream(stream)), "cudaMemcpyAsync");
 }
 
 // This rank's slots in the memory of `peer`, and those for `peer` in its own.
-std::byte* GpuCommunicator::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox + (rank_ - (rank_ > peer)) * layout_.box_bytes; }
-std::byte* GpuCommunicator::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox + (peer - (peer > rank_)) * layout_.box_bytes; }
+std::byte* GpuCommunicator::inbox_of(int peer) const {
+    return memory_.of(peer) + layout_.inbox + (rank_ - (rank_ > peer)) * layout_.box_bytes;
+}
+std::byte* GpuCommunicator::outbox_for(int peer) const {
+    return memory_.of(rank_) + layout_.outbox + (peer - (peer > rank_)) * layout_.box_bytes;
+}
 
 void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
     const DeviceGuard guard(device_);
@@ -369,17 +385,20 @@ GpuFailure GpuCommunicator::in_calls(GpuFailure f) const {
 }
 
 std::string GpuCommunicator::describe(const GpuFailure& f, int rank) const {
-    const std::string token = "topk_idx[" + std::to_string(f.expected), me = "rank " + std::to_string(rank), peer = "rank " + std::to_string(f.peer);
+    const std::string token = "topk_idx[" + std::to_string(f.expected), me = "rank " + std::to_string(rank),
+                      peer = "rank " + std::to_string(f.peer);
     const std::string expected = std::to_string(f.expected), seen = std::to_string(f.seen);
     const auto call = [](uint64_t packed) { return deepep_moe::describe(unpack(packed)); };
     switch (f.kind) {
         case kIndexOutOfRange:
-            return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " + std::to_string(config_.num_experts - 1);
+            return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " +
+                   std::to_string(config_.num_experts - 1);
         case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
         case kBoundExceeded:
             return me + " would receive " + seen + " rows, more than its num_recv_rows of " + expected + "; give a larger bound or none";
         case kMismatch:
-            return "ranks make different calls: " + me + ": " + call(stamp_of(rank_, f.expected).what) + "; " + peer + ": " + call(stamp_of(f.peer, f.expected).what);
+            return "ranks make different calls: " + me + ": " + call(stamp_of(rank_, f.expected).what) + "; " + peer + ": " +
+                   call(stamp_of(f.peer, f.expected).what);
         case kPeerRefused: return peer + " refused its arguments";
         default:
             return me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +

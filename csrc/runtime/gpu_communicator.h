@@ -15,10 +15,10 @@ namespace deepep_moe {
 
 // How kernels divide a GPU. Defaults are set for the device; a benchmark may vary them between calls.
 struct GpuTuning {
-    GpuRing ring{6, 4};                // of one block, as far as its rows are to be on their way at once
-    bool uses_bulk_copies = true;      // false: 16-byte loads and stores, the only way before sm_90
-    int num_receive_blocks = 64;       // of a dispatch
-    int num_work_blocks = 0;           // of a combine; 0: all multiprocessors that do not send
+    GpuRing ring{6, 4};            // of one block, as far as its rows are to be on their way at once
+    bool uses_bulk_copies = true;  // false: 16-byte loads and stores, the only way before sm_90
+    int num_receive_blocks = 64;   // of a dispatch
+    int num_work_blocks = 0;       // of a combine; 0: all multiprocessors that do not send
 };
 
 class GpuCommunicator {
@@ -106,7 +106,7 @@ private:
     int* expert_counts_ = nullptr;  // [num_local_experts]
 
     cudaStream_t sending_ = nullptr, copying_ = nullptr, announcing_ = nullptr;  // own streams, beside the caller's
-    cudaStream_t last_ = nullptr;                            // of the last call
+    cudaStream_t last_ = nullptr;                                                // of the last call
     bool has_last_ = false, is_sending_ = false, has_early_launch_ = false;
     cudaEvent_t forked_ = nullptr, sent_ = nullptr, copied_ = nullptr, followed_ = nullptr;
 };

@@ -12,7 +12,8 @@ namespace deepep_moe {
 
 // ---- memory ----
 
-GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled)
+GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& config, int rank, int device, double timeout_s,
+                                                     bool masks_stalled)
     : config_(config),
       layout_(config),
       rank_(rank),
@@ -31,11 +32,13 @@ GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& con
 
 void GpuLowLatencyCommunicator::allocate() {
     const DeviceGuard guard(device_);
-    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - kStaticSharedBytes, needed = std::max(low_latency_shared_bytes(config_), low_latency_combine_shared_bytes());
+    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - kStaticSharedBytes,
+                  needed = std::max(low_latency_shared_bytes(config_), low_latency_combine_shared_bytes());
     const int blocks = needed > shared ? 0 : low_latency_blocks_per_multiprocessor(config_);
     if (blocks == 0)
-        throw std::runtime_error("low-latency calls with " + std::to_string(config_.num_experts) + " experts and " + std::to_string(config_.num_max_tokens) + " tokens need " +
-                                 std::to_string(needed) + " bytes of shared memory a block, this GPU has " + std::to_string(shared));
+        throw std::runtime_error("low-latency calls with " + std::to_string(config_.num_experts) + " experts and " +
+                                 std::to_string(config_.num_max_tokens) + " tokens need " + std::to_string(needed) +
+                                 " bytes of shared memory a block, this GPU has " + std::to_string(shared));
     num_blocks = std::min(blocks * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
     memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
     void* pointer = nullptr;
@@ -79,8 +82,9 @@ void GpuLowLatencyCommunicator::check_link(int rank, const std::string& bus) con
     else if (peer != device_)
         check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_, peer), "cudaDeviceGetP2PAttribute");
     if (atomics == 0)
-        throw std::runtime_error("the GPU of rank " + std::to_string(rank) + ", " + bus +
-                                 ", is reached without NVLink (its link has no atomics), and only of NVLink it is known that lines of 128 bytes arrive whole");
+        throw std::runtime_error(
+            "the GPU of rank " + std::to_string(rank) + ", " + bus +
+            ", is reached without NVLink (its link has no atomics), and only of NVLink it is known that lines of 128 bytes arrive whole");
 }
 
 // ---- calls ----
@@ -183,7 +187,8 @@ std::string GpuLowLatencyCommunicator::describe(const GpuFailure& f) const {
     const std::string token = "topk_idx[" + std::to_string(f.expected), seen = std::to_string(f.seen);
     switch (f.kind) {
         case kIndexOutOfRange:
-            return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " + std::to_string(config_.num_experts - 1);
+            return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " +
+                   std::to_string(config_.num_experts - 1);
         case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
         default: return "unknown";
     }
@@ -202,14 +207,17 @@ void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
                                 " gave up waiting for a rank, and calls of its that were enqueued went on");
         case kMismatch:
             if (phase == GpuPhase::kRejoin)
-                throw MismatchError("ranks take " + me + " back between different calls: before call " + expected + ", " + peer + " before call " + seen);
+                throw MismatchError("ranks take " + me + " back between different calls: before call " + expected + ", " + peer +
+                                    " before call " + seen);
             if (phase == GpuPhase::kCombineRows)
                 throw MismatchError("ranks make different calls: " + me + ": " + describe_combine(f.expected) + "; " + peer + ": " +
                                     describe_combine(LowLatencyWhat::dispatch_near(f.expected, static_cast<int>(f.seen))));
-            throw MismatchError("ranks make different calls: " + me + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.expected)) + "; " + peer + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.seen)));
+            throw MismatchError("ranks make different calls: " + me + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.expected)) +
+                                "; " + peer + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.seen)));
         default:
-            throw TimeoutError(me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +
-                                   " ms; phase '" + name_of(phase) + "', expected " + expected + ", seen " + seen,
+            throw TimeoutError(me + ": " + peer + " did not deliver within the deadline of " +
+                                   std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms; phase '" + name_of(phase) +
+                                   "', expected " + expected + ", seen " + seen,
                                f.peer, name_of(phase), f.expected, f.seen);
     }
 }

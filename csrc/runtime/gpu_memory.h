@@ -30,8 +30,8 @@ private:
     bool changed_ = false;
 };
 
-// Zeroed where it begins; peers map it through CUDA IPC. At the end it waits, a second at most, until all peers are at theirs: their kernels
-// may still write here what this rank did not have to wait for.
+// Zeroed where it begins; peers map it through CUDA IPC. At the end it waits, a second at most, until all peers are at theirs: their
+// kernels may still write here what this rank did not have to wait for.
 class GpuMemory {
 public:
     GpuMemory(int num_ranks, int rank, int device);

@@ -11,8 +11,13 @@
 namespace deepep_moe {
 
 HostPeers::HostPeers(int num_ranks, int rank, size_t segment_bytes)
-    : rank_(rank), owner_pid_(getpid()), segment_bytes_(segment_bytes), own_(Segment::create(segment_bytes)), others_(num_ranks),
-      pids_(num_ranks, owner_pid_), start_times_(num_ranks, 0) {}
+    : rank_(rank),
+      owner_pid_(getpid()),
+      segment_bytes_(segment_bytes),
+      own_(Segment::create(segment_bytes)),
+      others_(num_ranks),
+      pids_(num_ranks, owner_pid_),
+      start_times_(num_ranks, 0) {}
 
 void HostPeers::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
     pids_ = pids;
@@ -26,8 +31,8 @@ bool HostPeers::is_owner() const { return getpid() == owner_pid_; }
 
 void HostPeers::check_owner() const {
     if (!is_owner())
-        throw DestroyedError("this buffer belongs to process " + std::to_string(owner_pid_) + ", this is process " + std::to_string(getpid()) +
-                             ", forked from it; create a Buffer in each process");
+        throw DestroyedError("this buffer belongs to process " + std::to_string(owner_pid_) + ", this is process " +
+                             std::to_string(getpid()) + ", forked from it; create a Buffer in each process");
 }
 
 bool HostPeers::is_gone(int rank) const { return process_start_time(pids_[rank]) != start_times_[rank]; }
@@ -40,7 +45,8 @@ std::string HostPeers::why_silent(int rank, double timeout_s) const {
 }
 
 void throw_foreign_segment(const std::string& path, int rank) {
-    throw std::invalid_argument(path + " is not the shared memory of rank " + std::to_string(rank) + "; are the ranks in different containers?");
+    throw std::invalid_argument(path + " is not the shared memory of rank " + std::to_string(rank) +
+                                "; are the ranks in different containers?");
 }
 
 }  // namespace deepep_moe

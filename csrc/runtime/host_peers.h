@@ -17,12 +17,12 @@ public:
     std::string path() const { return own_.path(); }
     // Maps the segments of all ranks; `paths[r]`, `pids[r]` of rank r.
     void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
-    void seal() { own_.hide(); }  // once all ranks are connected
+    void seal() { own_.hide(); }                                                                      // once all ranks are connected
     std::byte* memory(int rank) const { return rank == rank_ ? own_.data() : others_[rank].data(); }  // nullptr before `connect`
 
-    bool is_owner() const;     // false in a process forked from the one that made this
-    void check_owner() const;  // throws DestroyedError there
-    bool is_gone(int rank) const;  // its process
+    bool is_owner() const;                                     // false in a process forked from the one that made this
+    void check_owner() const;                                  // throws DestroyedError there
+    bool is_gone(int rank) const;                              // its process
     std::string why_silent(int rank, double timeout_s) const;  // for a message about a wait that is given up
 
 private:

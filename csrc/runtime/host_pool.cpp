@@ -49,7 +49,8 @@ void HostPool::trim(size_t keep_bytes) {
 
 void HostPool::trim_locked(size_t keep_bytes) {
     while (cached_ > keep_bytes) {
-        const auto oldest = std::min_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) { return a.second.returned < b.second.returned; });
+        const auto oldest = std::min_element(free_.begin(), free_.end(),
+                                             [](const auto& a, const auto& b) { return a.second.returned < b.second.returned; });
         munmap(oldest->second.data, oldest->first);
         cached_ -= oldest->first;
         free_.erase(oldest);

@@ -28,8 +28,8 @@ class LowLatencyCommunicator::Waits final : public PeerMonitor, public LowLatenc
 public:
     Waits(LowLatencyCommunicator& owner, uint64_t number) : owner_(owner), number_(number) {}
 
-    // Until all ranks that take part have entered the call; returns them. `heard(rank)` is called for each in turn, also for one that is masked
-    // meanwhile.
+    // Until all ranks that take part have entered the call; returns them. `heard(rank)` is called for each in turn, also for one that is
+    // masked meanwhile.
     template <class Heard>
     RankSet wait_entered(Heard heard);
     bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) override;
@@ -57,12 +57,15 @@ private:
     }
     uint64_t last_entered(int peer) const {
         uint64_t last = 0;
-        for (uint64_t turn = 0; turn < kTurns; ++turn) last = std::max(last, number_of(owner_.turn(turn).entered(peer).load(std::memory_order_acquire)));
+        for (uint64_t turn = 0; turn < kTurns; ++turn)
+            last = std::max(last, number_of(owner_.turn(turn).entered(peer).load(std::memory_order_acquire)));
         return last;
     }
     template <class Report>
     void idle(Waiter& waiter, RankSet missing, const Report& report);
-    Lack lack(int peer, const char* phase, uint64_t seen) const { return {peer, phase, static_cast<int64_t>(number_), static_cast<int64_t>(seen)}; }
+    Lack lack(int peer, const char* phase, uint64_t seen) const {
+        return {peer, phase, static_cast<int64_t>(number_), static_cast<int64_t>(seen)};
+    }
 
     LowLatencyCommunicator& owner_;
     const uint64_t number_;
@@ -131,21 +134,26 @@ void LowLatencyCommunicator::Waits::wait_resumed(int peer) {
 
 void LowLatencyCommunicator::Waits::give_up(const Lack& lack) {
     if (!has_left(lack.peer)) fail(lack);
-    throw PeerError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ", waiting for " + lack.phase + ": " + rank_name(lack.peer) +
-                        " destroyed its buffer; every rank must make the same calls", lack.peer);
+    throw PeerError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ", waiting for " + lack.phase + ": " +
+                        rank_name(lack.peer) + " destroyed its buffer; every rank must make the same calls",
+                    lack.peer);
 }
 
 void LowLatencyCommunicator::Waits::fail(const Lack& lack) {
-    throw TimeoutError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ": " + rank_name(lack.peer) + " did not deliver, " +
-                           owner_.peers_.why_silent(lack.peer, owner_.timeout_s_) + "; phase '" + lack.phase + "', expected " +
-                           std::to_string(lack.expected) + ", seen " + std::to_string(lack.seen),
+    throw TimeoutError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ": " + rank_name(lack.peer) +
+                           " did not deliver, " + owner_.peers_.why_silent(lack.peer, owner_.timeout_s_) + "; phase '" + lack.phase +
+                           "', expected " + std::to_string(lack.expected) + ", seen " + std::to_string(lack.seen),
                        lack.peer, lack.phase, lack.expected, lack.seen);
 }
 
 // ---- beginning and end ----
 
 LowLatencyCommunicator::LowLatencyCommunicator(const LowLatencyConfig& config, int rank, double timeout_s, bool mask_stalled)
-    : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), mask_stalled_(mask_stalled),
+    : config_(config),
+      layout_(config),
+      rank_(rank),
+      timeout_s_(timeout_s),
+      mask_stalled_(mask_stalled),
       peers_(config.num_ranks, rank, layout_.total_bytes) {
     workspaces_[rank] = peers_.memory(rank);
     resumed(rank, rank).store(kMagic + rank, std::memory_order_release);
@@ -239,7 +247,8 @@ void LowLatencyCommunicator::check_entries(uint64_t number, RankSet ranks, const
     }
     const std::string start = "ranks make different calls: " + rank_name(rank_) + ": ";
     if (!others.empty()) throw MismatchError(start + describe(own) + others);
-    if (own.operation == LowLatencyOperation::kCombine && !others_along.empty()) throw MismatchError(start + describe_combine(dispatch_of(rank_)) + others_along);
+    if (own.operation == LowLatencyOperation::kCombine && !others_along.empty())
+        throw MismatchError(start + describe_combine(dispatch_of(rank_)) + others_along);
 }
 
 template <class Params>
@@ -286,7 +295,8 @@ void LowLatencyCommunicator::combine(LowLatencyCombineParams params, bool sends,
 void LowLatencyCommunicator::forget_flags(int source) {
     for (uint64_t index = 0; index < kTurns; ++index) {
         turn(index).entered(source).store(0, std::memory_order_relaxed);
-        for (int64_t token = 0; token < config_.num_max_tokens; ++token) turn(index).arrived(source, token).store(0, std::memory_order_relaxed);
+        for (int64_t token = 0; token < config_.num_max_tokens; ++token)
+            turn(index).arrived(source, token).store(0, std::memory_order_relaxed);
     }
 }
 

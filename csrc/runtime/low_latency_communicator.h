@@ -1,7 +1,8 @@
 // The ranks of one host and their low-latency calls: numbers, waits, masks. Protocol: common/low_latency.h.
 //
-// One thread sends while others receive. What has become of a call decides when the call after next may be sent: its turn may be overwritten
-// only once all ranks are known to have entered this one, which a call that was received tells, and one that failed or was refused does not.
+// One thread sends while others receive. What has become of a call decides when the call after next may be sent: its turn may be
+// overwritten only once all ranks are known to have entered this one, which a call that was received tells, and one that failed or was
+// refused does not.
 #pragma once
 
 #include <array>
@@ -58,11 +59,15 @@ private:
 
     Fate fate(uint64_t number) const;
     void set_fate(uint64_t number, Fate fate) { fates_[number % kTurns] = number << 2 | static_cast<uint64_t>(fate); }
-    bool takes_part(int rank, uint64_t number) const { return !contains(masks(), rank) && number >= first_calls_[rank].load(std::memory_order_acquire); }
+    bool takes_part(int rank, uint64_t number) const {
+        return !contains(masks(), rank) && number >= first_calls_[rank].load(std::memory_order_acquire);
+    }
     RankSet ranks_in(uint64_t number) const;
     LowLatencyCall call(uint64_t number, RankSet ranks) const { return {config_, layout_, workspaces_.data(), rank_, number, ranks}; }
     LowLatencyTurn turn(uint64_t number) const { return {config_, layout_, workspaces_[rank_], number}; }
-    std::atomic_ref<uint64_t> resumed(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.resumed + 8 * source); }
+    std::atomic_ref<uint64_t> resumed(int owner, int source) const {
+        return shared_word(workspaces_[owner] + layout_.resumed + 8 * source);
+    }
     std::atomic_ref<uint64_t> left(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.left + 8 * source); }
     char* reason(int owner, int source) const {
         return reinterpret_cast<char*>(workspaces_[owner] + layout_.reasons) + static_cast<int64_t>(kMaxReasonBytes) * source;

@@ -21,7 +21,8 @@ Segment Segment::create(size_t bytes) {
     Segment segment;
     segment.fd_ = memfd_create("deepep_moe", MFD_CLOEXEC);
     if (segment.fd_ < 0) raise_errno("cannot create shared memory (memfd_create)");
-    if (ftruncate(segment.fd_, static_cast<off_t>(bytes)) != 0) raise_errno("cannot size shared memory to " + std::to_string(bytes) + " bytes");
+    if (ftruncate(segment.fd_, static_cast<off_t>(bytes)) != 0)
+        raise_errno("cannot size shared memory to " + std::to_string(bytes) + " bytes");
     segment.map(bytes);
     return segment;
 }
@@ -33,7 +34,8 @@ Segment Segment::open(const std::string& path, size_t bytes) {
     struct stat status{};
     if (fstat(segment.fd_, &status) != 0) raise_errno("cannot read the size of " + path);
     if (static_cast<size_t>(status.st_size) != bytes)
-        throw std::invalid_argument("shared memory at " + path + " has " + std::to_string(status.st_size) + " bytes, expected " + std::to_string(bytes));
+        throw std::invalid_argument("shared memory at " + path + " has " + std::to_string(status.st_size) + " bytes, expected " +
+                                    std::to_string(bytes));
     segment.map(bytes);
     segment.hide();
     return segment;

@@ -12,8 +12,8 @@ namespace deepep_moe {
 class Segment {
 public:
     Segment() = default;
-    static Segment create(size_t bytes);                           // zeroed; throws std::system_error
-    static Segment open(const std::string& path, size_t bytes);    // throws std::system_error, std::invalid_argument for another size
+    static Segment create(size_t bytes);                         // zeroed; throws std::system_error
+    static Segment open(const std::string& path, size_t bytes);  // throws std::system_error, std::invalid_argument for another size
     ~Segment();
     Segment(Segment&& other) noexcept { swap(other); }
     Segment& operator=(Segment&& other) noexcept {

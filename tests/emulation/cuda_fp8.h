@@ -25,9 +25,12 @@ inline __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, __nv_saturation_t, __nv
 
 inline __half_raw __nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t x, __nv_fp8_interpretation_t) {
     const int exponent = x >> 3 & 15, mantissa = x & 7;
-    const float magnitude = (x & 0x7f) == 0x7f ? NAN : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9) : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+    const float magnitude = (x & 0x7f) == 0x7f ? NAN
+                            : exponent == 0    ? std::ldexp(static_cast<float>(mantissa), -9)
+                                               : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
     return __float2half_rn((x & 0x80) != 0 ? -magnitude : magnitude);
 }
 inline __nv_fp8x2_storage_t __nv_cvt_float2_to_fp8x2(float2 x, __nv_saturation_t saturation, __nv_fp8_interpretation_t format) {
-    return static_cast<__nv_fp8x2_storage_t>(__nv_cvt_float_to_fp8(x.x, saturation, format) | __nv_cvt_float_to_fp8(x.y, saturation, format) << 8);
+    return static_cast<__nv_fp8x2_storage_t>(__nv_cvt_float_to_fp8(x.x, saturation, format) | __nv_cvt_float_to_fp8(x.y, saturation, format)
+                                                                                                  << 8);
 }

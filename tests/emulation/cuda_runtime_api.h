@@ -45,10 +45,10 @@ struct Place {
 };
 const Place& place();
 
-void yield();                                      // lets the block's other fibers, and other blocks, go on
+void yield();  // lets the block's other fibers, and other blocks, go on
 void sync_threads();
-const uint64_t* exchange(uint64_t value);          // [32] of all lanes of the warp, until the warp's next exchange but one
-void* shared_memory(size_t& bytes);                // of the block
+const uint64_t* exchange(uint64_t value);  // [32] of all lanes of the warp, until the warp's next exchange but one
+void* shared_memory(size_t& bytes);        // of the block
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
 
 template <class T>
@@ -112,7 +112,9 @@ inline unsigned __match_any_sync(unsigned, int value) {
 }
 
 inline int atomicAdd(int* to, int value) { return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST); }
-inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) { return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST); }
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long value) {
+    return __atomic_fetch_add(to, value, __ATOMIC_SEQ_CST);
+}
 inline unsigned atomicOr(unsigned* to, unsigned bits) { return __atomic_fetch_or(to, bits, __ATOMIC_SEQ_CST); }
 inline unsigned atomicAnd(unsigned* to, unsigned bits) { return __atomic_fetch_and(to, bits, __ATOMIC_SEQ_CST); }
 template <class T>
@@ -165,7 +167,8 @@ using cudaEvent_t = struct EmulatedEvent*;
 struct cudaIpcMemHandle_t {
     char reserved[64];
 };
-constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2, cudaIpcMemLazyEnablePeerAccess = 1, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 1;
+constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2, cudaIpcMemLazyEnablePeerAccess = 1, cudaStreamNonBlocking = 1,
+                   cudaEventDisableTiming = 1;
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes);
 cudaError_t cudaFree(void* pointer);
@@ -185,8 +188,12 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaMemset(void* at, int value, size_t bytes) { return std::memset(at, value, bytes), cudaSuccess; }
-inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) { return std::memcpy(to, from, bytes), cudaSuccess; }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) { return std::memcpy(to, from, bytes), cudaSuccess; }
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+    return std::memcpy(to, from, bytes), cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+    return std::memcpy(to, from, bytes), cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
     return *value = which == cudaDevAttrMultiProcessorCount ? 12 : which == cudaDevAttrComputeCapabilityMajor ? 9 : 227 * 1024, cudaSuccess;
 }
@@ -196,7 +203,9 @@ inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, 
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { return *status = cudaStreamCaptureStatusNone, cudaSuccess; }
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+    return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+}
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = nullptr, cudaSuccess; }
 inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }

@@ -130,7 +130,8 @@ void Block::go_on(bool finished) {
 void Block::run() {
     block = this;
     const size_t count = fibers.size();
-    stacks = static_cast<char*>(mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    stacks =
+        static_cast<char*>(mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks == MAP_FAILED) die("no memory for stacks");
     for (size_t i = 0; i < count; ++i) {
         getcontext(&fibers[i].context);
@@ -172,7 +173,8 @@ const uint64_t* exchange(uint64_t value) {
 void* shared_memory(size_t& bytes) { return bytes = block->shared.size(), block->shared_begin; }
 
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body) {
-    if ((threads % 32 != 0 && threads != 1) || threads > 1024 || blocks < 1 || shared_bytes > 227 * 1024) die("a launch that no GPU would take");
+    if ((threads % 32 != 0 && threads != 1) || threads > 1024 || blocks < 1 || shared_bytes > 227 * 1024)
+        die("a launch that no GPU would take");
     std::vector<std::thread> workers;
     for (int index = 0; index < blocks; ++index)
         workers.emplace_back([&, index] {
@@ -194,7 +196,8 @@ namespace {
 constexpr uint64_t kPhase = uint64_t{1} << 63;
 
 void check_copy(const void* shared, const void* global, uint32_t bytes) {
-    if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global) | bytes) % 16 != 0) die("a bulk copy that is not aligned to 16 bytes");
+    if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global) | bytes) % 16 != 0)
+        die("a bulk copy that is not aligned to 16 bytes");
     if (bytes == 0 || !block->holds(shared, bytes)) die("a bulk copy outside of shared memory");
 }
 }  // namespace
@@ -291,7 +294,8 @@ cudaError_t map(void** pointer, int file, size_t bytes) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     const int file = memfd_create("emulated-gpu", MFD_CLOEXEC);
-    if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0 || map(pointer, file, bytes) != cudaSuccess) return cudaErrorInvalidValue;
+    if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0 || map(pointer, file, bytes) != cudaSuccess)
+        return cudaErrorInvalidValue;
     std::memset(*pointer, 0xcd, std::min(bytes, size_t{1} << 24));
     return cudaSuccess;
 }
@@ -306,7 +310,9 @@ cudaError_t cudaFree(void* pointer) {
     return cudaSuccess;
 }
 
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return (*pointer = std::calloc(1, bytes)) != nullptr ? cudaSuccess : cudaErrorInvalidValue; }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+    return (*pointer = std::calloc(1, bytes)) != nullptr ? cudaSuccess : cudaErrorInvalidValue;
+}
 cudaError_t cudaFreeHost(void* pointer) { return std::free(pointer), cudaSuccess; }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {

@@ -54,7 +54,8 @@ struct Fp8Block {
         Fp8Columns<kColumns> y;
 #pragma unroll
         for (int i = 0; i < kColumns; i += 2)
-            y.pairs[i / 2] = __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(x[i], factor), __fmul_rn(x[i + 1], factor)), __NV_SATFINITE, __NV_E4M3);
+            y.pairs[i / 2] =
+                __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(x[i], factor), __fmul_rn(x[i + 1], factor)), __NV_SATFINITE, __NV_E4M3);
         return y;
     }
 };

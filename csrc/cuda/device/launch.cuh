@@ -23,7 +23,8 @@ cudaError_t prepare() {
     // All kernels ask for the same division of first-level memory: a multiprocessor must be idle to change it.
     status = cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (status == cudaSuccess) status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticSharedBytes);
+    if (status == cudaSuccess)
+        status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - kStaticSharedBytes);
     if (status == cudaSuccess && device < kMaxDevices) is_prepared[device].store(true, std::memory_order_relaxed);
     return status;
 }
@@ -42,7 +43,8 @@ inline bool starts_early() {
 // The same of a stream that is not being captured, for kernels whose graphs keep the order that the stream has.
 inline bool can_start_early(void* stream) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) return false;
+    if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone)
+        return false;
     return starts_early();
 }
 
@@ -53,7 +55,8 @@ void launch(const char* name, int blocks, int threads, int64_t shared_bytes, con
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{dim3(blocks), dim3(threads), static_cast<size_t>(shared_bytes), static_cast<cudaStream_t>(stream), &attribute, early};
+    const auto queue = static_cast<cudaStream_t>(stream);
+    cudaLaunchConfig_t config{dim3(blocks), dim3(threads), static_cast<size_t>(shared_bytes), queue, &attribute, early};
     if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kKernel, params);
     if (status != cudaSuccess) throw std::runtime_error(std::string("launch of ") + name + " failed: " + cudaGetErrorString(status));
 }
@@ -64,7 +67,8 @@ int blocks_per_multiprocessor(int threads, int64_t shared_bytes) {
     int blocks = 0;
     cudaError_t status = prepare<kKernel>();
     if (status == cudaSuccess) status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, threads, shared_bytes);
-    if (status != cudaSuccess) throw std::runtime_error(std::string("cudaOccupancyMaxActiveBlocksPerMultiprocessor: ") + cudaGetErrorString(status));
+    if (status != cudaSuccess)
+        throw std::runtime_error(std::string("cudaOccupancyMaxActiveBlocksPerMultiprocessor: ") + cudaGetErrorString(status));
     return blocks;
 }
 

@@ -14,8 +14,12 @@ struct Turn {
     __device__ Turn(const LowLatencyContext& c, int owner, unsigned long long call)
         : c(c), base(c.workspaces[owner] + c.layout.turns + static_cast<int64_t>(call % kTurns) * c.layout.turn_bytes) {}
     __device__ unsigned long long* entered(int source) const { return at<unsigned long long>(c.layout.entered, source); }
-    __device__ unsigned long long* counts(int source) const { return at<unsigned long long>(c.layout.counts, source * c.config.num_local_experts); }
-    __device__ uint4* head(int source, int token) const { return at<uint4>(c.layout.rows + slot_index(source, token) * c.layout.slot_bytes, 0); }
+    __device__ unsigned long long* counts(int source) const {
+        return at<unsigned long long>(c.layout.counts, source * c.config.num_local_experts);
+    }
+    __device__ uint4* head(int source, int token) const {
+        return at<uint4>(c.layout.rows + slot_index(source, token) * c.layout.slot_bytes, 0);
+    }
     __device__ uint4* row(int source, int token) const { return head(source, token) + c.layout.head_bytes / 16; }
 
 private:
@@ -45,7 +49,8 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
 }
 
 // A rank has not delivered within the deadline, and its flag is `seen`; or the wait ended as another had failed, which is nothing new.
-__device__ __noinline__ inline void lose(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call, unsigned long long seen) {
+__device__ __noinline__ inline void lose(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call,
+                                         unsigned long long seen) {
     if (gave_up(c) || is_masked(c, source)) return;
     if (c.masks_stalled && source != c.rank)
         set_mask(c, source, true);
@@ -53,14 +58,16 @@ __device__ __noinline__ inline void lose(const LowLatencyContext& c, int source,
         report(c, kTimeout, source, phase, static_cast<long long>(call), static_cast<long long>(seen >> kWhatBits));
 }
 
-// A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is reported.
-__device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word, unsigned long long call, int source,
-                                                               GpuPhase phase) {
+// A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is
+// reported.
+__device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word,
+                                                               unsigned long long call, int source, GpuPhase phase) {
     const unsigned long long expected = call << kWhatBits;
     unsigned long long seen = load_relaxed(word);
     if (seen >= expected) return seen;
     if (!takes_part(c, source, call)) return 0;
-    seen = watch_word<kLowLatencyPauseNs, kLooks>(c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
+    seen = watch_word<kLowLatencyPauseNs, kLooks>(
+        c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
     if (seen >= expected) return seen;
     lose(c, source, phase, call, seen);
     return 0;
@@ -73,7 +80,8 @@ __device__ __forceinline__ unsigned long long seen_elsewhere(const unsigned long
     return seen;
 }
 
-// Of a peer that does something else, or refuses its arguments, or is in a later call, as it gave up waiting and its next calls were enqueued.
+// Of a peer that does something else, or refuses its arguments, or is in a later call, as it gave up waiting and its next calls were
+// enqueued.
 __device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsigned long long flag, unsigned long long word, int source) {
     const unsigned expected = LowLatencyWhat::packed_in(flag), seen = LowLatencyWhat::packed_in(word);
     const unsigned long long call = flag >> kWhatBits, last = word >> kWhatBits;
@@ -124,7 +132,8 @@ __device__ inline Sources meet(const LowLatencyContext& c, unsigned long long fl
         const bool is_expected = takes_part(c, source, call);
         if (word >> kWhatBits < call) word = wait_word_of(c, entered, call, source, GpuPhase::kEntry);
         if (!is_expected) word = 0;
-        if (counts) atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
+        if (counts)
+            atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
         came = word != 0 && check_what(c, flag, word, source);
     }
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};

@@ -6,20 +6,23 @@
 
 namespace deepep_moe {
 
-constexpr int kPartsOfLine = kLineBytes / 16;         // pieces, and what ends the line; part i is that of lane i % kPartsOfLine
-constexpr int kPiecesOfBlock = kScaleBlock / 16;      // of fp8
+constexpr int kPartsOfLine = kLineBytes / 16;               // pieces, and what ends the line; part i is that of lane i % kPartsOfLine
+constexpr int kPiecesOfBlock = kScaleBlock / 16;            // of fp8
 constexpr int kWholePieces = kLinePieces * kPiecesOfBlock;  // make whole lines and whole blocks
 
 __device__ __forceinline__ bool ends_line() { return threadIdx.x % kPartsOfLine == kLinePieces; }
 __device__ __forceinline__ unsigned long long flag_in(const uint4& part) { return static_cast<unsigned long long>(part.w) << 32 | part.z; }
 __device__ __forceinline__ uint4 line_end(float first_scale, float last_scale, unsigned long long flag) {
-    return make_uint4(__float_as_uint(first_scale), __float_as_uint(last_scale), static_cast<unsigned>(flag), static_cast<unsigned>(flag >> 32));
+    return make_uint4(__float_as_uint(first_scale), __float_as_uint(last_scale), static_cast<unsigned>(flag),
+                      static_cast<unsigned>(flag >> 32));
 }
 
 // The piece that part `i` of a row's lines holds; none where `ends_line`.
 __device__ __forceinline__ int piece_of(int i) { return i / kPartsOfLine * kLinePieces + i % kPartsOfLine; }
 // How many parts the lines of a row have.
-__device__ __forceinline__ int parts_of(int num_pieces) { return static_cast<int>(GpuLowLatencyLayout::lines_of(num_pieces)) * kPartsOfLine; }
+__device__ __forceinline__ int parts_of(int num_pieces) {
+    return static_cast<int>(GpuLowLatencyLayout::lines_of(num_pieces)) * kPartsOfLine;
+}
 
 // A piece's scale, of the two that end its line.
 __device__ __forceinline__ float scale_of(int piece, const uint4& end) {
@@ -47,7 +50,8 @@ struct StagedPieces {
     // All threads of a block: to the same place of the rows of all `ranks`, one after the other from this rank on, so that not all store to
     // the same one at a time. row_at(rank): the first part. flag: of each line.
     template <class RowAt>
-    __device__ void push(const LowLatencyContext& c, unsigned ranks, int num_pieces, bool has_scales, unsigned long long flag, const RowAt& row_at) const {
+    __device__ void push(const LowLatencyContext& c, unsigned ranks, int num_pieces, bool has_scales, unsigned long long flag,
+                         const RowAt& row_at) const {
         const int num_parts = parts_of(num_pieces);
 #pragma unroll 1
         for (int first = threadIdx.x / 32 * 32; first < num_parts; first += blockDim.x) {
@@ -67,11 +71,13 @@ struct StagedPieces {
 
 // All lanes of a warp: the part of a head that this one stores, where lane i has what goes to lane i of top-k.
 __device__ __forceinline__ uint4 head_part(const LowLatencyLane& own, unsigned long long flag) {
-    const unsigned long long word = static_cast<unsigned long long>(__float_as_uint(own.weight)) << 32 | static_cast<unsigned>(own.index) << 16 |
-                                    static_cast<uint16_t>(own.expert);
+    const unsigned long long word = static_cast<unsigned long long>(__float_as_uint(own.weight)) << 32 |
+                                    static_cast<unsigned>(own.index) << 16 | static_cast<uint16_t>(own.expert);
     const int lane = threadIdx.x % 32, first = lane / kPartsOfLine * kLineLanes + 2 * (lane % kPartsOfLine);
-    const unsigned long long a = __shfl_sync(kFullWarp, word, first % 32), b = __shfl_sync(kFullWarp, word, (first + 1) % 32), end = ends_line() ? flag : b;
-    return make_uint4(static_cast<unsigned>(a), static_cast<unsigned>(a >> 32), static_cast<unsigned>(end), static_cast<unsigned>(end >> 32));
+    const unsigned long long a = __shfl_sync(kFullWarp, word, first % 32), b = __shfl_sync(kFullWarp, word, (first + 1) % 32),
+                             end = ends_line() ? flag : b;
+    return make_uint4(static_cast<unsigned>(a), static_cast<unsigned>(a >> 32), static_cast<unsigned>(end),
+                      static_cast<unsigned>(end >> 32));
 }
 
 // And back, from the parts that lanes have loaded.
@@ -85,8 +91,8 @@ __device__ __forceinline__ LowLatencyLane lane_of_head(const uint4& part) {
 
 // ---- receiving ----
 
-// All lanes of a warp, until done(masks_too): at every look, and now and then with masks_too, whether ranks are masked. False past the deadline,
-// or once another wait of this rank has failed.
+// All lanes of a warp, until done(masks_too): at every look, and now and then with masks_too, whether ranks are masked. False past the
+// deadline, or once another wait of this rank has failed.
 template <class Done>
 __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Done& done) {
     unsigned long long deadline = 0;

@@ -17,7 +17,9 @@ struct Marks {
     __device__ Marks(void* all, int num_tokens) : all(static_cast<uint32_t*>(all)), words((num_tokens + 31) / 32) {}
     __device__ uint32_t* of(int64_t expert) const { return all + expert * words; }
     __device__ int count(int expert) const { return count(expert, words); }
-    __device__ int before(int token, int expert) const { return count(expert, token / 32) + __popc(of(expert)[token / 32] & ((1u << token % 32) - 1)); }
+    __device__ int before(int token, int expert) const {
+        return count(expert, token / 32) + __popc(of(expert)[token / 32] & ((1u << token % 32) - 1));
+    }
 
 private:
     __device__ int count(int expert, int num_words) const {
@@ -62,12 +64,14 @@ __device__ __forceinline__ void mark(const LowLatencyContext& c, const Marks& ma
     if (inside && (atomicOr(marks.of(expert) + token / 32, bit) & bit) == 0) return;
     const GpuFailureKind kind = inside ? kDuplicateExpert : kIndexOutOfRange;
     const int lane = i - token * c.config.num_topk;
-    if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0) refusal() = {kind, lane, static_cast<int>(GpuPhase::kEntry), token, expert};
+    if (atomicCAS(&refusal().kind, 0, static_cast<int>(kind)) == 0)
+        refusal() = {kind, lane, static_cast<int>(GpuPhase::kEntry), token, expert};
     report(c, kind, lane, GpuPhase::kEntry, token, expert);
 }
 
 // All threads of a block. False: something is wrong with topk_idx, which is reported, and does not count.
-__device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks, const FirstMarks& first) {
+__device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Marks& marks,
+                                            const FirstMarks& first) {
     const int num_lanes = p.num_tokens * c.config.num_topk, step = static_cast<int>(blockDim.x);
 #pragma unroll
     for (int n = 0; n < first.kCount; ++n) mark(c, marks, threadIdx.x + n * step, first.experts[n]);
@@ -77,10 +81,12 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
     return refusal().kind == kNoFailure;
 }
 
-// How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of `step`
-// threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`.
-__device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first, int step) {
-    const unsigned long long call = flag >> kWhatBits, * const words = Turn(c, c.rank, call).counts(0);
+// How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of
+// `step` threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`.
+__device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first,
+                                            int step) {
+    const unsigned long long call = flag >> kWhatBits;
+    const unsigned long long* const words = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
     for (int i = first; i < c.config.num_experts; i += step) {
         unsigned long long word = load_relaxed(words + i);
@@ -96,7 +102,8 @@ __device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned
 
 // All threads of a block: the counts of `sources`, all of which other blocks of this rank have seen.
 __device__ __noinline__ inline void hear_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
-    const unsigned long long call = flag >> kWhatBits, * const words = Turn(c, c.rank, call).counts(0);
+    const unsigned long long call = flag >> kWhatBits;
+    const unsigned long long* const words = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
     for (int i = threadIdx.x; i < c.config.num_experts; i += blockDim.x)
         if ((sources >> i / c.config.num_local_experts & 1) != 0) counts[i] = LowLatencyWhat::value_in(seen_elsewhere(words + i, call));

@@ -63,7 +63,9 @@ __device__ __forceinline__ void store_relaxed(unsigned long long* flag, unsigned
 // All lanes of a warp must call these together, or a line is not of one instruction; `uses`: whether this one's counts.
 __device__ __forceinline__ void store_part(uint4* to, const uint4& value, bool uses) {
     if (uses)
-        asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+        asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+                     "r"(value.w)
+                     : "memory");
 }
 
 __device__ __forceinline__ uint4 load_part(const uint4* from, bool uses) {
@@ -126,7 +128,9 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier) {
 }
 
 // Makes initialized barriers known to bulk copies.
-__device__ __forceinline__ void barrier_publish() { asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void barrier_publish() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -147,7 +151,8 @@ __device__ __forceinline__ void bulk_load(void* to_shared, const void* from, uin
 }
 
 __device__ __forceinline__ void bulk_store(void* to, const void* from_shared, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from_shared)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from_shared)), "r"(bytes)
+                 : "memory");
 }
 
 // Stores since the last commit are a group.
@@ -184,8 +189,8 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// Of a kernel that starts early: until the one before it has ended. Also where it needs nothing of that one, by its own end at the latest, so
-// that what comes after this kernel comes after both.
+// Of a kernel that starts early: until the one before it has ended. Also where it needs nothing of that one, by its own end at the latest,
+// so that what comes after this kernel comes after both.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

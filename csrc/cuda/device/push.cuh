@@ -97,7 +97,8 @@ private:
         bool is_announced;  // with its flag
         int index;
         __device__ Note(int peer, bool is_announced, int index) : peer(peer), is_announced(is_announced), index(index) {}
-        __device__ explicit Note(int word) : peer(word % kMaxGpuRanks), is_announced(word / kMaxGpuRanks % 2 != 0), index(word / (2 * kMaxGpuRanks)) {}
+        __device__ explicit Note(int word)
+            : peer(word % kMaxGpuRanks), is_announced(word / kMaxGpuRanks % 2 != 0), index(word / (2 * kMaxGpuRanks)) {}
         __device__ int word() const { return peer + kMaxGpuRanks * (is_announced + 2 * index); }
     };
     static_assert(kRefused <= (1u << 31) / (2 * kMaxGpuRanks), "an index, a rank and a bit in an int");
@@ -134,8 +135,8 @@ private:
 
 // A sending block: see Pusher::push. All its threads must call it; it has a warp more than the ring.
 template <class Ring, class Ready, class Find, class Rows>
-__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts, bool to_outbox,
-                     const Ready& ready, const Find& find, const Rows& rows) {
+__device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts,
+                     bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
     const DueFlags due;
     const int warp = threadIdx.x / 32;
     if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(chunk_slots, counts, to_outbox, ready, find, rows);

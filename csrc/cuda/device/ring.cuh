@@ -50,7 +50,9 @@ private:
 // Shared memory of a block: notes int32[warps][stages][32] | barriers u64[warps][stages] | stages, 128-byte aligned.
 struct RingMemory {
     __host__ __device__ static int64_t header_bytes(const GpuRing& r) { return divide_up(r.warps * r.stages * (128 + 8), 128) * 128; }
-    __host__ __device__ static int64_t bytes(const GpuRing& r, const GpuSlotLayout& slot) { return header_bytes(r) + r.warps * r.stages * slot.bytes; }
+    __host__ __device__ static int64_t bytes(const GpuRing& r, const GpuSlotLayout& slot) {
+        return header_bytes(r) + r.warps * r.stages * slot.bytes;
+    }
 };
 
 #if !DEEPEP_MOE_BULK_COPIES
@@ -66,7 +68,8 @@ class BulkRing {
 public:
     static constexpr int kBehind = 1;  // stores that may still read the ring when a row is added
 
-    __device__ BulkRing(const GpuRing& ring, const GpuSlotLayout& slot) : slot_(slot), stages_(ring.stages), ahead_(ring.stages - 1 - kBehind) {
+    __device__ BulkRing(const GpuRing& ring, const GpuSlotLayout& slot)
+        : slot_(slot), stages_(ring.stages), ahead_(ring.stages - 1 - kBehind) {
         auto* memory = shared_memory<std::byte>();
         const int first = threadIdx.x / 32 * ring.stages;
         notes_ = reinterpret_cast<int*>(memory) + first * 32;
@@ -117,7 +120,9 @@ public:
     }
 
     __device__ void store(std::byte* to, const RingRow& from) const { store(to, from.row, slot_.row_bytes); }
-    __device__ void store_slot(std::byte* to, const RingRow& from) const { store(to, from.row, slot_.row_bytes + divide_up(slot_.tail_bytes, 16) * 16); }
+    __device__ void store_slot(std::byte* to, const RingRow& from) const {
+        store(to, from.row, slot_.row_bytes + divide_up(slot_.tail_bytes, 16) * 16);
+    }
     __device__ void store_tail(std::byte* to, const RingRow& from) const {
         if (slot_.tail_bytes % 16 == 0)
             store(to, from.tail, slot_.tail_bytes);

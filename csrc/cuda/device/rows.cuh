@@ -9,7 +9,7 @@
 namespace deepep_moe {
 
 constexpr int kRowsInFlight = 4;  // that are summed
-constexpr int kInFlight = 7;  // 16-byte loads a lane issues before it uses the first; a bf16 row of 7168 columns is 4 such batches
+constexpr int kInFlight = 7;      // 16-byte loads a lane issues before it uses the first; a bf16 row of 7168 columns is 4 such batches
 
 // The position of the n-th set bit (from 0), or 0 where there are fewer.
 __device__ __forceinline__ int nth_set(unsigned bits, int n) {
@@ -48,8 +48,8 @@ __device__ __forceinline__ void zero_row(void* dst, int64_t bytes) {
 // Sums pieces of several rows, in order: row i is rows(i), 0 <= i < num_rows, or `held` where that is null, weighted by weights(i). Loads
 // of kBatch pieces, a warp apart from `first` on, of kRowsInFlight rows are in flight at once. All lanes must call it.
 template <class Values, int kBatch, class Rows, class Weights>
-__device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int first, int end, int num_rows, const Rows& rows, const Weights& weights,
-                                           const uint4 (&held)[kBatch]) {
+__device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount], int first, int end, int num_rows, const Rows& rows,
+                                           const Weights& weights, const uint4 (&held)[kBatch]) {
 #pragma unroll 1
     for (int row = 0; row < num_rows; row += kRowsInFlight) {
         uint4 raw[kRowsInFlight][kBatch];
@@ -136,8 +136,8 @@ struct Piece<DType::kBFloat16> : HalfPiece<__nv_bfloat162, __nv_bfloat16, store_
 template <>
 struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16> {};
 
-// Row `row`, at `grad` or of zeros, becomes the gradient of x at `grad_x`, and what it says of the weight. A warp's work; each product and sum is rounded to
-// fp32, the row once to its dtype.
+// Row `row`, at `grad` or of zeros, becomes the gradient of x at `grad_x`, and what it says of the weight. A warp's work; each product and
+// sum is rounded to fp32, the row once to its dtype.
 template <DType kType>
 __device__ void weigh_row(const GpuWeighing& w, const std::byte* grad, std::byte* grad_x, int64_t row, int64_t row_bytes) {
     using Values = Piece<kType>;
@@ -152,7 +152,8 @@ __device__ void weigh_row(const GpuWeighing& w, const std::byte* grad, std::byte
         uint4 raw_x[kBatch], raw_grad[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-            if (first + 32 * i < num_pieces) raw_x[i] = values[first + 32 * i], raw_grad[i] = grad == nullptr ? uint4{} : grads[first + 32 * i];
+            if (first + 32 * i < num_pieces)
+                raw_x[i] = values[first + 32 * i], raw_grad[i] = grad == nullptr ? uint4{} : grads[first + 32 * i];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (first + 32 * i >= num_pieces) continue;

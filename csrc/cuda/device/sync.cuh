@@ -7,7 +7,8 @@
 namespace deepep_moe {
 
 // The same for a warp: lane 0 waits, and what it has seen arrive all lanes and their bulk copies may read.
-__device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer, GpuPhase phase) {
+__device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer,
+                                      GpuPhase phase) {
     int ok = 1;
     if (threadIdx.x % 32 == 0) {
         ok = wait_flag(c, flag, expected, peer, phase);
@@ -124,7 +125,9 @@ struct Workspace {
     const int owner;
 
 private:
-    __device__ unsigned long long* flag(int64_t offset, int64_t index) const { return reinterpret_cast<unsigned long long*>(base + offset) + index; }
+    __device__ unsigned long long* flag(int64_t offset, int64_t index) const {
+        return reinterpret_cast<unsigned long long*>(base + offset) + index;
+    }
 };
 
 }  // namespace deepep_moe

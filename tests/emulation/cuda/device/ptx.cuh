@@ -31,7 +31,9 @@ inline unsigned long long load_acquire(const unsigned long long* flag) {
 inline unsigned long long load_relaxed(const unsigned long long* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 inline void store_release(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
 inline void store_release_local(unsigned long long* flag, unsigned long long value) { store_release(flag, value); }
-inline void add_release_local(unsigned long long* counter, unsigned long long value) { __atomic_fetch_add(counter, value, __ATOMIC_RELEASE); }
+inline void add_release_local(unsigned long long* counter, unsigned long long value) {
+    __atomic_fetch_add(counter, value, __ATOMIC_RELEASE);
+}
 inline unsigned long long exchange_acquire_block(unsigned long long* word, unsigned long long value) {
     emulation::yield();
     return __atomic_exchange_n(word, value, __ATOMIC_ACQUIRE);
