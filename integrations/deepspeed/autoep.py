@@ -15,8 +15,9 @@ from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, or_tell, ready, say_once, tell, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
+from deepep_moe.integrations.telling import or_tell, say_once, tell
 from deepep_moe.torch_ops import weighed_sum
 
 # 0.19.7 and newer route tokens in a method of their own, for a library that takes over between router and shared experts.

@@ -1,36 +1,24 @@
 """The buffers that the MoE layers of one process share."""
 
 import atexit
-import contextlib
 import functools
-import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import _StopRecomputationError
 
 from deepep_moe import autograd_module
 from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.buffer import Buffer
-from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.growing_buffer import GrowingBuffer
+from deepep_moe.integrations.telling import say_once
 
-_log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
-
-
-@functools.cache
-def say_once(message: str, *, on_all_ranks: bool = False) -> None:
-    """A warning on rank 0, or on whichever rank has one, the first time only."""
-    if on_all_ranks or not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(message)
 
 
 def why_not_rows(x: torch.Tensor) -> str | None:
@@ -80,25 +68,6 @@ def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffe
         construct = functools.partial(_construct, group, x.shape[1], plan.options, plan.num_local_experts, plan.num_topk)
         found = plan.buffers[key] = GrowingBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
     return found
-
-
-def or_tell(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Result:
-    """`function(*args)`, which makes no call of the buffer. If it fails the peers, who would wait for this rank, are told."""
-    try:
-        return function(*args)
-    except Exception as error:
-        tell(buffer, error)
-        raise
-
-
-def tell(buffer: Buffer, error: Exception, num_calls: int | None = None) -> None:
-    """Lets the peers raise EPPeerError with this error in their next call of the buffer, unless this rank has made more than `num_calls` of
-    them, and so has told them itself."""
-    if isinstance(error, _StopRecomputationError):  # by which checkpointing ends a recomputation
-        return
-    with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
-        if num_calls is None or buffer.num_calls == num_calls:
-            buffer.refused(error)
 
 
 def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_local_experts: int, num_topk: int, num_tokens: int) -> Buffer:

@@ -17,11 +17,12 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
-from deepep_moe.integrations.deepspeed.buffers import Plan, or_tell, ready, say_once, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.gates import has_hooks
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
 from deepep_moe.integrations.growing_buffer import GrowingBuffer
+from deepep_moe.integrations.telling import or_tell, say_once
 
 _UNTIMED = contextlib.nullcontext()
 

@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="routers choose by the gate of deepep_moe where it can (default), or as without it",
     )
+    parser.add_argument(
+        "--num-sms", type=int, metavar="N", help="on GPUs, the multiprocessors that send (default: the buffer's own choice)"
+    )
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
     return parser
@@ -58,6 +61,7 @@ def main() -> None:
         backend=options.backend,
         expert_alignment=options.expert_alignment,
         gate=options.gate,
+        num_sms=options.num_sms,
     )
     # What `python script.py arguments` sets up: its arguments, and its folder first on the path, where `-m` had put the current one.
     sys.argv = [options.script, *options.arguments]

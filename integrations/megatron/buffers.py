@@ -21,10 +21,14 @@ class Options:
     backend: str = "auto"
     expert_alignment: int = 1
     gate: bool = True
+    num_sms: int | None = None
 
 
 class BufferRegistry:
-    """One buffer per (group, hidden, num_experts, num_topk). Layers that agree in these share it: they run one after another."""
+    """One buffer per (group, hidden, num_experts, num_topk, num_sms). Layers that agree in these share it: they run one after another.
+
+    Buffers stay when the layers go: ranks lose a model at different times, and the next one must find the same buffers on all of them.
+    """
 
     def __init__(self, options: Options):
         self.options = options
@@ -33,19 +37,31 @@ class BufferRegistry:
         atexit.register(self.destroy)
 
     def get(
-        self, group: dist.ProcessGroup, num_tokens: int, hidden: int, num_experts: int, num_topk: int, *, device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        num_tokens: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        device: torch.device,
+        num_sms: int | None = None,
     ) -> GrowingBuffer:
-        """The buffer for these numbers, constructed by the first call, which every rank of `group` must make together.
+        """The buffer for these numbers, constructed by the first call, which every rank of `group` must make together. num_sms: None for
+        that of the options.
 
         Raises BufferDestroyedError after `destroy()`, and what the construction of a Buffer raises.
         """
         if self._closed:
-            raise BufferDestroyedError("deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() again")
-        key = (group, hidden, num_experts, num_topk)
+            raise BufferDestroyedError(
+                "deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() and build the model again"
+            )
+        options = {"backend": self.options.backend} | {"num_sms": self.options.num_sms if num_sms is None else num_sms}
+        key = (group, hidden, num_experts, num_topk, options["num_sms"])
         if key not in self._buffers:
 
             def construct(bound: int) -> deepep_moe.Buffer:
-                return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend)
+                return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, **options)
 
             self._buffers[key] = GrowingBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION)
         return self._buffers[key]

@@ -4,6 +4,7 @@ A dispatch delivers rows grouped by local expert, so no permutation follows it a
 hence combine is an unweighted sum.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,16 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchOutput
+from deepep_moe.integrations.growing_buffer import GrowingBuffer
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
+from deepep_moe.integrations.telling import tell
+
+_NO_PADDING = (
+    "deepep_moe sends no padding to reach a capacity, got moe_pad_expert_input_to_capacity=True; set it to False, also in inference "
+    "(moe_pad_experts_for_cuda_graph_inference sets it). Rows per expert are padded by enable(expert_alignment=...)"
+)
 
 
 class NativeTokenDispatcher(MoEFlexTokenDispatcher):
@@ -36,6 +44,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
         self._handle: Any = None
+        self._num_calls = 0  # of the buffer that this forward has made
+        self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # of rows, until one is seen
         self._tokens_per_expert: torch.Tensor | None = None
         # What a CUDA graph of the preprocessing must hand over; dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
@@ -52,10 +62,30 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         _check_config(self.config, self.registry.options.expert_alignment)
         raise ValueError("deepep_moe does not overlap the shared expert yet; set moe_shared_expert_overlap=False")
 
+    def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """`forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine. If it fails on this rank, in the router
+        or an expert, the peers raise EPPeerError with its error in their next call."""
+        if hidden_states is None:  # a later part of a forward whose first part is a CUDA graph
+            return forward(layer, hidden_states, *args, **kwargs)
+        self.buffer = self._growing(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
+        self._num_calls = self.buffer.num_calls
+        try:
+            return forward(layer, hidden_states, *args, **kwargs)
+        except Exception as error:
+            tell(self.buffer, error, self._num_calls)
+            raise
+
+    def _growing(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
+        num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
+        num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
+        return self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
+
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states [S/TP, B, H], routing_map [T, E] bool, probs [T, E] -> x [T, H], topk_weights [T, TP * topk] fp32. Local."""
+        if self.config.moe_pad_expert_input_to_capacity:  # switched on since the construction
+            raise ValueError(_NO_PADDING)
         self.hidden_shape = hidden_states.shape
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
@@ -69,10 +99,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
-        num_tokens, hidden = hidden_states.shape
-        num_experts = self.num_local_experts * self.ep_size * self.tp_size
-        num_topk = self.config.moe_router_topk * self.tp_size
-        growing = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=hidden_states.device)
+        num_tokens, self._hidden = hidden_states.shape
+        growing = self._growing(num_tokens, self._hidden, hidden_states.device)
         x, alignment = hidden_states.contiguous(), self.registry.options.expert_alignment
 
         def send(buffer: Buffer) -> DispatchOutput:
@@ -82,10 +110,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             buffer, out = growing.dispatch(num_tokens, send)
         except ValueError as error:
             # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
-            if bool((self.topk_idx >= num_experts).any()):
+            if bool((self.topk_idx >= growing.buffer.num_experts).any()):
                 raise ValueError(self._explain_excess()) from error
             raise
-        self.buffer, self._handle = buffer, out.handle
+        self.buffer, self._handle, self._num_calls = buffer, out.handle, buffer.num_calls
         self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64)  # what the experts split by
         assert out.recv_topk_weights is not None  # they were sent
         return out.recv_x, out.recv_topk_weights
@@ -111,7 +139,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Expert outputs [R, H] -> their sum per token [T, H], accumulated in fp32."""
         handle, self._handle = self._handle, None
-        return self.buffer.combine(hidden_states.contiguous(), handle)
+        combined = self.buffer.combine(hidden_states.contiguous(), handle)
+        self._num_calls = self.buffer.num_calls
+        return combined
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [S/TP, B, H]."""
@@ -136,14 +166,20 @@ def _check_config(config: Any, expert_alignment: int) -> None:
             f"{config.moe_router_topk} x expert_tensor_parallel_size={config.expert_tensor_parallel_size}; make one of them smaller"
         )
     if config.moe_pad_expert_input_to_capacity:
-        raise ValueError(
-            "deepep_moe sends no padding to reach a capacity, got moe_pad_expert_input_to_capacity=True; set it to False. "
-            "Rows per expert are padded by enable(expert_alignment=...)"
-        )
+        raise ValueError(_NO_PADDING)
     pads = getattr(config, "moe_router_padding_for_quantization", False) or getattr(config, "moe_router_padding_for_fp8", False)
-    if pads and expert_alignment % 16:
+    if pads and expert_alignment % _quantized_alignment(config):
         raise ValueError(
             f"with moe_router_padding_for_quantization or moe_router_padding_for_fp8 the experts expect padded rows, got "
-            f"expert_alignment={expert_alignment}; call enable(expert_alignment=16), 32 for mxfp8, or switch the padding off and "
-            "let the experts pad"
+            f"expert_alignment={expert_alignment}; call enable(expert_alignment={_quantized_alignment(config)}), or switch the padding off "
+            "and let the experts pad"
         )
+
+
+def _quantized_alignment(config: Any) -> int:
+    """The multiple of rows that an expert's products need in the config's fp8 or fp4."""
+    try:
+        from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+    except ImportError:  # 0.13
+        return 32 if config.fp8_recipe == "mxfp8" else 16
+    return get_align_size_for_quantization(config) or 16

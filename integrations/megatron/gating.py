@@ -7,7 +7,6 @@ place. It makes the pair too, for what else reads it (counts for the expert bias
 """
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,10 +15,10 @@ import torch
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.routing import weights_at
-from deepep_moe.ops.gate import gate_full
+from deepep_moe.integrations.telling import say_once
+from deepep_moe.ops.gate import FullGateOutput, gate_full
 
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map
-_log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
@@ -34,7 +33,8 @@ class Choice(NamedTuple):
         """[num_tokens, num_topk] fp32: the gate's own where `probs` are what it returned, else taken from them, with what was done to
         them since, such as attaching a loss."""
         is_own = probs is self.probs and probs._version == self.versions[0] and probs.requires_grad == self.topk_weights.requires_grad
-        return self.topk_weights if is_own else weights_at(probs, self.topk_idx)
+        is_watched = bool(probs._backward_hooks) or probs.retains_grad
+        return self.topk_weights if is_own and not is_watched else weights_at(probs, self.topk_idx)
 
 
 def choice_for(routing_map: torch.Tensor) -> Choice | None:
@@ -48,22 +48,27 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
     line says why.
 
     Megatron-Core's routing is done as before for logits that are not fp32 (it rounds scores to their dtype before it chooses), while a
-    router replays or records, for fused routing of TransformerEngine, and for arguments that came after 0.19.
+    router replays or records, for fused routing of TransformerEngine, for arguments that came after 0.19, and where somebody else has
+    replaced its functions.
     """
     from megatron.core.transformer.moe import router
 
-    routing, served, said = router.TopKRouter.routing, [False], set[str]()
+    routing, served = router.TopKRouter.routing, [False]
 
-    def replacement(original: Callable[..., Any], ours: Callable[[dict[str, Any]], Any], known: set[str]) -> Callable[..., Any]:
+    def replacement(name: str, ours: Callable[[dict[str, Any]], Any], known: set[str]) -> Callable[..., Any]:
+        original = getattr(router, name)
         parameters = inspect.signature(original)
 
         def choose(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*args, **kwargs).arguments
-            reason = _refusal(given, known) if served[-1] else None
-            if reason is not None and reason not in said:
-                said.add(reason)
-                _log.info("Megatron-Core's own routing is used: %s", reason)
-            return original(*args, **kwargs) if reason is not None or not served[-1] else ours(given)
+            if not served[-1]:
+                return original(*args, **kwargs)
+            reason = _replaced(name, original)
+            given = {} if reason else parameters.bind(*args, **kwargs).arguments
+            reason = reason or _refusal(given, known)
+            if reason is None:
+                return ours(given)
+            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}")
+            return original(*args, **kwargs)
 
         return choose
 
@@ -75,12 +80,22 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
             served.pop()
 
     for name, (ours, known) in _REPLACEMENTS.items():
-        original = getattr(router, name, None)
-        if original is None:  # 0.13
-            _log.info("this Megatron-Core has no %s: its own routing is used", name)
+        if not hasattr(router, name):  # 0.13
+            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: this version has no {name}")
         else:
-            patches.set(router, name, replacement(original, ours, known))
+            patches.set(router, name, replacement(name, ours, known))
     patches.set(router.TopKRouter, "routing", route)
+
+
+def _replaced(name: str, original: Any) -> str | None:
+    """That a function of Megatron-Core's routing is somebody else's, the `original` or one that it calls, or None. A wrapper may have the
+    name of what it wraps, but looks names up where its own code is."""
+    from megatron.core.transformer.moe import moe_utils
+
+    for function, its_name in ((original, name), (moe_utils.group_limited_topk, "group_limited_topk")):
+        if getattr(function, "__globals__", {}).get("__name__") != moe_utils.__name__:
+            return f"somebody has replaced its {its_name}"
+    return None
 
 
 def _refusal(given: dict[str, Any], known: set[str]) -> str | None:
@@ -111,23 +126,31 @@ def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         groups = {"num_groups": given["num_groups"], "topk_groups": given["group_topk"], "group_score_topk": topk // given["group_topk"]}
     if score_function == "softmax" and not given.get("use_pre_softmax"):
         score_function = "softmax_topk"
-    out = gate_full(
-        given["logits"], topk, dense=True, score_function=score_function, expert_bias=given.get("expert_bias"),
+    out = _gate(
+        given["logits"], topk, score_function=score_function, expert_bias=given.get("expert_bias"),
         normalize=score_function in ("sigmoid", "sqrtsoftplus") and topk > 1, routed_scaling_factor=given.get("scaling_factor") or 1.0,
         **groups,
     )  # fmt: skip
     assert out.probs is not None and out.routing_map is not None  # they were asked for
-    setattr(out.routing_map, _CHOICE, Choice(out.probs, (out.probs._version, out.routing_map._version), out.topk_idx, out.topk_weights))
+    if not out.probs.is_inference():  # which have no versions to tell whether they were changed
+        setattr(out.routing_map, _CHOICE, Choice(out.probs, (out.probs._version, out.routing_map._version), out.topk_idx, out.topk_weights))
     return out.probs, out.routing_map
 
 
 def _score(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The pair of compute_routing_scores_for_aux_loss: who would be chosen by scores alone, and each expert's share of the scores."""
-    out = gate_full(
-        given["logits"], given["topk"], dense=True, shares=True, score_function=given["score_function"], mask=given.get("padding_mask")
-    )
+    out = _gate(given["logits"], given["topk"], shares=True, score_function=given["score_function"], mask=given.get("padding_mask"))
     assert out.routing_map is not None and out.shares is not None  # they were asked for
     return out.routing_map, out.shares
+
+
+def _gate(logits: torch.Tensor, topk: int, **options: Any) -> FullGateOutput:
+    try:
+        return gate_full(logits, topk, dense=True, **options)
+    except ValueError as error:
+        if "must be finite" not in str(error):
+            raise
+        raise ValueError(f"{error}. Megatron-Core's own routing, which enable(gate=False) leaves in place, takes such logits") from error
 
 
 _REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any]], Any], set[str]]] = {

@@ -9,17 +9,19 @@ class Patches:
     """Symbols replaced so far, in order, with what they were."""
 
     def __init__(self) -> None:
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._saved: list[tuple[Any, str, Any, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name` by `value` (or create it), remembering what to restore."""
-        self._saved.append((owner, name, vars(owner).get(name, _MISSING)))
+        self._saved.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Undo all replacements, newest first."""
+        """Undo all replacements, newest first, but for what somebody else has replaced since."""
         while self._saved:
-            owner, name, value = self._saved.pop()
+            owner, name, value, ours = self._saved.pop()
+            if vars(owner).get(name, _MISSING) is not ours:
+                continue
             if value is _MISSING:
                 delattr(owner, name)
             else:

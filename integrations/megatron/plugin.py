@@ -6,10 +6,13 @@ for it and the previous class for all others.
 """
 
 import dataclasses
+import functools
 import logging
 import typing
+from collections.abc import Callable
 from typing import Any
 
+from deepep_moe.backends.checks import check_num_sms
 from deepep_moe.backends.select import BACKENDS
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.megatron.buffers import BufferRegistry, Options
@@ -50,10 +53,9 @@ def is_selected(config: Any) -> bool:
     0.16 and newer name a backend: ours is `deepep_moe`. 0.13 to 0.15 know flex with DeepEP only and refuse flex without it, so there
     flex without `moe_enable_deepep` is ours.
     """
-    backend = getattr(config, _BACKEND_FIELD, None)
-    if backend is None:
+    if not hasattr(config, _BACKEND_FIELD):
         return not config.moe_enable_deepep
-    return backend == BACKEND_NAME
+    return getattr(config, _BACKEND_FIELD) == BACKEND_NAME
 
 
 def _check_version() -> None:
@@ -73,14 +75,30 @@ def _selecting_class(previous: type, registry: BufferRegistry) -> type:
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
     class SelectingFlexTokenDispatcher(previous):
-        """Built by MoELayer; never instantiated itself."""
+        """Built by MoELayer; never instantiated itself. Somebody's subclass is what it says it is."""
 
         def __new__(cls, num_local_experts: int, local_expert_indices: list[int], config: Any, **groups: Any) -> Any:
+            if cls is not SelectingFlexTokenDispatcher:
+                return super().__new__(cls)
             if is_selected(config):
                 return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, registry=registry, **groups)
             return previous(num_local_experts, local_expert_indices, config=config, **groups)
 
     return SelectingFlexTokenDispatcher
+
+
+def _forward_of_layers(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """MoELayer.forward, by way of our dispatcher where the layer has one."""
+    from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
+
+    @functools.wraps(stock)
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        dispatcher = self.token_dispatcher
+        if isinstance(dispatcher, NativeTokenDispatcher):
+            return dispatcher.run_layer(stock, self, hidden_states, *args, **kwargs)
+        return stock(self, hidden_states, *args, **kwargs)
+
+    return forward
 
 
 def _widen_choices() -> Any:
@@ -96,7 +114,14 @@ def _widen_choices() -> Any:
     return previous
 
 
-def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto", expert_alignment: int = 1, gate: bool = True) -> None:
+def enable(
+    *,
+    num_max_tokens_per_rank: int | None = None,
+    backend: str = "auto",
+    expert_alignment: int = 1,
+    gate: bool = True,
+    num_sms: int | None = None,
+) -> None:
     """Make Megatron-Core's MoE layers able to route and dispatch through deepep_moe. Call it before arguments are parsed and models built.
 
     Which configuration then uses it:
@@ -106,14 +131,20 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
     - megatron-core 0.13 to 0.15, which have no backend flag: `moe_token_dispatcher_type="flex"` and `moe_enable_deepep` left False
       (those versions refuse that pair on their own), on the command line `--moe-token-dispatcher-type flex` alone.
 
-    Every other configuration behaves as before. Layers with the same group and sizes share one buffer, constructed at the first forward.
+    Every other configuration behaves as before. Layers with the same group and sizes share one buffer, constructed at the first forward
+    and kept until `disable()`.
+
+    If a router or an expert fails on one rank, its peers raise EPPeerError with that rank's error instead of waiting for the deadline (not
+    in Megatron-Core's schedule for overlap of micro batches, which does not call the layers' forward).
 
     `num_max_tokens_per_rank`: on GPUs, the most tokens one rank ever has in a forward (micro batch x sequence length, divided by the sizes
     of tensor (with sequence parallelism) and context parallelism); None: room for the largest of the first forward over all ranks, rounded
     up to a multiple of 128, and for more once a rank has more. On CPUs there is no bound. `backend`: as for `deepep_moe.Buffer`.
     `expert_alignment`: rows of each expert are padded with zeros to a multiple of this. `gate`: routers of those layers choose by
-    `deepep_moe.ops.gate`, in one pass that serves the dispatch too; where it cannot (logits that are not fp32, router replay, ...) a log
-    line says why, and Megatron-Core's own routing is used, as with False.
+    `deepep_moe.ops.gate`, in one pass that serves the dispatch too; where it cannot (logits that are not fp32, router replay, ...) a
+    warning says why, and Megatron-Core's own routing is used, as with False. Logits that are not finite raise ValueError with the gate;
+    what is changed behind autograd's back (`.data`, `.numpy()`) in its probs and routing_map is not seen. `num_sms`: on GPUs, the
+    multiprocessors that send, as for `deepep_moe.Buffer`; `moe_flex_dispatcher_num_sms` of a config (from 0.19) goes before it.
 
     Raises ValueError for wrong values or when enabled already with others, EPError for an unsupported Megatron-Core, ImportError without
     one.
@@ -122,11 +153,12 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
     for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("expert_alignment", expert_alignment)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    check_num_sms(num_sms)
     if not isinstance(gate, bool):
         raise ValueError(f"gate must be True or False, got {gate!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
-    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate)
+    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms)
     if _enabled is not None:
         if _enabled.options != options:
             raise ValueError(f"already enabled with {_enabled.options}, asked for {options}; call disable() first")
@@ -137,17 +169,23 @@ def enable(*, num_max_tokens_per_rank: int | None = None, backend: str = "auto",
     from deepep_moe.integrations.megatron.gating import serve_routers
 
     registry, patches = BufferRegistry(options), Patches()
-    patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, registry))
-    if gate:
-        serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
-    _enabled = _Enabled(options, registry, patches, _widen_choices())
+    try:
+        patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, registry))
+        patches.set(moe_layer.MoELayer, "forward", _forward_of_layers(moe_layer.MoELayer.forward))
+        if gate:
+            serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
+        _enabled = _Enabled(options, registry, patches, _widen_choices())
+    except BaseException:
+        patches.restore()
+        raise
 
 
 def disable() -> None:
-    """Undo `enable()`: put back what Megatron-Core had and destroy the buffers. Without `enable()` nothing happens.
+    """Undo `enable()`: put back what Megatron-Core had, but for what others have replaced since, and destroy the buffers. Without
+    `enable()` nothing happens.
 
-    Models built in between keep their dispatchers, which raise BufferDestroyedError when used. Call it before the process groups are
-    destroyed.
+    Models built in between keep their dispatchers, which raise BufferDestroyedError when used: build them again after the next
+    `enable()`. Call it before the process groups are destroyed.
     """
     global _enabled
     if _enabled is None:

@@ -101,7 +101,7 @@ def _one_rank_worker(rank: int, num_ranks: int) -> None:
         assert isinstance(layer.token_dispatcher, token_dispatcher.MoEFlexTokenDispatcher)
         assert layer.token_dispatcher.get_expert_zero_copy_buffers() == (None, None)
         layer(torch.randn(4, 2, HIDDEN))
-    with pytest.raises(BufferDestroyedError, match=r"disabled in this process; call .*enable\(\) again"):
+    with pytest.raises(BufferDestroyedError, match=r"disabled in this process; call .*enable\(\) and build the model again"):
         layer.token_dispatcher.token_dispatch(torch.randn(8, HIDDEN), torch.rand(8, 4))
 
 
