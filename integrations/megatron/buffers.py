@@ -56,12 +56,12 @@ class BufferRegistry:
             raise BufferDestroyedError(
                 "deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() and build the model again"
             )
-        options = {"backend": self.options.backend} | {"num_sms": self.options.num_sms if num_sms is None else num_sms}
-        key = (group, hidden, num_experts, num_topk, options["num_sms"])
+        num_sms = self.options.num_sms if num_sms is None else num_sms
+        key = (group, hidden, num_experts, num_topk, num_sms)
         if key not in self._buffers:
 
             def construct(bound: int) -> deepep_moe.Buffer:
-                return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, **options)
+                return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend, num_sms=num_sms)
 
             self._buffers[key] = GrowingBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION)
         return self._buffers[key]

@@ -101,16 +101,17 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         num_tokens, self._hidden = hidden_states.shape
         growing = self._growing(num_tokens, self._hidden, hidden_states.device)
-        x, alignment = hidden_states.contiguous(), self.registry.options.expert_alignment
+        x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.registry.options.expert_alignment
+        assert topk_idx is not None  # of dispatch_preprocess
 
         def send(buffer: Buffer) -> DispatchOutput:
-            return buffer.dispatch(x, self.topk_idx, probs, layout="expert", expert_alignment=alignment)
+            return buffer.dispatch(x, topk_idx, probs, layout="expert", expert_alignment=alignment)
 
         try:
             buffer, out = growing.dispatch(num_tokens, send)
         except ValueError as error:
             # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
-            if bool((self.topk_idx >= growing.buffer.num_experts).any()):
+            if bool((topk_idx >= growing.buffer.num_experts).any()):
                 raise ValueError(self._explain_excess()) from error
             raise
         self.buffer, self._handle, self._num_calls = buffer, out.handle, buffer.num_calls
