@@ -1,5 +1,6 @@
 """Low-latency dispatch and combine against the reference, bit for bit."""
 
+import itertools
 import random
 import time
 
@@ -9,7 +10,18 @@ import torch.distributed as dist
 from exchange_cases import assert_same, device_of, on_device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from low_latency_cases import BLOCK, Case, Expected, check_dispatch, combine_rows, make_buffer, run_case, start_combine, start_dispatch
+from low_latency_cases import (
+    BLOCK,
+    Case,
+    Expected,
+    check_dispatch,
+    combine_rows,
+    make_buffer,
+    run_case,
+    start_combine,
+    start_dispatch,
+    unpack_scales,
+)
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.testing import run_ranks
@@ -137,6 +149,33 @@ def hard_to_quantize(rank, _, backend):
 
 def test_rows_that_are_hard_to_quantize(backend):
     run_ranks(hard_to_quantize, 1, backend)
+
+
+def not_finite(rank, _, backend):
+    """Three rows of four blocks, the second with a value that is not finite: its block is not, and the others are as without it."""
+    case = Case([3], max_tokens=3, hidden=4 * BLOCK, dtype=torch.bfloat16, num_experts=1, num_topk=1)
+    buffer = make_buffer(case, backend, rank)
+    good = torch.randn(3, 4 * BLOCK, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for bad, scale_format in itertools.product((torch.nan, torch.inf, -torch.inf), ("fp32", "ue8m0")):
+        x = good.clone()
+        x[1, BLOCK + 5] = bad
+        rows = []
+        for sent in (x, good):
+            (sent, idx) = on_device(backend, rank, sent, torch.zeros(3, 1, dtype=torch.int64))
+            out = buffer.dispatch(sent, idx, fp8=True, scale_format=scale_format)
+            scales = unpack_scales(out.recv_x_scales[0].cpu(), scale_format, 4)
+            rows.append((out.recv_x[0].cpu().float().view(3, 4, BLOCK), scales))
+        others = torch.ones(3, 4, dtype=torch.bool)
+        others[1, 1] = False
+        for name, ours, theirs in zip(("y", "scales"), *rows, strict=True):
+            assert_same(f"{name} of other blocks", ours[others], theirs[others])
+        y, scales = rows[0]
+        assert not scales[1, 1].isfinite(), f"{bad} has the scale {scales[1, 1]} in {scale_format}"
+        assert not (y[1, 1, 5] * scales[1, 1]).isfinite()
+
+
+def test_what_is_not_finite_stays_in_its_block(backend):
+    run_ranks(not_finite, 1, backend)
 
 
 def within_bound(rank, num_ranks, backend):

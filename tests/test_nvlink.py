@@ -178,7 +178,12 @@ def waits_in_a_capture(rank, num_ranks):
     message = "waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle"
     with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
         buffer.dispatch(x, idx)
-    assert_same("recv_x", buffer.dispatch(x, idx).recv_x, rows)
+    out = buffer.dispatch(x, idx)
+    assert_same("recv_x", out.recv_x, rows)
+    message = "num_sms=0 cannot be captured in a CUDA graph: the host waits for the peers"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.combine(rows, out.handle, num_sms=0)
+    assert_same("combined_x", buffer.combine(rows, out.handle, num_sms=0), buffer.combine(rows, out.handle))
 
 
 def test_what_waits_is_no_part_of_a_cuda_graph():
@@ -251,6 +256,29 @@ def late_peer(rank, num_ranks, num_experts):
 @pytest.mark.parametrize("num_experts", (4, 512))  # words of counts for a few threads, for all of a block
 def test_late_peer(num_experts):
     run_ranks(late_peer, 2, num_experts)
+
+
+def reads_late(rank, num_ranks, num_sms):
+    """Rank 1 receives the rows of a dispatch when rank 0 has given up waiting for it in the next call."""
+    buffer, x, idx = make_buffer(rank, timeout_s=1.0)
+    first = buffer.dispatch(x, idx)
+    again = buffer.dispatch(x, handle=first.handle, return_hook=True)
+    if rank == 1:
+        time.sleep(4)
+        again.hook()
+        assert_same("recv_x", again.recv_x, first.recv_x)
+        return
+    again.hook()
+    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver .*phase 'entry into the call', expected 3, seen 2"):
+        buffer.combine(torch.full_like(first.recv_x, 7.0), first.handle, num_sms=num_sms)
+        torch.cuda.synchronize()
+        buffer.check()
+    time.sleep(5)  # its workspace stays until the other has read
+
+
+@pytest.mark.parametrize("num_sms", (4, 0))
+def test_rows_that_are_read_late_are_not_overwritten(num_sms):
+    run_ranks(reads_late, 2, num_sms)
 
 
 class Unchecked:

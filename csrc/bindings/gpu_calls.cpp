@@ -80,25 +80,39 @@ void weigh_backward(const TensorArg& grad, const TensorArg& x, const TensorArg& 
 
 template <class Call>
 void plan(GpuCommunicator& self, const Call& call, uintptr_t stream) {
+    const GpuCommunicator::Step step(self);
     self.plan(call.plan, call.signature, stream);
 }
-GpuCounts wait_counts(GpuCommunicator& self, uintptr_t numbers) { return self.wait_counts(reinterpret_cast<int64_t*>(numbers)); }
+GpuCounts wait_counts(GpuCommunicator& self, uintptr_t numbers) {
+    const GpuCommunicator::Step step(self);
+    return self.wait_counts(reinterpret_cast<int64_t*>(numbers));
+}
 
 void dispatch(GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) {
+    const GpuCommunicator::Step step(self);
     self.dispatch(call.params, num_sms, stream);
 }
 void start_dispatch(GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) {
+    const GpuCommunicator::Step step(self);
     self.start_dispatch(call.params, num_sms, stream);
 }
-void end_dispatch(GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) { self.end_dispatch(call.params, stream); }
+void end_dispatch(GpuCommunicator& self, const GpuDispatchCall& call, uintptr_t stream) {
+    const GpuCommunicator::Step step(self);
+    self.end_dispatch(call.params, stream);
+}
 
 void combine(GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) {
+    const GpuCommunicator::Step step(self);
     self.combine(call.params, num_sms, true, stream);
 }
 void start_combine(GpuCommunicator& self, const GpuCombineCall& call, int num_sms, uintptr_t stream) {
+    const GpuCommunicator::Step step(self);
     self.start_combine(call.params, num_sms, stream);
 }
-void end_combine(GpuCommunicator& self, const GpuCombineCall& call, uintptr_t stream) { self.end_combine(call.params, stream); }
+void end_combine(GpuCommunicator& self, const GpuCombineCall& call, uintptr_t stream) {
+    const GpuCommunicator::Step step(self);
+    self.end_combine(call.params, stream);
+}
 
 void bind_steps(py::class_<GpuCommunicator>& communicator) {
     const py::arg call("call"), num_sms("num_sms"), stream("stream");

@@ -7,6 +7,8 @@
 
 namespace deepep_moe {
 
+constexpr const char* kTwoThreads = "two threads are in calls of one buffer; make its calls one after the other";
+
 // A wait passed its deadline, or the peer it waited for is gone.
 struct TimeoutError : std::runtime_error {
     TimeoutError(const std::string& message, int rank, std::string phase, int64_t expected, int64_t seen)

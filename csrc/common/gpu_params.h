@@ -9,7 +9,7 @@ namespace deepep_moe {
 
 // What the host waits for, in host memory that the device sees.
 struct GpuCounts {
-    int ready;  // written last
+    unsigned long long met, ready;  // GpuContext::plan of the last one that has met its peers, and that has written the rest
     long long num_recv_tokens, num_rows;
     int send_counts[kMaxGpuRanks], recv_counts[kMaxGpuRanks];
 };

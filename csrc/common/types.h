@@ -63,7 +63,12 @@ constexpr size_t align_up(size_t value, size_t multiple) { return (value + multi
 
 // The scale of a block of an fp8 row whose largest magnitude is m is m / kFp8Largest, as DeepSeek-V3 has it (arXiv:2412.19437,
 // section 3.3.2), so that a block uses the whole range of the format; or the next power of two, 2 to this biased exponent.
-DEEPEP_MOE_HD constexpr uint32_t rounded_exponent(uint32_t scale_bits) { return (scale_bits + 0x7fffffu) >> 23; }
+// Of a block with inf or NaN the scale is that, and the exponent 255, which is the format's NaN.
+constexpr uint32_t kNotFiniteExponent = 255;
+DEEPEP_MOE_HD constexpr uint32_t rounded_exponent(uint32_t scale_bits) {
+    const uint32_t exponent = (scale_bits + 0x7fffffu) >> 23;
+    return exponent < kNotFiniteExponent ? exponent : kNotFiniteExponent;
+}
 
 // The tokens of channel `channel` of `num_channels`: [begin, end).
 struct Range {

@@ -136,7 +136,7 @@ private:
 
     void send_row(int token, RankSet ranks) {
         if (ranks == 0) return;
-        const std::byte* row = p_.x + token * c_.hidden * element_bytes(p_.what.dtype);
+        const std::byte* row = p_.x + static_cast<int64_t>(token) * c_.hidden * element_bytes(p_.what.dtype);
         if (p_.what.fp8) row = quantized(row);
         visit_from(call_, ranks, [&](int to) {
             const LowLatencyTurn there = call_.turn(to);
@@ -334,7 +334,7 @@ private:
         for (int rank = 0; rank < c_.num_ranks; ++rank)
             if (contains(ranks, rank) && waits_.wait(here_.arrived(rank, token), call_.arrived(p_.what), rank, "combine rows"))
                 slots[num_slots++] = here_.slot(rank, token);
-        std::byte* out = p_.combined_x + token * c_.hidden * element_bytes(p_.what.dtype);
+        std::byte* out = p_.combined_x + static_cast<int64_t>(token) * c_.hidden * element_bytes(p_.what.dtype);
         if (p_.what.fp8) return add_up_fp8(slots, num_slots, out);
         const void* rows[kLowLatencyMaxRanks];
         std::copy_n(slots, num_slots, rows);

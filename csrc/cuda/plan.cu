@@ -192,7 +192,10 @@ struct Plan {
         if (threadIdx.x == 0) let_place();
         if (warp == kPlanWarps - 1) {
             const bool met = __all_sync(kFullWarp, (lane >= config.num_ranks || meet(lane)) && !refuses);
-            if (lane == 0 && met) store_release_local(&c.state->met, c.plan);
+            if (lane == 0 && met) {
+                store_release_local(&c.state->met, c.plan);
+                static_cast<volatile GpuCounts*>(c.counts)->met = c.plan;
+            }
             if (lane == 0 && !met) failed = true;
             let_next_kernel_start();
         }
@@ -333,7 +336,7 @@ struct Plan {
         counts->num_recv_tokens = num_recv_tokens();
         counts->num_rows = *num_rows;
         __threadfence_system();
-        counts->ready = 1;
+        counts->ready = c.plan;
     }
 
     // ---- all blocks: the others once the sums are there ----

@@ -18,8 +18,7 @@ std::string call_name(uint64_t sequence) { return "call " + std::to_string(seque
 class Communicator::Call {
 public:
     explicit Call(Communicator& owner) : owner_(owner) {
-        if (owner.busy_.exchange(true))
-            throw std::logic_error("two threads are in calls of one buffer; make its calls one after the other");
+        if (owner.busy_.exchange(true)) throw std::logic_error(kTwoThreads);
     }
     ~Call() { owner_.busy_.store(false); }
 

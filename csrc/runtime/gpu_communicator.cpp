@@ -14,12 +14,14 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kFewestWorkers = 8;          // blocks of a combine that do not send
-constexpr int kPiecesForLink = 128;        // of a row that a warp sums at a time: small tasks end soon after the last rows came,
-constexpr int kPiecesForMemory = 256;      // large ones read faster, which counts where half the rows stay on the GPU
-constexpr int kMaxLaneBlocks = 48;         // with those that send and receive no more than there are multiprocessors
-constexpr int64_t kRoundsToAsk = 1 << 20;  // of a wait for counts: some tens of milliseconds
-constexpr int kRingBytes = 184 * 1024;     // of a block's rows on their way: the link is slower where more are
+constexpr int kFewestWorkers = 8;           // blocks of a combine that do not send
+constexpr int kPiecesForLink = 128;         // of a row that a warp sums at a time: small tasks end soon after the last rows came,
+constexpr int kPiecesForMemory = 256;       // large ones read faster, which counts where half the rows stay on the GPU
+constexpr int kMaxLaneBlocks = 48;          // with those that send and receive no more than there are multiprocessors
+constexpr int64_t kRoundsToLook = 1 << 10;  // of a wait of the host, before it looks at failures and the clock
+constexpr int64_t kRoundsToAsk = 1 << 20;   // before it asks the GPU and the caller: some tens of milliseconds
+constexpr int kSecondsOfWork = 10;          // that the GPU may have before a call
+constexpr int kRingBytes = 184 * 1024;      // of a block's rows on their way: the link is slower where more are
 
 // That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
 int lane_blocks(int64_t num_lanes) { return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, 512), 1, kMaxLaneBlocks)); }
@@ -95,8 +97,8 @@ void GpuCommunicator::allocate_scratch() {
     for (const auto& [pointer, count] : arrays) total += divide_up(count, 32) * 128;
     void* scratch = nullptr;
     check_cuda(cudaMalloc(&scratch, total), "cannot allocate the scratch");
-    check_cuda(cudaMemset(scratch, 0, total), "cudaMemset");
     scratch_ = static_cast<std::byte*>(scratch);
+    check_cuda(cudaMemset(scratch, 0, total), "cudaMemset");
     std::byte* next = scratch_;
     for (const auto& [pointer, count] : arrays) {
         *pointer = next;
@@ -106,7 +108,7 @@ void GpuCommunicator::allocate_scratch() {
 
 GpuCommunicator::~GpuCommunicator() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
-    const DeviceGuard guard(device_);
+    const DeviceGuard guard(device_, std::nothrow);
     cudaDeviceSynchronize();
     release();
 }
@@ -121,6 +123,10 @@ void GpuCommunicator::release() {
 }
 
 // ---- calls ----
+
+GpuCommunicator::Step::Step(GpuCommunicator& owner) : owner_(owner) {
+    if (owner.busy_.exchange(true)) throw std::logic_error(kTwoThreads);
+}
 
 GpuContext GpuCommunicator::context() const {
     const GpuWaits waits{rank_, static_cast<unsigned long long>(timeout_s_ * 1e9), &host_->failure, &state_->gave_up};
@@ -169,33 +175,40 @@ void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uin
     ++num_plans_;
     params.context = context();
     if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
-    if (params.reports_counts) static_cast<volatile GpuCounts&>(host_->counts).ready = 0;
     launch_plan(params, as_stream(stream));
     ++num_calls_;
 }
 
 GpuCounts GpuCommunicator::wait_counts(int64_t* numbers) {
-    using Clock = std::chrono::steady_clock;
-    const auto deadline = Clock::now() + std::chrono::duration<double>(2 * timeout_s_ + 10);  // the kernel's own deadline comes first
-    volatile GpuCounts& counts = host_->counts;
-    for (int64_t round = 0; counts.ready == 0; ++round) {
-        relax_cpu();
-        if (round % 1024 != 1023) continue;
-        check_this_call();
-        if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
-        if (Clock::now() > deadline) {
-            check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-            throw TimeoutError("rank " + std::to_string(rank_) + ": no counts from this rank's own GPU within the deadline", rank_,
-                               "counts", 1, 0);
-        }
-    }
-    std::atomic_thread_fence(std::memory_order_acquire);
-    check_this_call();
+    wait_for_plan(host_->counts.ready, GpuPhase::kCounts);
     *numbers++ = num_calls_;
     numbers = std::copy_n(host_->counts.send_counts, config_.num_ranks, numbers);
     numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
     std::copy_n(expert_counts_, config_.num_experts / config_.num_ranks, numbers);
     return host_->counts;
+}
+
+// Until the plan of this call has written its number to `word`. Throws what it reports instead.
+void GpuCommunicator::wait_for_plan(const volatile unsigned long long& word, GpuPhase phase) {
+    using Clock = std::chrono::steady_clock;
+    const double seconds = 2 * timeout_s_ + kSecondsOfWork;  // the kernel's own deadline comes first
+    const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
+    for (int64_t round = 0; word != num_plans_; ++round) {
+        relax_cpu();
+        if (round % kRoundsToLook != kRoundsToLook - 1) continue;
+        check_this_call();
+        if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
+        if (Clock::now() > deadline) {
+            check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+            const auto expected = static_cast<int64_t>(num_plans_), seen = static_cast<int64_t>(word);
+            throw TimeoutError("rank " + std::to_string(rank_) + ": this rank's own GPU did not come to its call within " +
+                                   std::to_string(static_cast<int64_t>(seconds)) + " s; phase '" + name_of(phase) + "', expected " +
+                                   std::to_string(expected) + ", seen " + std::to_string(seen),
+                               rank_, name_of(phase), expected, seen);
+        }
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    check_this_call();
 }
 
 // Of a wait that takes long: does somebody want it to end, has the GPU failed in whatever it was given before?
@@ -251,9 +264,11 @@ void GpuCommunicator::start_combine(GpuCombineParams params, int num_sms, uintpt
 }
 
 // In the order in which every rank copies to another peer at a time, half of it on each of two streams: one copy engine does not fill the
-// link, and pauses between two copies.
+// link, and pauses between two copies. A copy that is enqueued cannot be called off, so first all peers must have entered the call: one
+// that comes too late may still read the rows of the call before.
 void GpuCommunicator::copy(const std::vector<int>& counts, int64_t slot_bytes, uintptr_t stream) {
     const DeviceGuard guard(device_);
+    wait_for_plan(host_->counts.met, GpuPhase::kEntry);
     fork(as_stream(stream));
     check_cuda(cudaStreamWaitEvent(copying_, forked_, 0), "cudaStreamWaitEvent");
     const auto announce_after = [&](cudaStream_t copies) {

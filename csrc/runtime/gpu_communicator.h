@@ -1,6 +1,7 @@
 // The GPUs of one host and their calls: who owns workspace and scratch, whose memory is mapped here, what failed.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <string>
 #include <vector>
@@ -34,6 +35,17 @@ public:
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // called now and then by waits, which end if it throws
     GpuTuning tuning;
+
+    // While a thread makes one of the steps below. Throws std::logic_error where another one does.
+    class Step {
+    public:
+        explicit Step(GpuCommunicator& owner);
+        ~Step() { owner_.busy_.store(false); }
+        Step(const Step&) = delete;
+
+    private:
+        GpuCommunicator& owner_;
+    };
 
     // Each call begins with `plan` and goes on with the others; all enqueue work and return. Work on another stream than the last
     // call's waits for that call.
@@ -70,6 +82,7 @@ private:
     void allocate_scratch();
     void release();
     void start_afresh();
+    void wait_for_plan(const volatile unsigned long long& word, GpuPhase phase);
     void ask() const;
     void check_this_call();
     void dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream);
@@ -98,6 +111,7 @@ private:
     int64_t num_calls_ = 0;
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
     std::function<void()> poll_;
+    std::atomic<bool> busy_ = false;
     struct HostSlots {
         GpuFailure failure;
         GpuCounts counts;

@@ -9,6 +9,7 @@ namespace deepep_moe {
 template <class Steps>
 bool GpuGuardedCalls::guarded(const Steps& steps) noexcept {
     try {
+        const GpuCommunicator::Step step(communicator_);
         steps();
         return true;
     } catch (...) {

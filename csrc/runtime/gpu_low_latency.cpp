@@ -53,7 +53,7 @@ void GpuLowLatencyCommunicator::allocate() {
 
 GpuLowLatencyCommunicator::~GpuLowLatencyCommunicator() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
-    const DeviceGuard guard(device_);
+    const DeviceGuard guard(device_, std::nothrow);
     cudaDeviceSynchronize();
     release();
 }

@@ -32,6 +32,10 @@ DeviceGuard::DeviceGuard(int device) {
     changed_ = before_ != device;
 }
 
+DeviceGuard::DeviceGuard(int device, std::nothrow_t) noexcept {
+    changed_ = cudaGetDevice(&before_) == cudaSuccess && before_ != device && cudaSetDevice(device) == cudaSuccess;
+}
+
 DeviceGuard::~DeviceGuard() {
     if (changed_) cudaSetDevice(before_);
 }
@@ -48,7 +52,7 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
 
 GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
-    const DeviceGuard guard(device_);
+    const DeviceGuard guard(device_, std::nothrow);
     leave();
     for (int rank = 0; rank < num_ranks_; ++rank)
         if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <new>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@ inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaSt
 class DeviceGuard {
 public:
     explicit DeviceGuard(int device);
+    DeviceGuard(int device, std::nothrow_t) noexcept;  // for destructors, of a GPU that may have failed
     ~DeviceGuard();
     DeviceGuard(const DeviceGuard&) = delete;
 

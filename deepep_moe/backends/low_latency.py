@@ -306,6 +306,10 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
     def _move(self, call: DispatchCall | CombineCall, sends: bool, receives: bool) -> None:
         self._method(call)(self._params(call), sends, receives, self._stream())
 
+    def check(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays
+            super().check()
+
     def mask(self, rank: int, masked: bool) -> None:
         self._communicator.mask(rank, masked, self._stream())
 
@@ -313,6 +317,8 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         self._communicator.rejoin(self._stream())
 
     def refuse(self, reason: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # nobody is in a call yet, and nobody may wait for a GPU now
         self._communicator.refuse(reason, self._stream())
 
     def _stream(self) -> int:

@@ -186,6 +186,8 @@ class NvlinkBackend:
         _C.gpu_gate_check()
 
     def take_failure(self) -> Exception | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None  # nobody may wait for a GPU now, and a failure stays
         try:
             self._communicator.check()
         except (EPPeerError, EPMismatchError, EPCapacityError, ValueError) as error:
@@ -265,6 +267,11 @@ class NvlinkBackend:
         num_sms = min(default, most) if mode.num_sms is None else mode.num_sms
         if not 0 <= num_sms <= most:
             raise ValueError(f"num_sms is {num_sms}; this GPU has {most}: give 1 to {most}, or 0 for copy engines")
+        if num_sms == 0 and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "num_sms=0 cannot be captured in a CUDA graph: the host waits for the peers before it has copy engines start; give num_sms "
+                "of 1 or more"
+            )
         return num_sms
 
     def _counts(self, handle: DispatchHandle, num_sms: int, *, is_dispatch: bool) -> list[int]:

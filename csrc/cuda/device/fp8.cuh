@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "cuda/device/ptx.cuh"
 #include "cuda/device/rows.cuh"
 
 namespace deepep_moe {
@@ -21,9 +22,9 @@ template <int kThreads, int kColumns>
 __device__ __forceinline__ float largest_of(const float (&x)[kColumns]) {
     float largest = kFp8Least;
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    for (int i = 0; i < kColumns; ++i) largest = max_or_nan(largest, fabsf(x[i]));
 #pragma unroll
-    for (int step = 1; step < kThreads; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, step));
+    for (int step = 1; step < kThreads; step *= 2) largest = max_or_nan(largest, __shfl_xor_sync(kFullWarp, largest, step));
     return largest;
 }
 
@@ -47,7 +48,7 @@ struct Fp8Block {
         if (!is_rounded) return;
         const unsigned exponent = rounded_exponent(__float_as_uint(scale));
         scale = __uint_as_float(exponent << 23);
-        factor = __uint_as_float((254 - exponent) << 23);
+        factor = exponent < kNotFiniteExponent ? __uint_as_float((254 - exponent) << 23) : 0.0f;
     }
     template <int kColumns>
     __device__ Fp8Columns<kColumns> store(const float (&x)[kColumns]) const {

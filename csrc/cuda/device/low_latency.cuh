@@ -44,8 +44,13 @@ __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank,
 
 __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
     const unsigned bit = 1u << rank;
-    const unsigned masks = masked ? atomicOr(&c.state->masks, bit) | bit : atomicAnd(&c.state->masks, ~bit) & ~bit;
-    *static_cast<volatile unsigned*>(c.seen_masks) = masks;
+    unsigned told, masks = masked ? atomicOr(&c.state->masks, bit) | bit : atomicAnd(&c.state->masks, ~bit) & ~bit;
+    do {  // others may set theirs now, and whoever tells the host last must tell it all
+        told = masks;
+        *static_cast<volatile unsigned*>(c.seen_masks) = told;
+        __threadfence_system();
+        masks = *static_cast<volatile unsigned*>(&c.state->masks);
+    } while (masks != told);
 }
 
 // A rank has not delivered within the deadline, and its flag is `seen`; or the wait ended as another had failed, which is nothing new.

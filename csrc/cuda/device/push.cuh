@@ -35,6 +35,10 @@ public:
             if (word != 0 && word != kEnd) store_relaxed(reinterpret_cast<unsigned long long*>(word), sequence);
             num_warps -= __popc(__ballot_sync(kFullWarp, word == kEnd));
         }
+        // What a warp posted before its end, but into the word that was looked at earlier in the same round.
+        const unsigned long long word = exchange_acquire_block(words_ + lane, 0);
+        fence_system();
+        if (word != 0 && word != kEnd) store_relaxed(reinterpret_cast<unsigned long long*>(word), sequence);
     }
 
 private:
