@@ -49,13 +49,14 @@ $(BIN)/python:
 	for folder in $(SHARED); do echo $$folder >>$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth; done
 
 $(STAMP): $(SOURCES) | $(BIN)/python
+	@echo "installing PyTorch and building deepep_moe into $(VENV), which takes some minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH)
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(INSTALL)
 	touch $(STAMP)
 endif
 
 help:
-	@sed -n 's/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n '/^$$/q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 install: $(STAMP)
 

@@ -83,6 +83,9 @@ def require_compiler() -> None:
         raise SystemExit(
             f"deepep_moe needs a C++20 compiler and found no {compiler!r}: install gcc 11 or newer (apt install g++), or set CXX"
         )
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise SystemExit(f"deepep_moe needs Python's headers and found no {include / 'Python.h'}: install them (apt install python3-dev)")
 
 
 def extension() -> Pybind11Extension:
@@ -149,7 +152,17 @@ def cuda_root(nvcc: str) -> Path:
 
 
 class BuildWithCuda(build_ext):
-    """Compiles csrc/cuda with nvcc before the host sources are compiled and all are linked."""
+    """Compiles csrc/cuda with nvcc before the host sources are compiled and all are linked. Begins again where the last build had another
+    compiler of CUDA, another PyTorch or other switches: times of files do not tell."""
+
+    def build_extensions(self) -> None:
+        now, last = configuration(self.extensions), Path(self.build_temp) / "configuration.txt"
+        if not last.is_file() or last.read_text() != now:
+            shutil.rmtree(self.build_temp, ignore_errors=True)
+            self.force = True
+        super().build_extensions()
+        last.parent.mkdir(parents=True, exist_ok=True)
+        last.write_text(now)
 
     def build_extension(self, ext: Extension) -> None:
         nvcc = find_nvcc() if isinstance(ext, Pybind11Extension) else ""
@@ -160,6 +173,15 @@ class BuildWithCuda(build_ext):
             list(pool.map(lambda pair: compile_cuda(nvcc, codes, *pair), zip(sources, targets, strict=True)))
         ext.extra_objects += map(str, targets)
         super().build_extension(ext)
+
+
+def configuration(extensions: list[Extension]) -> str:
+    """What a build depends on beside the files of this repository."""
+    nvcc = find_nvcc()
+    lines = [subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout] if nvcc else []
+    for ext in extensions:
+        lines += [repr((ext.name, ext.sources, ext.define_macros, ext.include_dirs, ext.extra_compile_args, ext.extra_link_args))]
+    return "\n".join(lines)
 
 
 def architecture_flags(nvcc: str) -> list[str]:

@@ -5,7 +5,17 @@
 """
 
 from deepep_moe import errors
-from deepep_moe._C import __version__
+
+try:
+    from deepep_moe._C import __version__
+except ModuleNotFoundError as error:
+    if error.name != "deepep_moe._C":
+        raise
+    raise ModuleNotFoundError(
+        f"{__path__[0]} holds the sources, where deepep_moe._C is not built: start Python in another folder than the clone's, or install "
+        "with pip install -e .",
+        name=error.name,
+    ) from None
 from deepep_moe.buffer import Buffer, DispatchOutput, Layout
 from deepep_moe.event import Event
 from deepep_moe.features import features

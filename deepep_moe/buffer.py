@@ -72,9 +72,10 @@ class Buffer:
         backend: "auto", or one by name. "auto" takes the first that can serve of `nvlink` (GPUs of one host that reach each other, with
             an NCCL group), `shm` (ranks of one host, CPU tensors) and `collective` (`all_to_all_single` of the group).
             `buffer.backend` says which; so does one log line on rank 0.
-        num_sms: multiprocessors of a GPU that send rows, 1 to all; 0: copy engines send, and no multiprocessor while rows fly. A
-            call may say otherwise; results never depend on it. None: 12, in a combine from the expert layout among three
-            ranks or more 14, or all where there are fewer. CPU backends have none and do not look.
+        num_sms: multiprocessors of a GPU that send rows, 1 to all; 0: copy engines send, and no multiprocessor while rows fly, but the
+            host waits for the peers to enter the call, which so cannot be part of a CUDA graph. A call may say otherwise; results never
+            depend on it. None: 12, in a combine from the expert layout among three ranks or more 14, or all where there are fewer. CPU
+            backends have none and do not look.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
     Raises:
@@ -163,6 +164,12 @@ class Buffer:
     def workspace_bytes(self) -> int:
         """Memory for the exchange that this rank owns, bytes; docs/design.md has the formula."""
         return self._alive().workspace_bytes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Buffer":
+        return self  # copies of a layer share it
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Buffer is memory of running processes and cannot be saved; save the state_dict() of what holds it")
 
     def __repr__(self) -> str:
         state = self.backend if self._backend is not None else "destroyed"

@@ -1,13 +1,18 @@
 """The MoE layer against the same layer written with loops, on one rank and on two."""
 
+import copy
+import pickle
 import runpy
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from deepep_moe import Buffer
+from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import LocalExperts, MoELayer, Router, SwiGLU
 from deepep_moe.testing import run_ranks
 
@@ -115,6 +120,73 @@ def test_misfits():
         ValueError, match=r"the buffer was made for hidden, num_experts, num_topk = \(16, 4, 1\), the router has \(16, 4, 2\)"
     ):
         MoELayer(router, experts, buffer=Buffer(None, 8, HIDDEN, NUM_EXPERTS, 1))
+
+
+def failing_layer(rank, num_ranks):
+    """What fails on rank 1 is an error of both, and nobody waits; then all go on."""
+    router, experts, shared = make_parts()
+    layer = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
+    x = torch.randn(5, HIDDEN)
+    not_finite = torch.full_like(x, torch.nan) if rank == 1 else x
+    for given, hooked, why in (
+        (not_finite, None, "ValueError: logits must be finite"),
+        (x[:, : HIDDEN - rank], None, "ValueError: x has shape .5, 15.; its last dimension must be hidden, 16"),
+        (x, layer.experts.experts[1], "ArithmeticError: no module of rank 1"),
+        (x, layer.shared_expert, "ArithmeticError: no module of rank 1"),
+    ):
+
+        def fail(*_):
+            raise ArithmeticError("no module of rank 1")
+
+        hook = hooked.register_forward_pre_hook(fail) if hooked is not None and rank == 1 else None
+        error, message = (EPPeerError, f"rank 1 refused its arguments: {why}") if rank == 0 else (Exception, why.split(": ", 1)[1])
+        began = time.monotonic()
+        with pytest.raises(error, match=message):
+            layer(given)
+        assert time.monotonic() - began < 60, "far from the deadline of 300 s"
+        if hook is not None:
+            hook.remove()
+        assert layer(x).isfinite().all()
+
+
+def test_peers_learn_what_failed():
+    run_ranks(failing_layer, 2)
+
+
+def test_copies_share_the_buffer_and_nobody_saves_it():
+    router, experts, shared = make_parts()
+    layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
+    copied, x = copy.deepcopy(layer), torch.randn(5, HIDDEN)
+    assert copied.buffer is layer.buffer and copied.router.weight is not layer.router.weight
+    assert torch.equal(copied(x), layer(x))
+    with pytest.raises(TypeError, match="a Buffer is memory of running processes and cannot be saved; save the state_dict"):
+        pickle.dumps(layer)
+
+
+def in_ddp(rank, num_ranks):
+    """By the recipe of `expert_parameters`: routers alike, experts not, gradients those of one model that sees all tokens."""
+    router, experts, shared = make_parts()
+    model = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
+    before = [p.detach().clone() for p in model.expert_parameters()]
+    own = {id(p) for m in model.modules() if isinstance(m, MoELayer) for p in m.expert_parameters()}
+    names = [name for name, p in model.named_parameters() if id(p) in own]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model)
+    for kept, parameter in zip(before, model.expert_parameters(), strict=True):
+        assert torch.equal(kept, parameter), "an expert became that of another rank"
+    x = torch.randn(num_ranks, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    wrapped(x[rank]).square().mean().backward()
+
+    router, experts, shared = make_parts()
+    by_loops(router, experts, shared, x.flatten(0, 1)).square().mean().backward()
+    torch.testing.assert_close(model.router.weight.grad, router.weight.grad)
+    expected = [p.grad for expert in experts[2 * rank : 2 * rank + 2] for p in expert.parameters()]
+    for parameter, grad in zip(model.expert_parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad / num_ranks, grad)
+
+
+def test_distributed_data_parallel():
+    run_ranks(in_ddp, 2)
 
 
 def test_experts_without_rows_have_gradients():

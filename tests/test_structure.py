@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # A room may import itself and what stands after it; every room may use errors, config, handle, event and the native module.
 PYTHON_ROOMS = [
     "examples", "deepep_moe.bench", "deepep_moe.integrations", "deepep_moe.nn", "deepep_moe.ops", "deepep_moe.by_expert",
-    "deepep_moe.buffer", "deepep_moe.low_latency", "deepep_moe.torch_ops", "deepep_moe.backends",
+    "deepep_moe.telling", "deepep_moe.buffer", "deepep_moe.low_latency", "deepep_moe.torch_ops", "deepep_moe.backends",
 ]  # fmt: skip
 FOUNDATION = {"_C", "config", "errors", "event", "handle"}
 CPP_ROOMS = ["bindings", "autograd", "runtime", "cpu", "common"]

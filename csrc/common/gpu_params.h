@@ -50,7 +50,7 @@ struct GpuRouting {
     int32_t* send_slot;           // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
     int32_t* send_token;          // [num_ranks, num_max_tokens] the token in each slot
     int32_t* send_counts;         // [num_ranks] slots to each rank
-    unsigned long long* reduced;  // [num_ranks, num_reduced] parts of rows whose sums are in the outbox, of a combine
+    unsigned long long* reduced;  // [num_ranks, num_reduced] tiles of rows whose sums are in the outbox, of a combine
     int32_t* narrow_topk_idx;     // [num_tokens, num_topk] int32 copy for the handle, or nullptr
 
     DEEPEP_MOE_HD int64_t expert(int token, int k) const {
@@ -136,7 +136,7 @@ struct GpuCombineParams {
     bool reduces, finishes;  // what the blocks that do not send do
     DType dtype;
     int num_send_blocks, num_work_blocks;
-    int max_part_pieces;          // of 16 bytes, that a warp sums in one task
+    int max_tile_pieces;          // of 16 bytes, that a warp sums in one task
     int64_t num_rows;             // of x
     const int32_t* recv_counts;   // [num_ranks]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]

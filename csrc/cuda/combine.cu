@@ -24,7 +24,7 @@ struct Kernel {
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
     const int64_t row_bytes;
-    const int num_pieces, num_parts, part_pieces;  // of a row
+    const int num_pieces, num_tiles, tile_pieces;  // of a row
     const GpuSlotLayout slot;
     const Workspace own;
     const unsigned long long sequence;
@@ -37,8 +37,8 @@ struct Kernel {
           config(c.config),
           row_bytes(config.hidden * (16 / Values::kCount)),
           num_pieces(static_cast<int>(row_bytes / 16)),
-          num_parts(divide_up(num_pieces, p.max_part_pieces)),
-          part_pieces(divide_up(num_pieces, 32 * num_parts) * 32),
+          num_tiles(divide_up(num_pieces, p.max_tile_pieces)),
+          tile_pieces(divide_up(num_pieces, 32 * num_tiles) * 32),
           slot(row_bytes, p.tail_bytes()),
           own(c, c.rank),
           sequence(c.state->sequence),
@@ -55,7 +55,7 @@ struct Kernel {
         const auto ready = [&](int peer, int chunk) {
             const int num_rows = min(kReducedSlots, p.recv_counts[peer] - chunk * kReducedSlots);
             const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_reduced + chunk;
-            return p.direct || warp_wait_flag(c, reduced, num_rows * num_parts, c.rank, GpuPhase::kReducedRows);
+            return p.direct || warp_wait_flag(c, reduced, num_rows * num_tiles, c.rank, GpuPhase::kReducedRows);
         };
         const auto find = [&](int peer, int index) { return first_from(p.recv_counts, peer) + index; };
         const auto rows = [&](int peer, int index, int recv_token, const std::byte*& row, const std::byte*& tail) {
@@ -105,15 +105,13 @@ struct Kernel {
 
         // Adds pieces first, first + 32, ... of the rows to `sum`.
         __device__ void add(const Kernel& k, Sum& sum, int first, int end) const {
-            const auto rows = [&](int n) {
-                return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n)));
-            };
+            const auto rows = [&](int n) { return pieces(shuffle(from, n)); };
             const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight, n); };
             sum_pieces<Values, kBatch>(sum, first, end, count, rows, weights, Pieces{});
         }
     };
 
-    // On the expert side: a part of a row a warp, in the order in which they are sent.
+    // On the expert side: a tile of a row a warp, in the order in which they are sent.
 
     __device__ void reduce() const {
         WarpTasks tasks(&c.state->next_reduce);
@@ -129,14 +127,14 @@ struct Kernel {
     // Part of a row that a task of `reduce` is about; peer: -1 past the last. Finds it as RankTask does, which made the compiler spill a
     // register of the sums.
     struct Remote {
-        int peer = -1, index = 0, part = 0;
+        int peer = -1, index = 0, tile = 0;
         Rows rows;
         __device__ Remote(const Kernel& k, int task) {
 #pragma unroll 1
             for (int turn = 1; turn < k.config.num_ranks; ++turn) {
-                const int to = (k.c.rank + turn) % k.config.num_ranks, num_tasks = k.p.recv_counts[to] * k.num_parts;
+                const int to = (k.c.rank + turn) % k.config.num_ranks, num_tasks = k.p.recv_counts[to] * k.num_tiles;
                 if (task < num_tasks) {
-                    peer = to, index = task / k.num_parts, part = task % k.num_parts;
+                    peer = to, index = task / k.num_tiles, tile = task % k.num_tiles;
                     rows = Rows(k, first_from(k.p.recv_counts, peer) + index);
                     return;
                 }
@@ -147,9 +145,9 @@ struct Kernel {
 
     __device__ void reduce_row(const Remote& remote) const {
         std::byte* to = own.outbox(remote.peer) + remote.index * slot.bytes;
-        if (remote.part == 0 && p.has_lane_values && lane < config.num_topk)
+        if (remote.tile == 0 && p.has_lane_values && lane < config.num_topk)
             reinterpret_cast<float*>(to + row_bytes)[lane] = remote.rows.lane_value(*this);
-        each_batch(remote.part, [&](int first, int end) {
+        each_batch(remote.tile, [&](int first, int end) {
             Sum sum = {};
             remote.rows.add(*this, sum, first, end);
             write(to, first, end, sum);
@@ -159,12 +157,12 @@ struct Kernel {
         if (lane == 0) add_release_local(p.routing.reduced + remote.peer * own.layout.num_reduced + remote.index / kReducedSlots, 1);
     }
 
-    // A part of a row, in batches: use(first piece of this lane, end).
+    // A tile of a row, in batches: use(first piece of this lane, end).
     template <class Use>
-    __device__ void each_batch(int part, const Use& use) const {
-        const int end = min((part + 1) * part_pieces, num_pieces);
+    __device__ void each_batch(int tile, const Use& use) const {
+        const int end = min((tile + 1) * tile_pieces, num_pieces);
 #pragma unroll 1
-        for (int first = part * part_pieces; first < end; first += 32 * kBatch) use(first + lane, end);
+        for (int first = tile * tile_pieces; first < end; first += 32 * kBatch) use(first + lane, end);
     }
 
     __device__ void write(std::byte* to, int first, int end, const Sum& sum) const {
@@ -173,13 +171,13 @@ struct Kernel {
             if (first + 32 * j < end) pieces(to)[first + 32 * j] = Values::store(sum[j]);
     }
 
-    // On the source side: a part of a token a warp.
+    // On the source side: a tile of a token's row a warp.
 
     __device__ void finish() const {
         WarpTasks tasks(&c.state->next_receive);
-        const int own_first = first_from(p.recv_counts, c.rank), num_tasks = p.routing.num_tokens * num_parts;
+        const int own_first = first_from(p.recv_counts, c.rank), num_tasks = p.routing.num_tokens * num_tiles;
         const auto slot_of = [&](int task) {  // of the token on rank `lane`, -1 = it did not go there
-            return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[task / num_parts * config.num_ranks + lane] : -1;
+            return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[task / num_tiles * config.num_ranks + lane] : -1;
         };
         const auto rows_of = [&](int index) {
             const int own_index = __shfl_sync(kFullWarp, index, c.rank);
@@ -195,7 +193,7 @@ struct Kernel {
             if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows)))
                 return;
             __syncwarp();  // what one lane has seen arrive, all may read
-            finish_token(task / num_parts, task % num_parts, index, rows);
+            finish_token(task / num_tiles, task % num_tiles, index, rows);
             task = next, index = next_index, rows = next_rows;
             next = later, next_index = later_index;
         }
@@ -203,16 +201,14 @@ struct Kernel {
 
     // Adds up, in order of the ranks, what has arrived and the sum of the rows on this rank. `index`: the token's slot on rank `lane`, -1 =
     // it did not go there.
-    __device__ void finish_token(int token, int part, int index, const Rows& rows) const {
+    __device__ void finish_token(int token, int tile, int index, const Rows& rows) const {
         const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
         const int num_ranks = __popc(ranks), num_rows = num_ranks + (p.bias != nullptr);
         const int rank = nth_set(ranks, lane), there = __shfl_sync(kFullWarp, index, rank);  // lane n: the n-th rank and its slot
         const std::byte* from = lane < num_ranks ? sum_from(rank, there) : p.bias + static_cast<int64_t>(token) * row_bytes;
         if (lane < num_ranks && rank == c.rank) from = nullptr;
-        const auto sums = [&](int n) {
-            return pieces(reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(from), n)));
-        };
-        each_batch(part, [&](int first, int end) {
+        const auto sums = [&](int n) { return pieces(shuffle(from, n)); };
+        each_batch(tile, [&](int first, int end) {
             Sum sum = {}, here = {};
             rows.add(*this, here, first, end);
             Pieces held;  // rounded, as after a journey
@@ -221,25 +217,25 @@ struct Kernel {
             sum_pieces<Values, kBatch>(sum, first, end, num_rows, sums, [](int) { return 1.0f; }, held);
             write(p.combined_x + static_cast<int64_t>(token) * row_bytes, first, end, sum);
         });
-        if (part == 0 && p.combined_lane_values != nullptr) take_lane_values(token, index, rows);
+        if (tile == 0 && p.combined_lane_values != nullptr) take_lane_values(token, index, rows);
     }
 
-    // The same where tokens share rows of the result: a part of such a row a warp. Each of its tokens went to one expert at most, and back
+    // The same where tokens share rows of the result: a tile of such a row a warp. Each of its tokens went to one expert at most, and back
     // as it was; lane n knows the n-th.
     __device__ void finish_sums() const {
         WarpTasks tasks(&c.state->next_receive);
-        const int num_results = p.routing.num_tokens / p.repeats, num_tasks = num_results * num_parts;
+        const int num_results = p.routing.num_tokens / p.repeats, num_tasks = num_results * num_tiles;
 #pragma unroll 1
         for (int task = tasks.take(); task < num_tasks; task = tasks.take()) {
-            const Returned token(*this, lane < p.repeats ? lane * num_results + task / num_parts : -1);
+            const Returned token(*this, lane < p.repeats ? lane * num_results + task / num_tiles : -1);
             const bool is_remote = token.rank >= 0 && token.rank != c.rank;
             if (!__all_sync(kFullWarp,
                             !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows)))
                 return;
             __syncwarp();  // what one lane has seen arrive, all may read
-            if (task % num_parts == 0 && p.combined_lane_values != nullptr && token.number >= 0)
+            if (task % num_tiles == 0 && p.combined_lane_values != nullptr && token.number >= 0)
                 p.combined_lane_values[token.number] = token.lane_value(*this);
-            sum_tokens(task / num_parts, task % num_parts, token);
+            sum_tokens(task / num_tiles, task % num_tiles, token);
         }
     }
 
@@ -264,15 +260,12 @@ struct Kernel {
         }
     };
 
-    __device__ void sum_tokens(int result, int part, const Returned& token) const {
+    __device__ void sum_tokens(int result, int tile, const Returned& token) const {
         const unsigned there = __ballot_sync(kFullWarp, token.from != nullptr);
         const float own_weight = token.from != nullptr && p.source_weights != nullptr ? p.source_weights[token.number] : 1.0f;
-        const auto rows = [&](int n) {
-            return pieces(
-                reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(token.from), nth_set(there, n))));
-        };
+        const auto rows = [&](int n) { return pieces(shuffle(token.from, nth_set(there, n))); };
         const auto weights = [&](int n) { return __shfl_sync(kFullWarp, own_weight, nth_set(there, n)); };
-        each_batch(part, [&](int first, int end) {
+        each_batch(tile, [&](int first, int end) {
             Sum sum = {};
             sum_pieces<Values, kBatch>(sum, first, end, __popc(there), rows, weights, Pieces{});
             write(p.combined_x + static_cast<int64_t>(result) * row_bytes, first, end, sum);

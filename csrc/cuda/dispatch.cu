@@ -141,7 +141,7 @@ struct Receiver {
             const bool inside = first + lane < config.num_experts / config.num_ranks;
             const int count = inside ? p.num_recv_tokens_per_expert[first + lane] : 0;
             const int padded = divide_up(count, p.expert_alignment) * p.expert_alignment;
-            const int last = end + warp_sum_up_to(padded), last_padding = padding + warp_sum_up_to(padded - count);
+            const int last = end + prefix_sum(padded), last_padding = padding + prefix_sum(padded - count);
             const int begin_padding = last_padding - (padded - count), all_padding = __shfl_sync(kFullWarp, last_padding, 31);
 #pragma unroll 1
             for (int n = padding + (me + num_warps - padding % num_warps) % num_warps; n < all_padding; n += num_warps) {
@@ -155,14 +155,6 @@ struct Receiver {
 #pragma unroll 1
         for (int64_t row = end + me; row < num_rows; row += num_warps) zero_row(row);
         ring.end_zeros();
-    }
-
-    __device__ int warp_sum_up_to(int value) const {
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(kFullWarp, value, step);
-            if (lane >= step) value += other;
-        }
-        return value;
     }
 
     __device__ void zero_row(int64_t row) {

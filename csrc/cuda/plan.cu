@@ -294,11 +294,7 @@ struct Plan {
                 if (p.reports_counts) c.expert_counts[local] = total;
             }
             const int padded = divide_up(total, p.expert_alignment) * p.expert_alignment;
-            int inclusive = padded;
-            for (int step = 1; step < 32; step *= 2) {
-                const int other = __shfl_up_sync(kFullWarp, inclusive, step);
-                if (lane >= step) inclusive += other;
-            }
+            const int inclusive = prefix_sum(padded);
             if (local < num_local) r.expert_row_base[expert] = rows + inclusive - padded + before_me;
             rows += __shfl_sync(kFullWarp, inclusive, 31);
         }

@@ -141,7 +141,7 @@ void Communicator::give_up(const Lack& lack) {
     const std::string where = "rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase;
     const std::string culprit = "rank " + std::to_string(lack.peer);
     if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed)
-        throw PeerError(where + ": " + culprit + " destroyed its buffer; every rank must make the same calls", lack.peer);
+        throw PeerError(where + ": " + culprit + kHasLeft, lack.peer);
     if (header(lack.peer).entered.load(std::memory_order_acquire) > sequence_)
         throw PeerError(where + ": " + culprit + " left this call with an error and went on; see its output for the error", lack.peer);
     fail(lack);
@@ -162,7 +162,7 @@ void Communicator::fail(const Lack& lack) {
     const std::string why = peers_.why_silent(lack.peer, timeout_s_);
     throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
                            " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) +
-                           ", seen " + std::to_string(lack.seen),
+                           ", seen " + std::to_string(lack.seen) + peers_.advice(lack.peer),
                        lack.peer, lack.phase, lack.expected, lack.seen);
 }
 

@@ -161,7 +161,7 @@ GpuCombineParams GpuCommunicator::completed(GpuCombineParams params) const {
     const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
     const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
     params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), kRingBytes, shared_bytes_ - kStaticSharedBytes);
-    params.max_part_pieces = config_.num_ranks > 2 ? kPiecesForLink : kPiecesForMemory;
+    params.max_tile_pieces = config_.num_ranks > 2 ? kPiecesForLink : kPiecesForMemory;
     return params;
 }
 
@@ -417,7 +417,7 @@ std::string GpuCommunicator::describe(const GpuFailure& f, int rank) const {
         case kPeerRefused: return peer + " refused its arguments";
         default:
             return me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +
-                   " ms; phase '" + name_of(static_cast<GpuPhase>(f.phase)) + "', expected " + expected + ", seen " + seen;
+                   " ms; phase '" + name_of(static_cast<GpuPhase>(f.phase)) + "', expected " + expected + ", seen " + seen + kIfSlow;
     }
 }
 

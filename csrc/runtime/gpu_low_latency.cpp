@@ -217,7 +217,7 @@ void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
         default:
             throw TimeoutError(me + ": " + peer + " did not deliver within the deadline of " +
                                    std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms; phase '" + name_of(phase) +
-                                   "', expected " + expected + ", seen " + seen,
+                                   "', expected " + expected + ", seen " + seen + kIfSlow,
                                f.peer, name_of(phase), f.expected, f.seen);
     }
 }

@@ -44,6 +44,8 @@ std::string HostPeers::why_silent(int rank, double timeout_s) const {
     return text;
 }
 
+const char* HostPeers::advice(int rank) const { return is_gone(rank) ? "" : kIfSlow; }
+
 void throw_foreign_segment(const std::string& path, int rank) {
     throw std::invalid_argument(path + " is not the shared memory of rank " + std::to_string(rank) +
                                 "; are the ranks in different containers?");

@@ -24,6 +24,7 @@ public:
     void check_owner() const;                                  // throws DestroyedError there
     bool is_gone(int rank) const;                              // its process
     std::string why_silent(int rank, double timeout_s) const;  // for a message about a wait that is given up
+    const char* advice(int rank) const;                        // for its end
 
 private:
     const int rank_, owner_pid_;

@@ -135,14 +135,15 @@ void LowLatencyCommunicator::Waits::wait_resumed(int peer) {
 void LowLatencyCommunicator::Waits::give_up(const Lack& lack) {
     if (!has_left(lack.peer)) fail(lack);
     throw PeerError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ", waiting for " + lack.phase + ": " +
-                        rank_name(lack.peer) + " destroyed its buffer; every rank must make the same calls",
+                        rank_name(lack.peer) + kHasLeft,
                     lack.peer);
 }
 
 void LowLatencyCommunicator::Waits::fail(const Lack& lack) {
     throw TimeoutError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ": " + rank_name(lack.peer) +
                            " did not deliver, " + owner_.peers_.why_silent(lack.peer, owner_.timeout_s_) + "; phase '" + lack.phase +
-                           "', expected " + std::to_string(lack.expected) + ", seen " + std::to_string(lack.seen),
+                           "', expected " + std::to_string(lack.expected) + ", seen " + std::to_string(lack.seen) +
+                           owner_.peers_.advice(lack.peer),
                        lack.peer, lack.phase, lack.expected, lack.seen);
 }
 

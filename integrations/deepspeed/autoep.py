@@ -17,7 +17,8 @@ from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
-from deepep_moe.integrations.telling import or_tell, say_once, tell
+from deepep_moe.integrations.say_once import say_once
+from deepep_moe.telling import or_tell, tell
 from deepep_moe.torch_ops import weighed_sum
 
 # 0.19.7 and newer route tokens in a method of their own, for a library that takes over between router and shared experts.

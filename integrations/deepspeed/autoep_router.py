@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.integrations.deepspeed.options import Options
-from deepep_moe.integrations.telling import say_once
+from deepep_moe.integrations.say_once import say_once
 from deepep_moe.ops.gate import check_options, gate
 
 _BIAS = "e_score_correction_bias"  # DeepSeek-V3's name for it, in AutoEP's routers and in checkpoints of its models

@@ -16,7 +16,7 @@ from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.buffer import Buffer
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.growing_buffer import GrowingBuffer
-from deepep_moe.integrations.telling import say_once
+from deepep_moe.integrations.say_once import say_once
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
 

@@ -22,7 +22,8 @@ from deepep_moe.integrations.deepspeed.gates import has_hooks
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
 from deepep_moe.integrations.growing_buffer import GrowingBuffer
-from deepep_moe.integrations.telling import or_tell, say_once
+from deepep_moe.integrations.say_once import say_once
+from deepep_moe.telling import or_tell
 
 _UNTIMED = contextlib.nullcontext()
 

@@ -15,7 +15,7 @@ import torch
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.routing import weights_at
-from deepep_moe.integrations.telling import say_once
+from deepep_moe.integrations.say_once import say_once
 from deepep_moe.ops.gate import FullGateOutput, gate_full
 
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map

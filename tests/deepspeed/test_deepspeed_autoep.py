@@ -23,7 +23,7 @@ pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
 from deepep_moe.integrations.deepspeed import autoep_bias
 from deepep_moe.integrations.deepspeed.autoep_router import GatedRouter, restore_router, swap_router
-from deepep_moe.integrations.telling import say_once
+from deepep_moe.integrations.say_once import say_once
 
 RATE = 0.02
 BIAS = "e_score_correction_bias"

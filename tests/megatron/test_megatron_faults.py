@@ -20,6 +20,13 @@ def our_layer(sizes, **switches):
     return build_layer(layer_config(**sizes, **selection(), moe_router_dtype="fp32", **switches))
 
 
+def needs_gate():
+    from megatron.core.transformer.moe import router
+
+    if not hasattr(router, "topk_routing_with_score_function"):
+        pytest.skip("megatron-core 0.13 routes without it, and the gate does not serve it")
+
+
 # ---- a rank that fails ----
 
 
@@ -67,6 +74,7 @@ def _unfinished_logits_worker(rank: int, num_ranks: int) -> None:
 
 
 def test_logits_that_are_not_finite_name_the_switch():
+    needs_gate()
     run_ranks(_unfinished_logits_worker, 2)
 
 
@@ -157,10 +165,7 @@ def _replaced_worker(rank: int, num_ranks: int) -> None:
 
 
 def test_replaced_functions_are_not_bypassed():
-    from megatron.core.transformer.moe import router
-
-    if not hasattr(router, "topk_routing_with_score_function"):
-        pytest.skip("megatron-core 0.13 routes without it, and the gate does not serve it")
+    needs_gate()
     run_ranks(_replaced_worker, 2)
 
 

@@ -6,7 +6,25 @@
 
 namespace deepep_moe {
 
-// The same for a warp: lane 0 waits, and what it has seen arrive all lanes and their bulk copies may read.
+// ---- of a warp, all lanes ----
+
+__device__ __forceinline__ const std::byte* shuffle(const std::byte* pointer, int lane) {
+    return reinterpret_cast<const std::byte*>(__shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(pointer), lane));
+}
+
+// The sum of the values of all lanes up to this one.
+__device__ __forceinline__ int prefix_sum(int value) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(kFullWarp, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+// ---- waits, tasks, places ----
+
+// `wait_flag` for a warp: lane 0 waits, and what it has seen arrive all lanes and their bulk copies may read.
 __device__ inline bool warp_wait_flag(const GpuContext& c, const unsigned long long* flag, unsigned long long expected, int peer,
                                       GpuPhase phase) {
     int ok = 1;

@@ -1,26 +1,15 @@
-"""What users are told once, and what peers are told that would wait otherwise."""
+"""Telling the peers of a buffer that this rank fails between its calls, where they would wait for the next one."""
 
 import contextlib
-import functools
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
 from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPError
 
-_log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
-
-@functools.cache
-def say_once(message: str, *, on_all_ranks: bool = False) -> None:
-    """A warning on rank 0, or on whichever rank has one, the first time only."""
-    if on_all_ranks or not dist.is_initialized() or dist.get_rank() == 0:
-        _log.warning(message)
 
 
 def or_tell(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -29,6 +18,17 @@ def or_tell(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Re
         return function(*args)
     except Exception as error:
         tell(buffer, error)
+        raise
+
+
+@contextlib.contextmanager
+def telling(buffer: Buffer) -> Iterator[None]:
+    """A block that ends with a call of the buffer, its only one. If the block fails before, the peers are told."""
+    num_calls = buffer.num_calls
+    try:
+        yield
+    except Exception as error:
+        tell(buffer, error, num_calls)
         raise
 
 
