@@ -184,7 +184,7 @@ class DispatchOutput(NamedTuple):
     recv_x: Tensor
     """[num_rows, hidden], dtype of `x`. With backend `nvlink` it may be the first rows of an allocation up to a sixteenth larger."""
     recv_x_scales: Tensor | None
-    """[num_rows, ceil(hidden / 128)] fp32, when `x_scales` was given."""
+    """[num_rows, ceil(hidden / 128)] fp32, with `x_scales` or `fp8=True`."""
     recv_topk_idx: Tensor | None
     """[num_rows, num_topk] local experts, -1 = another rank's; rank layout only."""
     recv_topk_weights: Tensor | None

@@ -172,6 +172,11 @@ def test_peer_that_never_constructs():
     run_ranks(absent_at_construction, 2)
 
 
+def test_a_group_is_a_group():
+    with pytest.raises(TypeError, match="group is 'gloo'; it must be a torch.distributed.ProcessGroup or None"):
+        Buffer("gloo", 4, 64, 4, 2)
+
+
 def test_launched_without_process_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="one of WORLD_SIZE=2, but torch.distributed is not initialized; call .*init_process_group"):

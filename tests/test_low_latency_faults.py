@@ -116,9 +116,9 @@ def small_hidden(rank, _, backend):
         buffer.dispatch(x, idx, fp8=True)
     with pytest.raises(ValueError, match="hidden is 20; rows in fp8 need a multiple of 128"):
         buffer.combine(out.recv_x, out.handle, wire="fp8")
-    with pytest.raises(ValueError, match="rows of x have 40 bytes from address .* both must be multiples of 16"):
+    with pytest.raises(ValueError, match="rows of x have 40 bytes and begin at address .* both must be multiples of 16"):
         buffer.dispatch(x.half(), idx)
-    with pytest.raises(ValueError, match="rows of x have 80 bytes from address .* both must be multiples of 16"):
+    with pytest.raises(ValueError, match="rows of x have 80 bytes and begin at address .* both must be multiples of 16"):
         buffer.dispatch(torch.zeros(81, device=x.device)[1:].view(4, 20), idx)
 
 

@@ -85,7 +85,8 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: "LowLaten
     row_bytes = x.shape[-1] * x.element_size()
     if row_bytes % _C.ROW_ALIGNMENT or x.data_ptr() % _C.ROW_ALIGNMENT:
         raise ValueError(
-            f"rows of {name} have {row_bytes} bytes from address {x.data_ptr():#x} on; both must be multiples of {_C.ROW_ALIGNMENT}"
+            f"rows of {name} have {row_bytes} bytes and begin at address {x.data_ptr():#x}; both must be multiples of {_C.ROW_ALIGNMENT}: "
+            "choose another hidden, or pass a copy"
         )
 
 

@@ -47,7 +47,9 @@ def host_id() -> str:
 
 
 def join(group: "dist.ProcessGroup | None", what: str) -> "tuple[dist.ProcessGroup | None, int, int]":
-    """The group to make a `what` for (None: this process alone), its size and this process's rank in it. Raises ValueError."""
+    """The group to make a `what` for (None: this process alone), its size and this process's rank in it. Raises TypeError, ValueError."""
+    if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; it must be a torch.distributed.ProcessGroup or None")
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None and config.world_size() > 1:

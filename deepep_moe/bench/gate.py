@@ -81,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     """Prints one line per record and writes all of them to `--json`."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("the gate's kernels need a GPU, which PyTorch does not see here; use --device cpu")
     run_all = _run_on_gpu if options.device == "cuda" else _run_on_cpu
     records = []
     for r in run_all(options):
