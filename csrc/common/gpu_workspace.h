@@ -68,7 +68,8 @@ struct GpuSlotLayout {
 
 struct GpuWorkspaceLayout {
     int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
-    int64_t box_bytes;                     // of one peer's slots
+    int64_t box_bytes;  // of one peer's slots
+    int num_ranks;
     int columns, num_chunks, num_reduced;  // columns: experts, then ranks
 
     GpuWorkspaceLayout() = default;
@@ -78,6 +79,7 @@ struct GpuWorkspaceLayout {
           left(lanes_ready + 8 * c.num_ranks),
           stamps(left + 8 * c.num_ranks),
           arrived(divide_up(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks, 128) * 128),
+          num_ranks(c.num_ranks),
           columns(c.num_experts + c.num_ranks),
           num_chunks(static_cast<int>(divide_up(c.num_max_tokens, kChunkSlots))),
           num_reduced(static_cast<int>(divide_up(c.num_max_tokens, kReducedSlots))) {
@@ -88,6 +90,15 @@ struct GpuWorkspaceLayout {
         outbox = inbox + (c.num_ranks - 1) * box_bytes;
         total_bytes = outbox + (c.num_ranks - 1) * box_bytes;
     }
+
+    // Offsets of what a rank has in the workspace of another; parity: that of the call.
+    DEEPEP_MOE_HD int64_t entered_of(int parity, int source) const { return entered + 8 * (parity * num_ranks + source); }
+    DEEPEP_MOE_HD int64_t stamp_of(int parity, int source) const {
+        return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (parity * num_ranks + source);
+    }
+    // Slots from a peer of the owner, and for one.
+    DEEPEP_MOE_HD int64_t inbox_of(int owner, int peer) const { return inbox + (peer - (peer > owner)) * box_bytes; }
+    DEEPEP_MOE_HD int64_t outbox_of(int owner, int peer) const { return outbox + (peer - (peer > owner)) * box_bytes; }
 };
 
 }  // namespace deepep_moe

@@ -97,6 +97,10 @@ struct LowLatencyLayout {
         turn_bytes = rows + bytes_of_rows;
         total_bytes = turns + kTurns * turn_bytes;
     }
+    // Offsets of a rank's words in the workspace of another.
+    DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
+    DEEPEP_MOE_HD int64_t left_of(int source) const { return left + 8 * source; }
+    DEEPEP_MOE_HD int64_t reason_of(int source) const { return reasons + static_cast<int64_t>(kMaxReasonBytes) * source; }
 };
 
 // What one rank remembers of a dispatch for its combines, in memory of the caller:

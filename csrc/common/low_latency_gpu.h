@@ -57,6 +57,7 @@ struct LowLatencyReason {
     GpuFailure why;  // where its GPU has refused topk_idx: kind, peer the lane, expected the token, seen the value
     char text[kMaxReasonBytes - sizeof(GpuFailure)];
 };
+static_assert(sizeof(LowLatencyReason) == kMaxReasonBytes);
 
 template <class Params>
 struct LowLatencyLaunch {

@@ -6,7 +6,7 @@ namespace deepep_moe {
 namespace {
 
 __device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, int source) {
-    return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed) + source;
+    return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed_of(source));
 }
 
 constexpr int kThreads = 256;
@@ -69,7 +69,7 @@ __device__ void refuse(const LowLatencyControlParams& p) {
     what.is_refused = true;
     for (int to = 0; to < c.config.num_ranks; ++to) {
         if (to == c.rank || is_masked(c, to)) continue;
-        auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
+        LowLatencyReason* reason = reason_at(c, to);
         for (int i = 0; i < static_cast<int>(sizeof(reason->text)); ++i) reason->text[i] = p.reason[i];
         const Turn there(c, to, call);
         store_release(there.entered(c.rank), what.flag(call, 0));

@@ -116,7 +116,7 @@ struct Kernel {
     // All threads.
     __device__ void tell_reason(int to) const {
         if (threadIdx.x == 0) {
-            auto* reason = reinterpret_cast<LowLatencyReason*>(c.workspaces[to] + c.layout.reasons) + c.rank;
+            LowLatencyReason* reason = reason_at(c, to);
             reason->why = refusal();
             reason->text[0] = '\0';
             __threadfence_system();

@@ -301,12 +301,8 @@ void GpuCommunicator::copy_block(int peer, int64_t bytes, uintptr_t stream) {
 }
 
 // This rank's slots in the memory of `peer`, and those for `peer` in its own.
-std::byte* GpuCommunicator::inbox_of(int peer) const {
-    return memory_.of(peer) + layout_.inbox + (rank_ - (rank_ > peer)) * layout_.box_bytes;
-}
-std::byte* GpuCommunicator::outbox_for(int peer) const {
-    return memory_.of(rank_) + layout_.outbox + (peer - (peer > rank_)) * layout_.box_bytes;
-}
+std::byte* GpuCommunicator::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }
+std::byte* GpuCommunicator::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox_of(rank_, peer); }
 
 void GpuCommunicator::end_dispatch(GpuDispatchParams params, uintptr_t stream) {
     const DeviceGuard guard(device_);
@@ -441,15 +437,18 @@ std::string GpuCommunicator::reason_of(int peer, int parity) const {
 
 // The last call that `peer` has entered, as far as this rank knows.
 long long GpuCommunicator::last_call_of(int peer) const {
-    std::vector<unsigned long long> entered(2 * config_.num_ranks);
-    check_cuda(cudaMemcpy(entered.data(), memory_.of(rank_) + layout_.entered, 8 * entered.size(), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return static_cast<long long>(std::max(entered[peer], entered[config_.num_ranks + peer]) >> kValueBits);
+    unsigned long long entered[2];
+    for (int parity = 0; parity < 2; ++parity)
+        check_cuda(cudaMemcpy(&entered[parity], memory_.of(rank_) + layout_.entered_of(parity, peer), sizeof(entered[parity]),
+                              cudaMemcpyDeviceToHost),
+                   "cudaMemcpy");
+    return static_cast<long long>(std::max(entered[0], entered[1]) >> kValueBits);
 }
 
 GpuStamp GpuCommunicator::stamp_of(int peer, int parity) const {
     GpuStamp stamp{};
-    const int64_t offset = layout_.stamps + (parity * config_.num_ranks + peer) * static_cast<int64_t>(sizeof(GpuStamp));
-    check_cuda(cudaMemcpy(&stamp, memory_.of(rank_) + offset, sizeof(stamp), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    const std::byte* from = memory_.of(rank_) + layout_.stamp_of(parity, peer);
+    check_cuda(cudaMemcpy(&stamp, from, sizeof(stamp), cudaMemcpyDeviceToHost), "cudaMemcpy");
     return stamp;
 }
 

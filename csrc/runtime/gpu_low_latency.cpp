@@ -224,8 +224,8 @@ void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
 
 std::string GpuLowLatencyCommunicator::reason_of(int peer) const {
     LowLatencyReason reason{};
-    const int64_t offset = layout_.reasons + peer * static_cast<int64_t>(sizeof(reason));
-    check_cuda(cudaMemcpy(&reason, memory_.of(rank_) + offset, sizeof(reason), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    const std::byte* from = memory_.of(rank_) + layout_.reason_of(peer);
+    check_cuda(cudaMemcpy(&reason, from, sizeof(reason), cudaMemcpyDeviceToHost), "cudaMemcpy");
     return reason.text[0] != '\0' ? reason.text : describe(reason.why);
 }
 

@@ -65,13 +65,9 @@ private:
     RankSet ranks_in(uint64_t number) const;
     LowLatencyCall call(uint64_t number, RankSet ranks) const { return {config_, layout_, workspaces_.data(), rank_, number, ranks}; }
     LowLatencyTurn turn(uint64_t number) const { return {config_, layout_, workspaces_[rank_], number}; }
-    std::atomic_ref<uint64_t> resumed(int owner, int source) const {
-        return shared_word(workspaces_[owner] + layout_.resumed + 8 * source);
-    }
-    std::atomic_ref<uint64_t> left(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.left + 8 * source); }
-    char* reason(int owner, int source) const {
-        return reinterpret_cast<char*>(workspaces_[owner] + layout_.reasons) + static_cast<int64_t>(kMaxReasonBytes) * source;
-    }
+    std::atomic_ref<uint64_t> resumed(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.resumed_of(source)); }
+    std::atomic_ref<uint64_t> left(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.left_of(source)); }
+    char* reason(int owner, int source) const { return reinterpret_cast<char*>(workspaces_[owner] + layout_.reason_of(source)); }
     void forget_flags(int source);
 
     const LowLatencyConfig config_;

@@ -32,6 +32,11 @@ private:
     std::byte* const base;
 };
 
+// This rank's, in the workspace of `owner`.
+__device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& c, int owner) {
+    return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(c.rank));
+}
+
 __device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) {
     return *static_cast<volatile unsigned*>(&c.state->masks) >> rank & 1;
 }

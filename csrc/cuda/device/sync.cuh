@@ -115,7 +115,7 @@ __device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouti
 struct Workspace {
     __device__ Workspace(const GpuContext& c, int owner) : layout(c.layout), base(c.workspaces[owner]), config(c.config), owner(owner) {}
     __device__ unsigned long long* entered(unsigned long long sequence, int source) const {
-        return flag(layout.entered, (sequence & 1) * config.num_ranks + source);
+        return flag(layout.entered_of(static_cast<int>(sequence & 1), source), 0);
     }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
     // Of the chunk that `index` lies in.
@@ -123,7 +123,7 @@ struct Workspace {
         return flag(layout.arrived, (source * layout.num_chunks + index / kChunkSlots) * kArrivedStride);
     }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
-        return reinterpret_cast<GpuStamp*>(base + layout.stamps) + (sequence & 1) * config.num_ranks + source;
+        return reinterpret_cast<GpuStamp*>(base + layout.stamp_of(static_cast<int>(sequence & 1), source));
     }
     // [columns] words of a rank.
     __device__ unsigned long long* counts(unsigned long long sequence, int source) const {
@@ -134,8 +134,8 @@ struct Workspace {
         return reinterpret_cast<GpuLane*>(base + layout.lanes) + (source * config.num_max_tokens + slot) * config.num_topk;
     }
     // Slots from a peer of the owner, and for one.
-    __device__ std::byte* inbox(int peer) const { return base + layout.inbox + (peer - (peer > owner)) * layout.box_bytes; }
-    __device__ std::byte* outbox(int peer) const { return base + layout.outbox + (peer - (peer > owner)) * layout.box_bytes; }
+    __device__ std::byte* inbox(int peer) const { return base + layout.inbox_of(owner, peer); }
+    __device__ std::byte* outbox(int peer) const { return base + layout.outbox_of(owner, peer); }
 
     const GpuWorkspaceLayout& layout;
     std::byte* const base;
