@@ -34,7 +34,21 @@ from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--tokens", "8", "3", "--hidden", "144", "--experts", "8", "--topk", "3", "--alignment", "4", "--iterations", "2"]
+TINY = [
+    "--num-tokens",
+    "8",
+    "3",
+    "--hidden",
+    "144",
+    "--num-experts",
+    "8",
+    "--num-topk",
+    "3",
+    "--expert-alignment",
+    "4",
+    "--iterations",
+    "2",
+]
 SHAPE = operations.Shape(num_ranks=2, hidden=144, num_experts=4, num_topk=2, expert_alignment=4)
 OPERATIONS = {
     "dispatch bf16 rank", "dispatch fp8 rank", "combine bf16 rank", "dispatch bf16 expert", "dispatch fp8 expert", "combine bf16 expert",
@@ -280,7 +294,7 @@ def test_receiving_nothing():
 @pytest.mark.multi_gpu(2)
 def test_overlap_on_gpus(tmp_path):
     output = tmp_path / "records.json"
-    sizes = ("--ranks", "2", "--tokens", "512", "--iterations", "3", "--gemm", "256", "256", "256")
+    sizes = ("--num-ranks", "2", "--num-tokens", "512", "--iterations", "3", "--gemm", "256", "256", "256")
     result = bench(*sizes, "--output", str(output), command="overlap", backend="nvlink")
     assert result.returncode == 0, result.stderr
     records = json.loads(output.read_text())
@@ -373,27 +387,27 @@ def test_commands():
 def test_plan(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     options = options_of("--sweep")
-    assert options.ranks == [2, 4] and options.tokens == [128, 512, 2048, 4096, 8192, 32768]
+    assert options.num_ranks == [2, 4] and options.num_tokens == [128, 512, 2048, 4096, 8192, 32768]
     assert options.num_sms_of[4096] == [None, 4, 8, 12, 16, 24, 32, 0] and options.num_sms_of[128] == [None]
     assert options.overlap_tokens == [4096] and options_of("--quick").overlap_tokens == [4096]
     assert options_of("--backend", "shm").overlap_tokens == []
     options = options_of(command=overlap)
-    assert options.ranks == [2, 4] and options.overlap_tokens == [4096] and options.tokens == [] and options.gemm == link.GEMM
-    options = options_of("--num-sms", "8", "16", "--tokens", "64", "--ranks", "4")
-    assert options.num_sms_of == {64: [8, 16]} and options.ranks == [4]
-    with pytest.raises(ValueError, match="--experts 10 must be a multiple of --ranks 4"):
-        options_of("--experts", "10")
+    assert options.num_ranks == [2, 4] and options.overlap_tokens == [4096] and options.num_tokens == [] and options.gemm == link.GEMM
+    options = options_of("--num-sms", "8", "16", "--num-tokens", "64", "--num-ranks", "4")
+    assert options.num_sms_of == {64: [8, 16]} and options.num_ranks == [4]
+    with pytest.raises(ValueError, match="--num-experts 10 must be a multiple of --num-ranks 4"):
+        options_of("--num-experts", "10")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(BackendUnavailableError, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 1; give --ranks"):
+    with pytest.raises(BackendUnavailableError, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 1; give --num-ranks"):
         options_of()
 
 
 def test_launched(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match=r"--ranks \[2\] under a launcher that started 3 ranks; leave --ranks out"):
-        options_of("--backend", "shm", "--ranks", "2", "--experts", "9")
-    assert options_of("--backend", "shm", "--experts", "9").ranks == [3]
+    with pytest.raises(ValueError, match=r"--num-ranks \[2\] under a launcher that started 3 ranks; leave --num-ranks out"):
+        options_of("--backend", "shm", "--num-ranks", "2", "--num-experts", "9")
+    assert options_of("--backend", "shm", "--num-experts", "9").num_ranks == [3]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="deep_ep is installed")

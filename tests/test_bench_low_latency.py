@@ -18,7 +18,7 @@ from deepep_moe.bench.timing import Timer
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 
-TINY = ["--tokens", "9", "3", "--hidden", "256", "--experts", "8", "--topk", "3", "--iterations", "4"]
+TINY = ["--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4"]
 SHAPE = operations.Shape(num_ranks=2, hidden=256, num_experts=8, num_topk=3, expert_alignment=1)
 NAMES = {"dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8"}
 FIELDS = RECORD_FIELDS | {
@@ -74,7 +74,7 @@ def test_records(tmp_path):
 def test_torchrun(tmp_path):
     output = tmp_path / "records.json"
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    sizes = ("--tokens", "3", "--hidden", "128", "--experts", "4", "--topk", "2", "--iterations", "2")
+    sizes = ("--num-tokens", "3", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--iterations", "2")
     result = bench(*sizes, "--json", str(output), launcher=launcher, command="low-latency")
     assert result.returncode == 0, result.stderr
     assert len(json.loads(output.read_text())) == 4 * 3
@@ -89,7 +89,7 @@ def made_up(num_tokens: int, graph_us: float) -> Measurement:
 
 def test_records_of_a_gpu(capsys, tmp_path):
     report = Report(4, "4 x imagined", "NCCL", 400.0, 132, 1.25, [made_up(8, 10.0), made_up(16, 12.0)])
-    records = low_latency_report.records_of([report], options_of("--backend", "shm", "--ranks", "4"))
+    records = low_latency_report.records_of([report], options_of("--backend", "shm", "--num-ranks", "4"))
     assert [(r["num_tokens"], r["graph"], r["half"]) for r in records[:4]] == [
         (8, True, "both"), (8, False, "both"), (8, False, "send"), (8, False, "receive"),
     ]  # fmt: skip
@@ -235,24 +235,24 @@ def test_failures_are_told(monkeypatch, capsys):
 def test_plan(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     options = options_of()
-    assert options.ranks == [2, 4] and options.tokens == [1, 8, 32, 128, 256, 512] and options.hidden == 7168 and options.on_gpu
+    assert options.num_ranks == [2, 4] and options.num_tokens == [1, 8, 32, 128, 256, 512] and options.hidden == 7168 and options.on_gpu
     assert options.iterations_of == {1: 1000, 8: 1000, 32: 1000, 128: 10_000, 256: 1000, 512: 1000}
     assert options_of("--quick").iterations_of == {8: 100, 128: 1000}
     options = options_of("--backend", "shm", "--iterations", "7")
-    assert options.ranks == [2] and options.iterations_of == {1: 7, 8: 7, 32: 7, 128: 7} and options.hidden == 1024
+    assert options.num_ranks == [2] and options.iterations_of == {1: 7, 8: 7, 32: 7, 128: 7} and options.hidden == 1024
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(BackendUnavailableError, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 1; give --ranks, or"):
+    with pytest.raises(BackendUnavailableError, match="'nvlink' needs a GPU for each of 2 ranks, this machine has 1; give --num-ranks, or"):
         options_of()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--experts", "9"), "--experts 9 must be a multiple of --ranks 2"),
+        (("--num-experts", "9"), "--num-experts 9 must be a multiple of --num-ranks 2"),
         (("--hidden", "200"), "--hidden 200 must be a multiple of 128: rows in fp8 have a scale for 128 columns"),
-        (("--topk", "33"), "--topk 33 must be 1 to 32, and at most --experts 256"),
-        (("--tokens", "0", "4"), "--tokens and --iterations must be at least 1"),
-        (("--iterations", "0"), "--tokens and --iterations must be at least 1"),
+        (("--num-topk", "33"), "--num-topk 33 must be 1 to 32, and at most --num-experts 256"),
+        (("--num-tokens", "0", "4"), "--num-tokens and --iterations must be at least 1"),
+        (("--iterations", "0"), "--num-tokens and --iterations must be at least 1"),
     ],
 )
 def test_refusals(arguments, message):
@@ -263,7 +263,7 @@ def test_refusals(arguments, message):
 @pytest.mark.multi_gpu(2)
 def test_on_gpus(tmp_path):
     output = tmp_path / "records.json"
-    sizes = ("--ranks", "2", "--tokens", "3", "16", "--iterations", "50", "--hidden", "512", "--experts", "16")
+    sizes = ("--num-ranks", "2", "--num-tokens", "3", "16", "--iterations", "50", "--hidden", "512", "--num-experts", "16")
     result = bench(*sizes, "--json", str(output), command="low-latency", backend="nvlink")
     assert result.returncode == 0, result.stderr
     records = json.loads(output.read_text())

@@ -35,12 +35,18 @@ _GEMM_HELP = f"sizes of the GEMMs beside an exchange; default {' '.join(map(str,
 _NUM_SMS_HELP = f"SMs of every call, 0 for the copy engine; default the buffer's own choice, and the copy engine at {SWEPT_TOKENS} tokens"
 
 
+def add_ranks_and_tokens(parser: argparse.ArgumentParser, default_tokens: str) -> None:
+    """Several of each. The shorter names are those that commands of older records have."""
+    helped = "EP sizes, one run each; default 2 and 4, as far as there are GPUs"
+    parser.add_argument("--num-ranks", "--ranks", type=int, nargs="+", help=helped)
+    parser.add_argument("--num-tokens", "--tokens", type=int, nargs="+", help=f"per rank; default {default_tokens}")
+
+
 def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str) -> None:
     """What every benchmark on GPUs may be given."""
     parser.add_argument("--backend", choices=backends, default="nvlink")
-    parser.add_argument("--ranks", type=int, nargs="+", help="EP sizes, one run each; default 2 and 4, as far as there are GPUs")
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"per rank; default {default_tokens}")
-    for name, default in (("hidden", 7168), ("experts", 256), ("topk", 8), ("alignment", 128)):
+    add_ranks_and_tokens(parser, default_tokens)
+    for name, default in (("hidden", 7168), ("num-experts", 256), ("num-topk", 8), ("expert-alignment", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--gemm", type=int, nargs=3, default=GEMM, help=_GEMM_HELP, metavar=("ROWS", "COLUMNS", "DEPTH"))
     parser.add_argument("--iterations", type=int, help="default 30")
@@ -60,37 +66,39 @@ def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for what makes no sense."""
     options.on_gpu = options.backend == "nvlink" or (options.backend == "collective" and torch.cuda.device_count() > 0)
     resolve_ranks(options)
-    options.tokens = sorted(set(options.tokens or _default_tokens(options)))
+    options.num_tokens = sorted(set(options.num_tokens or _default_tokens(options)))
     options.iterations = options.iterations or (10 if options.quick else 30)
-    for n in options.ranks:
-        if n < 1 or options.experts % n:
-            raise ValueError(f"--experts {options.experts} must be a multiple of --ranks {n}")
-    if not 1 <= options.topk <= options.experts or min(options.tokens) < 1 or options.iterations < 1:
-        raise ValueError(f"--topk {options.topk} must be 1 to --experts {options.experts}, --tokens and --iterations at least 1")
+    for n in options.num_ranks:
+        if n < 1 or options.num_experts % n:
+            raise ValueError(f"--num-experts {options.num_experts} must be a multiple of --num-ranks {n}")
+    if not 1 <= options.num_topk <= options.num_experts or min(options.num_tokens) < 1 or options.iterations < 1:
+        raise ValueError(
+            f"--num-topk {options.num_topk} must be 1 to --num-experts {options.num_experts}, --num-tokens and --iterations at least 1"
+        )
     if min(options.gemm) < 1:
         raise ValueError(f"--gemm {' '.join(map(str, options.gemm))} must be three sizes of at least 1")
     if options.peer and not options.on_gpu:
         raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
-    options.overlap_tokens = options.tokens if options.is_overlap else [_one_size(options)] if options.backend == "nvlink" else []
-    options.tokens = [] if options.is_overlap else options.tokens
-    options.num_sms_of = {num_tokens: _num_sms(options, num_tokens) for num_tokens in options.tokens}
+    options.overlap_tokens = options.num_tokens if options.is_overlap else [_one_size(options)] if options.backend == "nvlink" else []
+    options.num_tokens = [] if options.is_overlap else options.num_tokens
+    options.num_sms_of = {num_tokens: _num_sms(options, num_tokens) for num_tokens in options.num_tokens}
 
 
 def resolve_ranks(options: argparse.Namespace) -> None:
-    """`options.ranks`, EP sizes, and `options.launched`, has a launcher started this rank; `options.on_gpu` must be there."""
+    """`options.num_ranks`, EP sizes, and `options.launched`, has a launcher started this rank; `options.on_gpu` must be there."""
     num_gpus = torch.cuda.device_count()
     options.launched = config.launched_rank() is not None
     if options.launched:
         world = config.world_size()
-        if options.ranks not in (None, [world]):
-            raise ValueError(f"--ranks {options.ranks} under a launcher that started {world} ranks; leave --ranks out")
-        options.ranks = [world]
-    elif options.ranks is None:
-        options.ranks = [n for n in RANKS if n <= num_gpus] or [2] if options.on_gpu else [2]
-    if options.on_gpu and num_gpus < (1 if options.launched else max(options.ranks)):
+        if options.num_ranks not in (None, [world]):
+            raise ValueError(f"--num-ranks {options.num_ranks} under a launcher that started {world} ranks; leave --num-ranks out")
+        options.num_ranks = [world]
+    elif options.num_ranks is None:
+        options.num_ranks = [n for n in RANKS if n <= num_gpus] or [2] if options.on_gpu else [2]
+    if options.on_gpu and num_gpus < (1 if options.launched else max(options.num_ranks)):
         raise BackendUnavailableError(
-            f"backend {options.backend!r} needs a GPU for each of {max(options.ranks)} ranks, this machine has {num_gpus}; "
-            "give --ranks, or --backend shm, which needs none"
+            f"backend {options.backend!r} needs a GPU for each of {max(options.num_ranks)} ranks, this machine has {num_gpus}; "
+            "give --num-ranks, or --backend shm, which needs none"
         )
 
 
@@ -102,7 +110,7 @@ def _default_tokens(options: argparse.Namespace) -> tuple[int, ...]:
 
 def _one_size(options: argparse.Namespace) -> int:
     """Of what is measured at one size only."""
-    return SWEPT_TOKENS if SWEPT_TOKENS in options.tokens else max(options.tokens)
+    return SWEPT_TOKENS if SWEPT_TOKENS in options.num_tokens else max(options.num_tokens)
 
 
 def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
@@ -117,7 +125,7 @@ def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
 def start(measure: Callable[..., Any], options: argparse.Namespace) -> list[Any]:
     """What `measure(rank, num_ranks, options, device_idx)` returns on rank 0 of each EP size; under a launcher, on this rank."""
     if not options.launched:
-        return [run_ranks(measure, num_ranks, options, timeout_s=900)[0] for num_ranks in options.ranks]
+        return [run_ranks(measure, num_ranks, options, timeout_s=900)[0] for num_ranks in options.num_ranks]
     dist.init_process_group("gloo")
     try:
         return [measure(dist.get_rank(), dist.get_world_size(), options, config.local_rank())]

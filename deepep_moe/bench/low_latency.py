@@ -29,17 +29,16 @@ _QUICK_SHARE = 10  # of the iterations, one in so many
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("nvlink", "shm"), default="nvlink")
-    parser.add_argument("--ranks", type=int, nargs="+", help="EP sizes, one run each; default 2 and 4, as far as there are GPUs")
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"per rank; default {' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm")
+    link.add_ranks_and_tokens(parser, f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm")
     parser.add_argument("--hidden", type=int, help=f"a multiple of 128; default {HIDDEN['cuda']}, with shm {HIDDEN['cpu']}")
-    for name, default in (("experts", 256), ("topk", 8)):
+    for name, default in (("num-experts", 256), ("num-topk", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     many, few = ITERATIONS["cuda"]
     helped = f"default {many} at {MANY_ITERATIONS_TOKENS} tokens, {few} elsewhere, {ITERATIONS['cpu'][0]} with shm"
     parser.add_argument("--iterations", type=int, help=helped)
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, a tenth of the iterations")
     parser.add_argument("--plot", type=Path, help="file for a plot of microseconds over tokens")
-    parser.set_defaults(alignment=1, peer=[])
+    parser.set_defaults(expert_alignment=1, peer=[])
 
 
 def resolve(options: argparse.Namespace) -> None:
@@ -48,17 +47,17 @@ def resolve(options: argparse.Namespace) -> None:
     device = "cuda" if options.on_gpu else "cpu"
     link.resolve_ranks(options)
     options.hidden = HIDDEN[device] if options.hidden is None else options.hidden
-    options.tokens = sorted(set(options.tokens or (QUICK_TOKENS if options.quick else TOKENS[device])))
-    for n in options.ranks:
-        if n < 1 or options.experts % n:
-            raise ValueError(f"--experts {options.experts} must be a multiple of --ranks {n}")
+    options.num_tokens = sorted(set(options.num_tokens or (QUICK_TOKENS if options.quick else TOKENS[device])))
+    for n in options.num_ranks:
+        if n < 1 or options.num_experts % n:
+            raise ValueError(f"--num-experts {options.num_experts} must be a multiple of --num-ranks {n}")
     if options.hidden < 1 or options.hidden % 128:
         raise ValueError(f"--hidden {options.hidden} must be a multiple of 128: rows in fp8 have a scale for 128 columns")
-    if not 1 <= options.topk <= min(options.experts, 32):
-        raise ValueError(f"--topk {options.topk} must be 1 to 32, and at most --experts {options.experts}")
-    if min(options.tokens) < 1 or (options.iterations is not None and options.iterations < 1):
-        raise ValueError("--tokens and --iterations must be at least 1")
-    options.iterations_of = {num_tokens: _iterations(options, num_tokens, device) for num_tokens in options.tokens}
+    if not 1 <= options.num_topk <= min(options.num_experts, 32):
+        raise ValueError(f"--num-topk {options.num_topk} must be 1 to 32, and at most --num-experts {options.num_experts}")
+    if min(options.num_tokens) < 1 or (options.iterations is not None and options.iterations < 1):
+        raise ValueError("--num-tokens and --iterations must be at least 1")
+    options.iterations_of = {num_tokens: _iterations(options, num_tokens, device) for num_tokens in options.num_tokens}
 
 
 def _iterations(options: argparse.Namespace, num_tokens: int, device: str) -> int:

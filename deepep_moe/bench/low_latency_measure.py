@@ -86,7 +86,7 @@ class LowLatencyRank(Rank):
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         transport = "NCCL" if self.timer.is_gpu else "gloo"
         report = Report(self.shape.num_ranks, self._hardware(), transport, rate, num_sms, self.batches.event_us(), failures=self.failures)
-        for num_tokens in self.options.tokens:
+        for num_tokens in self.options.num_tokens:
             report.measurements += self._measure_size(num_tokens)
         self.timer.synchronize()
         return report
@@ -98,7 +98,7 @@ class LowLatencyRank(Rank):
         buffers = self._time_buffer(everyone)
         self._free()
         o = self.options
-        buffer = LowLatencyBuffer(None, num_tokens, o.hidden, o.experts, o.topk, backend=o.backend, timeout_s=_TIMEOUT_S)
+        buffer = LowLatencyBuffer(None, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=_TIMEOUT_S)
         self.say(f"{what}, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
         found = []
         make = partial(low_latency_operations.operations, buffer, self.shape, everyone, self.rank)

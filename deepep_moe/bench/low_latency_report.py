@@ -31,7 +31,7 @@ def _record(
 ) -> dict[str, Any]:
     settings = {
         "backend": options.backend, "num_ranks": report.num_ranks, "num_tokens": m.num_tokens, "hidden": options.hidden,
-        "num_topk": options.topk, "num_experts": options.experts, "dtype": m.dtype, "layout": "expert",
+        "num_topk": options.num_topk, "num_experts": options.num_experts, "dtype": m.dtype, "layout": "expert",
     }  # fmt: skip
     link_bytes = 0 if half == "receive" else m.link_bytes  # they are there by then
     median = statistics.median(times.us)

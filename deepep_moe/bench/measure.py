@@ -71,7 +71,7 @@ class Rank:
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
         self.options, self.rank, self.started = options, rank, time.monotonic()
-        self.shape = Shape(num_ranks, options.hidden, options.experts, options.topk, options.alignment)
+        self.shape = Shape(num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment)
         self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
         self.group: dist.ProcessGroup | None = None
         if options.on_gpu:
@@ -91,7 +91,7 @@ class Rank:
         rate = link_gbps(self.timer, self.options.iterations)
         self.say("no link" if rate is None else f"link {rate:.0f} GB/s")
         report = Report(self.shape.num_ranks, self._hardware(), "NCCL" if self.options.on_gpu else "gloo", rate, failures=self.failures)
-        for num_tokens in self.options.tokens:
+        for num_tokens in self.options.num_tokens:
             report.measurements += self._measure(num_tokens)
         for num_tokens in self.options.overlap_tokens:
             report.overlaps += self._overlap(num_tokens)
@@ -107,7 +107,7 @@ class Rank:
     def _buffer(self, num_tokens: int) -> Buffer:
         o = self.options
         group = self.group if o.backend == "collective" else None
-        return Buffer(group, num_tokens, o.hidden, o.experts, o.topk, backend=o.backend, timeout_s=_TIMEOUT_S)
+        return Buffer(group, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=_TIMEOUT_S)
 
     def _rival(self, inputs: Inputs, rows: torch.Tensor) -> PlannedAllToAll:
         counts = inputs.topk_idx.flatten().bincount(minlength=self.shape.num_experts).cpu()

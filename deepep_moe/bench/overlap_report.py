@@ -42,8 +42,8 @@ def _record(report: Report, o: Overlap, options: argparse.Namespace) -> dict[str
         "num_ranks": report.num_ranks,
         "num_tokens": o.num_tokens,
         "hidden": options.hidden,
-        "num_topk": options.topk,
-        "num_experts": options.experts,
+        "num_topk": options.num_topk,
+        "num_experts": options.num_experts,
         "dtype": "bfloat16",
         "layout": "expert",
     }
@@ -51,7 +51,7 @@ def _record(report: Report, o: Overlap, options: argparse.Namespace) -> dict[str
     extra = {
         "name": o.name,
         "num_sms": o.num_sms,
-        "expert_alignment": options.alignment,
+        "expert_alignment": options.expert_alignment,
         "gemm": list(o.gemm),
         "num_gemms": o.num_gemms,
         "gemm_speed": o.gemm_speed,

@@ -23,8 +23,8 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
         "num_ranks": report.num_ranks,
         "num_tokens": m.num_tokens,
         "hidden": options.hidden,
-        "num_topk": options.topk,
-        "num_experts": options.experts,
+        "num_topk": options.num_topk,
+        "num_experts": options.num_experts,
         "dtype": m.dtype,
         "layout": m.layout,
     }
@@ -32,7 +32,7 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
     extra = {
         "name": m.name,
         "num_sms": m.num_sms,
-        "expert_alignment": options.alignment if is_expert else 1,
+        "expert_alignment": options.expert_alignment if is_expert else 1,
         "call_us": call_us,
         "call_us_p10": call_p10,
         "call_us_p90": call_p90,
