@@ -202,11 +202,11 @@ def test_timeline_within_a_span():
 
 def test_example(tmp_path):
     script = Path(__file__).parent.parent / "examples" / "overlap" / "decode.py"
-    sizes = "--layers 2 --hidden 64 --intermediate 16 --experts 4 --topk 2 --tokens 1 --context 4 --repeats 2"
+    sizes = "--num-layers 2 --hidden 64 --intermediate 16 --num-experts 4 --num-topk 2 --num-tokens 1 --context 4 --repeats 2"
     command = [sys.executable, str(script), *sizes.split(), "--out", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "outputs equal to the bit" in result.stdout and result.stdout.count("  batch 1 |") == 2
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    result = subprocess.run([*command, "--experts", "3"], capture_output=True, text=True)
-    assert result.returncode == 2 and "--experts one of 2 ranks" in result.stderr
+    result = subprocess.run([*command, "--num-experts", "3"], capture_output=True, text=True)
+    assert result.returncode == 2 and "--num-experts one of 2 ranks" in result.stderr

@@ -24,15 +24,15 @@ from deepep_moe import LowLatencyBuffer
 from deepep_moe.nn import Span, Timeline, overlapped
 from deepep_moe.testing import run_ranks
 
-CPU = Sizes(layers=3, hidden=512, intermediate=256, experts=16, topk=4, tokens=64, context=256)
-GPU = Sizes(layers=4, hidden=7168, intermediate=1024, experts=32, topk=8, tokens=64, context=1024)
+CPU = Sizes(num_layers=3, hidden=512, intermediate=256, num_experts=16, num_topk=4, num_tokens=64, context=256)
+GPU = Sizes(num_layers=4, hidden=7168, intermediate=1024, num_experts=32, num_topk=8, num_tokens=64, context=1024)
 HELP = {
-    "layers": "layers of attention, router, experts and a shared expert",
+    "num_layers": "layers of attention, router, experts and a shared expert",
     "hidden": f"columns of a token, a multiple of {HEAD_SIZE}",
     "intermediate": "columns inside an expert",
-    "experts": "of all ranks together",
-    "topk": "experts a token chooses",
-    "tokens": "sequences of the first micro-batch on even and of the second on odd ranks, a token each; the others have half as many",
+    "num_experts": "of all ranks together",
+    "num_topk": "experts a token chooses",
+    "num_tokens": "sequences of the first micro-batch on even and of the second on odd ranks, a token each; the others have half as many",
     "context": "tokens that every sequence has in its cache",
 }
 Run = Callable[[Timeline], list[torch.Tensor]]
@@ -48,7 +48,7 @@ class Measured:
 
 
 def num_tokens_of(sizes: Sizes, rank: int, batch: int) -> int:
-    return sizes.tokens if rank % 2 == batch else sizes.tokens // 2
+    return sizes.num_tokens if rank % 2 == batch else sizes.num_tokens // 2
 
 
 def runs_of(sizes: Sizes, rank: int, num_ranks: int, device: torch.device) -> dict[str, Run]:
@@ -56,7 +56,7 @@ def runs_of(sizes: Sizes, rank: int, num_ranks: int, device: torch.device) -> di
     dtype, backend = (torch.float32, "shm") if device.type == "cpu" else (torch.bfloat16, "nvlink")
     with device:
         model = Decoder(sizes, rank, num_ranks).to(dtype)
-    buffer = LowLatencyBuffer(None, sizes.tokens, sizes.hidden, sizes.experts, sizes.topk, backend=backend)
+    buffer = LowLatencyBuffer(None, sizes.num_tokens, sizes.hidden, sizes.num_experts, sizes.num_topk, backend=backend)
     num_tokens = [num_tokens_of(sizes, rank, batch) for batch in range(2)]
     xs = [torch.randn(number, sizes.hidden).to(device, dtype) for number in num_tokens]
     caches = [torch.randn(2, number, sizes.context, HEAD_SIZE).to(device, dtype) for number in num_tokens]
@@ -140,7 +140,9 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--out", type=Path, default=Path("runs/demo-overlap"), help="folder for timeline.png (default: %(default)s)")
     for field in fields(Sizes):
         small, large = getattr(CPU, field.name), getattr(GPU, field.name)
-        parser.add_argument(f"--{field.name}", type=int, help=f"{HELP[field.name]} (default: {small} on the CPU, {large} on GPUs)")
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=int, help=f"{HELP[field.name]} (default: {small} on the CPU, {large} on GPUs)"
+        )
     arguments = parser.parse_args(argv)
     defaults = CPU if arguments.device == "cpu" else GPU
     given = {field.name: getattr(arguments, field.name) for field in fields(Sizes)}
@@ -151,8 +153,8 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     num_ranks = arguments.num_ranks
     if arguments.device == "cuda" and not 0 < num_ranks <= num_gpus:
         parser.error(f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {num_gpus}")
-    if min(*vars(sizes).values(), num_ranks, arguments.repeats) < 1 or sizes.hidden % HEAD_SIZE or sizes.experts % num_ranks:
-        parser.error(f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --experts one of {num_ranks} ranks")
+    if min(*vars(sizes).values(), num_ranks, arguments.repeats) < 1 or sizes.hidden % HEAD_SIZE or sizes.num_experts % num_ranks:
+        parser.error(f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --num-experts one of {num_ranks} ranks")
     return arguments, sizes
 
 
@@ -160,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments, sizes = arguments_of(argv)
     results = run_ranks(decode, arguments.num_ranks, sizes, arguments.device, arguments.repeats, timeout_s=600, start_method="spawn")[0]
     num_tokens = sum(num_tokens_of(sizes, rank, batch) for rank in range(arguments.num_ranks) for batch in range(2))
-    print(f"\nrank 0 of {arguments.num_ranks}, two micro-batches through {sizes.layers} layers:\n")
+    print(f"\nrank 0 of {arguments.num_ranks}, two micro-batches through {sizes.num_layers} layers:\n")
     timelines = {name: spans for name, (_, spans) in results.items()}
     print(draw.text(timelines), "\n")
     for name, (seconds, _) in results.items():

@@ -17,12 +17,12 @@ HEAD_SIZE = 64
 class Sizes:
     """`num_tokens` of a micro-batch on a rank; `context`: tokens that each of them attends to."""
 
-    layers: int
+    num_layers: int
     hidden: int
     intermediate: int
-    experts: int
-    topk: int
-    tokens: int
+    num_experts: int
+    num_topk: int
+    num_tokens: int
     context: int
 
 
@@ -65,10 +65,10 @@ class Layer(nn.Module):
         torch.manual_seed(number)  # the same attention, router and shared expert on every rank
         self.attention_norm, self.moe_norm = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
         self.attention = Attention(sizes.hidden)
-        self.router = Router(sizes.hidden, sizes.experts, sizes.topk, expert_bias=True, routed_scaling_factor=2.5)
+        self.router = Router(sizes.hidden, sizes.num_experts, sizes.num_topk, expert_bias=True, routed_scaling_factor=2.5)
         self.shared_expert = SwiGLU(sizes.hidden, sizes.intermediate)
         torch.manual_seed(1000 * (1 + rank) + number)  # other experts
-        self.experts = Experts(sizes.experts // num_ranks, sizes.hidden, sizes.intermediate)
+        self.experts = Experts(sizes.num_experts // num_ranks, sizes.hidden, sizes.intermediate)
 
     def forward(self, buffer: LowLatencyBuffer, x: Tensor, cache: Tensor, timeline: Timeline) -> Generator[None, None, Tensor]:
         with timeline.span("attention"):
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
 
     def __init__(self, sizes: Sizes, rank: int, num_ranks: int):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(sizes, rank, num_ranks, number) for number in range(sizes.layers))
+        self.layers = nn.ModuleList(Layer(sizes, rank, num_ranks, number) for number in range(sizes.num_layers))
 
     def forward(self, buffer: LowLatencyBuffer, x: Tensor, cache: Tensor, timeline: Timeline) -> Generator[None, None, Tensor]:
         """A micro-batch, for `overlapped`: yields while its rows fly."""
