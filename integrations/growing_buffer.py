@@ -37,13 +37,13 @@ class GrowingBuffer:
 
         Args:
             num_tokens: of this rank's first forward.
-            device: of its tokens. Buffers that move CPU tensors need no bound.
+            device: of its tokens. Buffers that move CPU tensors need no bound; a chosen one holds there too.
             construct: a buffer with room for so many tokens of a rank.
             chosen: the user's bound in tokens, which is kept; None: the largest of the first forward over all ranks, and more later.
             option: how the user chooses it, for messages.
         """
         self._group, self._device, self._construct, self._chosen, self._option = group, device, construct, chosen, option
-        bound = (chosen or self._agree_on_bound(num_tokens)) if _is_bounded(device) else _MANY
+        bound = chosen or (self._agree_on_bound(num_tokens) if _is_bounded(device) else _MANY)
         self.buffer, self.num_max_tokens = construct(bound), bound
         self._outgrown: list[Buffer] = []  # a backward may still need them
 
@@ -82,7 +82,7 @@ class GrowingBuffer:
     def _grow(self, num_tokens: int) -> None:
         self._outgrown.append(self.buffer)
         bound = self._agree_on_bound(max(num_tokens, int(_GROWTH * self.num_max_tokens)))
-        if dist.get_rank() == 0:
+        if dist.get_rank(self._group) == 0:
             reason = f"some rank has more than before. {self._option} makes it at once and once"
             _log.warning(f"MoE layers make room for {bound} tokens of a rank: {reason}")
         self.buffer, self.num_max_tokens = self._construct(bound), bound

@@ -428,3 +428,9 @@ def test_missing_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(EPError, match="--plot needs matplotlib .*; pip install matplotlib"):
         report.load_pyplot()
+
+
+@pytest.mark.parametrize("given", (("--num-ranks", "0"), ("--num-tokens", "0"), ("--num-experts", "9"), ("--num-topk", "65")))
+def test_exchange_refuses_sizes_that_make_no_sense(given):
+    result = subprocess.run([sys.executable, "-m", "deepep_moe.bench", *given], capture_output=True, text=True)
+    assert result.returncode == 1 and "must be at least 1, --num-experts" in result.stderr and "Traceback" not in result.stderr

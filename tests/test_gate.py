@@ -379,13 +379,26 @@ def test_gradients_of_lanes_and_of_the_dense_pair_add_up(device, score_function)
     torch.testing.assert_close(grads[1], grads[3])
 
 
-def test_second_derivatives_are_refused(device):
-    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(15)).requires_grad_()
-    output = run(device, logits, 2, function=ops.gate_full, shares=True)
-    for result in (output.topk_weights, output.shares):
-        (grad,) = torch.autograd.grad(result[0, 0], logits, create_graph=True)
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            grad.sum().backward()
+@pytest.mark.parametrize("score_function", ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk"))
+def test_second_derivatives(device, score_function):
+    """Of weights, of their dense pair, and of shares, by logits and by the gradients that come; one token is masked."""
+    logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(15)).requires_grad_()
+    mask = torch.tensor([False, True, False, False, False])
+    output = run(device, logits, 2, function=ops.gate_full, dense=True, shares=True, mask=mask, score_function=score_function)
+    _, topk_weights, _ = reference.gate(logits, 2, mask=mask, score_function=score_function)
+    probs = torch.zeros(5, 6).scatter_add(1, output.topk_idx.cpu().clamp(min=0), topk_weights)
+    expected = (topk_weights, probs, reference.gate_shares(logits, mask=mask, score_function=score_function))
+    for ours, theirs in zip((output.topk_weights, output.probs, output.shares), expected, strict=True):
+        cotangent = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        seconds = []
+        for result in (ours.cpu(), theirs):
+            (grad,) = torch.autograd.grad(result, logits, cotangent, create_graph=True)
+            seconds.append(
+                (grad, *torch.autograd.grad(grad.square().sum() + (grad * logits).sum(), (logits, cotangent), retain_graph=True))
+            )
+        for got, want in zip(*seconds, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert seconds[0][1].any() and not seconds[0][1][1].any(), "a masked token has none"
 
 
 def test_nodes_per_token_by_hand():

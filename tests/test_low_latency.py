@@ -331,3 +331,19 @@ def counting(rank, _, backend):
 
 def test_statistics(backend):
     run_ranks(counting, 3, backend)
+
+
+def made_in_inference_mode(rank, _, backend):
+    device_of(backend, rank)
+    with torch.inference_mode():
+        buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend)
+    buffer.reset_statistics()
+    buffer.combine_input(torch.float32).fill_(1.0)
+    with torch.inference_mode():
+        buffer.combine_input(torch.float32).fill_(2.0)
+        buffer.reset_statistics()
+    assert not buffer.statistics().num_dropped.any()
+
+
+def test_a_buffer_outlives_the_inference_mode_it_was_made_in(backend):
+    run_ranks(made_in_inference_mode, 1, backend)

@@ -48,6 +48,11 @@ def bad_dispatches(rank, _, backend):
         (dict(x=torch.empty(4, 128, device="meta")), ValueError, "x is on meta; this buffer moves tensors on"),
         (dict(x=x.clone().requires_grad_()), ValueError, "x requires a gradient .* use Buffer, or x.detach()"),
         (
+            dict(topk_weights=weights.clone().requires_grad_()),
+            ValueError,
+            "topk_weights requires a gradient .* use Buffer, or topk_weights.detach()",
+        ),
+        (
             dict(x=x.repeat(3, 1), topk_idx=idx.repeat(3, 1), topk_weights=None),
             ValueError,
             "x has 12 tokens, more than the buffer's num_max_tokens_per_rank of 8; create the LowLatencyBuffer with a larger bound",

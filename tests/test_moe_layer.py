@@ -120,6 +120,9 @@ def test_misfits():
         ValueError, match=r"the buffer was made for hidden, num_experts, num_topk = \(16, 4, 1\), the router has \(16, 4, 2\)"
     ):
         MoELayer(router, experts, buffer=Buffer(None, 8, HIDDEN, NUM_EXPERTS, 1))
+    buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
+    with pytest.raises(ValueError, match="a buffer was given, which has its own num_max_tokens_per_rank, backend; leave them out"):
+        MoELayer(router, experts, buffer=buffer, num_max_tokens_per_rank=9, backend="shm")
 
 
 def failing_layer(rank, num_ranks):
@@ -170,6 +173,7 @@ def in_ddp(rank, num_ranks):
     before = [p.detach().clone() for p in model.expert_parameters()]
     own = {id(p) for m in model.modules() if isinstance(m, MoELayer) for p in m.expert_parameters()}
     names = [name for name, p in model.named_parameters() if id(p) in own]
+    names += [name for name, _ in model.named_buffers() if name.endswith("num_tokens_per_expert")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     wrapped = DistributedDataParallel(model)
     for kept, parameter in zip(before, model.expert_parameters(), strict=True):
@@ -187,6 +191,21 @@ def in_ddp(rank, num_ranks):
 
 def test_distributed_data_parallel():
     run_ranks(in_ddp, 2)
+
+
+def counting_in_ddp(rank, num_ranks):
+    """Every rank keeps its own counts, over forwards without an update."""
+    model = MoELayer(Router(HIDDEN, NUM_EXPERTS, NUM_TOPK, expert_bias=True), torch.nn.Sequential(*make_parts()[1][:2]))
+    names = [name for name, _ in (*model.experts.named_parameters("experts"), *model.named_buffers()) if "bias" not in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped, x = DistributedDataParallel(model), torch.randn(3 + rank, HIDDEN)
+    for _ in range(3):
+        wrapped(x).sum().backward()
+    assert model.router.num_tokens_per_expert.sum() == 3 * NUM_TOPK * len(x)
+
+
+def test_counts_of_ranks_stay_their_own_in_ddp():
+    run_ranks(counting_in_ddp, 2)
 
 
 def test_experts_without_rows_have_gradients():

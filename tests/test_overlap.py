@@ -209,4 +209,6 @@ def test_example(tmp_path):
     assert "outputs equal to the bit" in result.stdout and result.stdout.count("  batch 1 |") == 2
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     result = subprocess.run([*command, "--num-experts", "3"], capture_output=True, text=True)
-    assert result.returncode == 2 and "--num-experts one of 2 ranks" in result.stderr
+    assert result.returncode == 2 and "--num-experts a multiple of --num-ranks 2" in result.stderr
+    result = subprocess.run([*command, "--num-topk", "5"], capture_output=True, text=True)
+    assert result.returncode == 2 and "--num-topk 5 must be at most --num-experts 4" in result.stderr

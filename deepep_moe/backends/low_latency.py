@@ -74,14 +74,18 @@ def check_low_latency_settings(s: Settings) -> Settings:
     return s
 
 
+def _check_no_gradient(name: str, x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name} requires a gradient and low-latency calls have none; use Buffer, or {name}.detach()")
+
+
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: "LowLatencyBackend") -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
     if x.device != backend.device:
         raise ValueError(f"{name} is on {x.device}; this buffer moves tensors on {backend.device}")
     check_tensor(name, x, shape, _DTYPES)
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(f"{name} requires a gradient and low-latency calls have none; use Buffer, or {name}.detach()")
+    _check_no_gradient(name, x)
     row_bytes = x.shape[-1] * x.element_size()
     if row_bytes % _C.ROW_ALIGNMENT or x.data_ptr() % _C.ROW_ALIGNMENT:
         raise ValueError(
@@ -99,6 +103,7 @@ def check_dispatch(
     check_tensor("topk_idx", topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), x.device)
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, (num_tokens, s.num_topk), (torch.float32,), x.device)
+        _check_no_gradient("topk_weights", topk_weights)
     if num_tokens > s.num_max_tokens_per_rank:
         raise ValueError(
             f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
@@ -197,7 +202,8 @@ class LowLatencyBackend:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):  # it outlives the mode that it is made in
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _params(self, call: DispatchCall | CombineCall) -> Any:
         return _dispatch_params(call) if isinstance(call, DispatchCall) else _combine_params(call)

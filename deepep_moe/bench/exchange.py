@@ -139,10 +139,11 @@ def show(records: list[dict[str, Any]]) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    if options.num_experts % options.num_ranks or options.num_topk > options.num_experts or options.repeats < 1:
+    least = min(options.num_ranks, options.num_tokens, options.num_topk, options.repeats)
+    if least < 1 or options.num_experts % options.num_ranks or options.num_topk > options.num_experts:
         sys.exit(
-            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, --num-topk {options.num_topk} "
-            f"at most the experts, --repeats {options.repeats} at least 1"
+            f"--num-ranks {options.num_ranks}, --num-tokens {options.num_tokens}, --num-topk {options.num_topk} and --repeats "
+            f"{options.repeats} must be at least 1, --num-experts {options.num_experts} a multiple of the ranks, with top-k experts or more"
         )
     records = run(options)
     show(records)

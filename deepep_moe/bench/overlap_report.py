@@ -32,7 +32,8 @@ class Bar:
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per exchange with GEMMs between its halves. The rival of `ratio`: the exchange, then the GEMMs."""
+    """One record per exchange with GEMMs between its halves. The rival of `ratio`: the same two halves, then the
+    GEMMs; a plain call needs no halves and takes less."""
     return [_record(report, overlap, options) for report in reports for overlap in report.overlaps]
 
 
@@ -68,7 +69,7 @@ def _record(report: Report, o: Overlap, options: argparse.Namespace) -> dict[str
         "iterations": len(o.both.ends),
     }
     one_by_one = [a + b for a, b in zip(o.exchange.total, o.gemms.total, strict=True)]
-    rival = "the exchange, then the GEMMs"
+    rival = "the same two halves, then the GEMMs"
     return record(
         f"{o.op}+gemm", settings, o.both.total, o.link_bytes, rival=rival, rival_times=one_by_one, hardware=report.hardware, **extra
     )

@@ -40,9 +40,11 @@ class LocalExperts(nn.Module):
         super().__init__()
         self.experts = nn.ModuleList(experts)
 
-    def forward(self, x: Tensor, num_rows_per_expert: Tensor) -> Tensor:
-        """x: [num_rows, hidden] grouped by expert; num_rows_per_expert: [num_local_experts], sum num_rows. Returns [num_rows, hidden]."""
-        groups = x.split(num_rows_per_expert.tolist())
+    def forward(self, x: Tensor, num_rows_per_expert: Tensor | list[int]) -> Tensor:
+        """x: [num_rows, hidden] grouped by expert; num_rows_per_expert: [num_local_experts], sum num_rows, on a GPU better a list than a
+        tensor, which is waited for. Returns [num_rows, hidden]."""
+        counts = num_rows_per_expert.tolist() if isinstance(num_rows_per_expert, Tensor) else num_rows_per_expert
+        groups = x.split(counts)
         return torch.cat([expert(rows) for expert, rows in zip(self.experts, groups, strict=True)])
 
 
@@ -61,11 +63,12 @@ class MoELayer(nn.Module):
         shared_expert: a module [num_tokens, hidden] -> [num_tokens, hidden], replicated on all ranks.
         buffer: one made for the router's settings, or None: the layer makes its own from the rest. Layers that run one after another
             should share one: on a GPU, for 4096 tokens, each takes from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168).
-        group, num_max_tokens_per_rank, backend: as for `Buffer`.
+        group, num_max_tokens_per_rank (default 4096), backend: as for `Buffer`; only without `buffer`.
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it.
 
     Raises:
-        ValueError: the number of experts, or the buffer, does not fit the router. And whatever `Buffer` raises.
+        ValueError: the number of experts, or the buffer, does not fit the router, or a buffer was given beside settings of one. And
+            whatever `Buffer` raises.
     """
 
     def __init__(
@@ -76,16 +79,24 @@ class MoELayer(nn.Module):
         *,
         buffer: Buffer | None = None,
         group: "dist.ProcessGroup | None" = None,
-        num_max_tokens_per_rank: int = 4096,
-        backend: str = "auto",
+        num_max_tokens_per_rank: int | None = None,
+        backend: str | None = None,
         expert_alignment: int = 1,
     ):
         super().__init__()
         self.router = router
-        self.experts = experts if isinstance(experts, nn.Module) and not isinstance(experts, nn.ModuleList) else LocalExperts(list(experts))
+        is_list = not isinstance(experts, nn.Module) or isinstance(experts, (nn.ModuleList, nn.Sequential))
+        self.experts: nn.Module = LocalExperts(list(experts)) if is_list else experts  # type: ignore[arg-type, assignment]
         self.shared_expert = shared_expert
         self.expert_alignment = expert_alignment
-        self.buffer = buffer or Buffer(group, num_max_tokens_per_rank, router.hidden, router.num_experts, router.num_topk, backend=backend)
+        settings = {"group": group, "num_max_tokens_per_rank": num_max_tokens_per_rank, "backend": backend}
+        beside = [name for name, value in settings.items() if value is not None]
+        if buffer is not None and beside:
+            raise ValueError(f"a buffer was given, which has its own {', '.join(beside)}; leave {'it' if len(beside) == 1 else 'them'} out")
+        if buffer is None:
+            num_tokens = 4096 if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            buffer = Buffer(group, num_tokens, router.hidden, router.num_experts, router.num_topk, backend=backend or "auto")
+        self.buffer = buffer
         made_for = (self.buffer.hidden, self.buffer.num_experts, self.buffer.num_topk)
         if made_for != (router.hidden, router.num_experts, router.num_topk):
             raise ValueError(
@@ -112,7 +123,8 @@ class MoELayer(nn.Module):
             topk_idx, topk_weights, _ = self.router(rows, mask)
             out = self.buffer.dispatch(rows, topk_idx, topk_weights, expert_alignment=self.expert_alignment)
         with self._telling():
-            y = self.experts(out.recv_x, out.handle.num_rows_per_expert)
+            is_local = isinstance(self.experts, LocalExperts)
+            y = self.experts(out.recv_x, out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert)
             shared = None if self.shared_expert is None else self.shared_expert(rows)
             return self.buffer.combine(y, out.handle, out.recv_topk_weights, bias=shared).view(x.shape)
 
@@ -127,6 +139,7 @@ class MoELayer(nn.Module):
 
             own = {id(p) for m in model.modules() if isinstance(m, MoELayer) for p in m.expert_parameters()}
             names = [name for name, p in model.named_parameters() if id(p) in own]
+            names += [name for name, _ in model.named_buffers() if name.endswith("num_tokens_per_expert")]  # each rank's own counts
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         """
         return self.experts.parameters()

@@ -2,17 +2,18 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deepep_moe import _C, config
 from deepep_moe.ops.dense import shares_of, to_dense
 from deepep_moe.torch_ops import call, register
 
 GPU = "cuda"  # the type of the devices that the CUDA kernels serve
+_EPSILON = 1e-20  # kWeightEpsilon of csrc/common/gate_params.h
 DTYPES = {torch.float32: _C.DType.float32, torch.bfloat16: _C.DType.bfloat16, torch.float16: _C.DType.float16}
 _LIBRARY = torch.library.Library("deepep_moe", "FRAGMENT")
 _SETTINGS = (
@@ -178,14 +179,52 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.weights, ctx.num_inputs = inputs[7:10], len(inputs)
 
 
-@once_differentiable
 def _backward(
     ctx: Any, grad_topk_idx: Any, grad_topk_weights: Tensor | None, grad_counts: Any, grad_probs: Tensor | None = None, *grads: Any
 ) -> tuple[Tensor | None, ...]:
     grad_shares, grad_logits = grads[-1] if grads else None, None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):
-        grad_logits = call("gate_backward", (grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors), *ctx.weights)
+        arguments = (grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors)
+        is_to_be_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if is_to_be_differentiated:
+            grad_logits = _differentiable_gate_backward(*arguments, *ctx.weights)
+        else:
+            grad_logits = call("gate_backward", arguments, *ctx.weights)
     return grad_logits, *[None] * (ctx.num_inputs - 1)
+
+
+def _differentiable_gate_backward(
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor,
+    score_function: str, normalize: bool, routed_scaling_factor: float,
+) -> Tensor:  # fmt: skip
+    """As `gate_backward`, to be differentiated once more: in double precision, without the roundings between."""
+    wide, is_chosen = logits.double(), topk_idx >= 0
+    idx = topk_idx.long().clamp(min=0)
+    after_choice = score_function == "softmax_topk"
+    scores = wide if after_choice else _SCORES[score_function](wide)
+    total = wide.new_zeros(())
+    if grad_topk_weights is not None or grad_probs is not None:
+        lanes = scores.gather(1, idx)
+        if after_choice:
+            weights = lanes.masked_fill(~is_chosen, -torch.inf).where(is_chosen.any(1, keepdim=True), 0.0).softmax(1)
+        else:
+            lanes = lanes * is_chosen
+            weights = lanes / (lanes.sum(1, keepdim=True) + _EPSILON) if normalize else lanes
+        for grad in (grad_topk_weights, None if grad_probs is None else grad_probs.gather(1, idx)):
+            if grad is not None:
+                total = total + (weights * is_chosen * grad.double()).sum() * routed_scaling_factor
+    if grad_shares is not None:
+        is_softmax = score_function in ("softmax", "softmax_topk")
+        shares = wide.softmax(1) if is_softmax else scores / (scores.sum(1, keepdim=True) + _EPSILON)
+        total = total + (shares * is_chosen.any(1, keepdim=True) * grad_shares.double()).sum()
+    return torch.autograd.grad(total, logits, create_graph=True)[0]
+
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)).sqrt(),
+    "softmax": lambda x: x.softmax(1),
+}
 
 
 def _gate_backward(

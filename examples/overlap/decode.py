@@ -154,7 +154,11 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     if arguments.device == "cuda" and not 0 < num_ranks <= num_gpus:
         parser.error(f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {num_gpus}")
     if min(*vars(sizes).values(), num_ranks, arguments.repeats) < 1 or sizes.hidden % HEAD_SIZE or sizes.num_experts % num_ranks:
-        parser.error(f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --num-experts one of {num_ranks} ranks")
+        parser.error(
+            f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --num-experts a multiple of --num-ranks {num_ranks}"
+        )
+    if sizes.num_topk > sizes.num_experts:
+        parser.error(f"--num-topk {sizes.num_topk} must be at most --num-experts {sizes.num_experts}")
     return arguments, sizes
 
 

@@ -144,7 +144,7 @@ def _decide_2(logits: Tensor, capacity: int | None, *, noise: bool) -> Decision:
     idx = torch.cat((first, second), 1)
     weights = gates.gather(1, idx)
     if capacity is None:
-        counts = mask.scatter_(1, second, 1.0).sum(0).long()
+        counts = mask.scatter_add_(1, second, torch.ones_like(second, dtype=mask.dtype)).sum(0).long()
     else:
         lanes = idx.t().reshape(1, -1)
         chosen = torch.zeros(gates.shape[1], lanes.shape[1], dtype=torch.int32, device=idx.device).scatter_(0, lanes, 1)

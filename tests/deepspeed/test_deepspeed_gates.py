@@ -107,6 +107,12 @@ def test_decisions_are_the_gates_to_the_bit(device, seed, k, num_experts, num_to
         assert got.dtype == want.dtype, name
 
 
+def test_both_choices_of_a_single_expert_count():
+    gate, x = sharded_moe.TopKGate(16, 1, k=2, drop_tokens=False), torch.randn(5, 16)
+    for name, got, want in zip(NAMES, passes(gate, x, False, 1), passes(gate, x, True, 1), strict=True):
+        assert torch.equal(got, want), f"{name} is not what the gate has"
+
+
 def test_random_order_is_drawn_in_the_dtype_of_the_first_time(monkeypatch):
     """As the gate does: in bf16 many numbers are equal."""
     bounds = (torch.tensor(value, dtype=torch.bfloat16) for value in (0.0, 1.0))

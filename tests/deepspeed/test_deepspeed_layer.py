@@ -266,8 +266,7 @@ def test_uneven_tokens_train():
 
 
 def _bound_worker(rank: int, num_ranks: int) -> None:
-    """As on GPUs, where buffers are bounded."""
-    growing_buffer._is_bounded = lambda device: True
+    """A chosen bound holds on CPUs too, where none is needed."""
     with engine_ready():
         layer = make_moe(4, k=2)
         layer.set_deepspeed_parallelism()
