@@ -125,6 +125,30 @@ def test_misfits():
         MoELayer(router, experts, buffer=buffer, num_max_tokens_per_rank=9, backend="shm")
 
 
+class Returns(torch.nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x, *_):
+        return self.change(x)
+
+
+def test_outputs_of_another_shape_or_dtype():
+    router, _, _ = make_parts()
+    x, same = torch.randn(8, HIDDEN), Returns(lambda rows: rows)
+    wide = Returns(lambda rows: torch.cat((rows, rows), 1))
+    with pytest.raises(
+        ValueError, match=r"the experts returned shape \[16, 32\] for rows of shape \[16, 16\]; the shapes must be the same"
+    ):
+        MoELayer(router, wide)(x)
+    with pytest.raises(ValueError, match=r"the shared expert returned shape \[8, 32\] for rows of shape \[8, 16\]"):
+        MoELayer(router, same, wide)(x)
+    strided, half = Returns(lambda rows: rows.t().contiguous().t()), Returns(lambda rows: rows.bfloat16())
+    assert torch.equal(MoELayer(router, strided, strided)(x), MoELayer(router, same, same)(x))
+    assert MoELayer(router, half, same)(x).dtype == torch.bfloat16, "the dtype is that of the experts' outputs"
+
+
 def failing_layer(rank, num_ranks):
     """What fails on rank 1 is an error of both, and nobody waits; then all go on."""
     router, experts, shared = make_parts()

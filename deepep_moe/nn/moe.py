@@ -48,6 +48,11 @@ class LocalExperts(nn.Module):
         return torch.cat([expert(rows) for expert, rows in zip(self.experts, groups, strict=True)])
 
 
+def _check_shape(who: str, y: Tensor, x: Tensor) -> None:
+    if y.shape != x.shape:
+        raise ValueError(f"{who} returned shape {list(y.shape)} for rows of shape {list(x.shape)}; the shapes must be the same")
+
+
 class MoELayer(nn.Module):
     """Routed experts spread over the ranks of a group, plus an optional shared expert every token passes.
 
@@ -113,8 +118,8 @@ class MoELayer(nn.Module):
         """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape of x, in the dtype of the
         experts' outputs.
 
-        Collective over the buffer's group. Raises ValueError for another width, as `Buffer.dispatch`, and what router and experts raise;
-        of those the peers raise EPPeerError.
+        Collective over the buffer's group. Raises ValueError for another width or outputs of another shape, as `Buffer.dispatch`, and what
+        router and experts raise; of those the peers raise EPPeerError.
         """
         with self._telling():
             if x.shape[-1] != self.router.hidden:
@@ -125,8 +130,12 @@ class MoELayer(nn.Module):
         with self._telling():
             is_local = isinstance(self.experts, LocalExperts)
             y = self.experts(out.recv_x, out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert)
+            _check_shape("the experts", y, out.recv_x)
             shared = None if self.shared_expert is None else self.shared_expert(rows)
-            return self.buffer.combine(y, out.handle, out.recv_topk_weights, bias=shared).view(x.shape)
+            if shared is not None:
+                _check_shape("the shared expert", shared, rows)
+                shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
+            return self.buffer.combine(y.contiguous(), out.handle, out.recv_topk_weights, bias=shared).view(x.shape)
 
     def _telling(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if torch.compiler.is_compiling() else telling(self.buffer)

@@ -29,7 +29,8 @@ class Router(nn.Module):
         weight: `[num_experts, hidden]` parameter.
         expert_bias: `[num_experts]` fp32 buffer, or None. It stays fp32 when the module is cast.
         num_tokens_per_expert: `[num_experts]` int64 buffer, counted in training mode (with gradients enabled) since the last
-            `update_expert_bias`; or None. Not part of the state dict.
+            `update_expert_bias`; or None. Not part of the state dict. A forward that `torch.utils.checkpoint` runs again without
+            reentrance counts again, which leaves the bias its direction if all micro-batches of a step do so.
 
     Raises:
         ValueError: a setting is out of bounds.
