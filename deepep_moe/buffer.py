@@ -301,7 +301,8 @@ class Buffer:
 
     def destroy(self) -> None:
         """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so; on GPUs, where they
-        only reach their deadline, memory goes once all peers have destroyed their buffers too, or a second later."""
+        only reach their deadline, memory stays until all peers have destroyed their buffers too, or ended: they may still write to it.
+        Where that takes longer than a second, it goes with the next buffer that this process makes or destroys."""
         if self._backend is None:
             return
         if self._executor is not None and os.getpid() == self._process_id:

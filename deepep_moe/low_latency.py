@@ -332,7 +332,7 @@ class LowLatencyBuffer:
         self._tell_masks()
 
     def destroy(self) -> None:
-        """Free the workspace and threads. Not collective, may be repeated."""
+        """Free the workspace and threads. Not collective, may be repeated. On GPUs memory stays as long as that of a `Buffer`."""
         backend, self._backend = self._backend, None
         self._in_flight.clear()
         self._combine_input.clear()

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import emulated_gpu
 import pytest
@@ -385,6 +386,75 @@ def hook_after_destroy(rank, num_ranks):
 
 def test_hook_after_destroy():
     run_ranks(hook_after_destroy, 2)
+
+
+ROOM = 4096 * 4096 * 2  # bytes, less than the workspace of `large_buffer`
+
+
+def large_buffer():
+    return Buffer(None, 4096, 4096, 4, 2, backend="nvlink", timeout_s=60)
+
+
+def memory_used(device, group=None):
+    """Bytes on the device by all processes; of the emulated one by this process, or by the ranks of `group`."""
+    if not emulated_gpu.is_chosen():
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    sizes = {inode: int(end, 16) - int(begin, 16) for (begin, end), inode in ((line[0].split("-"), line[4]) for line in maps)}
+    everyone = [sizes]
+    if group is not None:
+        everyone = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, sizes, group)
+    return sum({inode: size for sizes in everyone for inode, size in sizes.items()}.values())
+
+
+def memory_that_a_peer_may_write_to(rank, num_ranks):
+    device = device_of("nvlink", rank)
+    make_buffer(rank)[0].destroy()  # what the device needs besides
+    used = []
+
+    def measure():
+        dist.barrier()
+        used.append(memory_used(device, dist.group.WORLD))
+        dist.barrier()
+
+    measure()
+    buffer = large_buffer()
+    measure()
+    if rank == 1:
+        buffer.destroy()
+    measure()
+    if rank == 0:
+        buffer.destroy()
+    dist.barrier()
+    make_buffer(rank)[0].destroy()
+    measure()
+    assert used[1] - used[0] > ROOM
+    assert used[1] - used[2] < ROOM / 2, "rank 0 has not left"
+    assert used[3] - used[0] < ROOM / 2, "both have left, and another buffer was made since"
+
+
+def test_memory_stays_until_all_have_left():
+    run_ranks(memory_that_a_peer_may_write_to, 2)
+
+
+def memory_beside_dead_peer(rank, num_ranks):
+    device = device_of("nvlink", rank)
+    used = memory_used(device)
+    dist.barrier()
+    buffer = large_buffer()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert memory_used(device) - used > ROOM
+    buffer.destroy()
+    assert memory_used(device) - used < ROOM / 2
+
+
+def test_memory_goes_beside_dead_peer():
+    run_ranks(memory_beside_dead_peer, 2, expected_dead=[1])
 
 
 def scales_of_whole_pieces(rank, num_ranks, bulk_copies):

@@ -71,7 +71,7 @@ std::string GpuLowLatencyCommunicator::handle() const {
 }
 
 void GpuLowLatencyCommunicator::connect(const std::vector<std::string>& handles) {
-    for (int rank = 0; rank < config_.num_ranks; ++rank) check_link(rank, handles[rank].substr(sizeof(cudaIpcMemHandle_t)));
+    for (int rank = 0; rank < config_.num_ranks; ++rank) check_link(rank, handles[rank].substr(GpuMemory::kHandleBytes));
     memory_.connect(handles);
 }
 

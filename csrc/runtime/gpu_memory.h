@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/types.h"
+#include "runtime/process.h"
 
 namespace deepep_moe {
 
@@ -32,8 +33,9 @@ private:
     bool changed_ = false;
 };
 
-// Zeroed where it begins; peers map it through CUDA IPC. At the end it waits, a second at most, until all peers are at theirs: their
-// kernels may still write here what this rank did not have to wait for.
+// Zeroed where it begins; peers map it through CUDA IPC. It is not freed before all peers have left, or their processes have ended: they
+// may still write to it what this rank did not have to wait for, or make a call that nobody makes with them. So at the end it waits for
+// them, a second at most; else it stays until they have left and the next GpuMemory of this process is made or destroyed.
 class GpuMemory {
 public:
     GpuMemory(int num_ranks, int rank, int device);
@@ -42,16 +44,20 @@ public:
 
     // left: offset of u64[num_ranks] of this class's own.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
-    std::string handle() const;
+    std::string handle() const;  // of kHandleBytes
     void connect(const std::vector<std::string>& handles);
     std::byte* of(int rank) const { return workspaces_[rank]; }
 
+    static const size_t kHandleBytes;
+
 private:
-    void leave();
+    void tell_peers() const;
 
     const int num_ranks_, rank_, device_, owner_pid_;
     int64_t left_ = 0;
+    bool is_connected_ = false;
     std::byte* workspaces_[kMaxGpus] = {};
+    Process processes_[kMaxGpus];
 };
 
 }  // namespace deepep_moe

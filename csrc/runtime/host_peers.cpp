@@ -6,7 +6,6 @@
 #include <stdexcept>
 
 #include "common/errors.h"
-#include "runtime/process.h"
 
 namespace deepep_moe {
 
@@ -16,13 +15,11 @@ HostPeers::HostPeers(int num_ranks, int rank, size_t segment_bytes)
       segment_bytes_(segment_bytes),
       own_(Segment::create(segment_bytes)),
       others_(num_ranks),
-      pids_(num_ranks, owner_pid_),
-      start_times_(num_ranks, 0) {}
+      processes_(num_ranks, Process{owner_pid_}) {}
 
 void HostPeers::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
-    pids_ = pids;
     for (size_t rank = 0; rank < others_.size(); ++rank) {
-        start_times_[rank] = process_start_time(pids[rank]);
+        processes_[rank] = running(pids[rank]);
         if (static_cast<int>(rank) != rank_) others_[rank] = Segment::open(paths[rank], segment_bytes_);
     }
 }
@@ -35,10 +32,10 @@ void HostPeers::check_owner() const {
                              std::to_string(getpid()) + ", forked from it; create a Buffer in each process");
 }
 
-bool HostPeers::is_gone(int rank) const { return process_start_time(pids_[rank]) != start_times_[rank]; }
+bool HostPeers::is_gone(int rank) const { return processes_[rank].is_gone(); }
 
 std::string HostPeers::why_silent(int rank, double timeout_s) const {
-    if (is_gone(rank)) return "its process " + std::to_string(pids_[rank]) + " is gone";
+    if (is_gone(rank)) return "its process " + std::to_string(processes_[rank].pid) + " is gone";
     char text[64];
     std::snprintf(text, sizeof(text), "nothing came for %g s", timeout_s);
     return text;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/process.h"
 #include "runtime/segment.h"
 
 namespace deepep_moe {
@@ -31,8 +32,7 @@ private:
     const size_t segment_bytes_;
     Segment own_;
     std::vector<Segment> others_;
-    std::vector<int> pids_;
-    std::vector<uint64_t> start_times_;
+    std::vector<Process> processes_;
 };
 
 // For what lies at `path` but is not of `rank`.

@@ -9,4 +9,13 @@ namespace deepep_moe {
 // that got its number.
 uint64_t process_start_time(int pid);
 
+struct Process {
+    int pid = 0;
+    uint64_t start_time = 0;
+
+    bool is_gone() const { return process_start_time(pid) != start_time; }
+};
+
+inline Process running(int pid) { return {pid, process_start_time(pid)}; }
+
 }  // namespace deepep_moe
