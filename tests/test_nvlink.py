@@ -395,19 +395,14 @@ def large_buffer():
     return Buffer(None, 4096, 4096, 4, 2, backend="nvlink", timeout_s=60)
 
 
-def memory_used(device, group=None):
-    """Bytes on the device by all processes; of the emulated one by this process, or by the ranks of `group`."""
+def memory_used(device):
+    """Bytes on the device, by all processes; of the emulated one what this process has allocated."""
     if not emulated_gpu.is_chosen():
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
-    sizes = {inode: int(end, 16) - int(begin, 16) for (begin, end), inode in ((line[0].split("-"), line[4]) for line in maps)}
-    everyone = [sizes]
-    if group is not None:
-        everyone = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, sizes, group)
-    return sum({inode: size for sizes in everyone for inode, size in sizes.items()}.values())
+    maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:emulated-gpu-{os.getpid()}" in line)
+    return sum(int(end, 16) - int(begin, 16) for begin, end in (fields[0].split("-") for fields in maps))
 
 
 def memory_that_a_peer_may_write_to(rank, num_ranks):
@@ -417,7 +412,7 @@ def memory_that_a_peer_may_write_to(rank, num_ranks):
 
     def measure():
         dist.barrier()
-        used.append(memory_used(device, dist.group.WORLD))
+        used.append(memory_used(device))
         dist.barrier()
 
     measure()

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -293,7 +294,7 @@ cudaError_t map(void** pointer, int file, size_t bytes) {
 }  // namespace
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-    const int file = memfd_create("emulated-gpu", MFD_CLOEXEC);
+    const int file = memfd_create(("emulated-gpu-" + std::to_string(getpid())).c_str(), MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0 || map(pointer, file, bytes) != cudaSuccess)
         return cudaErrorInvalidValue;
     std::memset(*pointer, 0xcd, std::min(bytes, size_t{1} << 24));
