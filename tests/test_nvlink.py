@@ -388,11 +388,11 @@ def test_hook_after_destroy():
     run_ranks(hook_after_destroy, 2)
 
 
-ROOM = 4096 * 4096 * 2  # bytes, less than the workspace of `large_buffer`
+ROOM = 32768 * 8192 * 2  # bytes, less than the workspace of `large_buffer`; more than what else may happen on the device
 
 
 def large_buffer():
-    return Buffer(None, 4096, 4096, 4, 2, backend="nvlink", timeout_s=60)
+    return Buffer(None, 32768, 8192, 4, 2, backend="nvlink", timeout_s=60)
 
 
 def memory_used(device):
@@ -445,7 +445,10 @@ def memory_beside_dead_peer(rank, num_ranks):
         os.kill(os.getpid(), signal.SIGKILL)
     assert memory_used(device) - used > ROOM
     buffer.destroy()
-    assert memory_used(device) - used < ROOM / 2
+    deadline = time.monotonic() + 30  # the driver takes back what the other process had, some time after its end
+    while memory_used(device) - used > ROOM / 2:
+        assert time.monotonic() < deadline, "rank 1 is gone"
+        time.sleep(0.1)
 
 
 def test_memory_goes_beside_dead_peer():
