@@ -4,12 +4,14 @@
 """
 
 import os
+import time
 
 import pytest
 import torch
 from exchange_cases import device_of
 
 from deepep_moe import Buffer
+from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.testing import run_ranks
 
 ROUNDS = int(os.environ.get("DEEPEP_MOE_STRESS_ROUNDS", "100"))
@@ -75,3 +77,48 @@ def stress(rank, num_ranks, backend, rounds):
 @pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_random_routings(backend):
     run_ranks(stress, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=120 + ROUNDS / 10)
+
+
+def delay(device, kind):
+    """A host, or a GPU, that is late now and then."""
+    if kind == 0:
+        time.sleep(2e-4)
+    elif kind == 1 and device.type == "cuda":
+        torch.cuda._sleep(200_000)
+
+
+def passes(rank, num_ranks, backend, rounds):
+    """Forward and backward of layers whose rows by expert are weighed where they come back; expert e multiplies by e + 1. Rows are looked
+    at every ten rounds, so that hosts and GPUs run ahead of each other as they do in training."""
+    device = device_of(backend, rank)
+    num_experts = 3 * num_ranks
+    buffer = Buffer(None, 2 * MAX_TOKENS, HIDDEN, num_experts, 1, backend=backend, timeout_s=60)
+    scales = torch.arange(1.0, num_experts + 1, device=device)
+    differ = torch.zeros(3, dtype=torch.int64, device=device)  # rounds
+    for seed in range(rounds):
+        x, idx = draw(seed, rank, num_experts, device)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        lanes = idx[:, :2].t().contiguous()  # [2, num_tokens]
+        weights = torch.randint(1, 8, lanes.shape, generator=generator, device=device) / 8 * (lanes >= 0)
+        cotangent = torch.randint(-4, 5, x.shape, generator=generator, device=device).float()
+        late = torch.randint(0, 6, (3,), generator=torch.Generator().manual_seed(seed * 17 + rank)).tolist()
+        given, weighed = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        delay(device, late[0])
+        parts, recv_weights, handle = dispatch_by_expert(buffer, given, lanes.reshape(-1, 1), None, (), weighed)
+        delay(device, late[1])
+        y = combine_by_expert(buffer, [rows * scales[3 * rank + i] for i, rows in enumerate(parts)], recv_weights, handle, weighed)
+        delay(device, late[2])
+        y.backward(cotangent)
+        factor = scales[lanes.clamp(min=0)] * (lanes >= 0)
+        factors = (factor * weights).sum(0).unsqueeze(1)
+        for i, (got, want) in enumerate(
+            ((y, x * factors), (given.grad, cotangent * factors), (weighed.grad, factor * (x * cotangent).sum(1)))
+        ):
+            differ[i] += (got != want).any()
+        if seed % 10 == 9 or seed == rounds - 1:
+            assert not differ.any(), f"to round {seed}: {differ.tolist()} outputs, gradients of x and of weights differ"
+
+
+@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_random_passes(backend):
+    run_ranks(passes, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=120 + ROUNDS / 10)
