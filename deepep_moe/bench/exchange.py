@@ -2,6 +2,7 @@
 
 In one run, on the same routing: the backend asked for; `collective` over gloo; an all-to-all of every (token, expert) row; and the
 machine's memcpy rate with all ranks copying at once, which bounds them all. Turns alternate, so that a noisy machine is noisy for all.
+What is timed has been verified before.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from deepep_moe import Buffer, config
 from deepep_moe.bench.records import record, write_json
 from deepep_moe.bench.rivals import AllToAllRows
+from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,29 +45,48 @@ def _buffer_pair(backend: str, options: argparse.Namespace, inputs: tuple[torch.
     buffer = Buffer(None, options.num_tokens, options.hidden, options.num_experts, options.num_topk, backend=backend)
     state: dict[str, Any] = {}
 
-    def dispatch() -> None:
+    def dispatch() -> torch.Tensor:
         state["out"] = buffer.dispatch(*inputs, layout=options.layout)
+        return state["out"].recv_x
 
-    def combine() -> None:
+    def combine() -> torch.Tensor:
         out = state["out"]
-        buffer.combine(out.recv_x, out.handle, out.recv_topk_weights if options.layout == "expert" else None)
+        return buffer.combine(out.recv_x, out.handle, out.recv_topk_weights if options.layout == "expert" else None)
 
     return buffer, (dispatch, combine)
 
 
 def _rival_pair(options: argparse.Namespace, inputs: tuple[torch.Tensor, ...]) -> Pair:
-    rival, state = AllToAllRows(options.num_experts), {}
+    rival, state = AllToAllRows(options.num_experts, options.layout), {}
 
-    def dispatch() -> None:
+    def dispatch() -> torch.Tensor:
         state["rows"] = rival.dispatch(*inputs)
+        return state["rows"]
 
     return dispatch, lambda: rival.combine(state["rows"], options.num_tokens)
 
 
-def _bytes_touched(options: argparse.Namespace, inputs: tuple[torch.Tensor, ...], buffer: Buffer) -> int:
-    """Bytes this rank must read and write at least, the same for dispatch and combine: each token once, each row once."""
-    out = buffer.dispatch(*inputs, layout=options.layout)
-    return inputs[0].nbytes + out.recv_x.nbytes
+def _verify(pairs: dict[str, Pair], options: argparse.Namespace, inputs: tuple[torch.Tensor, ...]) -> int:
+    """One exchange of each: all dispatch the same rows, and combine to what they must be by definition. Returns the bytes that a rank must
+    read and write at least, in a dispatch as in a combine: each token once, each row once. Raises EPError."""
+    x, topk_idx, topk_weights = inputs
+    ranks = topk_idx.sort(1).values // (options.num_experts // options.num_ranks)
+    num_copies = torch.full((len(x), 1), options.num_topk)
+    if options.layout == "rank":
+        num_copies = 1 + (ranks[:, 1:] != ranks[:, :-1]).sum(1, keepdim=True)
+    factors = dict.fromkeys(pairs, num_copies)
+    if options.layout == "expert":
+        factors |= dict.fromkeys(("ours", "collective"), topk_weights.sum(1, keepdim=True))  # the rival weighs nothing
+    rows: dict[str, torch.Tensor] = {}
+    for name, (dispatch, combine) in pairs.items():
+        rows[name] = dispatch()
+        if not torch.equal(rows[name], rows["ours"]):
+            raise EPError(f"{name} dispatched other rows than ours")
+        combined, expected = combine().float(), x.float() * factors[name]
+        tolerance = options.num_topk * torch.finfo(x.dtype).eps  # of the largest: sums of rounded rows
+        if not torch.allclose(combined, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
+            raise EPError(f"{name} combined to other sums than those of its rows")
+    return x.nbytes + rows["ours"].nbytes
 
 
 def _slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -81,9 +102,9 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[dic
     inputs = _inputs(options, rank)
     buffer, ours = _buffer_pair(options.backend, options, inputs)
     other, collective = _buffer_pair("collective", options, inputs)
-    bytes_touched = _bytes_touched(options, inputs, buffer)
-    source, target = torch.ones(bytes_touched // 2, dtype=torch.uint8), torch.empty(bytes_touched // 2, dtype=torch.uint8)
     pairs = {"ours": ours, "collective": collective, "all-to-all": _rival_pair(options, inputs)}
+    bytes_touched = _verify(pairs, options, inputs)
+    source, target = torch.ones(bytes_touched // 2, dtype=torch.uint8), torch.empty(bytes_touched // 2, dtype=torch.uint8)
     steps: dict[str, Callable[[], Any]] = {f"{name} {op}": call for name, pair in pairs.items() for op, call in zip(OPS, pair, strict=True)}
     steps["memcpy"] = lambda: target.copy_(source)
     times: dict[str, list[float]] = {name: [] for name in steps}

@@ -1,6 +1,8 @@
 """The gate on a GPU: time of its kernels, and as called."""
 
+import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor
 from deepep_moe.bench import gate_rivals
 from deepep_moe.bench.gate_rivals import Gate, Shape
 from deepep_moe.bench.records import record
+from deepep_moe.errors import BackendUnavailableError
 
 TOKENS, EXPERTS, GROUPS = (128, 512, 2048, 4096, 8192, 32768), (64, 256, 512), ((1, 1), (8, 4))
 _QUEUED = 20  # calls that wait on the device for their turn
@@ -112,8 +115,10 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
     for dense in (False, True):
         times = _times(gate_rivals.ours(shape, dense), logits, bias, dense, repeats)
         for rival, make in gate_rivals.RIVALS.items():
-            gate = make(shape, dense)
-            if gate is None:
+            try:
+                gate = make(shape, dense)
+            except BackendUnavailableError as error:
+                _say_once(f"not measured: {rival} ({error})")
                 continue
             rival_times = _times(gate, logits, bias, dense, repeats)
             for op, (kernel, called) in times.items():
@@ -121,6 +126,11 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
                 moved = _bytes(op, logits, shape.num_topk)
                 records.append(record(op, settings, kernel, moved, rival=rival, rival_times=rival_times[op][0], **called_too, **extra))
     return records
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _times(gate: Gate, logits: Tensor, bias: Tensor, dense: bool, repeats: int) -> dict[str, tuple[list[float], float]]:

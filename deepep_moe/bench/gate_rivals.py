@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import ops
+from deepep_moe.errors import BackendUnavailableError
 
 SCALING = 2.5
 
@@ -75,22 +76,23 @@ def compiled(shape: Shape, dense: bool) -> Gate:
     return torch.compile(operators(shape, dense), dynamic=False)
 
 
-def megatron(shape: Shape, dense: bool) -> Gate | None:
-    """Megatron-Core's PyTorch path; None where it is not installed."""
+def megatron(shape: Shape, dense: bool) -> Gate:
+    """Megatron-Core's PyTorch path."""
     return _foreign("megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function", shape, dense)
 
 
-def transformer_engine(shape: Shape, dense: bool) -> Gate | None:
-    """Transformer Engine's fused router; None where it is not installed."""
+def transformer_engine(shape: Shape, dense: bool) -> Gate:
+    """Transformer Engine's fused router."""
     return _foreign("transformer_engine.pytorch.router", "fused_topk_with_score_function", shape, dense)
 
 
-def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate | None:
-    """Both take the same arguments and give the dense pair, from which those who want lanes pick them."""
+def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate:
+    """Both take the same arguments and give the dense pair, from which those who want lanes pick them. Raises BackendUnavailableError where
+    it cannot be imported."""
     try:
         route = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, OSError):
-        return None
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a library that it links is not there
+        raise BackendUnavailableError(f"{type(error).__name__}: {error}") from error
     groups = (shape.num_groups, shape.topk_groups) if shape.topk_groups < shape.num_groups else (None, None)
 
     def gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +105,7 @@ def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate | No
     return gate
 
 
-RIVALS: dict[str, Callable[[Shape, bool], Gate | None]] = {
+RIVALS: dict[str, Callable[[Shape, bool], Gate]] = {
     "torch operators": operators,
     "torch.compile": compiled,
     "Megatron-Core": megatron,
