@@ -26,6 +26,7 @@ from deepep_moe.backends.checks import (
     check_quantizable,
     check_routing,
     check_settings,
+    check_tensor,
     check_tensors,
 )
 from deepep_moe.backends.quantize import quantize_fp8
@@ -181,8 +182,11 @@ class Buffer:
     def layout(self, topk_idx: Tensor) -> Layout:
         """Count this rank's tokens. Not collective.
 
-        topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert. Raises ValueError for an index out of range or a duplicate.
+        topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert. Raises ValueError for another shape, an index out of range or a
+        duplicate, TypeError for another dtype.
         """
+        num_tokens = len(topk_idx) if isinstance(topk_idx, Tensor) and topk_idx.dim() > 0 else 0
+        check_tensor("topk_idx", topk_idx, (num_tokens, self.num_topk), (torch.int64, torch.int32), any_strides=True)
         refuse_bad_routing(topk_idx, self.num_experts)
         in_rank = is_token_in_rank(topk_idx, self.num_ranks, self.num_local_experts)
         per_expert = num_tokens_per_expert(topk_idx, self.num_experts)

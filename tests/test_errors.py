@@ -109,6 +109,23 @@ def test_bad_arguments_of_dispatch(backend):
     run_ranks(bad_dispatch, 2, backend, list(BAD_DISPATCHES))
 
 
+def bad_layout(rank, num_ranks):
+    buffer = make_buffer()
+    for topk_idx, error, message in (
+        (IDX.tolist(), TypeError, "topk_idx must be a torch.Tensor, not list"),
+        (IDX.float(), TypeError, "topk_idx has dtype float32; it must be int64 or int32"),
+        (IDX[0], ValueError, r"topk_idx has shape \[2\]; it must be \[2, 2\]"),
+        (torch.zeros(4, 3, dtype=torch.int64), ValueError, r"topk_idx has shape \[4, 3\]; it must be \[4, 2\]"),
+        (IDX + 1, ValueError, r"topk_idx\[1, 1\] is 4; it must be -1 \(no expert\) or 0 to 3"),
+    ):
+        with pytest.raises(error, match=message):
+            buffer.layout(topk_idx)
+
+
+def test_bad_arguments_of_layout():
+    run_ranks(bad_layout, 1)
+
+
 def bad_combine(rank, num_ranks, backend):
     buffer = make_buffer(backend)
     out = buffer.dispatch(X, IDX, WEIGHTS)

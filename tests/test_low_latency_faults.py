@@ -43,6 +43,7 @@ def bad_dispatches(rank, _, backend):
     for changes, error, message in [
         (dict(x=x.double()), TypeError, "x has dtype float64; it must be bfloat16 or float16 or float32"),
         (dict(x=[1.0]), TypeError, "x must be a torch.Tensor, not list"),
+        (dict(x=x[0]), ValueError, r"x has shape \[128\]; it must be \[num_tokens, 128\]"),
         (dict(x=x[:, :64].contiguous()), ValueError, r"x has shape \[4, 64\]; it must be \[4, 128\]"),
         (dict(x=torch.zeros(128, 4, device=x.device).t()), ValueError, "x .* is not contiguous"),
         (dict(x=torch.empty(4, 128, device="meta")), ValueError, "x is on meta; this buffer moves tensors on"),

@@ -98,7 +98,9 @@ def check_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, s: Settings, backend: "LowLatencyBackend"
 ) -> None:
     """Raises TypeError or ValueError."""
-    num_tokens = x.shape[0] if isinstance(x, Tensor) and x.dim() > 0 else 0
+    if isinstance(x, Tensor) and x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, {s.hidden}]")
+    num_tokens = x.shape[0] if isinstance(x, Tensor) else 0
     _check_rows("x", x, (num_tokens, s.hidden), backend)
     check_tensor("topk_idx", topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), x.device)
     if topk_weights is not None:
