@@ -404,6 +404,29 @@ def gpu_gate_backward(
     stream: int,
 ) -> None: ...
 def gpu_gate_check() -> None: ...
+
+class GpuTop2Params:
+    def __init__(self, num_tokens: int, num_experts: int, capacity: int) -> None: ...
+    gates: int
+    scores: int
+    chosen: int
+    topk_idx: int
+    topk_weights: int
+    is_first: int
+    counts: int
+
+class GpuTop2BackwardParams:
+    def __init__(self, num_tokens: int, num_experts: int) -> None: ...
+    gates: int
+    chosen: int
+    topk_idx: int
+    grad: int
+    grad_loss: int
+    load: int
+    grad_gates: int
+
+def gpu_top2(params: GpuTop2Params, stream: int) -> None: ...
+def gpu_top2_backward(params: GpuTop2BackwardParams, stream: int) -> None: ...
 def gpu_update_expert_bias(
     *,
     num_layers: int,

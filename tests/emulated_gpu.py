@@ -20,12 +20,12 @@ SUITES = {
     "exchange": ("tests/test_nvlink.py", "tests/test_exchange.py", "tests/test_quant.py", "tests/test_stress.py"),
     "autograd": ("tests/test_autograd.py",),
     "by_expert": ("tests/test_by_expert.py",),
-    "gate": ("tests/test_gate.py", "tests/test_router.py", "tests/test_weigh.py"),
+    "gate": ("tests/test_gate.py", "tests/test_router.py", "tests/test_weigh.py", "tests/deepspeed/test_deepspeed_gates.py"),
     "low_latency": (
         "tests/test_low_latency.py", "tests/test_low_latency_faults.py", "tests/test_low_latency_masks.py", "tests/test_overlap.py",
     ),
 }  # fmt: skip
-NEEDS_A_GPU = "cuda_graph or dead_peer or one_graph"
+NEEDS_A_GPU = "cuda_graph or dead_peer or one_graph or gates_to_the_bit"
 
 
 def is_chosen() -> bool:

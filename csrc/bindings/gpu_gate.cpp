@@ -87,6 +87,36 @@ void update_expert_bias(int num_layers, int num_experts, uintptr_t num_tokens_pe
                               as<void>(stream));
 }
 
+void bind_top2(py::module_& m) {
+    py::class_<GpuTop2Params> params(m, "GpuTop2Params");
+    params.def(
+        py::init([](int64_t num_tokens, int num_experts, int64_t capacity) { return GpuTop2Params{num_tokens, capacity, num_experts}; }),
+        py::arg("num_tokens"), py::arg("num_experts"), py::arg("capacity"));
+    pointer_field(params, "gates", &GpuTop2Params::gates);
+    pointer_field(params, "scores", &GpuTop2Params::scores);
+    pointer_field(params, "chosen", &GpuTop2Params::chosen);
+    pointer_field(params, "topk_idx", &GpuTop2Params::topk_idx);
+    pointer_field(params, "topk_weights", &GpuTop2Params::topk_weights);
+    pointer_field(params, "is_first", &GpuTop2Params::is_first);
+    pointer_field(params, "counts", &GpuTop2Params::counts);
+    py::class_<GpuTop2BackwardParams> backward(m, "GpuTop2BackwardParams");
+    backward.def(py::init([](int64_t num_tokens, int num_experts) { return GpuTop2BackwardParams{num_tokens, num_experts}; }),
+                 py::arg("num_tokens"), py::arg("num_experts"));
+    pointer_field(backward, "gates", &GpuTop2BackwardParams::gates);
+    pointer_field(backward, "chosen", &GpuTop2BackwardParams::chosen);
+    pointer_field(backward, "topk_idx", &GpuTop2BackwardParams::topk_idx);
+    pointer_field(backward, "grad", &GpuTop2BackwardParams::grad);
+    pointer_field(backward, "grad_loss", &GpuTop2BackwardParams::grad_loss);
+    pointer_field(backward, "load", &GpuTop2BackwardParams::load);
+    pointer_field(backward, "grad_gates", &GpuTop2BackwardParams::grad_gates);
+    m.def(
+        "gpu_top2", [](const GpuTop2Params& p, uintptr_t stream) { launch_top2(p, as<void>(stream)); }, py::arg("params"),
+        py::arg("stream"));
+    m.def(
+        "gpu_top2_backward", [](const GpuTop2BackwardParams& p, uintptr_t stream) { launch_top2_backward(p, as<void>(stream)); },
+        py::arg("params"), py::arg("stream"));
+}
+
 }  // namespace
 
 void bind_gpu_gate(py::module_& m) {
@@ -97,6 +127,7 @@ void bind_gpu_gate(py::module_& m) {
     m.def("gpu_gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"),
           py::arg("grad_topk_weights"), py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("stream"));
     m.def("gpu_gate_check", &check);
+    bind_top2(m);
     m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_layers"), py::arg("num_experts"),
           py::arg("num_tokens_per_expert"), py::arg("is_int64"), py::arg("expert_bias"), py::arg("update_rate"), py::arg("stream"));
 }

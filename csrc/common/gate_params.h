@@ -90,6 +90,35 @@ struct GpuExpertBiasParams {
     float update_rate;
 };
 
+// Top-2 gating with a capacity, of GShard (arXiv 2006.16668), in fp32, as DeepSpeed computes it: each token's best expert by `gates` and
+// the best other one by `scores`; an expert takes `capacity` tokens, first choices before second ones, each in the order of the tokens;
+// weights are the gates of the choices that stay, over their sum, or over the least difference to 1 where that is less. Among equals the
+// lower index wins; NaN is greater than all.
+struct GpuTop2Params {
+    int64_t num_tokens, capacity;
+    int num_experts;
+    const float* gates;   // [num_tokens, num_experts]
+    const float* scores;  // [num_tokens, num_experts]
+    int32_t* chosen;      // [2, num_tokens]
+    int32_t* topk_idx;    // [2, num_tokens]: the chosen that stay, else -1
+    float* topk_weights;  // [2, num_tokens]
+    float* is_first;      // [num_tokens, num_experts]: 1 at first choices, else 0
+    int64_t* counts;      // [num_experts], of all choices
+};
+
+// Of the weights, and of the loss num_experts * sum over experts of mean(gates) * mean(is_first), to the gates.
+struct GpuTop2BackwardParams {
+    int64_t num_tokens;
+    int num_experts;
+    const float* gates;       // [num_tokens, num_experts]
+    const int32_t* chosen;    // [2, num_tokens]
+    const int32_t* topk_idx;  // [2, num_tokens]
+    const float* grad;        // [2, num_tokens] of the weights, or nullptr
+    const float* grad_loss;   // one number, or nullptr
+    const float* load;        // [num_experts], mean(is_first)
+    float* grad_gates;        // [num_tokens, num_experts]
+};
+
 // A non-finite number that the gate has found, in one word, so that no reader sees half of it: token << 16 | what << 12 | expert.
 enum class GateFailure : int { kNone = 0, kNan, kInf, kMinusInf, kBias = 4 };  // kBias: added where it was a bias
 constexpr int kFailureTokenShift = 16, kFailureWhatShift = 12;

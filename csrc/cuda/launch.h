@@ -18,6 +18,8 @@ void launch_weighed_sum(const GpuWeighedSumParams& params, void* stream);
 void launch_weighed_sum_backward(const GpuWeighedSumParams& params, void* stream);
 void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
+void launch_top2(const GpuTop2Params& params, void* stream);
+void launch_top2_backward(const GpuTop2BackwardParams& params, void* stream);
 void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
 
 // Sets the flags of the `num_slots` slots that a copy engine has filled in the inbox of `peer`.

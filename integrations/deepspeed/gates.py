@@ -19,8 +19,11 @@ from deepspeed.moe import sharded_moe
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
+from deepep_moe.integrations.deepspeed.top2 import Top2, has_kernels
+
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
-"""l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int64 with -1 for dropped, topk_weights of that shape, fp32."""
+"""l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights of that shape,
+fp32."""
 _FUNCTIONS = ("top1gating", "top2gating", "topkgating", "_capacity", "gumbel_rsample", "multiplicative_jitter", "einsum")
 _KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}
 
@@ -134,10 +137,15 @@ def _in_random_order(mask: Tensor) -> Tensor:
 
 def _decide_2(logits: Tensor, capacity: int | None, *, noise: bool) -> Decision:
     """Each token's best expert, and the best other one of noisy logits; all first choices come before all second ones, tokens in order."""
-    gates, scores = logits.softmax(1), logits.detach()
-    first = gates.argmax(1, keepdim=True)
+    scores = logits.detach()
     if noise:
         scores = scores + sharded_moe.gumbel_rsample(logits.shape, device=logits.device)
+    return Top2.apply(logits, scores, capacity, _choose_2) if has_kernels(logits) else _choose_2(logits, scores, capacity)
+
+
+def _choose_2(logits: Tensor, scores: Tensor, capacity: int | None) -> Decision:
+    gates = logits.softmax(1)
+    first = gates.argmax(1, keepdim=True)
     second = scores.scatter(1, first, float("-inf")).argmax(1, keepdim=True)
     mask = torch.zeros_like(scores).scatter_(1, first, 1.0)
     l_aux = torch.mean(gates.mean(0) * mask.mean(0)) * gates.shape[1] * gates.shape[1]

@@ -2,9 +2,11 @@
 
 import functools
 
+import emulated_gpu
 import pytest
 import torch
-from hypothesis import given, settings
+from exchange_cases import device_of
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("deepspeed")
@@ -12,7 +14,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.moe import sharded_moe
 from deepspeed_cases import engine_ready, logged, make_moe
 
-from deepep_moe.integrations.deepspeed import gates, replace_moe_layers
+from deepep_moe.integrations.deepspeed import gates, replace_moe_layers, top2
 from deepep_moe.integrations.deepspeed.routing import ask, has_sparse_routes, route
 from deepep_moe.testing.launch import run_ranks
 
@@ -127,6 +129,86 @@ def test_capacity_is_rounded_in_single_precision():
     for num_tokens, num_experts, factor, want in ((100, 1, 0.3, 31), (100, 1, 1.1, 110), (4096, 64, 1.25, 80), (7, 10, 2, 4)):
         theirs = sharded_moe._capacity(torch.zeros(num_tokens, num_experts), torch.tensor(factor), torch.tensor(4))
         assert gates.capacity_of(num_tokens, num_experts, factor, 4) == int(theirs) == want
+
+
+# ---- top-2 in kernels ----
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    device = device_of("nvlink", 0)
+    if emulated_gpu.is_chosen():
+        monkeypatch.setattr(top2, "GPU", "cpu")
+    was_deterministic, was_only_warning = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN then
+    yield device
+    torch.use_deterministic_algorithms(was_deterministic, warn_only=was_only_warning)
+
+
+@pytest.mark.gpu
+def test_kernels_by_hand(gpu):
+    """As above: three tokens, room for 2 in each of experts 0 and 1."""
+    logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, 0.0]], device=gpu)
+    assert top2.has_kernels(logits) and not top2.has_kernels(logits[:0])
+    _, counts, topk_idx, topk_weights = gates._decide_2(logits, 2, noise=False)
+    assert topk_idx.dtype == torch.int32 and counts.tolist() == [3, 3, 0]
+    assert topk_idx.tolist() == [[0, 0, 1], [1, -1, -1]]
+    first = logits[0].softmax(0)[:2]
+    first = (first[0] / first.sum()).item()
+    torch.testing.assert_close(topk_weights.cpu(), torch.tensor([[first, 1.0, 1.0], [1 - first, 0.0, 0.0]]))
+
+
+def gradients(outputs, logits, seed):
+    l_aux, _, _, topk_weights = outputs
+    cotangent = torch.randn(topk_weights.shape, generator=torch.Generator().manual_seed(seed)).to(logits.device)
+    which = ((l_aux, topk_weights), (1.7 * torch.ones_like(l_aux), cotangent))
+    return [
+        torch.autograd.grad(o, logits, g, retain_graph=True)[0] for o, g in (which, (which[0][0], which[1][0]), (which[0][1], cotangent))
+    ]
+
+
+@pytest.mark.gpu
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    num_tokens=st.sampled_from((1, 2, 31, 300, 5000)),
+    num_experts=st.sampled_from((1, 2, 7, 32, 100)),
+    room=st.sampled_from((None, 0.0, 0.3, 1.25)),
+    what=st.sampled_from(("random", "equal", "few values", "some infinite", "some nan")),
+    noise=st.booleans(),
+)
+def test_kernels_have_the_bits_of_operations(gpu, seed, num_tokens, num_experts, room, what, noise):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_tokens, num_experts, generator=generator) * (what != "equal")
+    logits = logits.round() if what == "few values" else logits
+    scores = logits + torch.randn(logits.shape, generator=generator) if noise else logits.clone()
+    if what.startswith("some"):
+        scores[torch.rand(scores.shape, generator=generator) < 0.3] = torch.nan if what == "some nan" else -torch.inf
+    logits, scores = logits.to(gpu).requires_grad_(), scores.to(gpu)
+    capacity = None if room is None else int(room * 2 * num_tokens / num_experts)
+    ours, theirs = top2.Top2.apply(logits, scores, capacity, None), gates._choose_2(logits, scores, capacity)
+    for name, got, want in zip(NAMES, ours, theirs, strict=False):
+        assert torch.equal(got, want.to(got.dtype)), f"{name} is not what operations make"
+    for got, want in zip(gradients(ours, logits, seed), gradients(theirs, logits, seed), strict=True):
+        if emulated_gpu.is_chosen():  # PyTorch divides on CPUs, and multiplies with the reciprocal on GPUs
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(got, want), "the gradient is not what operations make"
+
+
+@pytest.mark.gpu
+def test_kernels_have_a_second_derivative(gpu):
+    logits = torch.randn(40, 6, device=gpu, requires_grad=True)
+    seconds = []
+    for decided in (top2.Top2.apply(logits, logits.detach(), 9, gates._choose_2), gates._choose_2(logits, logits.detach(), 9)):
+        for i in (0, 3):
+            first = torch.autograd.grad(decided[i].square().sum(), logits, create_graph=True)[0]
+            seconds.append(torch.autograd.grad(first.square().sum(), logits, retain_graph=True)[0])
+    assert seconds[0].any() and seconds[1].any()
+    torch.testing.assert_close(seconds[:2], seconds[2:])
 
 
 class Other(sharded_moe.TopKGate):

@@ -1,0 +1,75 @@
+"""Top-2 gating in kernels of a GPU, as one autograd function: the host of a layer with few experts a token has little time for more.
+
+The same decisions, weights, loss and gradients, to the bit, as the operations in `gates` make.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.backends.streams import current_stream
+from deepep_moe.ops.gate_operators import on_device
+
+GPU = "cuda"  # the type of the devices that the kernels serve
+_ALL = 2**31  # tokens of an expert, where it takes all
+Decided = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def has_kernels(logits: Tensor) -> bool:
+    return logits.device.type == GPU and hasattr(_C, "gpu_top2") and len(logits) > 0
+
+
+class Top2(torch.autograd.Function):
+    """`by_operations(logits, scores, capacity)`, which also has the second derivative.
+
+    logits, scores: [num_tokens > 0, num_experts] fp32; scores are without gradient, the second choices are the best of them. capacity:
+    tokens of an expert, or None. Returns l_aux, counts [num_experts] int64, topk_idx [2, num_tokens] int32 with -1 for dropped, and
+    topk_weights [2, num_tokens] fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scores: Tensor, capacity: int | None, by_operations: Callable[..., Decided]) -> Decided:
+        gates, scores = logits.softmax(1), scores.contiguous()
+        num_tokens, num_experts = gates.shape
+        chosen, topk_idx = (gates.new_empty(2, num_tokens, dtype=torch.int32) for _ in range(2))
+        topk_weights, is_first = gates.new_empty(2, num_tokens), torch.empty_like(gates)
+        counts = gates.new_empty(num_experts, dtype=torch.int64)
+        params = _C.GpuTop2Params(num_tokens, num_experts, _ALL if capacity is None else capacity)
+        params.gates, params.scores, params.chosen = gates.data_ptr(), scores.data_ptr(), chosen.data_ptr()
+        params.topk_idx, params.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
+        params.is_first, params.counts = is_first.data_ptr(), counts.data_ptr()
+        with on_device(gates):
+            _C.gpu_top2(params, current_stream(gates.device))
+        load = is_first.mean(0)
+        l_aux = torch.mean(gates.mean(0) * load) * num_experts * num_experts
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(counts, topk_idx)
+        ctx.save_for_backward(logits, scores, gates, chosen, topk_idx, load)
+        ctx.again = capacity, by_operations
+        return l_aux, counts, topk_idx, topk_weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        grad_l_aux, _, _, grad_weights = grads
+        if grad_l_aux is None and grad_weights is None:
+            return None, None, None, None
+        logits, scores, gates, chosen, topk_idx, load = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            capacity, by_operations = ctx.again
+            l_aux, _, _, topk_weights = by_operations(logits, scores, capacity)
+            wanted = [(out, grad) for out, grad in ((l_aux, grad_l_aux), (topk_weights, grad_weights)) if grad is not None]
+            outputs, given = zip(*wanted, strict=True)
+            return *torch.autograd.grad(outputs, logits, given, create_graph=True), None, None, None
+        grad_weights = None if grad_weights is None else grad_weights.contiguous()
+        grad_gates = torch.empty_like(gates)
+        params = _C.GpuTop2BackwardParams(*gates.shape)
+        params.gates, params.chosen, params.topk_idx = gates.data_ptr(), chosen.data_ptr(), topk_idx.data_ptr()
+        params.grad = 0 if grad_weights is None else grad_weights.data_ptr()
+        params.grad_loss = 0 if grad_l_aux is None else grad_l_aux.data_ptr()
+        params.load, params.grad_gates = load.data_ptr(), grad_gates.data_ptr()
+        with on_device(gates):
+            _C.gpu_top2_backward(params, current_stream(gates.device))
+        return torch.ops.aten._softmax_backward_data(grad_gates, gates, 1, torch.float32), None, None, None
