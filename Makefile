@@ -70,7 +70,7 @@ demo-overlap: $(STAMP)
 	$(SCRIPT) examples/overlap/decode.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-overlap $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(RUN) pytest $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) ruff check .

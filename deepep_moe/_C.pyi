@@ -21,13 +21,16 @@ class Layout:
     rank: Layout
     expert: Layout
 
+class Process:
+    def is_gone(self) -> bool: ...
+
 class Operation:
     dispatch: Operation
     cached_dispatch: Operation
     combine: Operation
 
 def build_info() -> dict[str, bool | str]: ...
-def process_start_time(pid: int) -> int: ...
+def running(pid: int) -> Process: ...
 def workspace_bytes(*, num_ranks: int, num_channels: int, num_experts: int, num_topk: int, hidden: int) -> int: ...
 
 # exchange (csrc/cpu/layout.h, dispatch.h, combine.h; csrc/runtime/communicator.h)
@@ -291,6 +294,7 @@ class GpuLowLatencyCommunicator:
         mask_stalled: bool,
     ) -> None: ...
     workspace_bytes: int
+    failed_mark: int
     handle_bytes: int
     masks: int
     num_blocks: int
@@ -321,6 +325,8 @@ class GpuCommunicator:
     def connect(self, handles: list[bytes]) -> None: ...
     num_multiprocessors: int
     tuning: GpuTuning
+    call_number: int
+    def abandon(self) -> None: ...
     num_calls: int
     def calls(self) -> Any: ...
     def raise_failure(self) -> None: ...

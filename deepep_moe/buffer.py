@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import autograd_module, config, torch_ops
-from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings, Weighing
+from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings, Sizes, Weighing
 from deepep_moe.backends.checks import (
     check_beside_handle,
     check_cached_dispatch,
@@ -57,7 +57,7 @@ def _second_half(move: Move, _keep_alive: Any) -> None:
     move()
 
 
-class Buffer:
+class Buffer(Sizes):
     """Moves tokens between the ranks of a group and their experts.
 
     Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer, and then make the same
@@ -127,34 +127,6 @@ class Buffer:
             )  # fmt: skip
 
     # ---- what it is ----
-
-    @property
-    def num_ranks(self) -> int:
-        return self._settings.num_ranks
-
-    @property
-    def rank(self) -> int:
-        return self._settings.rank
-
-    @property
-    def hidden(self) -> int:
-        return self._settings.hidden
-
-    @property
-    def num_experts(self) -> int:
-        return self._settings.num_experts
-
-    @property
-    def num_local_experts(self) -> int:
-        return self._settings.num_local_experts
-
-    @property
-    def num_topk(self) -> int:
-        return self._settings.num_topk
-
-    @property
-    def num_max_tokens_per_rank(self) -> int:
-        return self._settings.num_max_tokens_per_rank
 
     @property
     def num_calls(self) -> int:
@@ -299,14 +271,15 @@ class Buffer:
     def refused(self, error: Exception) -> Exception:
         """Tell the peers, who are or will be in a call, that this rank does not make it, also for wrappers with checks of their own;
         they raise EPPeerError with the same reason. Returns `error`, to be raised."""
-        self._wait_for_pending()
+        if not self._is_capturing():
+            self._wait_for_pending()
         self._alive().abort(f"{type(error).__name__}: {error}")
         return error
 
     def destroy(self) -> None:
-        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so; on GPUs, where they
-        only reach their deadline, memory stays until all peers have destroyed their buffers too, or ended: they may still write to it.
-        Where that takes longer than a second, it goes with the next buffer that this process makes or destroys."""
+        """Free the workspace and threads. Not collective, may be repeated. Peers in a call get an error that says so. On GPUs memory
+        stays until all peers have destroyed their buffers too, or ended: they may still write to it. Where that takes longer than a second,
+        it goes with the next buffer that this process makes or destroys."""
         if self._backend is None:
             return
         if self._executor is not None and os.getpid() == self._process_id:
@@ -388,9 +361,12 @@ class Buffer:
         self._or_refuse(check_device, args.x, backend)
         self._or_refuse(check, args, self._settings)
         try:
-            self._earlier_failure = backend.take_failure() or self._earlier_failure
+            failure = backend.take_failure()
         except EPError as error:
             raise self.refused(error) from None
+        if failure is not None and isinstance(args, (CachedDispatchArgs, CombineArgs)) and args.handle.has_failed:
+            raise self.refused(failure)  # which is that of this handle, so no call can be made that it would be raised after
+        self._earlier_failure = failure or self._earlier_failure
         return backend
 
     def _or_tell(self, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -454,7 +430,8 @@ class Buffer:
         kernels have reported."""
         mode, on_thread = self._mode, self._alive().moves_on_thread
         if mode.is_split and self._alive().can_split:
-            self._pending = Event(second_half=partial(_second_half, move, keep_alive))
+            half = partial(_second_half, move, keep_alive)
+            self._pending = Event(second_half=half, device=self._alive().device, is_captured=self._is_capturing())
         elif not on_thread or not (mode.is_async or mode.is_split):
             move()
         else:
@@ -474,10 +451,20 @@ class Buffer:
             return None
         return self._pending or Event(recorded=self._alive().recorded(*used))
 
+    def _is_capturing(self) -> bool:
+        return self._alive().device is not None and torch.cuda.is_current_stream_capturing()
+
     def _wait_for_pending(self) -> None:
         """Let the asynchronous call in flight finish. Raises EPError where it failed and nobody has looked: its results are not there."""
         pending = self._pending
         if pending is None:
+            return
+        if pending.is_half and pending.is_captured != self._is_capturing():
+            if not pending.is_captured:
+                raise ValueError(
+                    "a call of this buffer waits for its hook, and its rest cannot be part of a CUDA graph; call the hook before"
+                )
+            self._pending = None  # of a graph, whose capture has ended without it
             return
         error = pending.failure()
         self._pending = None

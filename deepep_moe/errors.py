@@ -6,7 +6,7 @@ class EPError(RuntimeError):
 
 
 class EPTimeoutError(EPError):
-    """A peer died or stalled: a wait passed its deadline.
+    """A peer died or stalled: its process is gone, or a wait passed its deadline.
 
     Attributes: `rank` (the peer waited for, in the buffer's group; -1 where it cannot be told), `phase`, `expected` and `seen`
     (what the wait expected of that peer and what was there).

@@ -19,10 +19,15 @@ class Event:
         future: "Future[None] | None" = None,
         recorded: "torch.cuda.Event | None" = None,
         second_half: Callable[[], None] | None = None,
+        device: "torch.device | None" = None,
+        is_captured: bool = False,
     ):
         self._future = future
         self._recorded = recorded
         self._second_half = second_half
+        self._device = device
+        self.is_captured = is_captured
+        """Is the call part of a CUDA graph?"""
         self.seen = False
         """Has `wait` returned or raised?"""
 
@@ -43,6 +48,8 @@ class Event:
         """The operation's error, once it is over."""
         if self._second_half is not None:
             self.wait()
+            if self._device is not None:  # whoever waits for the results may do so on another stream
+                self._recorded = torch.cuda.current_stream(self._device).record_event()
         return None if self._future is None else self._future.exception()
 
     def query(self) -> bool:

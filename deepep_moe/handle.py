@@ -31,7 +31,8 @@ class DispatchHandle:
     """[num_recv_tokens, num_topk] int32: the row of each lane of each token received, -1 = none; empty in the rank layout. With backend
     `nvlink` there is room for more tokens, and what lies there means nothing."""
     recv_counts: Tensor
-    """[num_ranks, num_channels] int32: tokens received from each rank, in the order they were sent."""
+    """[num_ranks, num_channels] int32: tokens received from each rank, in the order they were sent. With backend `nvlink` the first one is
+    negative where the dispatch has failed."""
     num_recv_tokens_per_expert: Tensor
     """[num_local_experts] int32, without padding."""
     call: Tensor
@@ -53,6 +54,11 @@ class DispatchHandle:
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.topk_idx.shape[0]
+
+    @property
+    def has_failed(self) -> bool:
+        """Has the dispatch failed on a GPU, as far as that has come? Then nothing goes along the handle."""
+        return int(self.recv_counts.flatten()[0]) < 0
 
     def to_save(self) -> tuple[Tensor, ...]:
         """What an operator's backward needs besides `rebuild`."""
@@ -121,6 +127,8 @@ class PackedHandle(DispatchHandle):
     shape: HandleShape
     starts: tuple[int, ...]
     num_tokens = 0  # each has its own, past the property
+    stream: int | None = None
+    """Of the dispatch, which the memory belongs to."""
 
     def __init__(self, buffer_id: int, layout: str, expert_alignment: int, num_rows: int, shape: HandleShape, memory: Tensor, call: Tensor):
         self.__dict__.update(
@@ -128,9 +136,9 @@ class PackedHandle(DispatchHandle):
             starts=shape.starts, num_tokens=shape.num_tokens, num_topk=shape.num_topk, recv_topk_idx=None,
         )  # fmt: skip
 
-    def complete(self, num_rows: int, recv_topk_idx: Tensor | None) -> None:
+    def complete(self, num_rows: int, recv_topk_idx: Tensor | None, stream: int) -> None:
         """Once it is known what comes; nobody else has the handle yet."""
-        self.__dict__.update(num_rows=num_rows, recv_topk_idx=recv_topk_idx)
+        self.__dict__.update(num_rows=num_rows, recv_topk_idx=recv_topk_idx, stream=stream)
 
     def _section(self, i: int) -> Tensor:
         size, start = self.shape.sizes[i], self.shape.starts[i]

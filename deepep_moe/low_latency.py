@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.backends.base import Settings
+from deepep_moe.backends.base import Settings, Sizes
 from deepep_moe.backends.checks import check_settings
 from deepep_moe.backends.low_latency import (
     DESTROYED,
@@ -21,6 +21,7 @@ from deepep_moe.backends.low_latency import (
     DispatchCall,
     LowLatencyBackend,
     check_combine,
+    check_combine_input,
     check_dispatch,
     check_low_latency_settings,
     num_scale_columns,
@@ -77,7 +78,7 @@ class LowLatencyStatistics(NamedTuple):
     """[] (token, expert) pairs of this rank that were not sent, as the expert's rank was masked."""
 
 
-class LowLatencyBuffer:
+class LowLatencyBuffer(Sizes):
     """Dispatch and combine with one kernel each, no wait on the host, and a hook to receive with.
 
     Rank r of R holds experts r * E / R to (r + 1) * E / R - 1. Every rank of the group must create the buffer and then make the same calls
@@ -98,7 +99,7 @@ class LowLatencyBuffer:
             (ranks of one host, CPU tensors). "auto" takes `nvlink` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so
             does one log line on rank 0.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
-        mask_stalled: mask a rank that misses the deadline, and go on without it, instead of failing; see `mask_rank`.
+        mask_stalled: mask a rank that died or misses the deadline, and go on without it, instead of failing; see `mask_rank`.
 
     Raises:
         ValueError: a bad argument. The peers raise EPPeerError.
@@ -148,18 +149,6 @@ class LowLatencyBuffer:
     # ---- what it is ----
 
     @property
-    def num_ranks(self) -> int:
-        return self._settings.num_ranks
-
-    @property
-    def rank(self) -> int:
-        return self._settings.rank
-
-    @property
-    def num_local_experts(self) -> int:
-        return self._settings.num_local_experts
-
-    @property
     def capacity(self) -> int:
         """Rows of a local expert: num_ranks * num_max_tokens_per_rank."""
         return self._settings.num_ranks * self._settings.num_max_tokens_per_rank
@@ -197,8 +186,8 @@ class LowLatencyBuffer:
 
         Args:
             x: [num_tokens, hidden] contiguous, bf16, fp16 or fp32; 0 to num_max_tokens_per_rank tokens.
-            topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, no expert twice in a row.
-            topk_weights: [num_tokens, num_topk] fp32: with which `combine` weighs the rows of this dispatch; None: a plain sum.
+            topk_idx: [num_tokens, num_topk] contiguous, int64 or int32, -1 = no expert, no expert twice in a row.
+            topk_weights: [num_tokens, num_topk] contiguous, fp32: with which `combine` weighs the rows of this dispatch; None: a plain sum.
             fp8: rows as float8_e4m3fn, quantized while they are sent (`deepep_moe.ops.quantize_fp8`), with one scale for 128 columns.
             scale_format: of these, "fp32"; or "ue8m0": scales rounded up to powers of two.
             async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`.
@@ -214,14 +203,14 @@ class LowLatencyBuffer:
         s = self._settings
         with self._refusing() as backend:
             check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)
-        shape = (s.num_local_experts, self.capacity)
-        recv_x = backend.empty((*shape, s.hidden), torch.float8_e4m3fn if fp8 else x.dtype)
-        scales = None
-        if fp8:
-            num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
-            scales = backend.empty((shape[0], num_columns, shape[1]), scale_dtype).transpose(1, 2)
-        counts = backend.empty((s.num_local_experts,), torch.int32)
-        state = backend.empty((backend.handle_bytes,), torch.uint8)
+            shape = (s.num_local_experts, self.capacity)
+            recv_x = backend.empty((*shape, s.hidden), torch.float8_e4m3fn if fp8 else x.dtype)
+            scales = None
+            if fp8:
+                num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
+                scales = backend.empty((shape[0], num_columns, shape[1]), scale_dtype).transpose(1, 2)
+            counts = backend.empty((s.num_local_experts,), torch.int32)
+            state = backend.empty((backend.handle_bytes,), torch.uint8)
         call = DispatchCall(x, topk_idx, topk_weights, scale_format == "ue8m0", state, recv_x, scales, counts, self._statistics)
         event = self._run(call, async_op, return_hook)
         handle = LowLatencyHandle(self._number, x.shape[0], state, event)
@@ -261,8 +250,13 @@ class LowLatencyBuffer:
         s = self._settings
         with self._refusing() as backend:
             check_combine(x, handle, out, wire, s, backend, self._number)
-        combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
-        call = CombineCall(x, handle.state, wire == "fp8", backend.empty((1,), torch.int64), combined_x, self._statistics)
+            failure = self._earlier_failure
+            if failure is not None and backend.has_failed(handle.state):  # so no call can be made that it would be raised after
+                self._earlier_failure = None
+                raise failure
+            combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
+            number = backend.empty((1,), torch.int64)
+        call = CombineCall(x, handle.state, wire == "fp8", number, combined_x, self._statistics)
         event = self._run(call, async_op, return_hook)
         if event is None:
             return combined_x
@@ -273,10 +267,11 @@ class LowLatencyBuffer:
         write to.
 
         `combine` reads any tensor of this shape in place; this one has an address that stays, for graphs, and its rows may be written again
-        once the combine that read them has been received."""
+        once the combine that read them has been received. Raises as `combine` for a dtype that it does not take."""
         if dtype not in self._combine_input:
-            shape = (self.num_local_experts, self.capacity, self._settings.hidden)
-            self._combine_input[dtype] = self._alive().zeros(shape, dtype)
+            backend = self._alive()
+            check_combine_input(dtype, self._settings, backend)
+            self._combine_input[dtype] = backend.zeros((self.num_local_experts, self.capacity, self.hidden), dtype)
         return self._combine_input[dtype]
 
     # ---- ranks that are gone ----
@@ -300,6 +295,7 @@ class LowLatencyBuffer:
     def rejoin(self) -> None:
         """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their
         next call. Raises EPTimeoutError where one does not within the deadline, EPMismatchError where they are between different calls.
+        All others must be there: while another rank is gone or masked, nobody can rejoin.
 
         From the moment the first one takes this rank back until then, it must make no call."""
         self._alive().rejoin()
@@ -344,16 +340,21 @@ class LowLatencyBuffer:
     def _run(self, call: DispatchCall | CombineCall, async_op: bool, return_hook: bool) -> Event | None:
         backend = self._alive()
         self._num_calls += 1
+        failure, self._earlier_failure = self._earlier_failure, None
         event = None
-        if return_hook:
-            event = backend.start(call)
-        elif async_op:
-            event = backend.start_async(call)
-        else:
-            backend.run(call)
+        try:
+            if return_hook:
+                event = backend.start(call)
+            elif async_op:
+                event = backend.start_async(call)
+            else:
+                backend.run(call)
+        except Exception as error:
+            if failure is not None:
+                raise error from failure
+            raise
         if event is not None:
             self._in_flight.append((self._num_calls, event))
-        failure, self._earlier_failure = self._earlier_failure, None
         if failure is not None:
             if event is not None:
                 event.wait()  # nobody will be given it
@@ -361,7 +362,8 @@ class LowLatencyBuffer:
         return event
 
     def _check_room(self) -> None:
-        """Raises ValueError where there is none, and what an asynchronous call has raised that nobody waited for.
+        """Raises ValueError where there is none. What an asynchronous call has raised, and nobody waited for, is raised once this call is
+        made, so that ranks stay in step.
 
         Calls may be received in any order, but each call needs the one before last to be received, as it says to the peers that what
         was sent two calls before that may be overwritten. Nothing is sent where it is not, so the caller may try again."""
@@ -369,8 +371,9 @@ class LowLatencyBuffer:
         self._in_flight = [entry for entry in self._in_flight if entry not in over]
         for _, event in over:
             error = None if event.seen else event.failure()
-            if error is not None:
-                raise EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}") from error
+            if error is not None and self._earlier_failure is None:
+                self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")
+                self._earlier_failure.__cause__ = error
         if self._in_flight and self._num_calls + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
             raise ValueError("the call before last was not received yet; call its hook(), or wait for its event, then make this call again")
 
@@ -383,10 +386,10 @@ class LowLatencyBuffer:
         try:
             backend.check()
         except (EPError, ValueError) as error:  # of an earlier call: raised once this one is made, so that ranks stay in step
-            self._earlier_failure = error
+            self._earlier_failure = self._earlier_failure or error
         try:
             yield backend
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._num_calls += 1
             backend.refuse(str(error))
             raise
@@ -396,9 +399,12 @@ class LowLatencyBuffer:
             if rank not in self._masks_told:
                 self._masks_told.add(rank)
                 logger.warning(
-                    "LowLatencyBuffer: rank %d masks rank %d, which died or missed a deadline of %g s; its tokens and experts are dropped",
-                    self.rank, rank, self._settings.timeout_s,
-                )  # fmt: skip
+                    "LowLatencyBuffer: rank %d masks rank %d, which is gone or missed a deadline of %g s; "
+                    "its tokens and experts are dropped",
+                    self.rank,
+                    rank,
+                    self._settings.timeout_s,
+                )
 
     def _alive(self) -> LowLatencyBackend:
         if self._backend is None:

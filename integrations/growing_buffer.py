@@ -75,7 +75,7 @@ class GrowingBuffer:
         """A dispatch of nothing, in the layout that no layer uses. A peer that refused the forward for a reason of its own does not come:
         this raises EPTimeoutError or EPMismatchError with its rank, where the all-reduce to follow would wait as long as the process group
         does."""
-        x = torch.empty(0, self.buffer.hidden, device=self._device)
+        x = torch.empty(0, self.buffer.hidden, dtype=torch.float32, device=self._device)
         topk_idx = torch.empty(0, self.buffer.num_topk, dtype=torch.int64, device=self._device)
         self.buffer.dispatch(x, topk_idx, layout="rank")
 

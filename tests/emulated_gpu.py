@@ -25,7 +25,7 @@ SUITES = {
         "tests/test_low_latency.py", "tests/test_low_latency_faults.py", "tests/test_low_latency_masks.py", "tests/test_overlap.py",
     ),
 }  # fmt: skip
-NEEDS_A_GPU = "cuda_graph or dead_peer or one_graph or gates_to_the_bit"
+NEEDS_A_GPU = "cuda_graph or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit"
 
 
 def is_chosen() -> bool:
@@ -91,7 +91,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def execute(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Python, with the emulated device."""
     paths = os.pathsep.join(map(str, (build(), ROOT / "tests")))
-    environment = os.environ | {VARIABLE: "1", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {"DEEPEP_MOE_STRESS_ROUNDS": "30"} | os.environ  # a round takes a second or more
+    environment |= {VARIABLE: "1", "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-P", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -103,7 +104,8 @@ def install() -> None:
     from deepep_moe.backends import low_latency, nvlink, weigh
     from deepep_moe.ops import balance, gate_operators
 
-    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None, wait_event=lambda _: None)
+    event = SimpleNamespace(record=lambda _: None, query=lambda: True, device=None)
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: event)
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda device=None: stream
@@ -117,7 +119,7 @@ def install() -> None:
         current_stream=torch.cuda.current_stream,
         is_current_stream_capturing=torch.cuda.is_current_stream_capturing,
         Stream=lambda device: stream,
-        Event=lambda: SimpleNamespace(record=lambda _: None, query=lambda: True, device=None),
+        Event=lambda: event,
     )
     nvlink.NvlinkBackend.device_types = ("cpu",)
     low_latency.torch = nvlink.torch

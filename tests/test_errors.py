@@ -97,7 +97,7 @@ def bad_dispatch(rank, num_ranks, backend, names):
             with pytest.raises(error, match=message):
                 buffer.dispatch(**arguments)
         else:
-            with pytest.raises(EPPeerError, match=f"rank 0 refused its arguments: .*{message}") as info:
+            with pytest.raises(EPPeerError, match=f"rank 0 did not make its call: .*{message}") as info:
                 buffer.dispatch(**arguments)
             assert info.value.rank == 0
         out = buffer.dispatch(X, IDX, WEIGHTS)
@@ -141,7 +141,7 @@ def bad_combine(rank, num_ranks, backend):
         (dict(bias=torch.ones(4, HIDDEN).half()), TypeError, "bias has dtype float16; it must be float32"),
     ]
     for changes, error, message in bad:
-        with pytest.raises(error if rank == 1 else EPPeerError, match=message if rank == 1 else "rank 1 refused its arguments"):
+        with pytest.raises(error if rank == 1 else EPPeerError, match=message if rank == 1 else "rank 1 did not make its call"):
             buffer.combine(**(dict(x=out.recv_x, handle=out.handle) | (changes if rank == 1 else {})))
     assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
 
@@ -354,7 +354,7 @@ def test_settings_are_compared_at_construction():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(backend="nccl"), "backend is 'nccl'; it must be one of"),
+        (dict(backend="nccl"), r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'collective'\]$"),
         (dict(hidden=0), "hidden is 0"),
         (dict(hidden=18), "hidden is 18; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8"),
         (dict(num_topk=33, num_experts=64), r"num_topk is 33; it must be at most num_experts \(64\) and at most 32"),
@@ -366,6 +366,13 @@ def test_settings_are_compared_at_construction():
 def test_bad_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         Buffer(None, **(dict(num_max_tokens_per_rank=8, hidden=16, num_experts=4, num_topk=2) | changes))
+
+
+@pytest.mark.parametrize("value", [None, 4.0, "4", True])
+@pytest.mark.parametrize("name", ["hidden", "num_experts", "num_topk", "num_max_tokens_per_rank"])
+def test_types_of_settings(name, value):
+    with pytest.raises(TypeError, match=f"{name} is {value!r}; it must be an int$"):
+        Buffer(None, **(dict(num_max_tokens_per_rank=8, hidden=16, num_experts=4, num_topk=2) | {name: value}))
 
 
 def test_row_bytes():

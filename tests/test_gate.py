@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import emulated_gpu
+import numpy as np
 import pytest
 import torch
 from exchange_cases import device_of
@@ -501,6 +502,18 @@ LOGITS = torch.zeros(4, 12)
         ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk must be 1 to the 3 experts of a group, got 4"),
         ({"score_function": "tanh"}, ValueError, "score_function must be one of sigmoid, sqrtsoftplus, softmax, softmax_topk, got 'tanh'"),
         ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor must be finite, got nan"),
+        ({"num_topk": 2.0}, TypeError, "num_topk is 2.0; it must be an int"),
+        ({"num_topk": True}, TypeError, "num_topk is True; it must be an int"),
+        ({"num_groups": None}, TypeError, "num_groups is None; it must be an int"),
+        ({"topk_groups": "1"}, TypeError, "topk_groups is '1'; it must be an int"),
+        ({"group_score_topk": torch.tensor(2.0)}, TypeError, r"group_score_topk is tensor\(2.\); it must be an int"),
+        ({"routed_scaling_factor": None}, TypeError, "routed_scaling_factor is None; it must be a float"),
+        ({"routed_scaling_factor": torch.tensor(2.5)}, TypeError, r"routed_scaling_factor is tensor\(2.5000\); it must be a float"),
+        ({"normalize": "no"}, TypeError, "normalize is 'no'; it must be a bool"),
+        ({"normalize": None}, TypeError, "normalize is None; it must be a bool"),
+        ({"logits": LOGITS.numpy()}, TypeError, "logits must be a torch.Tensor, not ndarray"),
+        ({"expert_bias": [0.0] * 12}, TypeError, "expert_bias must be a torch.Tensor, not list"),
+        ({"mask": True}, TypeError, "mask must be a torch.Tensor, not bool"),
         ({"logits": torch.zeros(12)}, ValueError, r"logits must be \[num_tokens, num_experts\], got shape \[12\]"),
         ({"logits": LOGITS.double()}, TypeError, r"logits must be float32, bfloat16 or float16, got torch.float64; convert"),
         ({"index_dtype": torch.int16}, TypeError, "index_dtype must be torch.int64 or torch.int32, got torch.int16"),
@@ -521,6 +534,16 @@ def test_wrong_arguments(changes, error, message):
         ops.gate(**{"logits": LOGITS, "num_topk": 2, **changes})
 
 
+def test_numbers_of_numpy_and_an_integer_factor():
+    numbers = dict(num_topk=np.int64(2), num_groups=np.int32(4), topk_groups=np.int64(2), group_score_topk=np.int64(1))
+    logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    for factor in (2, np.float32(2)):
+        taken = ops.gate(logits, **numbers, routed_scaling_factor=factor)
+        plain = {name: int(number) for name, number in numbers.items()}
+        for ours, theirs in zip(taken, ops.gate(logits, **plain, routed_scaling_factor=2.0), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_logits_are_named(value, dtype):
@@ -534,6 +557,14 @@ def test_non_finite_logits_are_named(value, dtype):
 def test_wrong_number_of_ranks(num_ranks):
     with pytest.raises(ValueError, match=f"num_ranks must divide the 12 experts, got {num_ranks}"):
         ops.gate_full(LOGITS, 2, num_ranks=num_ranks)
+    for options, message in (
+        (dict(num_ranks=None), "num_ranks is None; it must be an int"),
+        (dict(dense=None), "dense is None; it must be a bool"),
+        (dict(shares=1), "shares is 1; it must be a bool"),
+        (dict(num_groups=None), "num_groups is None; it must be an int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ops.gate_full(LOGITS, 2, **options)
     with pytest.raises(TypeError, match="gate_full has no argument groups"):
         ops.gate_full(LOGITS, 2, groups=3)
 

@@ -95,7 +95,7 @@ def stalls(rank, _, backend):
         run_case(buffer, WITHOUT, rank, backend)
         took = time.monotonic() - began
         assert took > 0.8 * STALLED_S / 2 and buffer.masked_ranks == [MASKED], (took, buffer.masked_ranks)
-        assert [f"rank {rank} masks rank {MASKED}, which died or missed a deadline" in text for text in heard.messages].count(True) == 1
+        assert [f"rank {rank} masks rank {MASKED}, which is gone or missed a deadline" in text for text in heard.messages].count(True) == 1
         expected, waited = Expected(WITHOUT), buffer.statistics().wait_ns[MASKED].item()
         for _ in range(5):
             run_case(buffer, WITHOUT, rank, backend, expected)
@@ -111,20 +111,24 @@ def test_rank_that_stalls(backend):
     run_ranks(stalls, 3, backend)
 
 
-def dies(rank, _):
-    buffer = make_buffer(CASE, "shm", rank, timeout_s=60, mask_stalled=True)
-    run_case(buffer, CASE, rank, "shm")
+def is_gone(rank, _, backend, how):
+    buffer = make_buffer(CASE, backend, rank, timeout_s=300, mask_stalled=True)
+    run_case(buffer, CASE, rank, backend)
     dist.barrier()
     if rank == MASKED:
-        os.kill(os.getpid(), signal.SIGKILL)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return buffer.destroy()
     began = time.monotonic()
-    run_case(buffer, WITHOUT, rank, "shm")
-    run_case(buffer, WITHOUT, rank, "shm")
-    assert time.monotonic() - began < 20 and buffer.masked_ranks == [MASKED]
+    for _ in range(3):
+        run_case(buffer, WITHOUT, rank, backend)
+    assert time.monotonic() - began < 60 and buffer.masked_ranks == [MASKED]
 
 
-def test_rank_that_dies():
-    run_ranks(dies, 3, expected_dead=[MASKED])
+@on_every_backend
+@pytest.mark.parametrize("how", ("killed", "destroyed"))
+def test_rank_that_is_gone(how, backend):
+    run_ranks(is_gone, 3, backend, how, expected_dead=[MASKED] if how == "killed" else [])
 
 
 def returns_too_early(rank, _, backend):

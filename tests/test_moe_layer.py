@@ -166,7 +166,7 @@ def failing_layer(rank, num_ranks):
             raise ArithmeticError("no module of rank 1")
 
         hook = hooked.register_forward_pre_hook(fail) if hooked is not None and rank == 1 else None
-        error, message = (EPPeerError, f"rank 1 refused its arguments: {why}") if rank == 0 else (Exception, why.split(": ", 1)[1])
+        error, message = (EPPeerError, f"rank 1 did not make its call: {why}") if rank == 0 else (Exception, why.split(": ", 1)[1])
         began = time.monotonic()
         with pytest.raises(error, match=message):
             layer(given)

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import emulated_gpu
@@ -191,6 +193,47 @@ def test_what_waits_is_no_part_of_a_cuda_graph():
     run_ranks(waits_in_a_capture, 2)
 
 
+def captured_between_calls(rank, num_ranks):
+    """A call follows the buffer's last one on another stream, also when a graph was captured on a third in between."""
+    buffer, x, idx = make_buffer(rank)
+    streams, pool = [torch.cuda.Stream() for _ in range(3)], torch.cuda.graph_pool_handle()
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(streams[1]):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            out = buffer.dispatch(x, idx, num_recv_rows=16)
+            graph.capture_end()
+        return graph, out
+
+    for stream in streams:  # kernels that are loaded, and memory that is allocated, when they are used first may wait for the GPU
+        with torch.cuda.stream(stream):
+            buffer.dispatch(x, idx, num_recv_rows=16)
+    before = capture()[0]  # whose memory the next one takes
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(int(8e9))  # cycles: four seconds
+        first = buffer.dispatch(x, idx, num_recv_rows=16)
+    graph, captured = capture()
+    with torch.cuda.stream(streams[2]):
+        second = buffer.dispatch(x, idx, num_recv_rows=16)
+        done = torch.cuda.Event()
+        done.record()
+    time.sleep(0.2)
+    assert not streams[0].query(), "the first call has not ended, else this says nothing"
+    assert not done.query()
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    for out in (second, captured):
+        assert_same("recv_x", out.recv_x, first.recv_x)
+    before.reset()
+
+
+def test_cuda_graph_between_calls():
+    run_ranks(captured_between_calls, 1)
+
+
 # ---- errors ----
 
 IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]
@@ -213,7 +256,7 @@ def bad_arguments(rank, num_ranks):
         (dict(topk_idx=idx * 0), ValueError, "names expert 0 twice"),
     ]:
         with pytest.raises(
-            error if rank == 0 else EPPeerError, match=message if rank == 0 else f"rank 0 refused its arguments: .*{message}"
+            error if rank == 0 else EPPeerError, match=message if rank == 0 else f"rank 0 did not make its call: .*{message}"
         ):
             buffer.dispatch(**(dict(x=x, topk_idx=idx) | (changes if rank == 0 else {})))
         out = buffer.dispatch(x, idx)
@@ -243,10 +286,10 @@ def test_ranks_in_different_calls():
 
 
 def late_peer(rank, num_ranks, num_experts):
-    buffer, x, idx = make_buffer(rank, timeout_s=1.0, num_experts=num_experts)
+    buffer, x, idx = make_buffer(rank, timeout_s=3.0, num_experts=num_experts)
     buffer.dispatch(x, idx)
     if rank == 1:
-        time.sleep(4)
+        time.sleep(8)
         return
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver .*phase 'entry into the call', expected 2, seen 1") as info:
         buffer.dispatch(x, idx)
@@ -261,25 +304,90 @@ def test_late_peer(num_experts):
 
 def reads_late(rank, num_ranks, num_sms):
     """Rank 1 receives the rows of a dispatch when rank 0 has given up waiting for it in the next call."""
-    buffer, x, idx = make_buffer(rank, timeout_s=1.0)
+    buffer, x, idx = make_buffer(rank, timeout_s=3.0)
     first = buffer.dispatch(x, idx)
     again = buffer.dispatch(x, handle=first.handle, return_hook=True)
     if rank == 1:
-        time.sleep(4)
+        time.sleep(8)
         again.hook()
         assert_same("recv_x", again.recv_x, first.recv_x)
-        return
+        return dist.barrier()
     again.hook()
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver .*phase 'entry into the call', expected 3, seen 2"):
         buffer.combine(torch.full_like(first.recv_x, 7.0), first.handle, num_sms=num_sms)
         torch.cuda.synchronize()
         buffer.check()
-    time.sleep(5)  # its workspace stays until the other has read
+    dist.barrier()  # its workspace stays until the other has read
 
 
 @pytest.mark.parametrize("num_sms", (4, 0))
 def test_rows_that_are_read_late_are_not_overwritten(num_sms):
     run_ranks(reads_late, 2, num_sms)
+
+
+def given_up_capture(rank, num_ranks):
+    """Calls that are captured on one rank only are not counted: calls made later find their handles again."""
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    expected = buffer.combine(out.recv_x, out.handle)
+    torch.cuda.synchronize()
+    gives_up = pytest.raises(RuntimeError, match="no more") if rank == 0 else nullcontext()
+    with gives_up, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        out = buffer.dispatch(x, idx, num_recv_rows=64)
+        if rank == 0:
+            raise RuntimeError("no more")
+        buffer.combine(out.recv_x, out.handle)
+    for _ in range(2):
+        out = buffer.dispatch(x, idx)
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+
+
+def test_cuda_graph_given_up_on_one_rank():
+    run_ranks(given_up_capture, 2)
+
+
+def hook_after_next_call(rank, num_ranks):
+    """The buffer's next call receives the rows, on a stream that is busy; whoever calls the hook then waits for that stream."""
+    buffer, x, idx = make_buffer(rank)
+    good = buffer.dispatch(x, idx)
+    out = buffer.dispatch(x, idx, return_hook=True)
+    out.recv_x.fill_(float("nan"))
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(500_000_000)
+        buffer.combine(good.recv_x, good.handle)
+    out.hook()
+    assert_same("recv_x", out.recv_x.clone(), good.recv_x)
+
+
+def test_hook_after_next_call_on_other_stream():
+    run_ranks(hook_after_next_call, 2)
+
+
+def interrupted(rank, num_ranks):
+    """Rank 0 is interrupted while it waits, its rows are on their way, and their memory is used for something else at once."""
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 8192, 512, 4, 2, backend="nvlink", timeout_s=60)
+    x = torch.full((8192, 512), float(rank + 1), device=device)
+    idx = torch.tensor([0, 2], device=device).repeat(8192, 1)
+    buffer.dispatch(x[:8], idx[:8])  # too few to guess from
+    dist.barrier()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.dispatch(x, idx)
+        x.fill_(-7)
+    else:
+        time.sleep(3)
+        rows = buffer.dispatch(x, idx).recv_x
+        assert_same("recv_x", rows, torch.tensor([1.0, 2.0], device=device).repeat_interleave(8192)[:, None].expand_as(rows))
+    dist.barrier()
+
+
+def test_rows_of_an_interrupted_call():
+    run_ranks(interrupted, 2)
 
 
 class Unchecked:
@@ -304,7 +412,7 @@ def refusing_on_and_on(rank, num_ranks):
     time.sleep((2, 1, 0, 0)[rank])
     for _ in range(3 if rank == 1 else 1):
         buffer.dispatch(x, idx + (1000 if rank == 1 else 0), num_recv_rows=8 * num_ranks)
-    error, message = (ValueError, r"topk_idx\[\d, \d\] is 1") if rank == 1 else (EPPeerError, "rank [01] refused its arguments")
+    error, message = (ValueError, r"topk_idx\[\d, \d\] is 1") if rank == 1 else (EPPeerError, "rank [01] did not make its call")
     deadline = time.time() + 20
     with pytest.raises(error, match=message):
         while time.time() < deadline:
@@ -329,7 +437,7 @@ def refuses_once(rank, num_ranks):
         torch.cuda.synchronize()
     dist.barrier()
     if rank == 0:
-        with pytest.raises(EPPeerError, match="rank 1 refused its arguments: TypeError: x has dtype float64"):
+        with pytest.raises(EPPeerError, match="rank 1 did not make its call: TypeError: x has dtype float64"):
             buffer.combine(out.recv_x, out.handle)
     else:
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
@@ -341,6 +449,125 @@ def refuses_once(rank, num_ranks):
 
 def test_errors_that_are_learned_later():
     run_ranks(refuses_once, 2)
+
+
+WHY = r"topk_idx\[\d, \d\] is 4; it must be -1"
+FAILED = "the dispatch of this handle has failed, so nothing goes along it"
+
+
+def along_failed_dispatch(rank, num_ranks, call, how):
+    """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
+    the call learns of the failure, somebody else has before, or nobody."""
+    buffer, x, idx = make_buffer(rank, timeout_s=60)
+    good = buffer.dispatch(x, idx)
+    expected = buffer.combine(good.recv_x, good.handle)
+    communicator = buffer._backend._communicator
+    learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
+    for _ in range(2):
+        out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert out.handle.has_failed and not good.handle.has_failed and out.num_recv_tokens_per_expert.tolist() == [0, 0]
+        if how == "before":
+            with learns(match=WHY):
+                buffer.check()
+        if how == "nobody":
+            buffer._backend._communicator = Unchecked(communicator)
+        with learns(match=WHY) if how == "by the call" else nullcontext():
+            if call == "combine":
+                buffer.combine(torch.ones_like(out.recv_x), out.handle)
+            else:
+                buffer.dispatch(x, handle=out.handle)
+        torch.cuda.synchronize()
+        dist.barrier()
+        buffer._backend._communicator = communicator
+        if how != "by the call":
+            with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
+                buffer.check()
+        dist.barrier()
+        assert_same("combined_x", buffer.combine(good.recv_x, good.handle), expected)
+        torch.cuda.synchronize()
+        buffer.check()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("how", ("by the call", "before", "nobody"))
+@pytest.mark.parametrize("call", ("combine", "dispatch"))
+def test_along_failed_dispatch(call, how):
+    run_ranks(along_failed_dispatch, 2, call, how)
+
+
+def one_failed_handle(rank, num_ranks):
+    """Rows that did not come to one rank have no places there: it makes no call along their handle, and says so."""
+    buffer, x, idx = make_buffer(rank, timeout_s=60)
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    torch.cuda.synchronize()
+    buffer.check()
+    if rank == 0:
+        out.handle.recv_counts[0] |= -(2**31)  # as the kernel that waits for rows leaves it
+    buffer.combine(out.recv_x, out.handle)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with pytest.raises(
+        ValueError if rank == 0 else EPPeerError, match=FAILED if rank == 0 else f"rank 0 did not make its call: .*{FAILED}"
+    ):
+        buffer.check()
+    dist.barrier()
+
+
+def test_one_failed_handle():
+    run_ranks(one_failed_handle, 2)
+
+
+class SendsNothing(Unchecked):
+    """A communicator that enters dispatches, and that is all."""
+
+    def dispatch(self, *_):
+        pass
+
+
+def rows_that_do_not_come(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank, timeout_s=2)
+    if rank == 1:
+        buffer._backend._communicator = SendsNothing(buffer._backend._communicator)
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    torch.cuda.synchronize()
+    if rank == 0:
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within the deadline of 2000 ms; phase 'targets and weights'"):
+            buffer.check()
+        assert out.handle.has_failed
+    dist.barrier()
+
+
+def test_handle_of_rows_that_do_not_come():
+    run_ranks(rows_that_do_not_come, 2)
+
+
+def runs_out_of_memory(rank, num_ranks):
+    """Once rows are on their way, a rank that has no memory to receive them says so, and its own still arrive."""
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    buffer, x, idx = make_buffer(rank)
+    sent, rows = x.clone(), None
+    if rank == 0:
+        allocate = buffer._backend._receive_buffers
+        buffer._backend._receive_buffers = fail
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            buffer.dispatch(sent, idx)
+        buffer._backend._receive_buffers = allocate
+        sent.fill_(-7)
+    else:
+        rows = buffer.dispatch(x, idx).recv_x
+    out = buffer.dispatch(x, idx)
+    if rows is not None:
+        assert_same("recv_x", rows, out.recv_x)
+    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), x * (idx >= 0).sum(1, keepdim=True))
+
+
+def test_out_of_memory_for_the_rows():
+    run_ranks(runs_out_of_memory, 2)
 
 
 def checks_between_halves(rank, num_ranks):
@@ -359,7 +586,7 @@ def checks_between_halves(rank, num_ranks):
         else:
             hook = half()
             torch.cuda.synchronize()
-            with pytest.raises(EPPeerError, match="rank 1 refused its arguments"):
+            with pytest.raises(EPPeerError, match="rank 1 did not make its call"):
                 buffer.check()
             began = time.monotonic()
             hook()
@@ -488,22 +715,65 @@ def test_default_device():
     run_ranks(under_another_default_device, 2)
 
 
-def dead_peer(rank, num_ranks):
-    buffer, x, idx = make_buffer(rank, timeout_s=2.0)
-    handle = buffer.dispatch(x, idx).handle
+def leave(buffer, how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.destroy()
+
+
+def without_peer(rank, num_ranks, how, call):
+    """Rank 1 has left: the others notice it long before the deadline, in each call."""
+    buffer, x, idx = make_buffer(rank, timeout_s=300.0, num_experts=6)
+    out = buffer.dispatch(x, idx)
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    buffer.combine(torch.zeros(handle.num_rows, 16, device="cuda"), handle)
-    torch.cuda.synchronize()
-    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver"):
-        buffer.combine(torch.zeros(handle.num_rows, 16, device="cuda"), handle)
-    assert (x + 1).isfinite().all(), "the GPU stays usable"
+        return leave(buffer, how)
+    error, message = (
+        (EPTimeoutError, rf"rank {rank}: rank 1 did not deliver, its process \d+ is gone; phase 'entry into the call', expected 2, seen 1$")
+        if how == "killed"
+        else (EPPeerError, f"rank {rank}, waiting for entry into the call: rank 1 destroyed its buffer, or its process is ending")
+    )
+    began = time.monotonic()
+    with pytest.raises(error, match=message) as info:
+        if call == "dispatch":
+            buffer.dispatch(x, idx)
+        else:
+            buffer.combine(out.recv_x, out.handle)
+            torch.cuda.synchronize()
+            buffer.check()
+    assert info.value.rank == 1 and (x + 1).isfinite().all(), "the GPU stays usable"
+    with pytest.raises(error, match="rank 1"):
+        buffer.dispatch(x, idx)
+    assert time.monotonic() - began < 60
 
 
-def test_dead_peer():
-    run_ranks(dead_peer, 2, expected_dead=[1])
+@pytest.mark.parametrize("call", ("dispatch", "combine"))
+@pytest.mark.parametrize("how", ("killed", "destroyed"))
+def test_peer_that_is_gone(how, call):
+    run_ranks(without_peer, 3, how, call, expected_dead=[1] if how == "killed" else [])
+
+
+def last_call_of_peer(rank, num_ranks, how):
+    """Rank 1 is gone, but not before it has made a call: rank 0 receives that."""
+    buffer, x, idx = make_buffer(rank)
+    expected = buffer.dispatch(x, idx)
+    again = buffer.dispatch(x, handle=expected.handle, return_hook=True)
+    if rank == 1:
+        again.hook()
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        return leave(buffer, how)
+    time.sleep(2)
+    again.hook()
+    assert_same("recv_x", again.recv_x, expected.recv_x)
+    buffer.check()
+
+
+@pytest.mark.parametrize("how", ("killed", "destroyed"))
+def test_last_call_of_peer_that_is_gone(how):
+    run_ranks(last_call_of_peer, 2, how, expected_dead=[1] if how == "killed" else [])
 
 
 def exceeded_bound(rank, num_ranks):

@@ -16,6 +16,7 @@ import torch
 
 import deepep_moe
 from deepep_moe import autograd_module, config
+from deepep_moe.bench import records as records_module
 from deepep_moe.testing import RankFailedError, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -107,16 +108,39 @@ def test_readme_python_runs():
         assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu(2)])))
+def test_guide_script_runs(device, tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "moe.py").write_text(block)
+    to_files = ("--redirects", "1", "--log-dir", str(tmp_path))  # on one pipe lines of ranks may mix
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *to_files, str(tmp_path / "moe.py")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 0, result.stderr
+    backend = "nvlink" if device == "cuda" else "shm"
+    for rank in range(2):
+        (output,) = tmp_path.glob(f"*/attempt_0/{rank}/stdout.log")
+        line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows, gradient of x (\d+\.\d+)\n", output.read_text())
+        assert line and int(line[1]) > 0 and float(line[2]) > 0, output.read_text()
+
+
 def test_readme_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", readme(), flags=re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-    for module in re.findall(r"python -m (deepep_moe\.[\w.]+)", readme()):
-        result = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
-        assert result.returncode == 0, f"{module}: {result.stderr}"
+    targets = set(re.findall(r"(?:^|`)make ([\w-]+)", documents(), flags=re.MULTILINE))
+    assert len(targets) >= 5 and not [t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.MULTILINE)], targets
+    modules = set(re.findall(r"python -m (deepep_moe\.bench(?: [a-z][\w-]+)?)(?=[ `])", documents()))
+    assert len(modules) >= 5
+    for module in modules:
+        result = subprocess.run([sys.executable, "-m", *module.split(), "--help"], capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 0 and (" " not in module or module.split()[1] in result.stdout), f"{module}: {result.stderr}"
 
 
-@pytest.mark.parametrize("file", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda file: file.name)
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+
+
+@pytest.mark.parametrize("file", sorted(MARKDOWN), ids=lambda file: str(file.relative_to(ROOT)))
 def test_links_lead_somewhere(file):
     for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", file.read_text()):
         if link.startswith("http"):
@@ -163,6 +187,20 @@ def test_numbers_come_from_results():
                 cells += [shown(ours), shown(theirs), f"{theirs / ours:.1f}x"]
         for cell in cells:
             assert f"| {cell} |" in line, f"{cell} is not in {line}"
+
+
+@pytest.mark.skipif(not deepep_moe.features()["found_nvcc"], reason="the sizes of GPU workspaces are compiled with nvcc only")
+@pytest.mark.parametrize("name", ("megatron.md", "deepspeed.md"))
+def test_tables_of_memory(name):
+    """Ranks, hidden and tokens a rank, then GiB: of Megatron's layers, of DeepSpeed's in exact mode with top-2 and top-8, and fast."""
+    rows = re.findall(r"^\| (\d+), (\d+), (\d+) \| (.+) \|$", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE)
+    assert len(rows) >= 4
+    for num_ranks, hidden, num_tokens, told in rows:
+        ways = ((8, 1),) if name == "megatron.md" else ((1, 2), (1, 8), (8, 1))
+        for (num_topk, num_rows), cell in zip(ways, told.split(" | "), strict=True):
+            sizes = {"num_ranks": int(num_ranks), "num_experts": 16 * int(num_ranks), "num_topk": num_topk, "hidden": int(hidden)}
+            found = deepep_moe._C.gpu_workspace_bytes(**sizes, num_max_tokens=num_rows * int(num_tokens)) / 2**30
+            assert found == pytest.approx(float(cell.removesuffix(" GiB")), rel=0.04), (num_ranks, hidden, num_tokens, cell)
 
 
 # ---- settings ----
@@ -231,6 +269,14 @@ def test_benchmarks_write_records(arguments, tmp_path):
         assert record["us_p10"] <= record["us_median"] <= record["us_p90"]
         assert record["ratio"] == pytest.approx(record["rival_us"] / record["us_median"])
         assert record["command"].startswith("python -m deepep_moe.bench")
+        assert record["versions"]["commit"] == records_module.commit()
+
+
+def test_records_name_their_commit(monkeypatch):
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert records_module.commit.__wrapped__() in ((head, f"{head}+changes") if (ROOT / ".git").exists() else (None,))
+    monkeypatch.setenv("PATH", "")
+    assert records_module.commit.__wrapped__() is None
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.name)

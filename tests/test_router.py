@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from exchange_cases import device_of
 
-from deepep_moe import ops, reference
+from deepep_moe import _C, ops, reference
 from deepep_moe.nn import Router
+from deepep_moe.ops import balance
 from deepep_moe.testing.launch import run_ranks
 
 
@@ -71,6 +72,17 @@ def test_router_compiles():
 def test_router_errors():
     with pytest.raises(ValueError, match="num_groups must divide the 8 experts, got 3"):
         Router(16, 8, 2, num_groups=3)
+    for options, message in (
+        (dict(num_groups=None), "num_groups is None; it must be an int"),
+        (dict(routed_scaling_factor=None), "routed_scaling_factor is None; it must be a float"),
+        (dict(normalize="no"), "normalize is 'no'; it must be a bool"),
+        (dict(expert_bias=torch.zeros(8)), "expert_bias is tensor.*; it must be a bool"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            Router(16, 8, 2, **options)
+    for sizes, message in (((16, 8, 2.0), "num_topk is 2.0"), ((16.0, 8, 2), "hidden is 16.0"), ((16, None, 2), "num_experts is None")):
+        with pytest.raises(TypeError, match=f"{message}; it must be an int"):
+            Router(*sizes)
     with pytest.raises(ValueError, match="no expert_bias to update; make it with Router"):
         make_router().update_expert_bias(0.1)
 
@@ -81,6 +93,13 @@ def test_update_expert_bias_by_hand():
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"must have the shape of expert_bias \[4\], got \[3\]"):
         ops.update_expert_bias(bias, counts[:3], 0.25)
+
+
+def test_update_expert_bias_without_kernels(monkeypatch):
+    """On a GPU, with a build without nvcc."""
+    monkeypatch.setattr(balance, "GPU", "cpu")
+    monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)
+    test_update_expert_bias_by_hand()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -147,7 +147,12 @@ Dispatched ByExpert::dispatch(const Outgoing& out, Tensor& recv_x, Tensor& recv_
     made.num_rows = unlocked([&](GpuCalls& calls) { return calls.dispatch(call, settings.num_sms, stream, numbers); });
     require(made.num_rows >= 0);
     if (made.num_rows > room) {  // rows wait for receivers
-        receive(made.num_rows, false);
+        try {
+            receive(made.num_rows, false);
+        } catch (...) {
+            unlocked([](GpuCalls& calls) { calls.abandon(); });
+            throw;
+        }
         require(unlocked([&](GpuCalls& calls) { return calls.end_dispatch(call, stream); }));
     } else if (recv_weights.defined() && made.num_rows < room) {
         recv_weights.resize_({made.num_rows});

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 
 namespace py = pybind11;
@@ -14,6 +15,17 @@ inline void poll_signals() {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
+
+// Of what waits for peers when it is destroyed; they may wait for a thread of Python.
+struct DeleteUnlocked {
+    template <class T>
+    void operator()(T* object) const {
+        const py::gil_scoped_release released;
+        delete object;
+    }
+};
+template <class T>
+using Unlocked = std::unique_ptr<T, DeleteUnlocked>;
 
 // A field of a params struct that holds an address: an int in Python, 0 for none.
 template <class Struct, class Pointer>

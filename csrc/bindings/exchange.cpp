@@ -168,7 +168,8 @@ void bind_exchange(py::module_& m) {
     bind_params(m);
     bind_communicator(m);
     bind_pool(m);
-    m.def("process_start_time", &process_start_time, py::arg("pid"));
+    py::class_<Process>(m, "Process").def("is_gone", &Process::is_gone);
+    m.def("running", &running, py::arg("pid"));
     m.def(
         "workspace_bytes",
         [](int num_ranks, int num_channels, int num_experts, int num_topk, int hidden) {

@@ -5,7 +5,7 @@
 
 using namespace deepep_moe;
 
-void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator);
+void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator, Unlocked<GpuCommunicator>>& communicator);
 
 namespace {
 
@@ -53,13 +53,13 @@ void bind_gpu(py::module_& m) {
     m.attr("MAX_GPU_RANKS") = kMaxGpuRanks;
     bind_tuning(m);
     bind_weighed_sum(m);
-    py::class_<GpuCommunicator> communicator(m, "GpuCommunicator");
+    py::class_<GpuCommunicator, Unlocked<GpuCommunicator>> communicator(m, "GpuCommunicator");
     bind_gpu_calls(m, communicator);
     communicator
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
                          double timeout_s) {
                  const GpuWorkspaceConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
-                 auto made = std::make_unique<GpuCommunicator>(config, rank, device, timeout_s);
+                 Unlocked<GpuCommunicator> made(new GpuCommunicator(config, rank, device, timeout_s));
                  made->set_poll(poll_signals);
                  return made;
              }),
@@ -67,6 +67,7 @@ void bind_gpu(py::module_& m) {
              py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"))
         .def_property_readonly("workspace_bytes", &GpuCommunicator::workspace_bytes)
         .def_property_readonly("num_calls", &GpuCommunicator::num_calls)
+        .def_property_readonly("call_number", &GpuCommunicator::call_number)
         .def_property_readonly("num_multiprocessors", &GpuCommunicator::num_multiprocessors)
         .def_readwrite("tuning", &GpuCommunicator::tuning)
         .def("handle", [](const GpuCommunicator& self) { return py::bytes(self.handle()); })

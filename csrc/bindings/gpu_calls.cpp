@@ -92,6 +92,10 @@ void dispatch(GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, u
     const GpuCommunicator::Step step(self);
     self.dispatch(call.params, num_sms, stream);
 }
+void abandon(GpuCommunicator& self) {
+    const GpuCommunicator::Step step(self);
+    self.abandon();
+}
 void start_dispatch(GpuCommunicator& self, const GpuDispatchCall& call, int num_sms, uintptr_t stream) {
     const GpuCommunicator::Step step(self);
     self.start_dispatch(call.params, num_sms, stream);
@@ -114,12 +118,13 @@ void end_combine(GpuCommunicator& self, const GpuCombineCall& call, uintptr_t st
     self.end_combine(call.params, stream);
 }
 
-void bind_steps(py::class_<GpuCommunicator>& communicator) {
+void bind_steps(py::class_<GpuCommunicator, Unlocked<GpuCommunicator>>& communicator) {
     const py::arg call("call"), num_sms("num_sms"), stream("stream");
     const py::call_guard<py::gil_scoped_release> released;
     communicator.def("plan", plan<GpuDispatchCall>, call, stream, released)
         .def("plan", plan<GpuCombineCall>, call, stream, released)
         .def("wait_counts", wait_counts, py::arg("numbers"), released)
+        .def("abandon", abandon, released)
         .def("dispatch", dispatch, call, num_sms, stream, released)
         .def("start_dispatch", start_dispatch, call, num_sms, stream, released)
         .def("end_dispatch", end_dispatch, call, stream, released)
@@ -161,7 +166,7 @@ void bind_calls(py::module_& m) {
 
 }  // namespace
 
-void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator>& communicator) {
+void bind_gpu_calls(py::module_& m, py::class_<GpuCommunicator, Unlocked<GpuCommunicator>>& communicator) {
     bind_calls(m);
     py::class_<RowGuess>(m, "RowGuess")
         .def(py::init())

@@ -12,6 +12,7 @@ constexpr const char* kIfSlow =
     "; ranks must make the same calls; one that is only slow has more time with timeout_s or DEEPEP_MOE_TIMEOUT_S";
 constexpr const char* kHasLeft =
     " destroyed its buffer, or its process is ending: then its own error is in its output; every rank must make the same calls";
+constexpr const char* kHandleFailed = "the dispatch of this handle has failed, so nothing goes along it; dispatch again";
 constexpr const char* kTwoThreads = "two threads are in calls of one buffer; make its calls one after the other";
 
 // A wait passed its deadline, or the peer it waited for is gone.

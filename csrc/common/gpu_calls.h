@@ -79,6 +79,7 @@ inline GpuPlanParams cached_plan(const HandleArg& handle) {
     GpuPlanParams plan{};
     plan.routing = routing_of(handle.topk_idx);
     plan.cached = true;
+    plan.recv_counts = handle.recv_counts.as<int32_t*>();
     plan.is_expert_layout = handle.is_expert_layout;
     plan.expert_alignment = 1;
     plan.num_recv_rows_bound = -1;
@@ -129,7 +130,7 @@ struct GpuDispatchCall {
         params.topk_weights = topk_weights.as<const float*>();
         params.weights_token_stride = topk_weights.row_stride;
         params.weights_lane_stride = topk_weights.column_stride;
-        params.recv_counts = handle.recv_counts.as<const int32_t*>();
+        params.recv_counts = handle.recv_counts.as<int32_t*>();
         params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
         signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch,
@@ -228,6 +229,7 @@ public:
     virtual int64_t num_calls() noexcept = 0;  // entered or refused so far
     // The number of rows that come, once it is known; -1 where something failed. Those of a guess that was large enough are received.
     virtual int64_t dispatch(const GpuDispatchCall& call, int num_sms, uintptr_t stream, int64_t* numbers) noexcept = 0;
+    virtual void abandon() noexcept = 0;  // a dispatch, before its end
     virtual bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept = 0;
     virtual bool dispatch_cached(const GpuDispatchCall& call, int num_sms, uintptr_t stream) noexcept = 0;
     virtual bool combine(const GpuCombineCall& call, int num_sms, uintptr_t stream) noexcept = 0;
@@ -238,7 +240,7 @@ protected:
 
 // Of the capsule that holds a `GpuCalls*`, with a number that counts changes of it; and by what modules of different sources know, too,
 // that they must not meet.
-constexpr const char* kGpuCallsName = "deepep_moe.GpuCalls 1";
+constexpr const char* kGpuCallsName = "deepep_moe.GpuCalls 2";
 constexpr size_t kGpuCallsBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall);
 
 // How many rows to allocate before they are counted, so that the kernel that receives need not wait for the host.

@@ -20,6 +20,7 @@ struct GpuState {
     // GpuContext::plan of the last one that has placed its tokens, met its peers, and counted their rows.
     unsigned long long placed, met, counted;
     int gave_up;  // set with a failure: all waits of this rank end
+    GpuEnded ended;
     // Blocks of the plan that have counted and placed, and that have told the peers their tokens' lanes.
     int num_counted, num_placed, num_told;
     int next_send, next_reduce, next_receive;  // chunks and other tasks that were taken
@@ -64,6 +65,9 @@ constexpr int kPlanWarps = kPlanThreads / 32, kTokensAtOnce = 16;
 constexpr int tokens_per_warp(int num_tokens) { return divide_up(num_tokens, kMaxSegments * kPlanWarps * kTokensAtOnce) * kTokensAtOnce; }
 constexpr int num_segments(int num_tokens) { return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens) * kPlanWarps); }
 
+// A bit of recv_counts[0], set where a dispatch has failed: nothing may go along its handle.
+constexpr int32_t kFailed = INT32_MIN;
+
 struct GpuPlanParams {
     GpuContext context;
     GpuRouting routing;
@@ -73,7 +77,7 @@ struct GpuPlanParams {
     bool is_expert_layout;
     int expert_alignment;
     long long num_recv_rows_bound;        // -1: none
-    int32_t* recv_counts;                 // [num_ranks]; out unless cached
+    int32_t* recv_counts;                 // [num_ranks], with kFailed; out unless cached; nullptr where no call is made
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
@@ -115,7 +119,7 @@ struct GpuDispatchParams {
     const std::byte* x_scales;  // [num_x_rows, scale_bytes], or nullptr
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
     int64_t weights_token_stride, weights_lane_stride;
-    const int32_t* recv_counts;                 // [num_ranks]
+    int32_t* recv_counts;                       // [num_ranks]; out: kFailed
     const int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
     std::byte* recv_x;                          // [num_rows, row_bytes]
     std::byte* recv_x_scales;                   // [num_rows, scale_bytes], or nullptr

@@ -23,13 +23,28 @@ constexpr const char* name_of(GpuPhase phase) {
 
 enum GpuFailureKind : int {
     kNoFailure = 0,
-    kTimeout,
+    kTimeout,    // the peer is here,
+    kPeerLeft,   // or has left,
+    kPeerEnded,  // or its process has ended, in this order
     kIndexOutOfRange,
     kDuplicateExpert,
     kBoundExceeded,
     kPeerRefused,
     kMismatch,
-    kOvertaken
+    kOvertaken,
+    kFailedHandle
+};
+
+// Is it about a wait for a peer?
+constexpr bool ends_wait(int kind) { return kind == kTimeout || kind == kPeerLeft || kind == kPeerEnded; }
+
+// What became of a rank.
+enum class GpuPresence : int { kHere = 0, kLeft, kEnded };
+
+// What a rank's kernels know of processes that have ended, of what the host knows: to look there takes a trip to its memory.
+struct GpuEnded {
+    unsigned long long next_look;
+    unsigned ranks;  // bit r: that of rank r
 };
 
 // The first failure of a rank's kernels; lies in host memory that the device sees.
@@ -42,8 +57,11 @@ struct GpuFailure {
 struct GpuWaits {
     int rank;
     unsigned long long timeout_ns;
-    GpuFailure* failure;  // host memory
-    int* gave_up;         // set with a failure: all waits of this rank end
+    GpuFailure* failure;             // host memory
+    int* gave_up;                    // set with a failure: all waits of this rank end
+    const unsigned long long* left;  // [num_ranks] not 0: the rank has left
+    const unsigned* ended_ranks;     // host memory: bit r: the process of rank r has ended
+    GpuEnded* ended;
 };
 
 }  // namespace deepep_moe

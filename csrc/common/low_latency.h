@@ -104,13 +104,14 @@ struct LowLatencyLayout {
 };
 
 // What one rank remembers of a dispatch for its combines, in memory of the caller:
-//   call u64 | num_tokens i32[kLowLatencyMaxRanks] from each rank | rank_masks u32[num_max_tokens] |
-//   rows LowLatencyRow[num_ranks][num_max_tokens][num_topk]
+//   call u64 | failed u64: call ^ LowLatencyContext::failed where it failed on a GPU | num_tokens i32[kLowLatencyMaxRanks] from each rank |
+//   rank_masks u32[num_max_tokens] | rows LowLatencyRow[num_ranks][num_max_tokens][num_topk]
 // Bit r of a rank mask: the token was sent to rank r.
 struct LowLatencyHandleLayout {
-    int64_t num_tokens, rank_masks, rows, total_bytes;
+    int64_t failed, num_tokens, rank_masks, rows, total_bytes;
     DEEPEP_MOE_HD explicit LowLatencyHandleLayout(const LowLatencyConfig& c)
-        : num_tokens(8),
+        : failed(8),
+          num_tokens(16),
           rank_masks(num_tokens + 4 * kLowLatencyMaxRanks),
           rows(round_up(rank_masks + 4 * c.num_max_tokens, 16)),
           total_bytes(round_up(rows + static_cast<int64_t>(sizeof(LowLatencyRow)) * c.capacity() * c.num_topk, 16)) {}

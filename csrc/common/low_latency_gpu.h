@@ -41,6 +41,7 @@ struct LowLatencyState {
     unsigned long long first_calls[kLowLatencyMaxRanks];  // of each rank since it was last taken back: it has no part in those before
     unsigned masks;                                       // bit r: rank r is masked
     int gave_up;
+    GpuEnded ended;
 };
 
 struct LowLatencyContext : GpuWaits {
@@ -49,6 +50,7 @@ struct LowLatencyContext : GpuWaits {
     LowLatencyState* state;
     unsigned* seen_masks;  // host memory: of the state
     bool masks_stalled;
+    unsigned long long failed;                   // what marks handles of this buffer's failed dispatches: nobody clears their memory before
     std::byte* workspaces[kLowLatencyMaxRanks];  // of all ranks, mapped here
 };
 

@@ -51,12 +51,15 @@ struct Receiver {
         WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };
         const auto rank_of = [&](int turn) { return (c.rank + config.num_ranks - turn) % config.num_ranks; };
-        const auto num_tasks = [&](int source) { return divide_up(p.recv_counts[source], kTaskRows); };
+        const auto num_tasks = [&](int source) { return divide_up(count_from(p.recv_counts, source), kTaskRows); };
         while (true) {
             const RankTask task(tasks.take(), 0, config.num_ranks, rank_of, num_tasks);
             if (task.rank < 0) break;
             const int begin = task.number * kTaskRows;
-            if (!take(task.rank, begin, min(begin + kTaskRows, p.recv_counts[task.rank]), drain)) break;
+            if (!take(task.rank, begin, min(begin + kTaskRows, count_from(p.recv_counts, task.rank)), drain)) {
+                if (!p.cached && lane == 0) atomicOr(reinterpret_cast<unsigned*>(p.recv_counts), static_cast<unsigned>(kFailed));
+                break;
+            }
         }
         ring.flush(drain);
         ring.template settle<0>();
@@ -151,7 +154,7 @@ struct Receiver {
             end = __shfl_sync(kFullWarp, last, 31), padding = all_padding;
         }
 #pragma unroll 1
-        for (int source = 0; !p.is_expert_layout && source < config.num_ranks; ++source) end += p.recv_counts[source];
+        for (int source = 0; !p.is_expert_layout && source < config.num_ranks; ++source) end += count_from(p.recv_counts, source);
 #pragma unroll 1
         for (int64_t row = end + me; row < num_rows; row += num_warps) zero_row(row);
         ring.end_zeros();

@@ -35,6 +35,22 @@ struct Shared {
 
 static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks of a multiprocessor of an H100");
 
+// All threads of a block, in place of entering a call along a handle whose dispatch has failed.
+__device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call,
+                                           unsigned long long dispatch) {
+    const int to = static_cast<int>(threadIdx.x);
+    const GpuFailure why{kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch), 0};
+    if (to == 0) report(c, kFailedHandle, why.peer, GpuPhase::kEntry, why.expected, why.seen);
+    __syncthreads();
+    if (to >= c.config.num_ranks || is_masked(c, to)) return;
+    LowLatencyReason* reason = reason_at(c, to);
+    reason->why = why;
+    reason->text[0] = '\0';
+    __threadfence_system();
+    what.is_refused = true;
+    store_relaxed(Turn(c, to, call).entered(c.rank), what.flag(call, 0));
+}
+
 template <DType kType, bool kQuantized>
 struct Kernel {
     using Values = Piece<kType>;
@@ -108,17 +124,20 @@ struct Kernel {
 
     __device__ void enter() const {
         if (threadIdx.x == 0) *reinterpret_cast<unsigned long long*>(p.call) = call;
+        if (has_failed()) return refuse_handle(c, p.what, call, dispatch());
         if (threadIdx.x < config.num_ranks && !is_masked(c, threadIdx.x))
             store_relaxed(Turn(c, threadIdx.x, call).entered(c.rank), flag + LowLatencyWhat::value_in(dispatch()));
     }
 
     // The call whose handle it is.
     __device__ unsigned long long dispatch() const { return *in_handle<unsigned long long>(0); }
+    __device__ bool has_failed() const { return *in_handle<unsigned long long>(handle.failed) == (dispatch() ^ c.failed); }
 
     // A block takes one token after the other. Its last warp, which sums nothing, looks for the rows of the next, and these set out before
     // the sum of this one is pushed: a link takes it slowly.
     __device__ void send() const {
-        const int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
+        int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
+        if (has_failed()) num_tokens = 0;
         const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)),
                       end = min(config.num_ranks * most, config.capacity());
         int turn = 0;

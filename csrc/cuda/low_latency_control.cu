@@ -71,8 +71,11 @@ __device__ void refuse(const LowLatencyControlParams& p) {
         if (to == c.rank || is_masked(c, to)) continue;
         LowLatencyReason* reason = reason_at(c, to);
         for (int i = 0; i < static_cast<int>(sizeof(reason->text)); ++i) reason->text[i] = p.reason[i];
+        __threadfence_system();  // the reason first; then it is in every word that a peer may look at
         const Turn there(c, to, call);
-        store_release(there.entered(c.rank), what.flag(call, 0));
+        store_relaxed(there.entered(c.rank), what.flag(call, 0));
+        for (int expert = 0; expert < c.config.num_local_experts; ++expert)
+            store_relaxed(there.counts(c.rank) + expert, what.flag(call, 0));
     }
     count_call(c, call);
 }

@@ -83,11 +83,16 @@ struct Kernel {
         if (block < 0) {
             const FirstMarks experts(c, p);
             enter(blockIdx.x);
-            send_counts(blockIdx.x, find_places(experts));
+            const bool accepted = find_places(experts);
+            if (!accepted && threadIdx.x == 0) fail();
+            send_counts(blockIdx.x, accepted);
         } else if (block < p.num_tokens) {
             send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks);
         }
     }
+
+    // No combine may go along the handle: what a block has not received it has not placed.
+    __device__ void fail() const { *in_handle<unsigned long long>(handle().failed) = call ^ c.failed; }
 
     // Every word is its own flag.
     __device__ void enter(int to) const {
@@ -102,7 +107,7 @@ struct Kernel {
         LowLatencyWhat what = p.what;
         what.is_refused = !accepted;
         const unsigned long long told = what.flag(call, 0);
-        if (!accepted && !masked) tell_reason(to);
+        if (!accepted) tell_reason(to, masked);
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
             const int count = marks().count(to * num_local + expert);
@@ -113,9 +118,9 @@ struct Kernel {
         }
     }
 
-    // All threads.
-    __device__ void tell_reason(int to) const {
-        if (threadIdx.x == 0) {
+    // All threads, of which each may have seen another `masked`.
+    __device__ void tell_reason(int to, bool masked) const {
+        if (threadIdx.x == 0 && !masked) {
             LowLatencyReason* reason = reason_at(c, to);
             reason->why = refusal();
             reason->text[0] = '\0';
@@ -275,17 +280,21 @@ struct Kernel {
 
     // Until all ranks have come, with their counts. tells: it is the block that passes them on, and keeps statistics.
     __device__ void hear(bool tells) const {
-        if (c.masks_stalled) {
-            shared().lacking = 0;
-            __syncthreads();
-        }
+        shared().lacking = 0;
+        __syncthreads();
         if (warp == 0)
             keep(meet(c, flag, p.statistics, tells));
         else
             hear_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
         __syncthreads();
+        if (threadIdx.x == 0 && lacks_a_rank() && gave_up(c)) fail();
         if (c.masks_stalled) go_by_all_blocks();
         if (tells) tell_counts();
+    }
+
+    __device__ bool lacks_a_rank() const {
+        const unsigned all = (1u << config.num_ranks) - 1, here = shared().came & ~shared().lacking;
+        return here != all && (here | *static_cast<volatile unsigned*>(&c.state->masks)) != all;
     }
 
     // One warp.
@@ -346,7 +355,10 @@ struct Kernel {
             are_here = parts.here(place, flag) == parts.kAll;
             return are_here || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
         };
-        if (!look_until(c, done) && lane == 0) lose(c, source, GpuPhase::kDispatchRows, call, 0);
+        if (!look_until(c, done) && lane == 0) {
+            lose(c, source, GpuPhase::kDispatchRows, call, 0);
+            if (gave_up(c)) fail();
+        }
         return are_here;
     }
 

@@ -20,6 +20,12 @@ __device__ __noinline__ void refuse_duplicate(const GpuContext& c, int entry, in
     report(c, kDuplicateExpert, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
 }
 
+// All threads of a block.
+__device__ __noinline__ void refuse_handle(const GpuContext& c) {
+    if (threadIdx.x == 0) report(c, kFailedHandle, c.rank, GpuPhase::kNone, 0, 0);
+    __syncthreads();
+}
+
 __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected,
                                         int32_t* counts) {
     const int source = at / c.layout.columns;
@@ -68,8 +74,12 @@ struct Plan {
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
 
     __device__ void enter() const {
+        const bool is_failed_handle = p.cached && p.recv_counts != nullptr && p.recv_counts[0] < 0, had_given_up = gave_up(c);
+        if (is_failed_handle) refuse_handle(c);
         if (static_cast<int>(threadIdx.x) >= config.num_ranks) return;
-        const bool refuses = p.stamp.what == 0 || gave_up(c);
+        const bool has_failed = (is_failed_handle || had_given_up) &&
+                                static_cast<volatile GpuFailure*>(c.failure)->kind != kNoFailure;  // else the peers hear later
+        const bool refuses = p.stamp.what == 0 || has_failed;
         const Workspace theirs(c, threadIdx.x);
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
         if (p.stamp.what == 0) stamp = p.stamp;
@@ -192,6 +202,7 @@ struct Plan {
         if (threadIdx.x == 0) let_place();
         if (warp == kPlanWarps - 1) {
             const bool met = __all_sync(kFullWarp, (lane >= config.num_ranks || meet(lane)) && !refuses);
+            __syncwarp();  // what any lane has seen
             if (lane == 0 && met) {
                 store_release_local(&c.state->met, c.plan);
                 static_cast<volatile GpuCounts*>(c.counts)->met = c.plan;
@@ -210,6 +221,14 @@ struct Plan {
             store_release_local(&c.state->counted, c.plan);
         }
         if (is_counted && warp == kPlanWarps - 1) tell();
+        if (!p.cached && failed) receive_nothing();
+    }
+
+    // Of a dispatch that has failed.
+    __device__ void receive_nothing() const {
+#pragma unroll 1
+        for (int local = threadIdx.x; local < num_local; local += kPlanThreads) p.num_recv_tokens_per_expert[local] = 0;
+        if (static_cast<int>(threadIdx.x) < config.num_ranks) p.recv_counts[threadIdx.x] = threadIdx.x == 0 ? kFailed : 0;
     }
 
     // Replaces the counts of each segment by the sums of those before it, and sends the total. A rank that refuses sends a word for that.

@@ -106,7 +106,7 @@ void Communicator::check_entries() const {
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
                                 call_name(header(peer).entered) + "; see its output for the error",
                             peer);
-        if (theirs.refused) throw PeerError("rank " + std::to_string(peer) + " refused its arguments: " + theirs.message, peer);
+        if (theirs.refused) throw PeerError("rank " + std::to_string(peer) + " did not make its call: " + theirs.message, peer);
         if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
     }
     if (!mismatch.empty())

@@ -129,8 +129,14 @@ GpuCommunicator::Step::Step(GpuCommunicator& owner) : owner_(owner) {
 }
 
 GpuContext GpuCommunicator::context() const {
-    const GpuWaits waits{rank_, static_cast<unsigned long long>(timeout_s_ * 1e9), &host_->failure, &state_->gave_up};
-    GpuContext c{waits, config_, layout_, {}, &host_->counts, expert_counts_, state_, num_plans_};
+    GpuContext c{memory_.waits(timeout_s_, &host_->failure, &state_->gave_up, &state_->ended),
+                 config_,
+                 layout_,
+                 {},
+                 &host_->counts,
+                 expert_counts_,
+                 state_,
+                 num_plans_};
     for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
     return c;
 }
@@ -176,11 +182,29 @@ void GpuCommunicator::plan(GpuPlanParams params, const Signature& signature, uin
     params.context = context();
     if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
     launch_plan(params, as_stream(stream));
-    ++num_calls_;
+    count_call(as_stream(stream));
+}
+
+// Calls that are captured are not made yet, and a capture may be given up: their numbers follow that of the last call made before.
+void GpuCommunicator::count_call(cudaStream_t stream) {
+    const unsigned long long capture = capture_of(stream);
+    num_captured_ = capture == 0 ? 0 : capture == capture_ ? num_captured_ + 1 : 1;
+    capture_ = capture;
+    if (capture == 0) ++num_calls_;
+}
+
+void GpuCommunicator::abandon() {
+    const DeviceGuard guard(device_);
+    join(last_.running());
 }
 
 GpuCounts GpuCommunicator::wait_counts(int64_t* numbers) {
-    wait_for_plan(host_->counts.ready, GpuPhase::kCounts);
+    try {
+        wait_for_plan(host_->counts.ready, GpuPhase::kCounts);
+    } catch (...) {
+        abandon();
+        throw;
+    }
     *numbers++ = num_calls_;
     numbers = std::copy_n(host_->counts.send_counts, config_.num_ranks, numbers);
     numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
@@ -215,7 +239,7 @@ void GpuCommunicator::wait_for_plan(const volatile unsigned long long& word, Gpu
 void GpuCommunicator::ask() const {
     const DeviceGuard guard(device_);
     if (poll_) poll_();
-    const cudaError_t status = cudaStreamQuery(last_);
+    const cudaError_t status = cudaStreamQuery(last_.running());
     if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
 }
 
@@ -345,12 +369,7 @@ void GpuCommunicator::start_afresh() {
 
 void GpuCommunicator::follow(cudaStream_t stream) {
     if (is_sending_) join(stream);  // the first half of a call that never had its second
-    if (has_last_ && last_ != stream && is_capturing(stream) == is_capturing(last_)) {
-        check_cuda(cudaEventRecord(followed_, last_), "cudaEventRecord");
-        check_cuda(cudaStreamWaitEvent(stream, followed_, 0), "cudaStreamWaitEvent");
-    }
-    has_last_ = true;
-    last_ = stream;
+    last_.follow(stream, followed_);
 }
 
 // May a kernel start while the plan runs? A graph keeps the plan's number, by which the kernel would know when: there it may not.
@@ -360,12 +379,13 @@ void GpuCommunicator::fork(cudaStream_t stream) {
     check_cuda(cudaEventRecord(forked_, stream), "cudaEventRecord");
     check_cuda(cudaStreamWaitEvent(sending_, forked_, 0), "cudaStreamWaitEvent");
     is_sending_ = true;
+    sends_in_ = capture_of(stream);
 }
 
 void GpuCommunicator::join(cudaStream_t stream) {
     const bool waits = std::exchange(is_sending_, false);
-    last_ = stream;
-    if (waits) check_cuda(cudaStreamWaitEvent(stream, sent_, 0), "cudaStreamWaitEvent");
+    last_.go_on(stream);
+    if (waits && capture_of(stream) == sends_in_) check_cuda(cudaStreamWaitEvent(stream, sent_, 0), "cudaStreamWaitEvent");
 }
 
 // ---- failures ----
@@ -389,7 +409,7 @@ void GpuCommunicator::check_this_call() {
 // What was expected and seen, as numbers of calls where the words say those.
 GpuFailure GpuCommunicator::in_calls(GpuFailure f) const {
     const auto phase = static_cast<GpuPhase>(f.phase);
-    if (f.kind != kTimeout || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts)) return f;
+    if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts)) return f;
     f.expected >>= kValueBits;
     f.seen = phase == GpuPhase::kEntry ? last_call_of(f.peer) : f.seen >> kValueBits;
     return f;
@@ -410,10 +430,9 @@ std::string GpuCommunicator::describe(const GpuFailure& f, int rank) const {
         case kMismatch:
             return "ranks make different calls: " + me + ": " + call(stamp_of(rank_, f.expected).what) + "; " + peer + ": " +
                    call(stamp_of(f.peer, f.expected).what);
-        case kPeerRefused: return peer + " refused its arguments";
-        default:
-            return me + ": " + peer + " did not deliver within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) +
-                   " ms; phase '" + name_of(static_cast<GpuPhase>(f.phase)) + "', expected " + expected + ", seen " + seen + kIfSlow;
+        case kPeerRefused: return peer + " did not make its call";
+        case kFailedHandle: return me + ": " + kHandleFailed;
+        default: return ends_wait(f.kind) ? memory_.describe_lack(f, rank, timeout_s_) : "unknown";
     }
 }
 
@@ -421,18 +440,19 @@ void GpuCommunicator::raise(const GpuFailure& f) const {
     const std::string message = describe(f, rank_);
     switch (f.kind) {
         case kIndexOutOfRange:
-        case kDuplicateExpert: throw std::invalid_argument(message);
+        case kDuplicateExpert:
+        case kFailedHandle: throw std::invalid_argument(message);
         case kBoundExceeded: throw CapacityError(message, rank_);
         case kMismatch: throw MismatchError(message);
         case kPeerRefused: throw PeerError(message + ": " + reason_of(f.peer, static_cast<int>(f.expected)), f.peer);
-        default: throw TimeoutError(message, f.peer, name_of(static_cast<GpuPhase>(f.phase)), f.expected, f.seen);
+        default: memory_.raise_lack(f, timeout_s_);
     }
 }
 
 // What `peer` has said of its refusal.
 std::string GpuCommunicator::reason_of(int peer, int parity) const {
     const GpuStamp stamp = stamp_of(peer, parity);
-    return stamp.reason[0] != '\0' ? stamp.reason : describe(stamp.why, peer);
+    return stamp.reason[0] != '\0' ? stamp.reason : describe(in_calls(stamp.why), peer);
 }
 
 // The last call that `peer` has entered, as far as this rank knows.

@@ -29,7 +29,8 @@ public:
     GpuCommunicator(const GpuCommunicator&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
-    int64_t num_calls() const { return num_calls_; }  // that this rank has entered or refused so far
+    int64_t num_calls() const { return num_calls_; }                    // that this rank has entered or refused so far
+    int64_t call_number() const { return num_calls_ + num_captured_; }  // of the last one, by which ranks know its handle again
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
@@ -68,6 +69,8 @@ public:
 
     // Enters a call only to tell the peers that this rank's arguments are wrong.
     void refuse(const std::string& reason, uintptr_t stream);
+    // A call goes no further: what it was given may be freed on its stream, once it is sent.
+    void abandon();
     // Throws what a kernel of this rank has reported so far, once.
     void check();
     bool has_failed() const { return static_cast<const volatile GpuFailure&>(host_->failure).kind != kNoFailure; }
@@ -88,6 +91,7 @@ private:
     void dispatch(GpuDispatchParams params, int num_sms, bool sends, bool receives, uintptr_t stream);
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
+    void count_call(cudaStream_t stream);
     void follow(cudaStream_t stream);
     bool follows_plan(cudaStream_t stream) const;
     void fork(cudaStream_t stream);
@@ -108,7 +112,8 @@ private:
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;
-    int64_t num_calls_ = 0;
+    int64_t num_calls_ = 0, num_captured_ = 0;          // the latter: in the capture of a graph that the last call was in
+    unsigned long long capture_ = 0, sends_in_ = 0;     // captures: of the last call, and of the one that sends beside its stream; 0: none
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
     std::function<void()> poll_;
     std::atomic<bool> busy_ = false;
@@ -120,8 +125,8 @@ private:
     int* expert_counts_ = nullptr;  // [num_local_experts]
 
     cudaStream_t sending_ = nullptr, copying_ = nullptr, announcing_ = nullptr;  // own streams, beside the caller's
-    cudaStream_t last_ = nullptr;                                                // of the last call
-    bool has_last_ = false, is_sending_ = false, has_early_launch_ = false;
+    LastStreams last_;
+    bool is_sending_ = false, has_early_launch_ = false;
     cudaEvent_t forked_ = nullptr, sent_ = nullptr, copied_ = nullptr, followed_ = nullptr;
 };
 

@@ -34,6 +34,10 @@ int64_t GpuGuardedCalls::dispatch(const GpuDispatchCall& call, int num_sms, uint
     return num_rows;
 }
 
+void GpuGuardedCalls::abandon() noexcept {
+    guarded([&] { communicator_.abandon(); });
+}
+
 bool GpuGuardedCalls::end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept {
     return guarded([&] { communicator_.end_dispatch(call.params, stream); });
 }

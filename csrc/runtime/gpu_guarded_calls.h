@@ -15,6 +15,7 @@ public:
     bool has_failed() noexcept override;
     int64_t num_calls() noexcept override;
     int64_t dispatch(const GpuDispatchCall& call, int num_sms, uintptr_t stream, int64_t* numbers) noexcept override;
+    void abandon() noexcept override;
     bool end_dispatch(const GpuDispatchCall& call, uintptr_t stream) noexcept override;
     bool dispatch_cached(const GpuDispatchCall& call, int num_sms, uintptr_t stream) noexcept override;
     bool combine(const GpuCombineCall& call, int num_sms, uintptr_t stream) noexcept override;

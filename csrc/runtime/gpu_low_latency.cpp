@@ -3,12 +3,22 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 #include "common/gpu_workspace.h"
 #include "common/signature.h"
 
 namespace deepep_moe {
+namespace {
+
+// Odd multiples of the golden ratio of 2^64: no call's number is the difference of two, and no memory has them by chance.
+unsigned long long new_mark() {
+    static std::atomic<unsigned long long> num_made = 0;
+    return (2 * num_made++ + 1) * 0x9e3779b97f4a7c15;
+}
+
+}  // namespace
 
 // ---- memory ----
 
@@ -21,6 +31,7 @@ GpuLowLatencyCommunicator::GpuLowLatencyCommunicator(const LowLatencyConfig& con
       owner_pid_(getpid()),
       timeout_s_(timeout_s),
       masks_stalled_(masks_stalled),
+      failed_mark_(new_mark()),
       memory_(config.num_ranks, rank, device) {
     try {
         allocate();
@@ -90,26 +101,23 @@ void GpuLowLatencyCommunicator::check_link(int rank, const std::string& bus) con
 // ---- calls ----
 
 LowLatencyContext GpuLowLatencyCommunicator::context() const {
-    const GpuWaits waits{rank_, static_cast<unsigned long long>(timeout_s_ * 1e9), &host_->failure, &state_->gave_up};
-    LowLatencyContext c{waits, config_, layout_, state_, &host_->masks, masks_stalled_, {}};
+    LowLatencyContext c{memory_.waits(timeout_s_, &host_->failure, &state_->gave_up, &state_->ended),
+                        config_,
+                        layout_,
+                        state_,
+                        &host_->masks,
+                        masks_stalled_,
+                        failed_mark_,
+                        {}};
     for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
     return c;
 }
 
-void GpuLowLatencyCommunicator::follow(cudaStream_t stream) {
-    if (has_last_ && last_ != stream && is_capturing(stream) == is_capturing(last_)) {
-        check_cuda(cudaEventRecord(followed_, last_), "cudaEventRecord");
-        check_cuda(cudaStreamWaitEvent(stream, followed_, 0), "cudaStreamWaitEvent");
-    }
-    has_last_ = true;
-    last_ = stream;
-}
-
 // Of a call, or of its half that receives.
 void GpuLowLatencyCommunicator::begin(bool sends, cudaStream_t stream) {
-    follow(stream);
+    last_.follow(stream, followed_);
     if (!sends || num_to_catch_up_ == 0) return;
-    --num_to_catch_up_;
+    if (!is_capturing(stream)) --num_to_catch_up_;
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kCatchUp;
     params.context = context();
@@ -154,7 +162,8 @@ void GpuLowLatencyCommunicator::mask(int rank, bool masked, uintptr_t stream) {
 }
 
 void GpuLowLatencyCommunicator::rejoin(uintptr_t stream) {
-    forget_failure();  // the calls that this rank has made alone count for nobody
+    forget_failure();           // the calls that this rank has made alone count for nobody
+    failed_mark_ = new_mark();  // their numbers come again
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kRejoin;
     control(params, stream);
@@ -190,6 +199,7 @@ std::string GpuLowLatencyCommunicator::describe(const GpuFailure& f) const {
             return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " +
                    std::to_string(config_.num_experts - 1);
         case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
+        case kFailedHandle: return kHandleFailed;
         default: return "unknown";
     }
 }
@@ -200,8 +210,9 @@ void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
     const std::string expected = std::to_string(f.expected), seen = std::to_string(f.seen);
     switch (f.kind) {
         case kIndexOutOfRange:
-        case kDuplicateExpert: throw std::invalid_argument(describe(f));
-        case kPeerRefused: throw PeerError(peer + " refused its arguments: " + reason_of(f.peer), f.peer);
+        case kDuplicateExpert:
+        case kFailedHandle: throw std::invalid_argument(describe(f));
+        case kPeerRefused: throw PeerError(peer + " did not make its call: " + reason_of(f.peer), f.peer);
         case kOvertaken:
             throw MismatchError(peer + " is in call " + seen + " already, " + me + " in call " + expected + ": " + peer +
                                 " gave up waiting for a rank, and calls of its that were enqueued went on");
@@ -214,11 +225,7 @@ void GpuLowLatencyCommunicator::raise(const GpuFailure& f) const {
                                     describe_combine(LowLatencyWhat::dispatch_near(f.expected, static_cast<int>(f.seen))));
             throw MismatchError("ranks make different calls: " + me + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.expected)) +
                                 "; " + peer + ": " + deepep_moe::describe(LowLatencyWhat::unpacked(f.seen)));
-        default:
-            throw TimeoutError(me + ": " + peer + " did not deliver within the deadline of " +
-                                   std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms; phase '" + name_of(phase) +
-                                   "', expected " + expected + ", seen " + seen + kIfSlow,
-                               f.peer, name_of(phase), f.expected, f.seen);
+        default: memory_.raise_lack(f, timeout_s_);
     }
 }
 

@@ -14,6 +14,8 @@ public:
     GpuLowLatencyCommunicator(const GpuLowLatencyCommunicator&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
+    // Bits of the number of a dispatch that tell in its handle that it has failed.
+    int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
     std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
     // Throws where a GPU is reached, but not over NVLink: what rows rely on (common/low_latency_gpu.h) is not known of such links.
@@ -38,7 +40,6 @@ private:
     void release();
     void check_link(int rank, const std::string& bus) const;
     LowLatencyContext context() const;
-    void follow(cudaStream_t stream);
     void control(LowLatencyControlParams& params, uintptr_t stream);
     void begin(bool sends, cudaStream_t stream);
     GpuFailure forget_failure();
@@ -51,6 +52,7 @@ private:
     const int rank_, device_, owner_pid_;
     const double timeout_s_;
     const bool masks_stalled_;
+    unsigned long long failed_mark_;
     GpuMemory memory_;
     LowLatencyState* state_ = nullptr;
     struct HostSlots {
@@ -58,8 +60,7 @@ private:
         unsigned masks;
     };
     HostSlots* host_ = nullptr;  // pinned
-    cudaStream_t last_ = nullptr;
-    bool has_last_ = false;
+    LastStreams last_;
     int num_to_catch_up_ = 0;  // calls whose call before last may have been refused, or have failed
     cudaEvent_t followed_ = nullptr;
 };

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "common/errors.h"
+
 namespace deepep_moe {
 
 void check_cuda(cudaError_t status, const char* what) {
@@ -27,6 +29,26 @@ bool is_capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
+unsigned long long capture_of(cudaStream_t stream) {
+    if (stream == nullptr) return 0;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    check_cuda(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
+    return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+void LastStreams::follow(cudaStream_t stream, cudaEvent_t event) {
+    const bool captures = is_capturing(stream);
+    const std::optional<cudaStream_t> last = captures ? captured_ : running_;
+    if (last && *last != stream && is_capturing(*last) == captures) {
+        check_cuda(cudaEventRecord(event, *last), "cudaEventRecord");
+        check_cuda(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+    }
+    go_on(stream);
+}
+
+void LastStreams::go_on(cudaStream_t stream) { (is_capturing(stream) ? captured_ : running_) = stream; }
+
 DeviceGuard::DeviceGuard(int device) {
     check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
     if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
@@ -45,11 +67,9 @@ DeviceGuard::~DeviceGuard() {
 
 namespace {
 
-constexpr unsigned long long kYes = 1;
-
 struct Remains {
     std::byte* workspace;
-    int64_t left;  // offset of u64[num_ranks]: kYes of each rank that has left
+    int64_t left;  // offset of `GpuWaits::left`
     int device;
     std::vector<Process> processes;  // of the ranks
 
@@ -57,7 +77,7 @@ struct Remains {
         std::vector<unsigned long long> words(processes.size());
         if (cudaMemcpy(words.data(), workspace + left, 8 * words.size(), cudaMemcpyDeviceToHost) != cudaSuccess) return true;  // GPU failed
         for (size_t rank = 0; rank < words.size(); ++rank)
-            if (words[rank] != kYes && !processes[rank].is_gone()) return false;
+            if (words[rank] == 0 && !processes[rank].is_gone()) return false;
         return true;
     }
 };
@@ -99,12 +119,17 @@ void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
     check_cuda(cudaMalloc(&workspace, bytes), "cannot allocate the workspace");
     workspaces_[rank_] = static_cast<std::byte*>(workspace);
     check_cuda(cudaMemset(workspace, 0, zeroed_bytes), "cudaMemset");
+    void* ended = nullptr;
+    check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    ended_ = new (ended) std::atomic<unsigned>(0);
 }
 
 GpuMemory::~GpuMemory() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
     const bool is_shared = is_connected_ && cudaDeviceSynchronize() == cudaSuccess;
+    watch_.reset();
+    cudaFreeHost(ended_);
     if (is_shared) tell_peers();
     for (int rank = 0; rank < num_ranks_; ++rank)
         if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
@@ -114,8 +139,31 @@ GpuMemory::~GpuMemory() {
 }
 
 void GpuMemory::tell_peers() const {
+    constexpr unsigned long long kYes = 1;
     for (int rank = 0; rank < num_ranks_; ++rank)
         cudaMemcpy(workspaces_[rank] + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
+}
+
+GpuWaits GpuMemory::waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const {
+    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[rank_] + left_);
+    return {rank_, static_cast<unsigned long long>(timeout_s * 1e9), failure, gave_up, left, reinterpret_cast<unsigned*>(ended_), ended};
+}
+
+std::string GpuMemory::describe_lack(const GpuFailure& f, int rank, double timeout_s) const {
+    const std::string phase = name_of(static_cast<GpuPhase>(f.phase)), where = "rank " + std::to_string(rank),
+                      peer = "rank " + std::to_string(f.peer);
+    if (f.kind == kPeerLeft) return where + ", waiting for " + phase + ": " + peer + kHasLeft;
+    const std::string why = f.kind == kPeerEnded
+                                ? ", its process " + std::to_string(processes_[f.peer].pid) + " is gone"
+                                : " within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s * 1000)) + " ms";
+    return where + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) + ", seen " +
+           std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
+}
+
+void GpuMemory::raise_lack(const GpuFailure& f, double timeout_s) const {
+    const std::string message = describe_lack(f, rank_, timeout_s);
+    if (f.kind == kPeerLeft) throw PeerError(message, f.peer);
+    throw TimeoutError(message, f.peer, name_of(static_cast<GpuPhase>(f.phase)), f.expected, f.seen);
 }
 
 namespace {
@@ -148,6 +196,7 @@ void GpuMemory::connect(const std::vector<std::string>& handles) {
                    ("cannot reach the GPU of rank " + std::to_string(rank) + " (cudaIpcOpenMemHandle)").c_str());
         workspaces_[rank] = static_cast<std::byte*>(workspace);
     }
+    watch_ = std::make_unique<Watch>(std::vector<Process>(processes_, processes_ + num_ranks_), ended_);
     is_connected_ = true;
 }
 

@@ -3,12 +3,17 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "common/gpu_wait.h"
 #include "common/types.h"
 #include "runtime/process.h"
+#include "runtime/watch.h"
 
 namespace deepep_moe {
 
@@ -18,7 +23,19 @@ constexpr int kMaxGpus = 8;  // of one host, as ranks of one group
 void check_cuda(cudaError_t status, const char* what);
 int attribute(cudaDeviceAttr which, int device);
 bool is_capturing(cudaStream_t stream);
+unsigned long long capture_of(cudaStream_t stream);  // the number of the capture that goes on there, or 0
 inline cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+// The streams of a buffer's last calls: each call follows the last one on whatever stream, one in a graph the last one captured there.
+class LastStreams {
+public:
+    void follow(cudaStream_t stream, cudaEvent_t event);  // a call begins; event: to record
+    void go_on(cudaStream_t stream);                      // the rest of the call is there
+    cudaStream_t running() const { return running_.value_or(nullptr); }
+
+private:
+    std::optional<cudaStream_t> running_, captured_;
+};
 
 // The calling thread's device, put back at the end of a scope.
 class DeviceGuard {
@@ -42,11 +59,18 @@ public:
     ~GpuMemory();
     GpuMemory(const GpuMemory&) = delete;
 
-    // left: offset of u64[num_ranks] of this class's own.
+    // left: offset of `GpuWaits::left`.
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
     std::string handle() const;  // of kHandleBytes
     void connect(const std::vector<std::string>& handles);
     std::byte* of(int rank) const { return workspaces_[rank]; }
+
+    // For a kernel; `failure` in host memory, the others in the device's.
+    GpuWaits waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const;
+    // What a kernel of `rank` has reported of a wait in vain.
+    std::string describe_lack(const GpuFailure& failure, int rank, double timeout_s) const;
+    // Throws it, of this rank.
+    [[noreturn]] void raise_lack(const GpuFailure& failure, double timeout_s) const;
 
     static const size_t kHandleBytes;
 
@@ -58,6 +82,8 @@ private:
     bool is_connected_ = false;
     std::byte* workspaces_[kMaxGpus] = {};
     Process processes_[kMaxGpus];
+    std::atomic<unsigned>* ended_ = nullptr;  // pinned, set by
+    std::unique_ptr<Watch> watch_;
 };
 
 }  // namespace deepep_moe

@@ -241,7 +241,7 @@ void LowLatencyCommunicator::check_entries(uint64_t number, RankSet ranks, const
         const LowLatencyWhat what = what_of(turn(number).entered(peer).load(std::memory_order_acquire));
         if (what.is_refused) {
             const char* text = reason(rank_, peer);
-            throw PeerError(rank_name(peer) + " refused its arguments: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
+            throw PeerError(rank_name(peer) + " did not make its call: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
         }
         if (what.packed() != own.packed()) others += "; " + rank_name(peer) + ": " + describe(what);
         if (dispatch_of(peer) != dispatch_of(rank_)) others_along += "; " + rank_name(peer) + ": " + describe_combine(dispatch_of(peer));
@@ -329,9 +329,9 @@ void LowLatencyCommunicator::rejoin() {
         if (peer != rank_ && told[peer] != told[first])
             throw MismatchError("ranks take " + rank_name(rank_) + " back between different calls: " + rank_name(first) + " at call " +
                                 std::to_string(told[first] - 1) + ", " + rank_name(peer) + " at call " + std::to_string(told[peer] - 1));
-    masks_ = 0;
-    for (auto& call : first_calls_) call = 0;
     if (config_.num_ranks > 1) num_sent_ = told[first] - 2;
+    for (auto& call : first_calls_) call = num_sent_ + 1;  // those before are over, also for one that still waits in one
+    masks_ = 0;
     for (auto& fate : fates_) fate = 0;
 }
 

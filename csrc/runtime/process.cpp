@@ -1,20 +1,32 @@
 #include "runtime/process.h"
 
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
+#include <string>
 
 namespace deepep_moe {
+namespace {
 
-uint64_t process_start_time(int pid) {
+// What /proc says of `pid`. Empty: nothing, as the process is gone. None: it could not be read now, as no file can be opened, say.
+std::optional<std::string> status_of(int pid) {
     char path[64], text[1024];
     std::snprintf(path, sizeof(path), "/proc/%d/stat", pid);
     std::FILE* file = std::fopen(path, "re");
-    if (file == nullptr) return 0;
-    const size_t length = std::fread(text, 1, sizeof(text) - 1, file);
+    if (file == nullptr) return errno == ENOENT || errno == ESRCH ? std::optional<std::string>("") : std::nullopt;
+    const size_t length = std::fread(text, 1, sizeof(text), file);
+    const bool failed = std::ferror(file) != 0 && errno != ESRCH;
     std::fclose(file);
-    text[length] = '\0';
-    const char* field = std::strrchr(text, ')');  // the name before it may hold anything
+    return failed ? std::nullopt : std::optional<std::string>({text, length});
+}
+
+// The start time in it, or 0 for a process that has ended.
+uint64_t start_time_in(const std::string& status) {
+    const char* field = std::strrchr(status.c_str(), ')');  // the name before it may hold anything
     if (field == nullptr || field[1] != ' ') return 0;
     field += 2;  // field 3, the state
     if (*field == 'Z' || *field == 'X') return 0;
@@ -24,5 +36,22 @@ uint64_t process_start_time(int pid) {
     }
     return field != nullptr ? std::strtoull(field, nullptr, 10) : 0;
 }
+
+// Are the numbers in /proc those that processes here go by? Not where it is that of an outer container.
+bool is_own_proc() {
+    char target[32];
+    const ssize_t length = readlink("/proc/self", target, sizeof(target));
+    return length > 0 && std::string(target, length) == std::to_string(getpid());
+}
+
+}  // namespace
+
+bool Process::is_gone() const {
+    if (start_time == 0) return false;
+    const auto status = status_of(pid);
+    return status && start_time_in(*status) != start_time;
+}
+
+Process running(int pid) { return {pid, is_own_proc() ? start_time_in(status_of(pid).value_or("")) : 0}; }
 
 }  // namespace deepep_moe

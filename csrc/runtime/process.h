@@ -1,21 +1,22 @@
 // Is a process of this host still running?
 #pragma once
 
+#include <compare>
 #include <cstdint>
 
 namespace deepep_moe {
 
-// Start time of `pid` in clock ticks since boot, or 0 when it is gone or only waits to be reaped. Tells a process from a later one
-// that got its number.
-uint64_t process_start_time(int pid);
-
+// A process; told from a later one that gets its number by when it began, in clock ticks since boot. 0: that is not known.
 struct Process {
     int pid = 0;
     uint64_t start_time = 0;
 
-    bool is_gone() const { return process_start_time(pid) != start_time; }
+    // Has it ended, or does it only wait to be reaped? No, where that cannot be known.
+    bool is_gone() const;
+    auto operator<=>(const Process&) const = default;
 };
 
-inline Process running(int pid) { return {pid, process_start_time(pid)}; }
+// `pid`, which is running now.
+Process running(int pid);
 
 }  // namespace deepep_moe

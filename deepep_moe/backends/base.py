@@ -38,6 +38,40 @@ class Settings:
         return self.num_experts // self.num_ranks
 
 
+class Sizes:
+    """What a buffer says of its settings."""
+
+    _settings: Settings
+
+    @property
+    def num_ranks(self) -> int:
+        return self._settings.num_ranks
+
+    @property
+    def rank(self) -> int:
+        return self._settings.rank
+
+    @property
+    def hidden(self) -> int:
+        return self._settings.hidden
+
+    @property
+    def num_experts(self) -> int:
+        return self._settings.num_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        return self._settings.num_local_experts
+
+    @property
+    def num_topk(self) -> int:
+        return self._settings.num_topk
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        return self._settings.num_max_tokens_per_rank
+
+
 @dataclass(frozen=True)
 class Mode:
     """How a call runs; its results do not depend on it."""
@@ -164,7 +198,7 @@ class Backend(Protocol):
         ...
 
     def abort(self, message: str) -> None:
-        """Tell the peers, who are or will be in the same call, that this rank refused its arguments."""
+        """Tell the peers, who are or will be in the same call, that this rank does not make its call."""
         ...
 
     def destroy(self) -> None: ...

@@ -1,6 +1,9 @@
 """Checks of the arguments of one call, before anything moves. Wrong types raise TypeError, wrong values ValueError."""
 
+import numbers
 import operator
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +18,45 @@ _MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = tuple(DTYPE_NAMES)
+NOT_BUILT = ("nvshmem",)
+"""Backends that are known by name and cannot serve: asked for, they say so; nothing offers them."""
+
+
+# ---- of single values ----
+
+
+def as_int(name: str, value: Any) -> int:
+    """A plain int, also of NumPy's. Raises TypeError for anything else, bools among it."""
+    if type(value) is int:
+        return value
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} is {value!r}; it must be an int")
+
+
+def as_float(name: str, value: Any) -> float:
+    """A plain float, also of ints and of NumPy's. Raises TypeError for anything else, bools and tensors among it."""
+    if type(value) in (float, int):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; it must be a float")
+    return float(value)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be a bool")
+
+
+def check_is_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
+
+def offered(backends: Iterable[str]) -> list[str]:
+    """Those of `backends` that are built: what a message may advise."""
+    return [name for name in backends if name not in NOT_BUILT]
 
 
 # ---- before an operator can be called at all ----
@@ -25,8 +67,8 @@ def check_tensors(x: Any, **tensors: Any) -> None:
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise TypeError("dispatch and combine cannot be transformed by torch.func (grad, vmap, jvp); use torch.autograd.grad or backward")
     for name, tensor in {"x": x, **tensors}.items():
-        if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+        if tensor is not None or name == "x":
+            check_is_tensor(name, tensor)
 
 
 def check_owner(handle: Any, buffer_id: int) -> None:
@@ -74,8 +116,7 @@ def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
     any_strides: bool = False,
 ) -> None:  # fmt: skip
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    check_is_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
@@ -188,6 +229,11 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
         raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
     if args.parts is not None:  # which have the right shapes
         check_tensor("x", x, tuple(x.shape), _SUMMED)
+    elif isinstance(x, Tensor) and x.shape != (handle.num_rows, s.hidden):
+        raise ValueError(
+            f"x has shape {list(x.shape)}; it must be [{handle.num_rows}, {s.hidden}], a row for each one that the dispatch of this handle "
+            "returned, in their order"
+        )
     else:
         _check_rows("x", x, handle.num_rows, s, _SUMMED)
     if args.weights is not None and tuple(args.weights.shape) != (handle.num_rows,):
@@ -212,19 +258,16 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
 def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None) -> Settings:
     """`s` with plain numbers and the deadline in force. Raises TypeError or ValueError."""
     if backend not in backends:
-        raise ValueError(f"backend is {backend!r}; it must be one of {list(backends)}")
-    numbers = {}
+        raise ValueError(f"backend is {backend!r}; it must be one of {offered(backends)}")
+    plain = {}
     for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
-        value = getattr(s, name)
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number")
-        numbers[name] = operator.index(value)
-        if numbers[name] < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+        plain[name] = as_int(name, getattr(s, name))
+        if plain[name] < least:
+            raise ValueError(f"{name} is {plain[name]}; it must be at least {least}")
     deadline = config.timeout_s() if timeout_s is None else timeout_s
     if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
         raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
-    s = replace(s, timeout_s=float(deadline), **numbers)
+    s = replace(s, timeout_s=float(deadline), **plain)
     if s.hidden % (_C.ROW_ALIGNMENT // 4):
         raise ValueError(f"hidden is {s.hidden}; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8")
     if s.num_experts % s.num_ranks:

@@ -79,8 +79,8 @@ class CollectiveBackend:
         """`processes`: (host, process id) of every rank, to tell which one died."""
         self.settings = settings
         self.group = group
-        self._processes = processes
-        self._start_times = [_C.process_start_time(pid) for _, pid in processes]
+        host, _ = processes[settings.rank]
+        self._neighbours = {rank: _C.running(pid) for rank, (other, pid) in enumerate(processes) if other == host}
         self.num_calls = 0
 
     # ---- the three operations ----
@@ -290,7 +290,7 @@ class CollectiveBackend:
         for rank, peer in enumerate(peers):
             if peer.failed:
                 reason = entries[rank, -_MESSAGE_BYTES // 8 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-                raise EPPeerError(f"rank {rank} refused its arguments: {reason}", rank=rank)
+                raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank)
         different = [rank for rank, peer in enumerate(peers) if (peer.call, *peer.signature()) != (own.call, *own.signature())]
         if different:
             calls = "; ".join(f"rank {rank}: {peers[rank].describe()}" for rank in [s.rank, *different])
@@ -311,11 +311,10 @@ class CollectiveBackend:
 
     def _dead_rank(self) -> int:
         """A rank of this host whose process is gone, or -1. Its connections break before the system says so: it gets a second."""
-        host = self._processes[self.settings.rank][0]
         began = time.monotonic()
         while True:
-            for rank, (other, pid) in enumerate(self._processes):
-                if other == host and _C.process_start_time(pid) != self._start_times[rank]:
+            for rank, process in self._neighbours.items():
+                if process.is_gone():
                     return rank
             if time.monotonic() - began > 1:
                 return -1

@@ -139,6 +139,11 @@ def check_combine(
         _check_blocks(s)
 
 
+def check_combine_input(dtype: torch.dtype, s: Settings, backend: "LowLatencyBackend") -> None:
+    """Raises what `check_combine` would for rows of this dtype."""
+    _check_rows("combine's x", torch.empty((1, s.hidden), dtype=dtype, device=backend.device), (1, s.hidden), backend)
+
+
 def _check_blocks(s: Settings) -> None:
     if s.hidden % _C.SCALE_BLOCK:
         raise ValueError(f"hidden is {s.hidden}; rows in fp8 need a multiple of {_C.SCALE_BLOCK}")
@@ -197,6 +202,10 @@ class LowLatencyBackend:
     def check(self) -> None:
         self._communicator.check()
 
+    def has_failed(self, state: Tensor) -> bool:
+        """Has the dispatch of a handle, of which this is the memory, failed, as far as it has come?"""
+        raise NotImplementedError
+
     def destroy(self) -> None:
         self._communicator = None
 
@@ -254,6 +263,10 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def rejoin(self) -> None:
         self._communicator.rejoin()
+
+    def has_failed(self, state: Tensor) -> bool:
+        """As LowLatencyHandleLayout has it, no rank's tokens are known before they are received."""
+        return min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0
 
     def refuse(self, reason: str) -> None:
         self._communicator.refuse(reason)
@@ -314,6 +327,12 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
 
     def _move(self, call: DispatchCall | CombineCall, sends: bool, receives: bool) -> None:
         self._method(call)(self._params(call), sends, receives, self._stream())
+
+    def has_failed(self, state: Tensor) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # a kernel finds out
+        call, failed = state[:16].view(torch.int64).tolist()  # as LowLatencyHandleLayout has them
+        return call ^ failed == self._communicator.failed_mark
 
     def check(self) -> None:
         if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays

@@ -94,21 +94,23 @@ class NvlinkBackend:
             rows, recv_topk_idx = self._receive_buffers(args, call, room, is_guess)
         stream = self._enter(call, args.mode)
         if is_bounded:
-            handle.call.fill_(-1)[0] = self.num_calls
-            handle.complete(room, recv_topk_idx)
+            handle.call.fill_(-1)[0] = self._communicator.call_number
+            handle.complete(room, recv_topk_idx, stream)
             return rows, handle, self._dispatch_move(args, call, num_sms, stream, rows, handle)
         (self._communicator.dispatch if is_guess else self._communicator.start_dispatch)(call, num_sms, stream)
         try:
-            counts = self._communicator.wait_counts(handle.call.data_ptr())  # from here on rows wait for receivers
+            num_rows = self._communicator.wait_counts(handle.call.data_ptr()).num_rows  # from here on rows wait for receivers
+            if num_sms == 0:
+                self._communicator.copy(handle.call[1 : 1 + self.settings.num_ranks].tolist(), call.slot_bytes, stream)
+            if num_rows > room:
+                new_rows, recv_topk_idx = self._receive_buffers(args, call, num_rows, False)
         except BaseException:
+            self._communicator.abandon()
             if args.mode.is_async and self._own_stream is not None:  # which goes on with what it was given
                 self._record(self._own_stream, args, handle, *([rows] if is_guess else []))
             raise
-        if num_sms == 0:
-            self._communicator.copy(handle.call[1 : 1 + self.settings.num_ranks].tolist(), call.slot_bytes, stream)
-        num_rows = counts.num_rows
         if num_rows > room:
-            rows, recv_topk_idx = self._receive_buffers(args, call, num_rows, False)
+            rows = new_rows
             if not args.mode.is_split:
                 self._communicator.end_dispatch(call, stream)
         elif num_rows < room:
@@ -116,7 +118,7 @@ class NvlinkBackend:
             if recv_topk_idx is not None:
                 recv_topk_idx.resize_(num_rows, self.settings.num_topk)
         self._guesses[args.layout, args.expert_alignment].remember(num_rows)
-        handle.complete(num_rows, recv_topk_idx)
+        handle.complete(num_rows, recv_topk_idx, stream)
         return rows, handle, partial(self._end, args, call, rows, handle) if args.mode.is_split else _nothing
 
     def _guess(self, args: DispatchArgs, num_sms: int) -> int:
@@ -134,7 +136,7 @@ class NvlinkBackend:
             w = args.weighing
             rows.grad_weights = torch.empty_like(w.weights)
             call.weigh(w.weights, w.x, w.parts, rows.grad_weights, DTYPES[args.x.dtype])
-        stream = self._enter(call, args.mode)
+        stream = self._enter_along(handle, call, args.mode)
         return rows, self._dispatch_move(args, call, num_sms, stream, rows, handle, counts)
 
     def _dispatch_move(
@@ -160,7 +162,7 @@ class NvlinkBackend:
         weights = args.weights if args.at_source is None else None
         inputs = args.x, args.parts, weights, args.bias, args.lane_values, args.at_source
         call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0)
-        stream = self._enter(call, args.mode)
+        stream = self._enter_along(handle, call, args.mode)
         if num_sms > 0 and not args.mode.is_split:
             return combined_x, lane_values, partial(self._communicator.combine, call, num_sms, stream)
         self._communicator.start_combine(call, num_sms, stream)
@@ -230,6 +232,13 @@ class NvlinkBackend:
         """Enqueue the plan of a call, which enters it; returns the stream of the call."""
         stream = self._stream_of(mode)
         self._communicator.plan(call, stream)
+        return stream
+
+    def _enter_along(self, handle: DispatchHandle, call: Any, mode: Mode) -> int:
+        """The same. The caller may drop the handle at once, also on another stream than that of its dispatch."""
+        stream = self._enter(call, mode)
+        if isinstance(handle, PackedHandle) and handle.stream not in (None, stream):
+            self._record(torch.cuda.current_stream(self.device), handle)
         return stream
 
     def _stream_of(self, mode: Mode) -> int:

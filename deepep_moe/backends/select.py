@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepep_moe import _C, config
 from deepep_moe.backends.base import Backend, Settings
+from deepep_moe.backends.checks import NOT_BUILT
 from deepep_moe.backends.collective import CollectiveBackend
 from deepep_moe.backends.low_latency import LowLatencyBackend, NvlinkLowLatencyBackend, ShmLowLatencyBackend
 from deepep_moe.backends.messages import gather_objects
@@ -22,7 +23,7 @@ from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerEr
 logger = logging.getLogger("deepep_moe")
 _Connecting = TypeVar("_Connecting", ShmBackend, NvlinkBackend, ShmLowLatencyBackend, NvlinkLowLatencyBackend)
 BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
-_NOT_BUILT = "it is not built in this version; use backend='auto', or 'collective' for GPU tensors over NCCL"
+_WHY_NOT_BUILT = "it is not built in this version; use backend='auto', or 'collective' for GPU tensors over NCCL"
 
 
 @dataclass
@@ -140,8 +141,8 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
 
     Raises BackendUnavailableError with the reason and the fix.
     """
-    if name == "nvshmem":
-        raise BackendUnavailableError(f"backend {name!r} cannot serve: {_NOT_BUILT}")
+    if name in NOT_BUILT:
+        raise BackendUnavailableError(f"backend {name!r} cannot serve: {_WHY_NOT_BUILT}")
     on_gpus = all(peer.has_gpu and "nccl" in peer.group_backend for peer in peers)
     candidate = name if name != "auto" else "nvlink" if on_gpus else "shm"
     if candidate in ("shm", "nvlink"):
@@ -179,9 +180,8 @@ def make_low_latency_backend(
             or _make_connected(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
         )
     if isinstance(made, str):
-        raise BackendUnavailableError(
-            f"no low-latency backend can serve, backend={name!r}: {made}; use backend='auto', or Buffer, which has more backends"
-        )
+        advice = "use Buffer" if name == "auto" or _why_too_many(peers) else "use backend='auto', or Buffer"
+        raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {made}; {advice}, which has more backends")
     return made
 
 

@@ -17,7 +17,7 @@ from deepep_moe.bench.low_latency_operations import LowLatencyOperation
 from deepep_moe.bench.low_latency_timing import GRAPH_CALLS, Batches, Times
 from deepep_moe.bench.measure import Rank
 from deepep_moe.bench.operations import Inputs, gather_counts, link_rows, operations, tokens_per_rank
-from deepep_moe.bench.rivals import words
+from deepep_moe.bench.rivals import PlannedByExpert, words
 from deepep_moe.bench.verify import verify, verify_rival
 
 _TIMEOUT_S = 30.0  # of waits for a peer
@@ -152,11 +152,11 @@ class LowLatencyRank(Rank):
         """By operation and dtype, where it is right."""
         inputs, made = everyone[self.rank], {}
         what, time = f"{len(inputs.x)} tokens", partial(self._time_rival, len(inputs.x))
-        rival = self._rival(inputs, words(inputs.x))
+        rival = PlannedByExpert(words(inputs.x), inputs, self.shape, self.group)
         expert_rows = self._agreed(f"all-to-all, {what}", partial(verify_rival, rival, everyone, self.shape, self.rank))
         if expert_rows is None:
             return {}
-        in_fp8 = self._rival(inputs, words(inputs.x_fp8, inputs.x_scales))
+        in_fp8 = PlannedByExpert(words(inputs.x_fp8, inputs.x_scales), inputs, self.shape, self.group)
         calls = {
             ("dispatch", "bfloat16"): rival.dispatch,
             ("dispatch", "float8_e4m3fn"): in_fp8.dispatch,

@@ -18,7 +18,7 @@ from deepep_moe.bench.operations import Inputs, Operation, Shape, gather_counts,
 from deepep_moe.bench.overlap_measure import NUM_SMS, OPS, BesideGemms, Overlap
 from deepep_moe.bench.peers import DeepEP
 from deepep_moe.bench.records import cpu_name
-from deepep_moe.bench.rivals import PlannedAllToAll, words
+from deepep_moe.bench.rivals import PLANNED, words
 from deepep_moe.bench.timing import Timer
 from deepep_moe.bench.verify import verify, verify_rival
 from deepep_moe.errors import EPError
@@ -28,7 +28,7 @@ _TIMEOUT_S = 30.0  # of waits for a peer
 
 @dataclass
 class Rival:
-    """Times of the rows alone, and with the permutes that bring them into the order of the expert layout."""
+    """Times of the rows alone, and with the permutes that a layer needs around them."""
 
     alone_us: list[float]
     permuted_us: list[float]
@@ -109,11 +109,6 @@ class Rank:
         group = self.group if o.backend == "collective" else None
         return Buffer(group, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=_TIMEOUT_S)
 
-    def _rival(self, inputs: Inputs, rows: torch.Tensor) -> PlannedAllToAll:
-        counts = inputs.topk_idx.flatten().bincount(minlength=self.shape.num_experts).cpu()
-        counts = gather_counts(counts.view(self.shape.num_ranks, -1))
-        return PlannedAllToAll(rows, inputs.topk_idx, inputs.topk_weights, counts, self.group)
-
     def _agreed(self, what: str, attempt: Callable[[], Any]) -> Any:
         """What `attempt` returns, or None where it raised on any rank: then all ranks know, and leave it out."""
         result, reason = None, None
@@ -175,28 +170,29 @@ class Rank:
         return [overlap for overlap in found if overlap is not None]
 
     def _time(
-        self, o: Operation, num_tokens: int, rows: dict[str, int], rivals: dict[tuple[str, str], Rival], workspace_bytes: int | None
+        self, o: Operation, num_tokens: int, rows: dict[str, int], rivals: dict[tuple[str, str, str], Rival], workspace_bytes: int | None
     ) -> Measurement:
         iterations = self.options.iterations
         stream_us = self.timer.stream(o.call, iterations)
         call_us = self.timer.call(o.call, iterations) if self.timer.is_gpu else stream_us
         backend = o.backend or self.options.backend
-        link_bytes, rival = rows[o.op] * o.row_bytes, rivals[o.op, o.dtype]
+        link_bytes, rival = rows[o.op] * o.row_bytes, rivals[o.op, o.dtype, o.layout]
         return Measurement(
             o.op, o.dtype, o.layout, o.name, num_tokens, o.num_sms, backend, stream_us, call_us, link_bytes, workspace_bytes, rival
         )
 
-    def _time_rivals(self, everyone: list[Inputs]) -> dict[tuple[str, str], Rival]:
-        """By operation and dtype."""
-        iterations, inputs, found = self.options.iterations, everyone[self.rank], {}
-        for dtype, rows in (("float8_e4m3fn", words(inputs.x_fp8, inputs.x_scales)), ("bfloat16", words(inputs.x))):
-            rival = self._rival(inputs, rows)
-            alone = self.timer.stream(rival.exchange, iterations)
-            found["dispatch", dtype] = Rival(alone, self.timer.stream(rival.dispatch, iterations))
-        expert_rows = verify_rival(rival, everyone, self.shape, self.rank)
-        found["cached dispatch", "bfloat16"] = Rival(alone, self.timer.stream(rival.cached_dispatch, iterations))
-        back = self.timer.stream(rival.exchange_back, iterations)
-        found["combine", "bfloat16"] = Rival(back, self.timer.stream(partial(rival.combine, expert_rows), iterations))
+    def _time_rivals(self, everyone: list[Inputs]) -> dict[tuple[str, str, str], Rival]:
+        """By operation, dtype and layout."""
+        iterations, inputs, stream, found = self.options.iterations, everyone[self.rank], self.timer.stream, {}
+        for layout, planned in PLANNED.items():
+            for dtype, rows in (("float8_e4m3fn", words(inputs.x_fp8, inputs.x_scales)), ("bfloat16", words(inputs.x))):
+                rival = planned(rows, inputs, self.shape, self.group)
+                alone = stream(rival.exchange, iterations)
+                found["dispatch", dtype, layout] = Rival(alone, stream(rival.dispatch, iterations))
+            arrived = verify_rival(rival, everyone, self.shape, self.rank)
+            found["cached dispatch", dtype, layout] = Rival(alone, stream(rival.cached_dispatch, iterations))
+            back = stream(rival.exchange_back, iterations)
+            found["combine", dtype, layout] = Rival(back, stream(partial(rival.combine, arrived), iterations))
         return found
 
 

@@ -1,15 +1,10 @@
 """How much of an exchange hides behind GEMMs: `python -m deepep_moe.bench overlap --backend nvlink`. The link's benchmark does it too.
 
-An exchange in two halves (`return_hook=True`) with equal GEMMs between them, which last about 1.5 times as long as its rows fly; beside it
-the exchange alone and the GEMMs alone. Once with copy engines (num_sms=0), which leave every SM to the GEMMs from the start's end to the
-hook, and once with the default number of SMs. All through the hook is checked, then timed: where on the stream each half and the GEMMs
-begin and end, on the slowest rank. The start of a dispatch counts with the host's wait for what it will receive, and where the stream has
-run dry by then, its GEMMs count with the way of the first one to the GPU.
-
-The rows' own time with copy engines: of a dispatch, from the end of the start's part to the arrival of the last row, seen through a hook
-that waits for the rows and does nothing else. Of a combine, the hook's part of the exchange alone less that behind the GEMMs, when the
-rows have long been there: what combine adds up waits for the last rows, nearly all of it. A dispatch puts rows into place while others
-fly, so there that difference would be shorter than the flight.
+An exchange in two halves (`return_hook=True`) with equal GEMMs between them, which last about 1.5 times as long as its second half alone;
+beside it the exchange alone and the GEMMs alone. Once with copy engines (num_sms=0), which leave every SM to the GEMMs from the start's end
+to the hook, and once with the default number of SMs. All through the hook is checked, then timed: where on the stream each half and the
+GEMMs begin and end, on the slowest rank. The start of a dispatch counts with the host's wait for what it will receive, and where the stream
+has run dry by then, its GEMMs count with the way of the first one to the GPU.
 """
 
 import argparse

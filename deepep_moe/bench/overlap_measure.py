@@ -1,9 +1,8 @@
 """What every rank of `deepep_moe.bench.overlap` does: exchanges in two halves, with GEMMs between them and without."""
 
 import argparse
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from deepep_moe.bench.verify import compare, verify
 
 OPS = ("dispatch", "combine")
 NUM_SMS = {"nvlink": (0, None)}  # of other backends None: they have none
-_CHAIN = 1.5  # times the transfer that the GEMMs last, so that the rows have arrived before they end
+_CHAIN = 1.5  # times the hook's part alone that the GEMMs last, so that the rows have arrived before they end
 _MAX_GEMMS = 500
 _NUM_OPERANDS = 4  # pairs that take turns, as those of experts do, so that a GEMM finds little in the cache
 
@@ -56,8 +55,6 @@ class Overlap:
     exchange: Schedule
     gemms: Schedule
     both: Schedule
-    flight_us: list[float] | None
-    """Of the rows from the end of the start's part to their arrival, where that can be seen."""
 
     @property
     def name(self) -> str:
@@ -73,32 +70,6 @@ class Overlap:
         """The part of the exchange that costs no time beside the GEMMs."""
         exchange, gemms, both = (statistics.median(schedule.total) for schedule in (self.exchange, self.gemms, self.both))
         return (exchange + gemms - both) / exchange
-
-    @property
-    def transfer_us(self) -> float | None:
-        """Of the rows, where no multiprocessor sends; else None. Where their arrival cannot be seen: how much longer the hook's part takes
-        when it waits for them than when they are there. That is the transfer if the hook has little to do before the last have come.
-        """
-        if self.backend == "nvlink" and self.num_sms != 0:
-            return None
-        if self.flight_us is not None:
-            return statistics.median(self.flight_us)
-        waited = statistics.median(self.exchange.length("hook")) - statistics.median(self.both.length("hook"))
-        return waited if waited > 0 else None
-
-    @property
-    def transfer_gbps(self) -> float | None:
-        return None if self.transfer_us is None else self.link_bytes / self.transfer_us / 1e3
-
-
-@contextlib.contextmanager
-def _receiving_nothing(tuning: Any) -> Iterator[None]:
-    """The second half of a dispatch only waits for this rank's rows to have left: its results are not there."""
-    before, tuning.num_receive_blocks = tuning.num_receive_blocks, 0
-    try:
-        yield
-    finally:
-        tuning.num_receive_blocks = before
 
 
 def _unmarked() -> None:
@@ -134,13 +105,12 @@ class BesideGemms:
 
     def measure(self, op: str, num_sms: int | None) -> Overlap:
         exchange = self._schedule(("start", "hook"), partial(self._exchange, op, num_sms, 0))
-        flight_us = self._flight() if op == "dispatch" and num_sms == 0 else None
-        self.num_gemms = self.num_gemms or self._enough_gemms(flight_us or exchange.length("hook"))
+        self.num_gemms = self.num_gemms or self._enough_gemms(exchange.length("hook"))
         gemms = self._schedule(("GEMMs",), partial(self._compute, self.num_gemms))
         both = self._schedule(("start", "GEMMs", "hook"), partial(self._exchange, op, num_sms, self.num_gemms))
         return Overlap(
             op, len(self.inputs.x), num_sms, self.buffer.backend, self.gemm, self.num_gemms, self.link_rows[op] * 2 * self.shape.hidden,
-            self.buffer.workspace_bytes, exchange, gemms, both, flight_us,
+            self.buffer.workspace_bytes, exchange, gemms, both,
         )  # fmt: skip
 
     # ---- what is measured ----
@@ -168,24 +138,6 @@ class BesideGemms:
             torch.mm(*self.operands[i % _NUM_OPERANDS], out=self.product)
         mark()
 
-    def _flight(self) -> list[float] | None:
-        """See `Overlap.flight_us`. The counts are known here, so that the host, which never waits, is ahead of the stream."""
-        tuning = getattr(self.buffer._alive(), "tuning", None)
-        if tuning is None:
-            return None
-
-        def fly(mark: Mark) -> Any:
-            i, handle = self.inputs, self.out.handle
-            result = self.buffer.dispatch(i.x, topk_weights=i.topk_weights, handle=handle, num_sms=0, return_hook=True)
-            assert result.hook is not None
-            mark()
-            with _receiving_nothing(tuning):
-                result.hook()
-            mark()
-            return result
-
-        return self._schedule(("start", "flight"), fly).length("flight")
-
     # ---- how ----
 
     def _schedule(self, phases: tuple[str, ...], call: Callable[[Mark], Any]) -> Schedule:
@@ -193,8 +145,8 @@ class BesideGemms:
         lengths = [[end - begin for begin, end in zip([0.0, *row], row, strict=False)] for row in ends]
         return Schedule(phases, slowest(ends), slowest(lengths))
 
-    def _enough_gemms(self, transfer: list[float]) -> int:
+    def _enough_gemms(self, hook: list[float]) -> int:
         """The same on all ranks."""
         chain = self._schedule(("GEMMs",), partial(self._compute, _NUM_OPERANDS)).total
-        wished = _CHAIN * statistics.median(transfer) * _NUM_OPERANDS / statistics.median(chain)
+        wished = _CHAIN * statistics.median(hook) * _NUM_OPERANDS / statistics.median(chain)
         return min(max(round(wished), 1), _MAX_GEMMS)

@@ -13,7 +13,7 @@ from deepep_moe.bench.records import record, spread
 from deepep_moe.bench.report import load_pyplot
 
 _WIDTH = 60  # of a timeline's longest bar
-_COLORS = {"start": "C0", "GEMMs": "C2", "hook": "C1", "rows fly": "C3"}
+_COLORS = {"start": "C0", "GEMMs": "C2", "hook": "C1"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Bar:
     phase: str
     begin: float
     end: float
-    spread: tuple[float, float] | None
+    spread: tuple[float, float]
     """10th and 90th percentile of its length."""
 
 
@@ -48,7 +48,6 @@ def _record(report: Report, o: Overlap, options: argparse.Namespace) -> dict[str
         "dtype": "bfloat16",
         "layout": "expert",
     }
-    gbps, link = o.transfer_gbps, report.link_gbps
     extra = {
         "name": o.name,
         "num_sms": o.num_sms,
@@ -57,10 +56,7 @@ def _record(report: Report, o: Overlap, options: argparse.Namespace) -> dict[str
         "num_gemms": o.num_gemms,
         "gemm_speed": o.gemm_speed,
         "exchange_hidden": o.hidden,
-        "transfer_us": o.transfer_us,
-        "transfer_gbps": gbps,
-        "link_gbps": link,
-        "percent_of_link": None if gbps is None or link is None else 100 * gbps / link,
+        "link_gbps": report.link_gbps,
         **_phases("", o.both),
         **_phases("exchange_", o.exchange),
         **_phases("alone_", o.gemms),
@@ -87,13 +83,8 @@ def _phases(prefix: str, schedule: Schedule) -> dict[str, float]:
 
 
 def bars_of(overlap: Overlap) -> list[Bar]:
-    """Of the exchange alone, with the rows' flight where it is known, of the GEMMs alone, and of both."""
-    bars = _bars("exchange alone", overlap.exchange)
-    if overlap.transfer_us is not None:
-        begin = bars[0].end
-        percentiles = spread(overlap.flight_us)[1:] if overlap.flight_us else None
-        bars.insert(1, Bar("exchange alone", "rows fly", begin, begin + overlap.transfer_us, percentiles))
-    return bars + _bars("GEMMs alone", overlap.gemms) + _bars("both", overlap.both)
+    """Of the exchange alone, of the GEMMs alone, and of both."""
+    return _bars("exchange alone", overlap.exchange) + _bars("GEMMs alone", overlap.gemms) + _bars("both", overlap.both)
 
 
 def _bars(name: str, schedule: Schedule) -> list[Bar]:
@@ -110,7 +101,7 @@ def timeline(bars: Sequence[Bar], width: int = _WIDTH) -> list[str]:
         schedule, shown = "" if bar.schedule == shown else bar.schedule, bar.schedule
         first = min(round(bar.begin * scale), width - 1)
         drawn = " " * first + "#" * max(1, round(bar.end * scale) - first)
-        percentiles = "" if bar.spread is None else f"[{bar.spread[0]:.0f}-{bar.spread[1]:.0f}]"
+        percentiles = f"[{bar.spread[0]:.0f}-{bar.spread[1]:.0f}]"
         lines.append(f"{schedule:15}{bar.phase:9}{bar.begin:8.1f} -{bar.end:8.1f}  {percentiles:13}|{drawn:{width}}|")
     return lines
 
@@ -119,7 +110,7 @@ def timeline(bars: Sequence[Bar], width: int = _WIDTH) -> list[str]:
 
 _COLUMNS = (
     f"{'operation':26}{'EP':>3}{'tokens':>7}{'SMs':>5}{'GEMMs':>6}{'both us':>10} {'[p10-p90]':15}{'exchange':>9}{'GEMMs us':>9}"
-    f"{'GEMM speed':>11}{'hidden':>8}{'transfer':>10}{'GB/s':>7}{'% link':>7}"
+    f"{'GEMM speed':>11}{'hidden':>8}"
 )
 
 
@@ -134,7 +125,7 @@ def show(reports: Sequence[Report], records: list[dict[str, Any]]) -> None:
             print(f"\n{overlap.name}, EP{report.num_ranks}, {overlap.num_tokens} tokens, {_sender(overlap)}")
             print("\n".join(timeline(bars_of(overlap))))
     print("\nexchange, GEMMs us: each alone. GEMM speed: beside the exchange, 1 is alone. hidden: part of the exchange that costs no time")
-    print("beside the GEMMs. transfer: of the rows alone, where no SM sends, by the rank that sends most. SMs: - is the default.")
+    print("beside the GEMMs. SMs: - is the default.")
     links = [f"EP{report.num_ranks} {report.link_gbps:.0f} GB/s" for report in reports if report.link_gbps is not None]
     print("link, every rank copying to its neighbour: " + (", ".join(links) or "none"))
     print(_COLUMNS)
@@ -153,12 +144,8 @@ def _line(r: dict[str, Any]) -> str:
     percentiles = f"[{r['us_p10']:.0f}-{r['us_p90']:.0f}]"
     both = f"{r['us_median']:10.1f} {percentiles:15}"
     figures = f"{r['exchange_us']:9.1f}{r['alone_gemms_us']:9.1f}{r['gemm_speed']:11.2f}{100 * r['exchange_hidden']:7.0f}%"
-    transfer, gbps, percent = (
-        "-" if r[key] is None else f"{r[key]:.{digits}f}"
-        for key, digits in (("transfer_us", 1), ("transfer_gbps", 1), ("percent_of_link", 0))
-    )
     name = f"{r['name']:26}{r['num_ranks']:3}{r['num_tokens']:7}{sms:>5}{r['num_gemms']:6}"
-    return f"{name}{both}{figures}{transfer:>10}{gbps:>7}{percent:>7}"
+    return f"{name}{both}{figures}"
 
 
 def plot(path: Path, reports: Sequence[Report]) -> None:
@@ -170,8 +157,7 @@ def plot(path: Path, reports: Sequence[Report]) -> None:
         bars = bars_of(overlap)
         rows = list(dict.fromkeys(bar.schedule for bar in bars))
         for bar in bars:
-            is_flight = bar.phase == "rows fly"
-            place = (rows.index(bar.schedule) + (0.25 if is_flight else -0.4), 0.2 if is_flight else 0.6)
+            place = (rows.index(bar.schedule) - 0.4, 0.6)
             axes.broken_barh([(bar.begin, bar.end - bar.begin)], place, color=_COLORS[bar.phase], label=bar.phase)
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)

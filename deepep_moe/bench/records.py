@@ -1,9 +1,11 @@
 """What every benchmark measures with and writes: times, records, hardware."""
 
+import functools
 import json
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ import torch
 
 import deepep_moe
 
+_QUIET: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
 SETTINGS = ("backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout")
 
 
@@ -34,6 +37,19 @@ def cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return f"{name}, {platform.machine()}, {deepep_moe.config.available_cpus()} cores"
+
+
+@functools.cache
+def commit() -> str | None:
+    """Of the checkout that this package lies in, with "+changes" where files differ from it; None outside of one, or without git."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        told = subprocess.run(["git", "-C", root, "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+changes"], **_QUIET)
+    except OSError:
+        return None
+    return told.stdout.strip() or None
 
 
 def spread(times: Sequence[float]) -> tuple[float, float, float]:
@@ -72,7 +88,12 @@ def record(
         "ratio": None if rival_us is None else rival_us / median,
         "hardware": cpu_name(),
         **extra,
-        "versions": {"deepep_moe": deepep_moe.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "deepep_moe": deepep_moe.__version__,
+            "commit": commit(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
         "command": shlex.join(["python", "-m", "deepep_moe.bench", *_without_files(sys.argv[1:])]),
     }
 

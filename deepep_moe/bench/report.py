@@ -8,11 +8,12 @@ from typing import Any
 
 from deepep_moe.bench.measure import Measurement, Report
 from deepep_moe.bench.records import record, spread
+from deepep_moe.bench.rivals import PLANNED
 from deepep_moe.errors import EPError
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per measurement. The rival of `ratio`: in the expert layout the all-to-all with its permutes, else the bare one."""
+    """One record per measurement. The rival of `ratio`: the all-to-all of as many rows as the layout has, with its permutes."""
     return [_record(report, measurement, options) for report in reports for measurement in report.measurements]
 
 
@@ -43,8 +44,7 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
         "workspace_bytes": m.workspace_bytes,
         "iterations": len(m.stream_us),
     }
-    rival = f"all-to-all of rows ({report.transport})" + (" with permutes" if is_expert else "")
-    times = m.rival.permuted_us if is_expert else m.rival.alone_us
+    rival, times = f"{PLANNED[m.layout].name} ({report.transport}) with permutes", m.rival.permuted_us
     return record(m.op, settings, m.stream_us, m.link_bytes, rival=rival, rival_times=times, hardware=report.hardware, **extra)
 
 
@@ -61,8 +61,8 @@ def show(records: list[dict[str, Any]]) -> None:
     print("link, every rank copying to its neighbour: " + (", ".join(f"EP{n} {g:.0f} GB/s" for n, g in links.items()) or "none"))
     sizes = {(r["num_ranks"], r["num_tokens"]): r["workspace_bytes"] for r in records if r["workspace_bytes"] is not None}
     print("workspace per rank: " + ", ".join(f"EP{n} {t} tokens {size / 2**20:.0f} MiB" for (n, t), size in sizes.items()))
-    print("rival: all-to-all of every (token, expert) row, its permutes left out and counted; speed-up over the latter (expert layout),")
-    print("over the former (rank layout). MB: over the link, of the rank that sends most. SMs: - is the buffer's own choice.")
+    print("rival: all-to-all of every (token, expert) row, in the rank layout of every (token, rank) row, its permutes left out and")
+    print("counted; speed-up over the latter. MB: over the link, of the rank that sends most. SMs: - is the buffer's own choice.")
     print(_COLUMNS)
     for r in records:
         print(_line(r))

@@ -1,8 +1,12 @@
 """What `dispatch` and `combine` are measured against."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from deepep_moe.bench.operations import Inputs, Shape, gather_counts
 
 
 class AllToAllRows:
@@ -60,31 +64,25 @@ def words(*columns: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(torch.int64)
 
 
-class PlannedAllToAll:
-    """The same with all counts known beforehand: no exchange of counts, no wait of the host, any device.
+class PlannedRows:
+    """An all-to-all of rows with all counts known beforehand: no exchange of counts, no wait of the host, any device.
 
     A call that a training step must make is timed with its permutes; the bare exchange of rows is what remains if they cost nothing.
+    Weights and choices do not travel.
     """
 
-    def __init__(self, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, counts: Tensor, group: "dist.ProcessGroup | None"):
-        """rows: [num_tokens, num_words] int64; counts: [num_ranks, num_ranks, num_local_experts] rows from rank to expert, on the CPU."""
-        rank, (num_ranks, _, num_local_experts) = dist.get_rank(), counts.shape
-        self.rows, self.group = rows, group
-        self.flat, self.num_topk = topk_idx.flatten(), topk_idx.shape[1]
-        self.weights = topk_weights.to(torch.bfloat16)[:, None, :]
-        arriving = counts[:, rank]
-        self.sent, self.received = counts[rank].sum(1).tolist(), arriving.sum(1).tolist()
-        experts = torch.arange(num_local_experts).repeat(num_ranks).repeat_interleave(arriving.flatten())
-        by_expert = experts.argsort(stable=True)
-        self.by_expert, self.from_expert = by_expert.to(rows.device), by_expert.argsort().to(rows.device)
+    tokens: Tensor
+    """[num_sent] int64: whose row goes, by target."""
+
+    def __init__(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: "dist.ProcessGroup | None"):
+        """rows: [num_tokens, num_words] int64; how many go to, and come from, each rank."""
+        self.rows, self.sent, self.received, self.group = rows, sent, received, group
         self.sort()
-        self.from_order = self.order.argsort()
-        self.sending, self.arrived = rows.index_select(0, self.tokens), self._empty(sum(self.received))
+        self.sending, self.arrived = rows.index_select(0, self.tokens), self._empty(sum(received))
 
     def sort(self) -> None:
-        """Where every row goes."""
-        self.order = self.flat.argsort(stable=True)
-        self.tokens = self.order // self.num_topk
+        """Where every row goes: sets `tokens`."""
+        raise NotImplementedError
 
     def exchange(self) -> None:
         """The rows alone, on their way out."""
@@ -94,22 +92,85 @@ class PlannedAllToAll:
         dist.all_to_all_single(self.sending, self.arrived, self.sent, self.received, group=self.group)
 
     def cached_dispatch(self) -> Tensor:
-        """Permute by expert, exchange, sort by local expert: [num_rows, num_words]."""
+        """Permute by target, exchange: [num_rows, num_words], by source."""
         arrived = self._empty(sum(self.received))
         dist.all_to_all_single(arrived, self.rows.index_select(0, self.tokens), self.received, self.sent, group=self.group)
-        return arrived.index_select(0, self.by_expert)
+        return arrived
 
     def dispatch(self) -> Tensor:
         """The same with the sort that a new routing needs."""
         self.sort()
         return self.cached_dispatch()
 
-    def combine(self, expert_rows: Tensor) -> Tensor:
-        """Back: unsort, exchange, unpermute, weighted sum over top-k: [num_tokens, hidden] bf16."""
+    def _return(self, rows: Tensor) -> Tensor:
+        """`rows` as they arrived, back: [num_sent, hidden] bf16."""
         returned = self._empty(sum(self.sent))
-        dist.all_to_all_single(returned, expert_rows.index_select(0, self.from_expert), self.sent, self.received, group=self.group)
-        lanes = returned.index_select(0, self.from_order).view(torch.bfloat16)
-        return torch.bmm(self.weights, lanes.view(-1, self.num_topk, lanes.shape[1])).squeeze(1)
+        dist.all_to_all_single(returned, rows, self.sent, self.received, group=self.group)
+        return returned.view(torch.bfloat16)
 
     def _empty(self, num_rows: int) -> Tensor:
         return self.rows.new_empty(num_rows, self.rows.shape[1])
+
+
+class PlannedByRank(PlannedRows):
+    """A row for every (token, rank), as the rank layout has them; combine adds up those of a token."""
+
+    name, layout = "all-to-all of (token, rank) rows", "rank"
+
+    def __init__(self, rows: Tensor, inputs: Inputs, shape: Shape, group: "dist.ProcessGroup | None"):
+        """Collective."""
+        rank, self.num_ranks = dist.get_rank(), shape.num_ranks
+        self.target = inputs.topk_idx.t() // shape.num_local_experts
+        from_to = gather_counts(self._goes().sum(1).cpu())
+        super().__init__(rows, from_to[rank].tolist(), from_to[:, rank].tolist(), group)
+        by_token = self._goes().t()
+        self.lanes = self.tokens.argsort(stable=True)
+        self.offsets = by_token.sum(1).cumsum(0) - by_token.sum(1)
+
+    def _goes(self) -> Tensor:
+        """[num_ranks, num_tokens] bool."""
+        goes = torch.zeros(self.num_ranks, self.target.shape[1], dtype=torch.bool, device=self.target.device)
+        return goes.scatter_(0, self.target, True)
+
+    def sort(self) -> None:
+        self.tokens = self._goes().nonzero_static(size=sum(self.sent))[:, 1]
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Back: exchange, sum over each token's rows: [num_tokens, hidden] bf16."""
+        return torch.nn.functional.embedding_bag(self.lanes, self._return(rows), self.offsets, mode="sum")
+
+
+class PlannedByExpert(PlannedRows):
+    """A row for every (token, expert); combine weighs them."""
+
+    name, layout = "all-to-all of rows", "expert"
+
+    def __init__(self, rows: Tensor, inputs: Inputs, shape: Shape, group: "dist.ProcessGroup | None"):
+        """Collective."""
+        self.flat, self.num_topk = inputs.topk_idx.flatten(), inputs.topk_idx.shape[1]
+        self.weights = inputs.topk_weights.to(torch.bfloat16)[:, None, :]
+        counts = self.flat.bincount(minlength=shape.num_experts).cpu().view(shape.num_ranks, -1)
+        from_to = gather_counts(counts)  # [num_ranks, num_ranks, num_local_experts]
+        arriving = from_to[:, dist.get_rank()]
+        super().__init__(rows, counts.sum(1).tolist(), arriving.sum(1).tolist(), group)
+        experts = torch.arange(shape.num_local_experts).repeat(shape.num_ranks).repeat_interleave(arriving.flatten())
+        by_expert = experts.argsort(stable=True)
+        self.by_expert, self.from_expert = by_expert.to(rows.device), by_expert.argsort().to(rows.device)
+        self.from_order = self.order.argsort()
+
+    def sort(self) -> None:
+        self.order = self.flat.argsort(stable=True)
+        self.tokens = self.order // self.num_topk
+
+    def cached_dispatch(self) -> Tensor:
+        """Permute by expert, exchange, sort by local expert: [num_rows, num_words]."""
+        return super().cached_dispatch().index_select(0, self.by_expert)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Back: unsort, exchange, unpermute, weighted sum over top-k: [num_tokens, hidden] bf16."""
+        lanes = self._return(rows.index_select(0, self.from_expert)).index_select(0, self.from_order)
+        return torch.bmm(self.weights, lanes.view(-1, self.num_topk, lanes.shape[1])).squeeze(1)
+
+
+PLANNED: dict[str, type[PlannedByExpert] | type[PlannedByRank]] = {p.layout: p for p in (PlannedByExpert, PlannedByRank)}
+"""By layout."""

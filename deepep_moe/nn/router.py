@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepep_moe.backends.checks import as_int, check_bool
 from deepep_moe.ops.balance import update_expert_bias
-from deepep_moe.ops.gate import GateOutput, check_options, gate
+from deepep_moe.ops.gate import OPTIONS, GateOutput, check_options, gate
 
 
 class Router(nn.Module):
@@ -33,6 +34,7 @@ class Router(nn.Module):
             reentrance counts again, which leaves the bias its direction if all micro-batches of a step do so.
 
     Raises:
+        TypeError: a setting has another type.
         ValueError: a setting is out of bounds.
     """
 
@@ -58,16 +60,14 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        hidden, num_experts = as_int("hidden", hidden), as_int("num_experts", num_experts)
+        check_bool("expert_bias", expert_bias)
+        num_topk, *values = check_options(
+            num_experts, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
+            score_function=score_function, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
+        )  # fmt: skip
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
-        limits: dict[str, Any] = {
-            "num_groups": num_groups,
-            "topk_groups": topk_groups,
-            "group_score_topk": group_score_topk,
-            "score_function": score_function,
-            "routed_scaling_factor": routed_scaling_factor,
-        }
-        check_options(num_experts, num_topk, **limits)
-        self.gate_options: dict[str, Any] = {**limits, "normalize": normalize, "index_dtype": index_dtype}
+        self.gate_options: dict[str, Any] = {**dict(zip(OPTIONS, values, strict=True)), "index_dtype": index_dtype}
         self.compute_dtype = compute_dtype
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if expert_bias else None

@@ -35,7 +35,7 @@ def update_expert_bias(
     if group is not None:
         counts = counts.to(torch.int64, copy=True)
         dist.all_reduce(counts, group=group)
-    if expert_bias.device.type != GPU:
+    if expert_bias.device.type != GPU or not hasattr(_C, "gpu_update_expert_bias"):
         expert_bias.add_(torch.sign(counts.sum(-1, keepdim=True, dtype=torch.int64) - counts.long() * counts.shape[-1]), alpha=update_rate)
         return
     num_experts = counts.shape[-1]

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.backends.checks import as_float, as_int, check_bool, check_is_tensor
 from deepep_moe.ops import gate_operators
 from deepep_moe.ops.gate_operators import DTYPES
 from deepep_moe.torch_ops import call
 
+# Options that are checked, in the operators' order.
+OPTIONS = ("num_groups", "topk_groups", "group_score_topk", "score_function", "normalize", "routed_scaling_factor")
 SCORE_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax", "softmax_topk")
 
 
@@ -88,7 +91,7 @@ def gate(
         index_dtype: int64 or int32, of `topk_idx`.
 
     Raises:
-        TypeError: a tensor has another dtype.
+        TypeError: a tensor has another dtype, or an option another type.
         ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit or bias is NaN or infinite.
     """
     arguments = _checked(
@@ -121,7 +124,9 @@ def gate_full(
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
     arguments = _checked(logits, num_topk, **options)
-    num_experts = logits.shape[1]
+    num_experts, num_ranks = logits.shape[1], as_int("num_ranks", num_ranks)
+    check_bool("dense", dense)
+    check_bool("shares", shares)
     if num_ranks < 0 or (num_ranks > 0 and num_experts % num_ranks):
         raise ValueError(f"num_ranks must divide the {num_experts} experts, got {num_ranks}")
     tensors = (logits, options["expert_bias"], options["mask"])
@@ -142,14 +147,21 @@ def check_gate(device: torch.device | int | None = None) -> None:
         _C.gpu_gate_check()
 
 
-def _checked(
-    logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, normalize: Any, **options: Any
-) -> tuple[Any, ...]:
+def _checked(logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, **options: Any) -> tuple[Any, ...]:
     """The arguments of the operator `gate` that follow its tensors."""
     _check_tensors(logits, expert_bias, mask, index_dtype)
-    check_options(logits.shape[1], num_topk, **options)
-    groups = (options["num_groups"], options["topk_groups"], options["group_score_topk"])
-    return num_topk, *groups, options["score_function"], normalize, float(options["routed_scaling_factor"]), index_dtype
+    return *check_options(logits.shape[1], num_topk, **options), index_dtype
+
+
+def why_not(device: torch.device, dtype: torch.dtype, num_experts: int, num_topk: int, **options: Any) -> str | None:
+    """The reason that `gate` refuses logits [any, num_experts] of this dtype on `device` with these of its options, or None."""
+    defaults: dict[str, Any] = gate.__kwdefaults__  # type: ignore[assignment]
+    try:
+        _check_kind(device, dtype, num_experts)
+        check_options(num_experts, num_topk, **{name: options.get(name, defaults[name]) for name in OPTIONS})
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def check_options(
@@ -160,9 +172,15 @@ def check_options(
     topk_groups: int,
     group_score_topk: int,
     score_function: str,
+    normalize: bool,
     routed_scaling_factor: float,
-) -> None:
-    """Raises ValueError for settings that `gate` cannot serve; the arguments are those of `gate`."""
+) -> tuple[int, int, int, int, str, bool, float]:
+    """`num_topk` and `OPTIONS` as plain values; the arguments are those of `gate`. Raises TypeError, or ValueError for settings that
+    `gate` cannot serve."""
+    num_topk, num_groups = as_int("num_topk", num_topk), as_int("num_groups", num_groups)
+    topk_groups, group_score_topk = as_int("topk_groups", topk_groups), as_int("group_score_topk", group_score_topk)
+    check_bool("normalize", normalize)
+    routed_scaling_factor = as_float("routed_scaling_factor", routed_scaling_factor)
     if not 1 <= num_topk <= min(_C.MAX_TOPK, num_experts):
         raise ValueError(f"num_topk must be 1 to {min(_C.MAX_TOPK, num_experts)} for {num_experts} experts, got {num_topk}")
     if num_groups < 1 or num_experts % num_groups:
@@ -180,13 +198,14 @@ def check_options(
         raise ValueError(f"score_function must be one of {', '.join(SCORE_FUNCTIONS)}, got {score_function!r}")
     if not math.isfinite(routed_scaling_factor):
         raise ValueError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
+    return num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor
 
 
 def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, index_dtype: torch.dtype) -> None:
+    check_is_tensor("logits", logits)
     if logits.dim() != 2:
         raise ValueError(f"logits must be [num_tokens, num_experts], got shape {list(logits.shape)}")
-    if logits.dtype not in DTYPES:
-        raise TypeError(f"logits must be float32, bfloat16 or float16, got {logits.dtype}; convert them with logits.float()")
+    _check_kind(logits.device, logits.dtype, logits.shape[1])
     if index_dtype not in (torch.int64, torch.int32):
         raise TypeError(f"index_dtype must be torch.int64 or torch.int32, got {index_dtype}")
     num_tokens, num_experts = logits.shape
@@ -195,27 +214,27 @@ def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | No
         _check_tensor("expert_bias", expert_bias, torch.float32, [num_experts])
     if mask is not None:
         _check_tensor("mask", mask, torch.bool, [num_tokens])
-    _check_device(logits, expert_bias=expert_bias, mask=mask)
+    for name, tensor in (("expert_bias", expert_bias), ("mask", mask)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ValueError(f"{name} must be on {logits.device} as logits are, got {tensor.device}; move it with .to(logits.device)")
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
+    check_is_tensor(name, tensor)
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} to match logits, got {list(tensor.shape)}")
 
 
-def _check_device(logits: Tensor, **others: Tensor | None) -> None:
-    if logits.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"logits must be on the CPU or a CUDA device, got {logits.device}")
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != logits.device:
-            raise ValueError(f"{name} must be on {logits.device} as logits are, got {tensor.device}; move it with .to(logits.device)")
-    if logits.device.type != gate_operators.GPU:
+def _check_kind(device: torch.device, dtype: torch.dtype, num_experts: int) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"logits must be float32, bfloat16 or float16, got {dtype}; convert them with logits.float()")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"logits must be on the CPU or a CUDA device, got {device}")
+    if device.type != gate_operators.GPU:
         return
     if not hasattr(_C, "gpu_gate_forward"):
-        raise ValueError(f"logits are on {logits.device} and this build has no CUDA kernels: build deepep_moe where nvcc is found")
-    if logits.shape[1] > _C.MAX_GPU_GATE_EXPERTS:
-        raise ValueError(
-            f"logits must have at most {_C.MAX_GPU_GATE_EXPERTS} experts on a GPU, got {logits.shape[1]}; move them with .cpu()"
-        )
+        raise ValueError(f"logits are on {device} and this build has no CUDA kernels: build deepep_moe where nvcc is found")
+    if num_experts > _C.MAX_GPU_GATE_EXPERTS:
+        raise ValueError(f"logits must have at most {_C.MAX_GPU_GATE_EXPERTS} experts on a GPU, got {num_experts}; move them with .cpu()")

@@ -15,7 +15,7 @@ from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
-from deepep_moe.integrations.deepspeed.buffers import Plan, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
 from deepep_moe.integrations.say_once import say_once
 from deepep_moe.telling import or_tell, tell
@@ -45,7 +45,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             return AutoEPMoELayer.forward(self, hidden_states)
         reason = why_own(self, hidden_states)
         if reason is not None:
-            say_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}")
+            say_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}", *groups_of(self))
             return super().forward(hidden_states)
         buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan).buffer
         num_calls = buffer.num_calls
@@ -158,10 +158,11 @@ def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> No
         if num_new:
             say_once(
                 f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as they have none: checkpoints hold it "
-                "from now on, and the model without deepep_moe neither loads it (strict=False does) nor routes by it"
+                "from now on, and the model without deepep_moe neither loads it (strict=False does) nor routes by it",
+                *groups_of(layers[0]),
             )
     for layer, plan in zip(layers, plans, strict=True):
-        swap_router(layer.router, plan.options)
+        swap_router(layer.router, plan.options, *groups_of(layer))
         layer.__class__, layer.deepep_moe_plan = PackedAutoEPMoELayer, plan
     if engine is not None:
         move_with(engine, [layer.router for layer in layers if has_moving_bias(layer.router)])

@@ -10,17 +10,17 @@ import torch.distributed as dist
 from deepep_moe.integrations.deepspeed.autoep_router import GatedRouter, has_moving_bias
 from deepep_moe.ops.balance import update_expert_bias
 
-_STEP = "step"
+_STEP = "_take_model_step"  # of an optimizer: what both `step` and a pipeline engine's `train_batch` call
 
 
 class StepWithBias:
-    """Stands where an engine's `step` is: does that, and after each optimizer step moves the biases of `routers`.
+    """Stands where an engine's optimizer step is: does that, and then moves the biases of `routers`.
 
     A step that DeepSpeed skips, as after an overflow in fp16, moves none; its counts go into the next one.
     """
 
     def __init__(self, engine: Any, routers: Sequence[GatedRouter]):
-        self.routers, self.own_step = routers, engine.step
+        self.routers, self.own_step = routers, getattr(engine, _STEP)
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

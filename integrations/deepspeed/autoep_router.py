@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
-from deepep_moe import _C
 from deepep_moe.integrations.deepspeed.options import Options
-from deepep_moe.integrations.say_once import say_once
-from deepep_moe.ops.gate import check_options, gate
+from deepep_moe.integrations.say_once import is_first, say_once
+from deepep_moe.ops.gate import gate, why_not
 
 _BIAS = "e_score_correction_bias"  # DeepSeek-V3's name for it, in AutoEP's routers and in checkpoints of its models
 _GROUP_SCORE_TOPK = {"top2_sum": 2, "max": 1}
@@ -22,6 +22,8 @@ class GatedRouter(TokenChoiceTopKRouter):
     """
 
     deepep_moe_options: Options
+    deepep_moe_speaks: bool
+    """Whether this is the first rank of the layer's groups."""
     deepep_moe_counts: Tensor | None = None
     """[num_experts] int64: tokens of this rank that chose each expert in training since the bias moved last; None: no forward yet."""
 
@@ -40,13 +42,14 @@ class GatedRouter(TokenChoiceTopKRouter):
     def _choose(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if not self.deepep_moe_options.gate:
             return super().forward(x, expert_bias)
-        reason = why_own_choice(self, x.device)
+        reason = why_own_choice(self, x.device, x.dtype)
         if reason is not None:
-            say_once(f"AutoEP's own router chooses, without the gate of deepep_moe: {reason}")
+            if self.deepep_moe_speaks:
+                say_once(f"AutoEP's own router chooses, without the gate of deepep_moe: {reason}", on_all_ranks=True)
             return super().forward(x, expert_bias)
         biases = [bias.detach().float() for bias in (expert_bias, self.e_score_correction_bias) if bias is not None]
         bias = torch.stack(biases).sum(0) if biases else None
-        out = gate(self.gate(x), expert_bias=bias, normalize=self.route_norm, **gate_options(self))
+        out = gate(self.gate(x), expert_bias=bias, normalize=bool(self.route_norm), **gate_options(self))
         return out.topk_weights, out.topk_idx, out.num_tokens_per_expert
 
     def take_counts(self) -> Tensor:
@@ -64,20 +67,13 @@ def gate_options(router: Any) -> dict[str, Any]:
     return options
 
 
-def why_own_choice(router: Any, device: torch.device) -> str | None:
-    """The reason that the gate cannot choose for a router whose tokens are on `device`, or None."""
+def why_own_choice(router: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason that the gate cannot choose for a router whose tokens are on `device`, of `dtype`, or None."""
     if router.score_func not in ("sigmoid", "softmax"):
         return f"the gate does not know AutoEP's score function {router.score_func!r}"
     if router.num_expert_groups is not None and (router.group_score_func not in _GROUP_SCORE_TOPK or router.num_limited_groups is None):
         return f"the gate does not know groups scored by {router.group_score_func!r}, limited to {router.num_limited_groups}"
-    if device.type != "cpu" and router.num_experts > (most := getattr(_C, "MAX_GPU_GATE_EXPERTS", 0)):
-        return f"on a GPU the gate of this build chooses among {most} experts at most, the router has {router.num_experts}"
-    defaults = {"num_groups": 1, "topk_groups": 1, "group_score_topk": 2}
-    try:
-        check_options(router.num_experts, **(defaults | gate_options(router)))
-    except ValueError as error:
-        return str(error)
-    return None
+    return why_not(device, dtype, router.num_experts, **gate_options(router))
 
 
 def has_moving_bias(router: Any) -> bool:
@@ -85,10 +81,11 @@ def has_moving_bias(router: Any) -> bool:
     return isinstance(router, GatedRouter) and router.deepep_moe_options.expert_bias_update_rate is not None
 
 
-def swap_router(router: Any, options: Options) -> None:
-    """Make `router` a GatedRouter with these options, or one of DeepSpeed's where they ask for nothing of it. Its bias has been checked."""
+def swap_router(router: Any, options: Options, *groups: "dist.ProcessGroup | None") -> None:
+    """Make `router`, of a layer of these groups, a GatedRouter with these options, or one of DeepSpeed's where they ask for nothing of it.
+    Its bias has been checked."""
     if (reason := why_own_router(router)) is not None:
-        say_once(f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}")
+        say_once(f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}", *groups)
         return
     if options.expert_bias_update_rate is not None:
         _prepare_bias(router)
@@ -96,13 +93,14 @@ def swap_router(router: Any, options: Options) -> None:
         restore_router(router)
         return
     router.__class__, router.deepep_moe_options = GatedRouter, options
+    router.deepep_moe_speaks = is_first(*groups)  # no groups, which copies could not have
 
 
 def restore_router(router: Any) -> None:
     """Make a GatedRouter one of DeepSpeed's again. Its bias stays, as that is what tokens are routed by."""
     if type(router) is GatedRouter:
         router.__class__ = TokenChoiceTopKRouter
-        for name in ("deepep_moe_options", "deepep_moe_counts"):
+        for name in ("deepep_moe_options", "deepep_moe_speaks", "deepep_moe_counts"):
             router.__dict__.pop(name, None)
 
 

@@ -58,6 +58,15 @@ class Plan:
             self.buffers.popitem()[1].destroy()
 
 
+def groups_of(layer: Any) -> tuple[Any, ...]:
+    """That together have the ranks of a layer's stage of the pipeline; none for a layer whose groups nobody has made."""
+    from deepspeed.utils import groups
+
+    if layer.ep_group is None:
+        return ()
+    return layer.ep_group, groups._EXPERT_DATA_PARALLEL_GROUP.get(layer.ep_group_name)
+
+
 def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffer:
     """The plan's buffer for x [num_tokens, hidden]. Collective over `group` when it constructs it. Raises as `Buffer`."""
     key = (group, x.shape[1], x.device.type)
@@ -77,7 +86,7 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     buffer = Buffer(group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms)
     if buffer.backend == "nvlink" and autograd_module.MODULE is None:
         why_not = autograd_module.WHY_NOT
-        say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}")
+        say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}", group)
     return buffer
 
 

@@ -17,7 +17,7 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
-from deepep_moe.integrations.deepspeed.buffers import Plan, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.gates import has_hooks
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
@@ -48,7 +48,7 @@ class PackedMOELayer(MOELayer):
             return MOELayer.forward(self, *inputs, **kwargs)
         reason = why_stock(self, inputs[0])
         if reason is not None:
-            say_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}")
+            say_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}", *groups_of(self))
             return super().forward(*inputs, **kwargs)
         used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
         with self._timed(MOE_TIMER, "time_moe"):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from deepep_moe.backends.checks import offered
 from deepep_moe.backends.select import BACKENDS
 
 SECTION = "deepep_moe"
@@ -36,7 +37,7 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {list(BACKENDS)}, got {self.backend!r}")
+            raise ValueError(f"backend must be one of {offered(BACKENDS)}, got {self.backend!r}")
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0)):
             value = getattr(self, name)
             if value is None:

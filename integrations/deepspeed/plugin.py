@@ -1,5 +1,6 @@
 """Swap the MoE layers of a model, and swap them back."""
 
+import functools
 import inspect
 import logging
 import os
@@ -83,7 +84,7 @@ def _replace(model: nn.Module, options: Options) -> int:
     for plan in before:
         plan.release(layers)
     left = [layer for layer in found + made if layer not in layers]
-    _report(left, len(native), len(autoep), options)
+    _report(model, left, len(native), len(autoep), options)
     return len(layers)
 
 
@@ -109,28 +110,29 @@ def _autoep_layers(model: nn.Module) -> list[Any]:
     return [module for module in found if type(module) in (AutoEPMoELayer, PackedAutoEPMoELayer)]
 
 
-def _report(left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:
+def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:
     from deepep_moe.integrations.deepspeed.routing import is_gate_unknown
 
+    say = functools.partial(_say, model=model)
     replaced = sum(_has_own_forward(layer) for layer in left)
     if replaced:
-        _say(
+        say(
             logging.WARNING,
             f"{replaced} MoE layers keep their forward, which was replaced on the layer or its class; swap them before that",
         )
     others = sorted({f"{type(layer).__name__} with {type(layer.gate).__name__}" for layer in left if not _has_own_forward(layer)})
     if others:
-        _say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
+        say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
     if num_native and options.expert_bias_update_rate is not None:
-        _say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
+        say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
     mode = "exact" if options.exact else "fast"
     num_layers = num_native + num_autoep
     if num_layers:
-        _say(logging.INFO, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")
-    elif not left:
-        _say(logging.WARNING, "this model has no MoE layers of DeepSpeed; those of AutoEP are there after deepspeed.initialize")
+        say(logging.INFO, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")
+    elif not left and getattr(model, "num_stages", 1) == 1:  # else another stage of the pipeline has them
+        say(logging.WARNING, "this model has no MoE layers of DeepSpeed; those of AutoEP are there after deepspeed.initialize")
     if num_native and is_gate_unknown():
-        _say(logging.INFO, "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)")
+        say(logging.INFO, "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)")
 
 
 def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:
@@ -226,6 +228,9 @@ def _check_version() -> None:
         _say(logging.WARNING, f"deepspeed {deepspeed.__version__} is newer than the newest deepep_moe was tested with (0.19.8)")
 
 
-def _say(level: int, message: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+def _say(level: int, message: str, model: nn.Module | None = None) -> None:
+    """On the first rank, or of a pipelined `model` on the first one of each stage."""
+    grid = getattr(model, "grid", None) or getattr(model, "_grid", None)  # of an engine, of a PipelineModule
+    is_first = grid.get_data_parallel_rank() == 0 if grid is not None else not dist.is_initialized() or dist.get_rank() == 0
+    if is_first:
         _log.log(level, message)

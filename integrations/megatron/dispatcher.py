@@ -43,6 +43,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
+        self._growing: GrowingBuffer | None = None  # which has the layers' present buffer
         self._handle: Any = None
         self._num_calls = 0  # of the buffer that this forward has made
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # of rows, until one is seen
@@ -56,6 +57,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         # That schedule frees (storage resized to 0) the inputs of dispatch and of the experts once they have run. The first is a view of
         # what router and shared expert saved for backward, the second is what the experts saved: each gets a copy to be freed instead.
         self._inputs_are_freed = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+        # Local graphs write later micro batches' choices into the first one's tensor, which its backward still needs.
+        self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Raises ValueError: overlap of the shared expert is not supported (see the check at construction)."""
@@ -67,7 +70,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         or an expert, the peers raise EPPeerError with its error in their next call."""
         if hidden_states is None:  # a later part of a forward whose first part is a CUDA graph
             return forward(layer, hidden_states, *args, **kwargs)
-        self.buffer = self._growing(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
+        self.buffer = self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
         self._num_calls = self.buffer.num_calls
         try:
             return forward(layer, hidden_states, *args, **kwargs)
@@ -75,10 +78,26 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             tell(self.buffer, error, self._num_calls)
             raise
 
-    def _growing(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
+    def run_part(self, part: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+        """`part(layer, ...)`, a method of the layer that makes no call of the buffer. If it fails on this rank the peers are told, also
+        where nobody else would tell them: in a recomputation of the layer, which does not go by `run_layer`."""
+        if self._growing is None:
+            return part(layer, *args, **kwargs)
+        buffer = self._growing.buffer
+        num_calls = buffer.num_calls
+        try:
+            return part(layer, *args, **kwargs)
+        except Exception as error:
+            if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # by which Megatron-Core leaves a layer that it captures
+                tell(buffer, error, num_calls)
+            raise
+
+    def _find(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
+        """The layers' buffer. Collective where it is made."""
         num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
-        return self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
+        self._growing = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
+        return self._growing
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -94,13 +113,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
         else:
             topk_idx, topk_weights = choice.topk_idx, choice.weights_for(probs)
-        self.topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
+        topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
+        self.topk_idx = topk_idx.clone() if self._choice_is_overwritten else topk_idx
         return (x.clone() if self._inputs_are_freed else x), topk_weights
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         num_tokens, self._hidden = hidden_states.shape
-        growing = self._growing(num_tokens, self._hidden, hidden_states.device)
+        growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.registry.options.expert_alignment
         assert topk_idx is not None  # of dispatch_preprocess
 

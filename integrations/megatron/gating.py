@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from deepep_moe._C import MAX_TOPK
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.routing import weights_at
 from deepep_moe.integrations.say_once import say_once
-from deepep_moe.ops.gate import FullGateOutput, gate_full
+from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map
 
@@ -67,7 +67,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
             reason = reason or _refusal(given, known)
             if reason is None:
                 return ours(given)
-            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}")
+            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}", stage_group())
             return original(*args, **kwargs)
 
         return choose
@@ -85,6 +85,15 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
         else:
             patches.set(router, name, replacement(name, ours, known))
     patches.set(router.TopKRouter, "routing", route)
+
+
+def stage_group() -> "dist.ProcessGroup | None":
+    """The ranks of this pipeline stage; None where Megatron-Core's groups are somebody else's."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def _replaced(name: str, original: Any) -> str | None:
@@ -108,28 +117,32 @@ def _refusal(given: dict[str, Any], known: set[str]) -> str | None:
         return "moe_router_fusion asks for TransformerEngine's routing"
     if replay is not None and replay.router_replay_action is not None:
         return f"a router replay is active ({replay.router_replay_action})"
-    if score_function not in ("softmax", "sigmoid", "sqrtsoftplus"):
-        return f"the gate has no score function {score_function!r}"
     if given.get("expert_bias") is not None and score_function == "softmax":
         return "an expert bias has no effect on Megatron-Core's softmax routing"
-    if given["topk"] > MAX_TOPK:
-        return f"the gate chooses {MAX_TOPK} experts at most, moe_router_topk is {given['topk']}"
+    reason = why_not(logits.device, logits.dtype, logits.shape[-1], given["topk"], score_function=score_function, **_groups(given))
+    if reason is not None:
+        return f"the gate refuses: {reason}"
     others = sorted(name for name, value in given.items() if name not in known and value is not None and value is not False)
     return f"the gate does not know {', '.join(others)}" if others else None
+
+
+def _groups(given: dict[str, Any]) -> dict[str, int]:
+    """Of the gate."""
+    if not given.get("group_topk"):
+        return {}
+    group_topk = given["group_topk"]
+    return {"num_groups": given["num_groups"], "topk_groups": group_topk, "group_score_topk": given["topk"] // group_topk}
 
 
 def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The pair of topk_routing_with_score_function."""
     topk, score_function = given["topk"], given.get("score_function", "softmax")
-    groups = {}
-    if given.get("group_topk"):
-        groups = {"num_groups": given["num_groups"], "topk_groups": given["group_topk"], "group_score_topk": topk // given["group_topk"]}
     if score_function == "softmax" and not given.get("use_pre_softmax"):
         score_function = "softmax_topk"
     out = _gate(
         given["logits"], topk, score_function=score_function, expert_bias=given.get("expert_bias"),
         normalize=score_function in ("sigmoid", "sqrtsoftplus") and topk > 1, routed_scaling_factor=given.get("scaling_factor") or 1.0,
-        **groups,
+        **_groups(given),
     )  # fmt: skip
     assert out.probs is not None and out.routing_map is not None  # they were asked for
     if not out.probs.is_inference():  # which have no versions to tell whether they were changed

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from deepep_moe.backends.checks import check_num_sms
+from deepep_moe.backends.checks import as_int, check_num_sms, offered
 from deepep_moe.backends.select import BACKENDS
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.megatron.buffers import BufferRegistry, Options
@@ -87,18 +87,22 @@ def _selecting_class(previous: type, registry: BufferRegistry) -> type:
     return SelectingFlexTokenDispatcher
 
 
-def _forward_of_layers(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """MoELayer.forward, by way of our dispatcher where the layer has one."""
+_PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_experts_compute", "experts_compute")
+"""Methods of MoELayer between calls of the dispatcher, of any version: what a recomputation runs."""
+
+
+def _by_dispatcher(stock: Callable[..., Any], how: str) -> Callable[..., Any]:
+    """A method of MoELayer, by way of the method `how` of our dispatcher where the layer has one."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
     @functools.wraps(stock)
-    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         dispatcher = self.token_dispatcher
         if isinstance(dispatcher, NativeTokenDispatcher):
-            return dispatcher.run_layer(stock, self, hidden_states, *args, **kwargs)
-        return stock(self, hidden_states, *args, **kwargs)
+            return getattr(dispatcher, how)(stock, self, *args, **kwargs)
+        return stock(self, *args, **kwargs)
 
-    return forward
+    return method
 
 
 def _widen_choices() -> Any:
@@ -112,6 +116,27 @@ def _widen_choices() -> Any:
     if BACKEND_NAME not in choices:
         field.type = typing.Literal[(*choices, BACKEND_NAME)]
     return previous
+
+
+def _positive(name: str, value: Any) -> int:
+    if (number := as_int(name, value)) < 1:
+        raise ValueError(f"{name} must be a positive whole number, got {number}")
+    return number
+
+
+def _keeping_the_choice(stock: Callable[..., None]) -> Callable[..., None]:
+    """TransformerConfig.__post_init__, which would put DeepEP in our place with a warning at most; the config then says nothing of us."""
+
+    @functools.wraps(stock)
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(self, _BACKEND_FIELD, None) == BACKEND_NAME and getattr(self, "moe_enable_deepep", False):
+            raise ValueError(
+                f"moe_enable_deepep=True puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave moe_enable_deepep out "
+                "(drop --moe-enable-deepep)"
+            )
+        stock(self, *args, **kwargs)
+
+    return __post_init__
 
 
 def enable(
@@ -134,8 +159,8 @@ def enable(
     Every other configuration behaves as before. Layers with the same group and sizes share one buffer, constructed at the first forward
     and kept until `disable()`.
 
-    If a router or an expert fails on one rank, its peers raise EPPeerError with that rank's error instead of waiting for the deadline (not
-    in Megatron-Core's schedule for overlap of micro batches, which does not call the layers' forward).
+    If a router or an expert fails on one rank, also in a recomputation, its peers raise EPPeerError with that rank's error instead of
+    waiting for the deadline.
 
     `num_max_tokens_per_rank`: on GPUs, the most tokens one rank ever has in a forward (micro batch x sequence length, divided by the sizes
     of tensor (with sequence parallelism) and context parallelism); None: room for the largest of the first forward over all ranks, rounded
@@ -146,18 +171,20 @@ def enable(
     what is changed behind autograd's back (`.data`, `.numpy()`) in its probs and routing_map is not seen. `num_sms`: on GPUs, the
     multiprocessors that send, as for `deepep_moe.Buffer`; `moe_flex_dispatcher_num_sms` of a config (from 0.19) goes before it.
 
-    Raises ValueError for wrong values or when enabled already with others, EPError for an unsupported Megatron-Core, ImportError without
-    one.
+    A config with `moe_enable_deepep` beside our backend raises ValueError, as Megatron-Core would put the backend back to DeepEP's.
+
+    Raises TypeError for wrong types, ValueError for wrong values or when enabled already with others, EPError for an unsupported
+    Megatron-Core, ImportError without one.
     """
     global _enabled
-    for name, value in (("num_max_tokens_per_rank", num_max_tokens_per_rank), ("expert_alignment", expert_alignment)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive whole number, got {value!r}")
+    expert_alignment = _positive("expert_alignment", expert_alignment)
+    if num_max_tokens_per_rank is not None:
+        num_max_tokens_per_rank = _positive("num_max_tokens_per_rank", num_max_tokens_per_rank)
     check_num_sms(num_sms)
     if not isinstance(gate, bool):
         raise ValueError(f"gate must be True or False, got {gate!r}")
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"backend must be one of {offered(BACKENDS)}, got {backend!r}")
     options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms)
     if _enabled is not None:
         if _enabled.options != options:
@@ -165,13 +192,17 @@ def enable(
         return
     _check_version()
     from megatron.core.transformer.moe import moe_layer
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from deepep_moe.integrations.megatron.gating import serve_routers
 
     registry, patches = BufferRegistry(options), Patches()
     try:
         patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, registry))
-        patches.set(moe_layer.MoELayer, "forward", _forward_of_layers(moe_layer.MoELayer.forward))
+        for name in ("forward", *_PARTS):
+            if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
+                patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
+        patches.set(TransformerConfig, "__post_init__", _keeping_the_choice(TransformerConfig.__post_init__))
         if gate:
             serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
         _enabled = _Enabled(options, registry, patches, _widen_choices())

@@ -224,6 +224,16 @@ def test_router_says_why_autoep_chooses(changes, message):
     assert messages[0].startswith("AutoEP's own router chooses, without the gate of deepep_moe: ") and message in messages[0]
 
 
+def test_router_in_double_is_autoeps():
+    router, x = _make_router().double(), torch.randn(5, 16, dtype=torch.float64)
+    expected = _route(router, x, None)
+    swap_router(router, Options())
+    with logged() as messages:
+        got = _route(router, x, None)
+    assert_equal(got, expected, "in double")
+    assert len(messages) == 1 and "logits must be float32, bfloat16 or float16, got torch.float64" in messages[0]
+
+
 # ---- the bias ----
 
 
@@ -331,6 +341,47 @@ def _update_calls():
 def test_bias_balances_and_is_in_checkpoints(tmp_path):
     """DeepSeek-V3's routers have a bias, DeepSeek-V2's are given one."""
     run_ranks(_balance_worker, 2, str(tmp_path), timeout_s=300)
+
+
+class Residual(torch.nn.Module):
+    """A MoE layer of a pipeline."""
+
+    def __init__(self):
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        super().__init__()
+        self.mlp = MixtralSparseMoeBlock(MixtralConfig(hidden_size=32, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2))
+        for parameter in self.mlp.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+def _pipeline_worker(rank: int, num_ranks: int) -> None:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    with engine_ready():
+        layers = [torch.nn.Linear(32, 32), Residual(), torch.nn.Linear(32, 32), Residual()]
+        model = PipelineModule(layers, num_stages=1, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+        section = {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp", "top_k": 2}
+        config = ds_config(Case(zero=1)) | {"gradient_accumulation_steps": 2}
+        config["expert_parallel"] |= section
+        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        assert replace_moe_layers(engine, expert_bias_update_rate=0.01) == 2
+        for step in range(3):
+            batch = torch.randn(2, 2, 2, 20, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+            engine.train_batch(iter([(x, y) for x, y in batch]))
+            routers = [layer.router for layer in autoep_layers(engine)]
+            moved = torch.stack([router.e_score_correction_bias for router in routers]) * 100
+            assert torch.equal(moved.round(), moved.round().clamp(-step - 1, step + 1)) and (moved - moved.round()).abs().max() < 1e-4
+            assert moved.abs().sum() > 0 and all(router.deepep_moe_counts is None for router in routers)
+
+
+def test_bias_moves_with_a_pipeline():
+    run_ranks(_pipeline_worker, 2)
 
 
 # ---- options, refusals ----

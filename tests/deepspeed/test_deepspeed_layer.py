@@ -20,6 +20,7 @@ from deepspeed_cases import (
 )
 from torch import nn
 
+from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations import growing_buffer
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
@@ -318,6 +319,23 @@ def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_room_grows_with_the_tokens(device):
     run_ranks(_growing_worker, 2, device)
+
+
+def _growing_in_double_worker(rank: int, num_ranks: int) -> None:
+    growing_buffer._is_bounded = lambda device: True
+    torch.set_default_dtype(torch.float64)
+    growing = growing_buffer.GrowingBuffer(
+        dist.group.WORLD, 10, torch.device("cpu"), lambda room: Buffer(None, room, HIDDEN, 4, 1), None, "the option"
+    )
+    x = torch.ones(10 + 200 * rank, HIDDEN, dtype=torch.float32)
+    topk_idx = torch.arange(len(x)).view(-1, 1) % 4
+    buffer, out = growing.dispatch(len(x), lambda buffer: buffer.dispatch(x, topk_idx))
+    assert buffer.num_max_tokens_per_rank == 256 and torch.equal(buffer.combine(out.recv_x, out.handle), x)
+    growing.destroy()
+
+
+def test_room_grows_whatever_the_default_dtype_is():
+    run_ranks(_growing_in_double_worker, 2)
 
 
 # ---- where DeepSpeed's forward runs ----

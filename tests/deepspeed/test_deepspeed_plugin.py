@@ -55,7 +55,7 @@ def test_section():
         ),
         ({"enabled": "yes"}, TypeError, "enabled must be true or false, got 'yes'"),
         ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact must be true or false, got 1'),
-        ({"backend": "nccl"}, ValueError, r"backend must be one of \['auto', 'shm', .*\], got 'nccl'"),
+        ({"backend": "nccl"}, ValueError, r"backend must be one of \['auto', 'shm', 'nvlink', 'collective'\], got 'nccl'"),
         ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank must be at least 1, got 0"),
         ({"num_sms": "all"}, TypeError, "num_sms must be a whole number or null, got 'all'"),
         ({"num_sms": -1, "enabled": False}, ValueError, "num_sms must be at least 0, got -1"),
@@ -305,3 +305,44 @@ def _other_weights(case: Case) -> torch.nn.Module:
 
 def test_checkpoints_both_ways(tmp_path):
     run_ranks(_checkpoint_worker, 2, str(tmp_path))
+
+
+# ---- pipelines ----
+
+
+class OutputOf(torch.nn.Module):
+    """A MoE layer of a pipeline, whose auxiliary loss nobody takes."""
+
+    def __init__(self, moe):
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x):
+        return self.moe(x)[0]
+
+
+def _stages_worker(rank: int, num_ranks: int) -> None:
+    """Two stages of two ranks; the MoE layer is in the second."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    with engine_ready(), logged() as messages:
+        torch.manual_seed(7)
+        layers = [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN), OutputOf(make_moe(4, k=2, ep=1)), torch.nn.Identity()]
+        model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
+        config = ds_config(Case(accumulation=2))
+        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        is_second = engine.stage_id == 1
+        assert replace_moe_layers(engine) == is_second
+        for module in engine.modules():
+            if hasattr(module, "deepep_moe_plan"):  # it falls back
+                module.experts.__class__ = type("Own", (type(module.experts),), {})
+        data = [(torch.randn(2, 20, HIDDEN), torch.randn(2, 20, HIDDEN)) for _ in range(2)]
+        assert torch.isfinite(engine.train_batch(iter(data)))
+    swapped = "1 MoE layers dispatch through deepep_moe (exact mode)"
+    fallback = "DeepSpeed's own MoE forward runs, without deepep_moe: experts are of Own, not of deepspeed.moe.experts.Experts"
+    assert messages == ([swapped, fallback] if is_second and engine.grid.get_data_parallel_rank() == 0 else []), messages
+
+
+def test_a_later_stage_of_a_pipeline_says_it():
+    run_ranks(_stages_worker, 4, timeout_s=120)

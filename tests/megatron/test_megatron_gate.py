@@ -35,6 +35,16 @@ ROUTINGS = {
 }  # fmt: skip
 
 
+def log_lines():
+    """What deepep_moe logs in this worker from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("deepep_moe").addHandler(handler)
+    logging.getLogger("deepep_moe").setLevel(logging.INFO)
+    return lines
+
+
 def layer_of(sizes, **switches):
     """A layer that dispatches through deepep_moe, with a bias that moves its choice."""
     layer = build_layer(layer_config(**sizes, **selection(), **({"moe_router_dtype": "fp32"} | switches))).train()
@@ -161,11 +171,7 @@ def test_router_replay():
 
 
 def said_why(rank, num_ranks):
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("deepep_moe").addHandler(handler)
-    logging.getLogger("deepep_moe").setLevel(logging.INFO)
+    lines = log_lines()
     with model_parallel() as sizes:
         x = torch.randn(5, 1, HIDDEN)
         for _ in range(2):
@@ -184,3 +190,59 @@ def said_why(rank, num_ranks):
 
 def test_says_why_it_does_not_serve():
     run_ranks(said_why, 1)
+
+
+MANY = {"num_moe_experts": 1032, "moe_router_enable_expert_bias": False, "moe_ffn_hidden_size": 4}
+REFUSED = {
+    "no kernels": ({}, "this build has no CUDA kernels"),
+    "many experts": (NO_GROUPS | MANY, "at most 1024 experts on a GPU, got 1032"),
+    "small groups": ({"moe_router_topk": 1}, "group_score_topk must be 1 to the 2 experts of a group, got 0"),
+}
+
+
+def says_what_it_refuses(rank, num_ranks, name):
+    """Tensors on the CPU stand for those of a GPU, which the gate of a build without nvcc does not serve, nor with many experts."""
+    from deepep_moe import _C
+    from deepep_moe.ops import gate_operators
+
+    switches, reason = REFUSED[name]
+    gate_operators.GPU = "cpu" if name != "small groups" else gate_operators.GPU
+    if name == "no kernels" and hasattr(_C, "gpu_gate_forward"):
+        del _C.gpu_gate_forward
+    else:
+        _C.gpu_gate_forward, _C.MAX_GPU_GATE_EXPERTS = None, 1024
+    lines = log_lines()
+    x, results = torch.randn(5, 1, HIDDEN), []
+    with model_parallel(backend="collective") as sizes:
+        for _ in range(2):
+            results.append(layer_of(sizes, **switches)(x)[0])
+            plugin.disable()
+            plugin.enable(gate=False, backend="collective")
+    assert torch.equal(*results)
+    said = [line for line in lines if "routing" in line]
+    assert len(said) == 1 and said[0].startswith("Megatron-Core's own routing is used") and reason in said[0], lines
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_says_what_the_gate_refuses(name):
+    run_ranks(says_what_it_refuses, 1, name)
+
+
+def says_in_a_later_stage(rank, num_ranks):
+    """Where the first stage of a pipeline has no MoE layer, the first rank of the one that has says it."""
+    from megatron.core import parallel_state
+
+    from deepep_moe.integrations.say_once import say_once
+
+    lines = log_lines()
+    with model_parallel():
+        parallel_state.destroy_model_parallel()
+        assert gating.stage_group() is None
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+        if rank >= num_ranks // 2:
+            say_once("a layer falls back", gating.stage_group())
+    assert ("a layer falls back" in lines) == (rank == num_ranks // 2)
+
+
+def test_every_stage_says_why():
+    run_ranks(says_in_a_later_stage, 4)

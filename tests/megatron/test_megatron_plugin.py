@@ -67,6 +67,35 @@ def test_enable_refuses_numbers_below_one(option):
         enable(**{option: 0})
 
 
+@pytest.mark.parametrize("value", [True, 2.0, "2"])
+@pytest.mark.parametrize("option", ["num_max_tokens_per_rank", "expert_alignment"])
+def test_enable_refuses_what_is_no_int(option, value):
+    with pytest.raises(TypeError, match=f"{option} is {value!r}; it must be an int"):
+        enable(**{option: value})
+
+
+def test_enable_names_the_backends():
+    with pytest.raises(ValueError, match=r"backend must be one of \['auto', 'shm', 'nvlink', 'collective'\], got 'nccl'"):
+        enable(backend="nccl")
+
+
+def test_no_config_loses_the_backend_without_an_error():
+    """Megatron-Core puts it back to DeepEP's where moe_enable_deepep is set."""
+    _backend_choices()  # skips where there is no such field
+    choice = selection() | {"moe_enable_deepep": True}
+    assert layer_config(**choice).moe_flex_dispatcher_backend == "deepep"
+    enable()
+    try:
+        with pytest.raises(ValueError, match="puts moe_flex_dispatcher_backend='deepep_moe' back to DeepEP's 'deepep'; leave moe_enable"):
+            layer_config(**choice)
+        assert layer_config(**selection()).moe_flex_dispatcher_backend == "deepep_moe"
+        asked_for = layer_config(moe_token_dispatcher_type="flex", moe_enable_deepep=True)
+        assert asked_for.moe_flex_dispatcher_backend == "deepep"
+    finally:
+        disable()
+    assert layer_config(**choice).moe_flex_dispatcher_backend == "deepep"
+
+
 def test_enable_refuses_what_is_no_switch():
     with pytest.raises(ValueError, match="gate must be True or False, got 0"):
         enable(gate=0)

@@ -58,14 +58,14 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
     } while (masks != told);
 }
 
-// A rank has not delivered within the deadline, and its flag is `seen`; or the wait ended as another had failed, which is nothing new.
+// A rank does not deliver, and its flag is `seen`; or the wait ended as another had failed, which is nothing new.
 __device__ __noinline__ inline void lose(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call,
                                          unsigned long long seen) {
     if (gave_up(c) || is_masked(c, source)) return;
     if (c.masks_stalled && source != c.rank)
         set_mask(c, source, true);
     else
-        report(c, kTimeout, source, phase, static_cast<long long>(call), static_cast<long long>(seen >> kWhatBits));
+        report_lack(c, source, phase, call, seen >> kWhatBits);
 }
 
 // A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is
@@ -77,7 +77,7 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
     if (seen >= expected) return seen;
     if (!takes_part(c, source, call)) return 0;
     seen = watch_word<kLowLatencyPauseNs, kLooks>(
-        c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, c.timeout_ns);
+        c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, source, c.timeout_ns);
     if (seen >= expected) return seen;
     lose(c, source, phase, call, seen);
     return 0;

@@ -82,7 +82,7 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
 }
 
 // How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of
-// `step` threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`.
+// `step` threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`, which is 0 before.
 __device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first,
                                             int step) {
     const unsigned long long call = flag >> kWhatBits;

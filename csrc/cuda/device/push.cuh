@@ -31,6 +31,7 @@ public:
                 pause_ns(kPauseNs);
                 continue;
             }
+            __syncwarp();
             fence_system();
             if (word != 0 && word != kEnd) store_relaxed(reinterpret_cast<unsigned long long*>(word), sequence);
             num_warps -= __popc(__ballot_sync(kFullWarp, word == kEnd));

@@ -98,11 +98,14 @@ __device__ inline bool is_last_block(int* counter, int num_blocks) {
     return last != 0;
 }
 
-// The first of the tokens received from `source`.
+// How many tokens are received from `source`.
+__device__ __forceinline__ int count_from(const int32_t* recv_counts, int source) { return recv_counts[source] & ~kFailed; }
+
+// The first of them.
 __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source) {
     int first = 0;
 #pragma unroll 1
-    for (int before = 0; before < source; ++before) first += recv_counts[before];
+    for (int before = 0; before < source; ++before) first += count_from(recv_counts, before);
     return first;
 }
 

@@ -8,6 +8,7 @@ namespace deepep_moe {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr unsigned kPauseNs = 100;  // between two looks at a flag: what is on its way needs the memory too
+constexpr unsigned long long kNsBetweenHostLooks = 1'000'000;
 
 __device__ __forceinline__ bool gave_up(const GpuWaits& w) { return *static_cast<volatile int*>(w.gave_up) != 0; }
 
@@ -24,29 +25,53 @@ __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kin
     failure->kind = kind;
 }
 
-// *word, which `load` loads, once it has reached `expected`, with a look at the clock every kLooks. Less, as it was last seen, past the
-// deadline or once another wait of this rank has failed.
+// What became of `peer`. Threads that wait look at what the host knows now and then, the first one for all. A rank that is not here will
+// write nothing more, and all that it has written can be seen by the time this says so.
+__device__ __forceinline__ GpuPresence presence_of(const GpuWaits& w, int peer, unsigned long long now) {
+    volatile GpuEnded* ended = w.ended;
+    if (now >= ended->next_look) {
+        ended->next_look = now + kNsBetweenHostLooks;
+        const unsigned ranks = *static_cast<const volatile unsigned*>(w.ended_ranks);
+        if (ranks != 0) atomicOr(&w.ended->ranks, ranks);
+    }
+    const bool has_left = *static_cast<const volatile unsigned long long*>(w.left + peer) != 0, has_ended = (ended->ranks >> peer & 1) != 0;
+    if (has_left || has_ended) __threadfence_system();
+    return has_left ? GpuPresence::kLeft : has_ended ? GpuPresence::kEnded : GpuPresence::kHere;
+}
+
+// *word, which `load` loads, once it has reached `expected`, with a look at the clock and at the peer every kLooks. Less, as it was last
+// seen, past the deadline, where the peer is not here any more, or once another wait of this rank has failed.
 template <unsigned kPause, int kLooks = 256, class Load>
 __device__ __forceinline__ unsigned long long watch_word(const GpuWaits& w, const unsigned long long* word, const Load& load,
-                                                         unsigned long long expected, unsigned long long timeout_ns) {
+                                                         unsigned long long expected, int peer, unsigned long long timeout_ns) {
     unsigned long long seen = load(word);
     if (seen >= expected) return seen;
     const unsigned long long deadline = now_ns() + timeout_ns;
     for (unsigned round = 0; (seen = load(word)) < expected; ++round) {
         pause_ns(kPause);
-        if (round % kLooks == kLooks - 1 && (gave_up(w) || now_ns() >= deadline)) break;
+        if (round % kLooks != kLooks - 1) continue;
+        const unsigned long long now = now_ns();
+        if (gave_up(w) || now >= deadline) break;
+        if (presence_of(w, peer, now) != GpuPresence::kHere) return load(word);  // it may have written since
     }
     return seen;
 }
 
-// *word once it has reached `expected`, which is not 0. 0, with the failure reported, past the deadline or once another wait of this
-// rank has failed. Waits for this rank's own blocks have twice the time: they end when the block that waits for a peer has named it.
+// Of `peer`, which has not delivered what was waited for.
+__device__ __noinline__ inline void report_lack(const GpuWaits& w, int peer, GpuPhase phase, unsigned long long expected,
+                                                unsigned long long seen) {
+    const auto kind = static_cast<GpuFailureKind>(kTimeout + static_cast<int>(presence_of(w, peer, now_ns())));
+    report(w, kind, peer, phase, static_cast<long long>(expected), static_cast<long long>(seen));
+}
+
+// *word once it has reached `expected`, which is not 0. 0, with the failure reported, where it will not. Waits for this rank's own blocks
+// have twice the time: they end when the block that waits for a peer has named it.
 __device__ __noinline__ inline unsigned long long wait_word(const GpuWaits& w, const unsigned long long* word, unsigned long long expected,
                                                             int peer, GpuPhase phase) {
     const auto load = [](const unsigned long long* from) { return load_acquire(from); };
-    const unsigned long long seen = watch_word<kPauseNs>(w, word, load, expected, w.timeout_ns * (peer == w.rank ? 2 : 1));
+    const unsigned long long seen = watch_word<kPauseNs>(w, word, load, expected, peer, w.timeout_ns * (peer == w.rank ? 2 : 1));
     if (seen >= expected) return seen;
-    report(w, kTimeout, peer, phase, static_cast<long long>(expected), static_cast<long long>(seen));
+    report_lack(w, peer, phase, expected, seen);
     return 0;
 }
 
