@@ -4,9 +4,9 @@ The module links neither PyTorch nor Python packages other than pybind11's heade
 environment and one build serves every supported PyTorch. CUDA sources are compiled where nvcc is found. What was compiled
 is recorded in the module and shown by `deepep_moe.features()`.
 
-The optional module `deepep_moe._autograd` is built where PyTorch is found as well, and serves that PyTorch alone.
+The optional module `deepep_moe._torch` is built where PyTorch is found as well, and serves that PyTorch alone.
 
-Environment: CUDA_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_autograd`;
+Environment: CUDA_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_torch`;
 DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
 """
 
@@ -24,8 +24,8 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
-HOST_ROOMS = ("common", "cpu", "runtime", "bindings")
-GPU_HOST_PREFIX = "gpu"  # of files of the host rooms that are built only with CUDA
+HOST_FOLDERS = ("common", "cpu", "runtime", "runtime/shm", "bindings")
+CUDA_FOLDERS = ("runtime/nvlink", "bindings/cuda")  # host sources that are built only with CUDA; csrc/cuda holds the kernels
 # Those of them that nvcc knows: CUDA 12.8 and newer know the last, with PTX for what comes after it.
 GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100,compute_100"))
 NUM_JOBS = int(os.environ.get("DEEPEP_MOE_BUILD_JOBS") or len(os.sched_getaffinity(0)))
@@ -72,8 +72,8 @@ def version() -> str:
 
 
 def host_sources(with_cuda: bool) -> list[str]:
-    files = [path for room in HOST_ROOMS for path in (ROOT / "csrc" / room).glob("*.cpp")]
-    return sorted(str(path.relative_to(ROOT)) for path in files if with_cuda or not path.name.startswith(GPU_HOST_PREFIX))
+    folders = (*HOST_FOLDERS, *(CUDA_FOLDERS if with_cuda else ()))
+    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / "csrc" / folder).glob("*.cpp"))
 
 
 def require_compiler() -> None:
@@ -103,7 +103,7 @@ def extension() -> Pybind11Extension:
             ("DEEPEP_MOE_VERSION", f'"{version()}"'),
             ("DEEPEP_MOE_FOUND_NVSHMEM", "true" if nvshmem else "false"),
         ],
-        extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
+        extra_compile_args=["-O3", "-MMD", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
         extra_link_args=["-pthread"],
     )
     if nvcc:
@@ -115,29 +115,29 @@ def extension() -> Pybind11Extension:
     return built
 
 
-def autograd_extensions() -> list[Extension]:
-    """`deepep_moe._autograd`, for the PyTorch that is found, on machines that build CUDA. A PyTorch that it does not compile with is served
+def torch_extensions() -> list[Extension]:
+    """`deepep_moe._torch`, for the PyTorch that is found, on machines that build CUDA. A PyTorch that it does not compile with is served
     from Python."""
     torch = find_torch()
     if torch is None or not find_nvcc():
-        print("deepep_moe: PyTorch or nvcc not found, building without deepep_moe._autograd")
+        print("deepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch")
         return []
     version = runpy.run_path(str(torch / "version.py"))["__version__"]
     if tuple(map(int, version.split(".")[:2])) < (2, 7):  # most builds before have another ABI of strings
-        print(f"deepep_moe: torch {version} is older than 2.7, building without deepep_moe._autograd")
+        print(f"deepep_moe: torch {version} is older than 2.7, building without deepep_moe._torch")
         return []
-    print(f"deepep_moe: building deepep_moe._autograd for torch {version} in {torch}")
+    print(f"deepep_moe: building deepep_moe._torch for torch {version} in {torch}")
     headers = (f"-isystem{torch / 'include' / folder}" for folder in (".", "torch/csrc/api/include"))
     return [
         Extension(
-            "deepep_moe._autograd",
-            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "autograd").glob("*.cpp")),
+            "deepep_moe._torch",
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "torch").glob("*.cpp")),
             include_dirs=["csrc"],
             depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")),
             language="c++",
             optional=True,
             define_macros=[("DEEPEP_MOE_TORCH", f'"{version}"')],
-            extra_compile_args=["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", *headers],
+            extra_compile_args=["-std=c++20", "-O2", "-g0", "-MMD", "-fvisibility=hidden", "-Wall", "-Wextra", *headers],
             library_dirs=[str(torch / "lib")],
             libraries=["c10", "torch_cpu", "torch_python"],  # which PyTorch has loaded before
         )
@@ -198,18 +198,24 @@ def compile_cuda(nvcc: str, codes: list[str], source: Path, target: Path) -> Non
     if not is_stale(str(target), str(source)):
         return
     flags = ["-std=c++20", "-O3", "--threads=3", "-fmad=false", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes]
-    subprocess.run([nvcc, *flags, "-c", str(source), "-o", str(target)], check=True)
+    outputs = ["-o", str(target), "-MMD", "-MF", str(target.with_suffix(".d"))]
+    subprocess.run([nvcc, *flags, "-c", str(source), *outputs], check=True)
 
 
 def is_stale(object_file: str, source: str) -> bool:
-    """Must `source` be compiled again? Yes when it, any header or this file is newer than its object."""
-    inputs = [ROOT / source, ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh")]
-    return not os.path.exists(object_file) or os.path.getmtime(object_file) < max(path.stat().st_mtime for path in inputs)
+    """Must `source` be compiled again? Yes where this file, or one that the compiler read for the object, is newer than the object."""
+    target = Path(object_file)
+    dependencies = target.with_suffix(".d")  # written by the compiler
+    if not target.is_file() or not dependencies.is_file():
+        return True
+    _, _, files = dependencies.read_text().replace("\\\n", " ").partition(":")
+    inputs = [Path(file) for file in files.split()] + [ROOT / "setup.py", ROOT / "pyproject.toml"]
+    return any(not path.is_file() or path.stat().st_mtime > target.stat().st_mtime for path in inputs)
 
 
 with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
     setup(
-        ext_modules=[extension(), *autograd_extensions()],
+        ext_modules=[extension(), *torch_extensions()],
         cmdclass={"build_ext": BuildWithCuda},
         packages=[
             "deepep_moe",
@@ -224,5 +230,5 @@ with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
             "deepep_moe.integrations.megatron",
         ],
         package_dir={"deepep_moe": "deepep_moe", "deepep_moe.integrations": "integrations"},
-        package_data={"deepep_moe": ["py.typed", "_C.pyi", "_autograd.pyi"]},
+        package_data={"deepep_moe": ["py.typed", "_C.pyi", "_torch.pyi"]},
     )

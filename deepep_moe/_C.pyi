@@ -1,6 +1,6 @@
 """Native library: tensors are addresses (`Tensor.data_ptr()`, 0 for none) of contiguous memory; sizes are counts of elements."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +46,7 @@ class Signature:
         handle_call: int = 0,
         has_weights: bool = False,
         has_scales: bool = False,
-        has_lane_values: bool = False,
+        has_topk_weight_grads: bool = False,
     ) -> None: ...
 
 class LayoutParams:
@@ -100,13 +100,13 @@ class CombineParams:
     recv_row_idx: int
     x: int
     weights: int
-    lane_values: int
+    topk_weight_grads: int
     topk_idx: int
     bias: int
     combined_x: int
-    combined_lane_values: int
+    combined_topk_weight_grads: int
 
-class Communicator:
+class ShmExchange:
     def __init__(
         self, *, num_ranks: int, rank: int, num_channels: int, num_experts: int, num_topk: int, hidden: int, timeout_s: float
     ) -> None: ...
@@ -119,9 +119,9 @@ class Communicator:
     def dispatch(self, params: DispatchParams) -> None: ...
     def dispatch_cached(self, signature: Signature, params: DispatchParams) -> None: ...
     def combine(self, signature: Signature, params: CombineParams) -> None: ...
-    def abort(self, message: str) -> None: ...
+    def refuse(self, message: str) -> None: ...
 
-# low latency (csrc/common/low_latency.h, csrc/runtime/low_latency_communicator.h)
+# low latency (csrc/common/low_latency.h, csrc/runtime/shm/low_latency.h)
 LOW_LATENCY_MAX_TOKENS: int
 LOW_LATENCY_MAX_LOCAL_EXPERTS: int
 LOW_LATENCY_MAX_RANKS: int
@@ -152,7 +152,7 @@ class LowLatencyCombineParams:
     call: int
     combined_x: int
 
-class LowLatencyCommunicator:
+class ShmLowLatency:
     def __init__(
         self,
         *,
@@ -188,14 +188,9 @@ class HostPool:
     bytes_in_use: int
     bytes_cached: int
 
-# GPU, only where the build found nvcc (csrc/common/gpu_params.h, csrc/runtime/gpu_communicator.h)
+# GPU, only where the build found nvcc (csrc/bindings/cuda, csrc/cuda/params.h, csrc/runtime/nvlink)
 MAX_GPU_RANKS: int
 
-class GpuCounts:
-    num_recv_tokens: int
-    num_rows: int
-
-# of csrc/bindings/gpu_calls.cpp
 class GpuDispatchCall:
     def __init__(
         self,
@@ -210,31 +205,28 @@ class GpuDispatchCall:
     def receive_into(
         self, recv_x: Tensor, recv_x_scales: Tensor | None, recv_topk_idx: Tensor | None, recv_topk_weights: Tensor | None, is_guess: bool
     ) -> None: ...
-    def weigh(self, weights: Tensor, x: Tensor, parts: GpuParts | None, grad_weights: Tensor, dtype: DType) -> None: ...
-    slot_bytes: int
+    def scale(self, weights: Tensor, x: Tensor, expert_rows: ExpertRows | None, grad_weights: Tensor, dtype: DType) -> None: ...
 
 class GpuCombineCall:
     def __init__(
         self,
         handle: Any,
         x: Tensor,
-        parts: GpuParts | None,
+        expert_rows: ExpertRows | None,
         weights: Tensor | None,
         bias: Tensor | None,
-        lane_values: Tensor | None,
+        topk_weight_grads: Tensor | None,
         source_weights: Tensor | None,
         combined_x: Tensor,
-        combined_lane_values: Tensor | None,
+        combined_topk_weight_grads: Tensor | None,
         dtype: DType,
-        is_sent_by_copies: bool,
     ) -> None: ...
-    slot_bytes: int
 
-class RowGuess:
-    def room(self) -> int: ...
-    def remember(self, num_rows: int) -> None: ...
+SHIM_BYTES: int
 
-GPU_CALLS_BYTES: int
+class ExchangeShim:
+    def capsule(self) -> Any: ...
+    def raise_failure(self) -> None: ...
 
 class GpuTuning:
     ring_warps: int
@@ -242,15 +234,17 @@ class GpuTuning:
     uses_bulk_copies: bool
     num_receive_blocks: int
     num_work_blocks: int
+    num_sms: int
+    num_sms_of_sums: int
 
 def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dtype: DType, stream: int) -> None: ...
 
-class GpuParts:
+class ExpertRows:
     @staticmethod
-    def of(handle: Any, tensors: Sequence[Tensor], num_experts: int, hidden: int) -> GpuParts | None: ...
+    def of(handle: Any, tensors: Sequence[Tensor], num_experts: int, hidden: int) -> ExpertRows | None: ...
     def lie_in(self, tensors: Sequence[Tensor]) -> bool: ...
 
-def gpu_weigh_backward(
+def gpu_scale_rows_backward(
     grad: Tensor,
     x: Tensor,
     weights: Tensor,
@@ -261,7 +255,7 @@ def gpu_weigh_backward(
     stream: int,
 ) -> None: ...
 
-class GpuWeighedSumParams:
+class GpuWeightedSumParams:
     num_topk: int
     num_tokens: int
     hidden: int
@@ -275,11 +269,11 @@ class GpuWeighedSumParams:
     grad_rows: int
     grad_weights: int
 
-def gpu_weighed_sum(params: GpuWeighedSumParams, stream: int) -> None: ...
-def gpu_weighed_sum_backward(params: GpuWeighedSumParams, stream: int) -> None: ...
+def gpu_weighted_sum(params: GpuWeightedSumParams, stream: int) -> None: ...
+def gpu_weighted_sum_backward(params: GpuWeightedSumParams, stream: int) -> None: ...
 def gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
 
-class GpuLowLatencyCommunicator:
+class NvlinkLowLatency:
     def __init__(
         self,
         *,
@@ -307,7 +301,7 @@ class GpuLowLatencyCommunicator:
     def refuse(self, reason: str, stream: int) -> None: ...
     def check(self) -> None: ...
 
-class GpuCommunicator:
+class NvlinkExchange:
     def __init__(
         self,
         *,
@@ -325,18 +319,14 @@ class GpuCommunicator:
     def connect(self, handles: list[bytes]) -> None: ...
     num_multiprocessors: int
     tuning: GpuTuning
-    call_number: int
-    def abandon(self) -> None: ...
     num_calls: int
-    def calls(self) -> Any: ...
-    def raise_failure(self) -> None: ...
-    def plan(self, call: GpuDispatchCall | GpuCombineCall, stream: int) -> None: ...
-    def wait_counts(self, numbers: int) -> GpuCounts: ...
-    def dispatch(self, call: GpuDispatchCall, num_sms: int, stream: int) -> None: ...
-    def combine(self, call: GpuCombineCall, num_sms: int, stream: int) -> None: ...
-    def start_dispatch(self, call: GpuDispatchCall, num_sms: int, stream: int) -> None: ...
-    def start_combine(self, call: GpuCombineCall, num_sms: int, stream: int) -> None: ...
-    def copy(self, counts: list[int], slot_bytes: int, stream: int) -> None: ...
+    num_handle_numbers: int
+    def shim(self) -> ExchangeShim: ...
+    def dispatch(
+        self, call: GpuDispatchCall, num_sms: int, is_split: bool, stream: int, numbers: Tensor, allocate: Callable[[int, bool], None]
+    ) -> int: ...
+    def dispatch_cached(self, call: GpuDispatchCall, num_sms: int, is_split: bool, stream: int) -> None: ...
+    def combine(self, call: GpuCombineCall, num_sms: int, is_split: bool, stream: int) -> None: ...
     def copy_block(self, peer: int, bytes: int, stream: int) -> None: ...
     def end_dispatch(self, call: GpuDispatchCall, stream: int) -> None: ...
     def end_combine(self, call: GpuCombineCall, stream: int) -> None: ...
@@ -378,7 +368,7 @@ def gate_backward(
     options: GateOptions, *, logits_ptr: int, topk_idx_ptr: int, grad_topk_weights_ptr: int, grad_shares_ptr: int, grad_logits_ptr: int
 ) -> None: ...
 
-# the gate on a GPU (csrc/common/gate_params.h), only where the build found nvcc
+# the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
 MAX_GPU_GATE_EXPERTS: int
 
 def gpu_gate_forward(

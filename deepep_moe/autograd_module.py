@@ -1,4 +1,4 @@
-"""The optional module `deepep_moe._autograd`: operations of rows by expert as autograd functions in C++ (csrc/autograd).
+"""The optional module `deepep_moe._torch`: operations of rows by expert as autograd functions in C++ (csrc/torch).
 
 It is built where the build finds PyTorch and nvcc, for that PyTorch alone. Without it the same calls are made from Python: results are
 equal to the bit, and the host takes longer, which shows where a layer's kernels take less than a millisecond.
@@ -24,23 +24,23 @@ _REBUILD = (
 def _load() -> tuple[ModuleType | None, str]:
     """The module, or None and why."""
     try:
-        module = importlib.import_module("deepep_moe._autograd")
+        module = importlib.import_module("deepep_moe._torch")
     except ModuleNotFoundError:
         return None, f"not built; {_REBUILD}"
     except ImportError as error:
         return None, f"not to be loaded with torch {torch.__version__}; {_REBUILD}: {error}"
     if torch.__version__ != module.TORCH_VERSION:
         return None, f"built for torch {module.TORCH_VERSION}, this is {torch.__version__}; {_REBUILD}"
-    if getattr(_C, "GPU_CALLS_BYTES", 0) != module.GPU_CALLS_BYTES:
+    if getattr(_C, "SHIM_BYTES", 0) != module.SHIM_BYTES:
         return None, f"of another build than deepep_moe._C; {_REBUILD}"
     return module, ""
 
 
 MODULE, WHY_NOT = _load()
 if MODULE is None and not WHY_NOT.startswith("not built"):
-    logging.getLogger(__name__).warning("deepep_moe._autograd is %s", WHY_NOT)
+    logging.getLogger(__name__).warning("deepep_moe._torch is %s", WHY_NOT)
 
 
-def by_expert(backend: Backend, number: int, mode: Mode) -> Any:
-    """`_autograd.ByExpert` of the buffer `number`, whose plain calls run in `mode`; None where the module is not there or cannot serve."""
-    return backend.by_expert(MODULE, number, mode) if MODULE is not None and isinstance(backend, NvlinkBackend) else None
+def native_calls(backend: Backend, number: int, mode: Mode) -> Any:
+    """`_torch.Calls` of the buffer `number`, whose plain calls run in `mode`; None where the module is not there or cannot serve."""
+    return backend.native_calls(MODULE, number, mode) if MODULE is not None and isinstance(backend, NvlinkBackend) else None

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import autograd_module, config, torch_ops
-from deepep_moe.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings, Sizes, Weighing
+from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings, Sizes, Weighing
 from deepep_moe.backends.checks import (
+    MAX_ALIGNMENT,
     check_beside_handle,
     check_cached_dispatch,
     check_combine,
@@ -32,9 +33,10 @@ from deepep_moe.backends.checks import (
 from deepep_moe.backends.quantize import quantize_fp8
 from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.backends.select import BACKENDS, introduce, join, make_backend
+from deepep_moe.backends.streams import current_stream
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
-from deepep_moe.handle import DispatchHandle, DispatchOutput, Layout
+from deepep_moe.handle import DispatchHandle, DispatchOutput, Layout, PackedHandle
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
@@ -118,7 +120,7 @@ class Buffer(Sizes):
         self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
         self._mode = self._own_mode = Mode(num_sms=num_sms)
-        self._by_expert = autograd_module.by_expert(self._backend, self._number, self._own_mode)
+        self._native_calls = autograd_module.native_calls(self._backend, self._number, self._own_mode)
         torch_ops.register_buffer(self._number, self)
         if rank == 0:
             logger.info(
@@ -206,6 +208,10 @@ class Buffer(Sizes):
         """
         if fp8:
             x, x_scales = self._quantized(x, x_scales)
+        if not (async_op or return_hook or torch.compiler.is_compiling()):
+            made = self._dispatch_natively(x, x_scales, topk_idx, topk_weights, layout, expert_alignment, handle, num_recv_rows, num_sms)
+            if made is not None:
+                return made
         call = (x, x_scales, topk_idx, topk_weights, layout, expert_alignment, handle, num_recv_rows)
         self._enter_mode(async_op, return_hook, num_sms)
         try:
@@ -246,6 +252,11 @@ class Buffer(Sizes):
 
         Raises: as `dispatch`.
         """
+        native = None if async_op or return_hook or torch.compiler.is_compiling() else self._native()
+        if native is not None and (num_sms is None or (type(num_sms) is int and num_sms >= 0)) and isinstance(handle, PackedHandle):
+            combined_x = native.combine(x, handle, topk_weights, bias, -1 if num_sms is None else num_sms)
+            if combined_x is not None:
+                return combined_x
         self._enter_mode(async_op, return_hook, num_sms)
         try:
             combined_x = self._combine_now(x, handle, topk_weights, bias)
@@ -285,10 +296,42 @@ class Buffer(Sizes):
         if self._executor is not None and os.getpid() == self._process_id:
             self._executor.shutdown(wait=True)
         self._executor = None
-        if self._by_expert is not None:
-            self._by_expert.release()
-        backend, self._backend, self._by_expert = self._backend, None, None
+        if self._native_calls is not None:
+            self._native_calls.release()
+        backend, self._backend, self._native_calls = self._backend, None, None
         backend.destroy()
+
+    # ---- calls from C++, where the module that links PyTorch is there: with the same bits, and less work for the host ----
+
+    def _dispatch_natively(
+        self, x: Any, x_scales: Any, topk_idx: Any, topk_weights: Any, layout: Any, expert_alignment: Any, handle: Any, num_recv_rows: Any,
+        num_sms: Any,
+    ) -> DispatchOutput | None:  # fmt: skip
+        """None where Python is to make the call, and to say what is wrong with it."""
+        native = self._native()
+        if native is None or not all(type(value) is int and value >= 0 for value in (num_sms, num_recv_rows) if value is not None):
+            return None
+        senders = -1 if num_sms is None else num_sms
+        if handle is not None:
+            is_plain = topk_idx is None and num_recv_rows is None and layout == "expert" and expert_alignment == 1
+            if not is_plain or not isinstance(handle, PackedHandle):
+                return None
+            made = native.dispatch_cached(x, x_scales, topk_weights, handle, senders)
+            if made is None:
+                return None
+            recv_x, scales, weights = made
+            return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.num_recv_tokens_per_expert, handle, None, None)
+        if layout not in LAYOUTS or type(expert_alignment) is not int or not 1 <= expert_alignment <= MAX_ALIGNMENT or topk_idx is None:
+            return None
+        bound = -1 if num_recv_rows is None else num_recv_rows
+        made = native.dispatch(x, x_scales, topk_idx, topk_weights, layout == "expert", expert_alignment, bound, senders)
+        if made is None:
+            return None
+        recv_x, scales, recv_topk_idx, weights, counts, shape, num_rows, memory, numbers = made
+        handle = PackedHandle(self._number, layout, expert_alignment, num_rows, shape, memory, numbers)
+        handle.complete(num_rows, recv_topk_idx, current_stream(x.device))
+        handle.__dict__["num_recv_tokens_per_expert"] = counts
+        return DispatchOutput(recv_x, scales, recv_topk_idx, weights, counts, handle, None, None)
 
     # ---- calls through the operators ----
 
@@ -327,11 +370,11 @@ class Buffer(Sizes):
         return self._backend
 
     def _native(self) -> Any:
-        """`_autograd.ByExpert` for a call that is like any other: nothing is in flight or to be raised, and the mode is the buffer's."""
+        """`_torch.Calls` for a call that is like any other: nothing is in flight or to be raised, and the mode is the buffer's."""
         is_plain = (
             self._pending is None and self._earlier_failure is None and self._mode is self._own_mode and self._num_forks == _num_forks
         )
-        return self._by_expert if is_plain else None
+        return self._native_calls if is_plain else None
 
     def _refuse_other_process(self) -> None:
         """The thread and the GPU of a buffer are not there in a process forked from its owner."""

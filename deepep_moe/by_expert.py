@@ -55,7 +55,7 @@ def dispatch_by_expert(
         return _split(recv_x, handle.num_rows_per_expert_list, leading), weights, handle
     native = buffer._native()
     if native is not None:
-        made = native.dispatch(x, topk_idx, topk_weights, len(leading), repeats)
+        made = native.dispatch_by_expert(x, topk_idx, topk_weights, len(leading), repeats)
         if made is not None:
             parts, weights, shape, num_rows, memory, numbers = made
             return parts, weights, PackedHandle(buffer._number, "expert", 1, num_rows, shape, memory, numbers)
@@ -81,7 +81,7 @@ def combine_by_expert(
     source = None if at_source is None or is_apart else at_source.detach().contiguous()
     native = None if is_unusual or is_apart else buffer._native()
     if native is not None and _is_by_expert(handle, buffer):
-        made = native.combine(parts, topk_weights, source, handle.memory, handle.call, handle.starts, handle.num_rows, handle.num_tokens)
+        made = native.combine_by_expert(parts, topk_weights, source, handle)
         if made is not None:
             return made
     rows, where = _rows_of(buffer, handle, parts, may_stay=not (is_apart or is_unusual))
@@ -100,10 +100,10 @@ def _is_by_expert(handle: DispatchHandle, buffer: "Buffer") -> TypeGuard[PackedH
 
 
 def _rows_of(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor], *, may_stay: bool, were: Any = None) -> tuple[Tensor, Any]:
-    """All rows, joined; or, where they may stay and kernels can read them there, the first part and `_C.GpuParts`, those that they `were`
+    """All rows, joined; or, where they may stay and kernels can read them there, the first part and `_C.ExpertRows`, those that they `were`
     if saving has not moved them."""
     if may_stay and buffer._alive().fuses:
-        where = were if were is not None and were.lie_in(parts) else _C.GpuParts.of(handle, parts, buffer.num_local_experts, buffer.hidden)
+        where = were if were is not None and were.lie_in(parts) else _C.ExpertRows.of(handle, parts, buffer.num_local_experts, buffer.hidden)
         if where is not None:
             return parts[0], where
     return buffer._or_refuse(_joined, parts, handle, buffer.hidden), None
@@ -207,7 +207,7 @@ def _combine_by_expert_gradients(
     return grad_weights, *((grad_x,) if is_joined else _split(grad_x, handle.num_rows_per_expert_list, leading))
 
 
-# ---- the same in C++, where `_autograd` was built: it calls back for what it declines ----
+# ---- the same in C++, where `_torch` was built: it calls back for what it declines ----
 
 
 def _native(number: int) -> Any:
@@ -215,19 +215,26 @@ def _native(number: int) -> Any:
     return None if buffer is None else buffer._native()
 
 
-def _handle_of(number: int, num_tokens: int, num_rows: int, memory: Tensor, numbers: Tensor) -> PackedHandle:
+def _handle_of(number: int, layout: str, expert_alignment: int, num_rows: int, num_tokens: int, memory: Tensor, numbers: Tensor) -> PackedHandle:
     backend: Any = buffer_of(number)._alive()
-    return PackedHandle(number, "expert", 1, num_rows, backend.handle_shape(num_tokens, "expert"), memory, numbers)
+    return PackedHandle(number, layout, expert_alignment, num_rows, backend.handle_shape(num_tokens, layout), memory, numbers)
 
 
-def _native_dispatch_gradients(handle: tuple[Any, ...], repeats: int, grad_weights: Tensor | None, grads: list[Tensor]) -> tuple[Any, ...]:
-    return _dispatch_by_expert_gradients(_handle_of(*handle), repeats, grad_weights, grads)
+def _native_dispatch_gradients(
+    handle: tuple[Any, ...], repeats: int, grad_weights: Tensor | None, grads: list[Tensor], is_by_expert: bool
+) -> tuple[Any, ...]:
+    if is_by_expert:
+        return _dispatch_by_expert_gradients(_handle_of(*handle), repeats, grad_weights, grads)
+    along = _handle_of(*handle)
+    values = None if grad_weights is None else as_rows(grad_weights)
+    return combine(buffer_of(along.buffer_id), as_rows(grads[0]), None, None, values, along)
 
 
 def _native_combine_gradients(
     handle: tuple[Any, ...], repeats: int, num_leading: int, grad: Tensor, weighed: list[Tensor]
 ) -> tuple[Any, ...]:
-    return _combine_by_expert_gradients(_handle_of(*handle), repeats, (1,) * num_leading, grad, weighed, None, is_joined=False)
+    is_joined = num_leading < 0
+    return _combine_by_expert_gradients(_handle_of(*handle), repeats, (1,) * max(0, num_leading), grad, weighed, None, is_joined=is_joined)
 
 
 if autograd_module.MODULE is not None:

@@ -352,7 +352,7 @@ def weighed_gradients(
     buffer: "Buffer", grad: Tensor, handle: DispatchHandle, x: Tensor, weights: Tensor, repeats: int = 1, where: Any = None
 ) -> tuple[Tensor, Tensor | None]:
     """Of x and of weights, from that of combined_x, whose rows `repeats` tokens share: worked out where rows arrive, if the backend can.
-    where: the `_C.GpuParts` that x is the first part of, only where `may_fuse`; without them x is all rows."""
+    where: the `_C.ExpertRows` that x is the first part of, only where `may_fuse`; without them x is all rows."""
     if may_fuse(buffer, grad):
         weighing = Weighing(weights, x if where is not None else weigh.aligned(x), where)
         rows = buffer._dispatch_cached(grad, None, None, handle, weighing, repeats)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "emulation" / "site"
 VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
-ROOMS = ("common", "cpu", "cuda", "runtime", "bindings")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-DDEEPEP_MOE_CUDA=1"]
 SUITES = {
     "exchange": ("tests/test_nvlink.py", "tests/test_exchange.py", "tests/test_quant.py", "tests/test_stress.py"),
@@ -37,37 +36,46 @@ def compile_object(source: Path) -> Path:
 
     target = SITE.parent / "objects" / f"{source.parent.name}-{source.name}.o"
     target.parent.mkdir(parents=True, exist_ok=True)
-    inputs = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *(ROOT / "tests" / "emulation").rglob("*.*"), source]
-    if target.exists() and target.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+    if is_fresh(target):
         return target
     include = [ROOT / "tests" / "emulation", ROOT / "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
     macros = ['-DDEEPEP_MOE_VERSION="emulated"', "-DDEEPEP_MOE_FOUND_NVSHMEM=false", "-Wno-unknown-pragmas"]
-    if source.parent.name == "autograd":
+    if source.parent.name == "torch":
         import torch
         from torch.utils.cpp_extension import include_paths
 
         macros += [f'-DDEEPEP_MOE_TORCH="{torch.__version__}"', *(f"-isystem{path}" for path in include_paths())]
-    command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-x", "c++", "-c", str(source), "-o", str(target)]
+    command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-MMD", "-x", "c++", "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     return target
 
 
+def is_fresh(target: Path) -> bool:
+    """Is the object newer than all that the compiler read for it?"""
+    dependencies = target.with_suffix(".d")
+    if not target.exists() or not dependencies.exists():
+        return False
+    _, _, files = dependencies.read_text().replace("\\\n", " ").partition(":")
+    return all(Path(file).exists() and Path(file).stat().st_mtime < target.stat().st_mtime for file in files.split())
+
+
 def build() -> Path:
     """A folder for PYTHONPATH that holds the package with the emulated module."""
-    sources = [path for room in ROOMS for path in (ROOT / "csrc" / room).iterdir() if path.suffix in (".cpp", ".cu")]
+    module = ROOT / "csrc" / "torch"
+    sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu") and path.parent != module]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_object, [*sources, ROOT / "tests" / "emulation" / "emulation.cpp"]))
-        functions = list(pool.map(compile_object, (ROOT / "csrc" / "autograd").glob("*.cpp")))
+        functions = list(pool.map(compile_object, module.glob("*.cpp")))
     package = SITE / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
     for path in (ROOT / "deepep_moe").iterdir():
         link = package / path.name
-        if not path.name.startswith(("_C.cp", "_autograd.cp", "__pycache__")) and not link.is_symlink():
+        if not path.name.startswith(("_C.cp", "_torch.cp", "__pycache__")) and not link.is_symlink():
             link.symlink_to(path)
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
     link_module(package, "_C", objects)
-    link_module(package, "_autograd", functions, *torch_libraries())
+    link_module(package, "_torch", functions, *torch_libraries())
     return SITE
 
 

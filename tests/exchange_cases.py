@@ -134,7 +134,7 @@ def on_device(backend: str, rank: int, *tensors: torch.Tensor) -> list[torch.Ten
 
 
 class InPython(str):
-    """A backend's name: without the module `deepep_moe._autograd`."""
+    """A backend's name: without the module `deepep_moe._torch`."""
 
 
 def device_of(backend: str, rank: int) -> torch.device:

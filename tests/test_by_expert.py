@@ -408,7 +408,7 @@ def in_place(rank, num_ranks):
 @pytest.mark.gpu
 def test_experts_that_write_into_their_rows():
     if autograd_module.MODULE is None:
-        pytest.skip(f"deepep_moe._autograd is {autograd_module.WHY_NOT}")
+        pytest.skip(f"deepep_moe._torch is {autograd_module.WHY_NOT}")
     run_ranks(in_place, 2)
 
 

@@ -31,7 +31,7 @@ RECORD_FIELDS = {
 
 def test_isolated_build(tmp_path):
     """`pip install .` works where pybind11 is not, and its main module links no PyTorch; the wheel holds every package. Where nvcc is, it
-    holds `_autograd` for the PyTorch that pip installs into, which the build does not see."""
+    holds `_torch` for the PyTorch that pip installs into, which the build does not see."""
     clean = tmp_path / "source"  # what was built before in this folder would be packed as well
     shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns("build", "*.so", ".*", "runs", "*.egg-info", "__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--disable-pip-version-check", "-w", str(tmp_path), str(clean)]
@@ -47,8 +47,8 @@ def test_isolated_build(tmp_path):
         for path in (ROOT / folder).rglob("*.py")
     }
     packed = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
-    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_autograd.pyi"}
-    assert set(modules) == {"_C"} | ({"_autograd"} if deepep_moe.features()["found_nvcc"] else set())
+    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_torch.pyi"}
+    assert set(modules) == {"_C"} | ({"_torch"} if deepep_moe.features()["found_nvcc"] else set())
     linked = subprocess.run(["ldd", str(modules["_C"])], capture_output=True, text=True, check=True).stdout
     libraries = [line.split()[0] for line in linked.splitlines()]  # without the addresses, which differ from run to run
     assert libraries and not re.search("torch|c10|cuda", " ".join(libraries)), linked
@@ -56,7 +56,7 @@ def test_isolated_build(tmp_path):
     result = subprocess.run(
         [sys.executable, "-P", "-c", show], capture_output=True, text=True, cwd=tmp_path / "wheel", env=os.environ | {"PYTHONPATH": "."}
     )
-    assert result.stdout.strip() == "True" if "_autograd" in modules else result.stdout.startswith("not built"), result
+    assert result.stdout.strip() == "True" if "_torch" in modules else result.stdout.startswith("not built"), result
 
 
 def test_features():
@@ -72,7 +72,7 @@ def test_features():
 
 def test_autograd_functions_of_another_build(monkeypatch):
     def why_not(**values):
-        monkeypatch.setitem(sys.modules, "deepep_moe._autograd", SimpleNamespace(**values) if values else None)
+        monkeypatch.setitem(sys.modules, "deepep_moe._torch", SimpleNamespace(**values) if values else None)
         module, reason = autograd_module._load()
         assert (module is None) is bool(reason)
         return reason

@@ -1,5 +1,5 @@
 // Is a line of 128 bytes, which eight lanes store with one instruction and eight lanes load with one, ever seen in part? What low-latency
-// rows rely on (csrc/common/low_latency_gpu.h).
+// rows rely on (csrc/cuda/low_latency.h).
 //
 //   nvcc -std=c++20 -O3 -arch=sm_90 -I../../csrc torn_lines.cu -o torn_lines && ./torn_lines
 //

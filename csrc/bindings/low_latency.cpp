@@ -2,7 +2,7 @@
 #include <limits>
 
 #include "bindings/bindings.h"
-#include "runtime/low_latency_communicator.h"
+#include "runtime/shm/low_latency.h"
 
 using namespace deepep_moe;
 
@@ -45,10 +45,10 @@ void bind_params(py::module_& m) {
     pointer_field(combine, "combined_x", &LowLatencyCombineParams::combined_x);
 }
 
-std::unique_ptr<LowLatencyCommunicator> make(int num_ranks, int rank, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
-                                             double timeout_s, bool mask_stalled) {
-    auto made = std::make_unique<LowLatencyCommunicator>(LowLatencyConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank,
-                                                         timeout_s, mask_stalled);
+std::unique_ptr<ShmLowLatency> make(int num_ranks, int rank, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
+                                    double timeout_s, bool mask_stalled) {
+    auto made = std::make_unique<ShmLowLatency>(LowLatencyConfig{num_ranks, num_experts, num_topk, hidden, num_max_tokens}, rank, timeout_s,
+                                                mask_stalled);
     made->set_poll(poll_signals);
     return made;
 }
@@ -61,20 +61,19 @@ void bind_low_latency(py::module_& m) {
     m.attr("LOW_LATENCY_MAX_LOCAL_EXPERTS") = std::numeric_limits<int16_t>::max();
     m.attr("LOW_LATENCY_MAX_RANKS") = kLowLatencyMaxRanks;
     bind_params(m);
-    using Communicator = LowLatencyCommunicator;
-    py::class_<Communicator>(m, "LowLatencyCommunicator")
+    py::class_<ShmLowLatency>(m, "ShmLowLatency")
         .def(py::init(&make), py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"))
-        .def_property_readonly("workspace_bytes", &Communicator::workspace_bytes)
-        .def_property_readonly("handle_bytes", &Communicator::handle_bytes)
-        .def_property_readonly("path", &Communicator::path)
-        .def_property_readonly("masks", &Communicator::masks)
-        .def("connect", &Communicator::connect, py::arg("paths"), py::arg("pids"))
-        .def("seal", &Communicator::seal)
-        .def("dispatch", &Communicator::dispatch, py::arg("params"), py::arg("sends"), py::arg("receives"), Released())
-        .def("combine", &Communicator::combine, py::arg("params"), py::arg("sends"), py::arg("receives"), Released())
-        .def("mask", &Communicator::mask, py::arg("rank"), py::arg("masked"), Released())
-        .def("rejoin", &Communicator::rejoin, Released())
-        .def("refuse", &Communicator::refuse, py::arg("reason"), Released())
-        .def("check", [](const Communicator&) {});  // of a GPU's: what it has reported
+        .def_property_readonly("workspace_bytes", &ShmLowLatency::workspace_bytes)
+        .def_property_readonly("handle_bytes", &ShmLowLatency::handle_bytes)
+        .def_property_readonly("path", &ShmLowLatency::path)
+        .def_property_readonly("masks", &ShmLowLatency::masks)
+        .def("connect", &ShmLowLatency::connect, py::arg("paths"), py::arg("pids"))
+        .def("seal", &ShmLowLatency::seal)
+        .def("dispatch", &ShmLowLatency::dispatch, py::arg("params"), py::arg("sends"), py::arg("receives"), Released())
+        .def("combine", &ShmLowLatency::combine, py::arg("params"), py::arg("sends"), py::arg("receives"), Released())
+        .def("mask", &ShmLowLatency::mask, py::arg("rank"), py::arg("masked"), Released())
+        .def("rejoin", &ShmLowLatency::rejoin, Released())
+        .def("refuse", &ShmLowLatency::refuse, py::arg("reason"), Released())
+        .def("check", [](const ShmLowLatency&) {});  // of a GPU's: what it has reported
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bindings/bindings.h"
-#include "common/gpu_calls.h"
+#include "runtime/nvlink/call.h"
 
 namespace deepep_moe {
 

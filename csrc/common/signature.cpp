@@ -13,7 +13,7 @@ std::string describe(const Signature& s) {
     if (s.handle_call != 0) text += ", with the handle of call " + std::to_string(s.handle_call);
     if (s.has_weights) text += ", with topk_weights";
     if (s.has_scales) text += ", with x_scales";
-    if (s.has_lane_values) text += ", with gradients of topk_weights";
+    if (s.has_topk_weight_grads) text += ", with gradients of topk_weights";
     return text;
 }
 
@@ -29,7 +29,7 @@ std::string describe(const LowLatencyWhat& what) {
 std::string describe_combine(unsigned long long dispatch) { return "combine with the handle of call " + std::to_string(dispatch); }
 
 uint64_t pack(const Signature& s) {
-    const uint64_t flags = (s.has_weights ? 1 : 0) | (s.has_scales ? 2 : 0) | (s.has_lane_values ? 4 : 0);
+    const uint64_t flags = (s.has_weights ? 1 : 0) | (s.has_scales ? 2 : 0) | (s.has_topk_weight_grads ? 4 : 0);
     return uint64_t{1} << 63 | static_cast<uint64_t>(s.operation) << 57 | static_cast<uint64_t>(s.dtype) << 55 |
            static_cast<uint64_t>(s.layout) << 54 | flags << 51 | static_cast<uint64_t>(s.expert_alignment) << 32 |
            (static_cast<uint64_t>(s.handle_call) & 0xffffffffu);

@@ -16,10 +16,10 @@ struct Signature {
     DType dtype;
     Layout layout;
     int expert_alignment;
-    int64_t handle_call;  // the dispatch whose handle is used, 0 without one
-    int has_weights;      // dispatch: topk_weights travel
-    int has_scales;       // dispatch: fp8 scales travel
-    int has_lane_values;  // combine: gradients of topk_weights travel
+    int64_t handle_call;        // the dispatch whose handle is used, 0 without one
+    int has_weights;            // dispatch: topk_weights travel
+    int has_scales;             // dispatch: fp8 scales travel
+    int has_topk_weight_grads;  // combine: gradients of topk_weights travel
     bool operator==(const Signature&) const = default;
 };
 

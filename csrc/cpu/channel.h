@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/ring.h"
-#include "common/wait.h"
+#include "cpu/ring.h"
+#include "cpu/wait.h"
 
 namespace deepep_moe {
 

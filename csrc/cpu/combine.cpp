@@ -64,8 +64,8 @@ private:
         int num_rows = 1;
         if (p_.layout == Layout::kExpert) {
             num_rows = gather(p_.recv_row_idx + slot_idx * p_.num_topk, rows, weights, values);
-        } else if (p_.lane_values != nullptr) {
-            std::memcpy(values, p_.lane_values + slot_idx * p_.num_topk, sizeof(float) * p_.num_topk);
+        } else if (p_.topk_weight_grads != nullptr) {
+            std::memcpy(values, p_.topk_weight_grads + slot_idx * p_.num_topk, sizeof(float) * p_.num_topk);
         }
         if (num_rows == 1 && p_.weights == nullptr) {
             std::memcpy(slot + slot_.row_offset, rows[0], row_bytes_);
@@ -82,7 +82,7 @@ private:
         int num_rows = 0;
         for (int k = 0; k < p_.num_topk; ++k) {
             const int32_t row = row_of_lane[k];
-            if (values != nullptr && p_.lane_values != nullptr) values[k] = row >= 0 ? p_.lane_values[row] : 0.0f;
+            if (values != nullptr && p_.topk_weight_grads != nullptr) values[k] = row >= 0 ? p_.topk_weight_grads[row] : 0.0f;
             if (row < 0) continue;
             rows[num_rows] = p_.x + static_cast<size_t>(row) * row_bytes_;
             if (weights != nullptr && p_.weights != nullptr) weights[num_rows] = p_.weights[row];
@@ -133,17 +133,17 @@ private:
         if (mask >> c_.rank & 1) reduce_next(peers_[c_.rank], own_slot_.data());
         const std::byte* bias = p_.bias != nullptr ? p_.bias + token * row_bytes_ : nullptr;
         sum_rows(p_.dtype, {p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, p_.hidden, nullptr, 0});
-        if (p_.combined_lane_values != nullptr) take_lane_values(token, slots);
+        if (p_.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, slots);
         for (uint64_t rest = mask & ~(uint64_t{1} << c_.rank); rest != 0; rest &= rest - 1) peers_[std::countr_zero(rest)].receiver.pop();
         return true;
     }
 
-    void take_lane_values(int64_t token, const std::byte* const* slots) {
+    void take_topk_weight_grads(int64_t token, const std::byte* const* slots) {
         for (int64_t lane = token * p_.num_topk, k = 0; k < p_.num_topk; ++k, ++lane) {
             const int32_t expert = p_.topk_idx[lane];
             const auto* values =
                 expert >= 0 ? reinterpret_cast<const float*>(slots[expert / experts_per_rank_] + slot_.values_offset) : nullptr;
-            p_.combined_lane_values[lane] = values != nullptr ? values[k] : 0.0f;
+            p_.combined_topk_weight_grads[lane] = values != nullptr ? values[k] : 0.0f;
         }
     }
 

@@ -4,7 +4,7 @@
 #include <bit>
 #include <stdexcept>
 
-#include "common/elements.h"
+#include "cpu/elements.h"
 #include "common/low_latency.h"
 
 namespace deepep_moe {

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "common/parallel.h"
+#include "cpu/parallel.h"
 #include "cpu/gate_scores.h"
 
 namespace deepep_moe {

@@ -1,7 +1,7 @@
 // The gate on the CPU.
 #pragma once
 
-#include "common/gate_params.h"
+#include "common/gate.h"
 
 namespace deepep_moe {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/parallel.h"
+#include "cpu/parallel.h"
 #include "cpu/gate.h"
 #include "cpu/gate_scores.h"
 

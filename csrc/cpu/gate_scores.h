@@ -5,8 +5,8 @@
 #include <bit>
 #include <cmath>
 
-#include "common/elements.h"
-#include "common/math.h"
+#include "cpu/elements.h"
+#include "cpu/math.h"
 #include "cpu/gate.h"
 
 namespace deepep_moe {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/workspace.h"
+#include "cpu/workspace.h"
 
 namespace deepep_moe {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "common/elements.h"
+#include "cpu/elements.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>

@@ -8,19 +8,20 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 384;
-static_assert(kThreads >= kMaxParts);
+using tuning::kMaxRingWarps;
+constexpr int kThreads = tuning::kCombineThreads;
+static_assert(kThreads >= kMaxExpertTensors);
 static_assert(kThreads >= 32 * (kMaxRingWarps + 1), "a block that sends needs a warp for flags");
 
 template <DType kType>
 struct Kernel {
     using Values = Piece<kType>;
-    static constexpr int kBatch = 4;  // pieces a lane sums at a time
+    static constexpr int kBatch = tuning::kCombineBatch;
     using Sum = float[kBatch][Values::kCount];
     using Pieces = uint4[kBatch];
 
     const GpuCombineParams& p;
-    const GpuParts& parts;  // in shared memory, where lanes may look into different ones; unset where there are none
+    const ExpertRows& expert_rows;  // in shared memory, where lanes may look into different ones; unset where there are none
     const GpuContext& c;
     const GpuWorkspaceConfig& config;
     const int64_t row_bytes;
@@ -30,9 +31,9 @@ struct Kernel {
     const unsigned long long sequence;
     const int warp, lane;
 
-    __device__ Kernel(const GpuCombineParams& p, const GpuParts& parts)
+    __device__ Kernel(const GpuCombineParams& p, const ExpertRows& expert_rows)
         : p(p),
-          parts(parts),
+          expert_rows(expert_rows),
           c(p.context),
           config(c.config),
           row_bytes(config.hidden * (16 / Values::kCount)),
@@ -61,7 +62,7 @@ struct Kernel {
         const auto rows = [&](int peer, int index, int recv_token, const std::byte*& row, const std::byte*& tail) {
             const int64_t at = within_bound(recv_token);
             row = p.direct ? p.x + at * row_bytes : own.outbox(peer) + index * slot.bytes;
-            tail = p.direct ? reinterpret_cast<const std::byte*>(p.lane_values + at * config.num_topk) : row + row_bytes;
+            tail = p.direct ? reinterpret_cast<const std::byte*>(p.topk_weight_grads + at * config.num_topk) : row + row_bytes;
         };
         push<Ring>(c, p.ring, slot, p.direct ? kChunkSlots : kReducedSlots, p.recv_counts, false, ready, find, rows);
     }
@@ -91,16 +92,17 @@ struct Kernel {
             count = __popc(there);
             const int row = __shfl_sync(kFullWarp, row_of_lane, nth_set(there, k.lane));
             if (k.lane >= count) return;
-            from = row_of(k.parts, k.p.parts.num_parts, k.p.x, row, k.row_bytes);
+            from = row_of(k.expert_rows, k.p.expert_rows.num_tensors, k.p.x, row, k.row_bytes);
             if (k.p.weights != nullptr) weight = k.p.weights[row];
         }
 
         // What goes with this lane of top-k.
-        __device__ float lane_value(const Kernel& k) const {
+        __device__ float topk_weight_grad(const Kernel& k) const {
             const GpuCombineParams& p = k.p;
-            if (p.is_expert_layout) return row_of_lane >= 0 ? p.lane_values[row_of_lane] : 0.0f;
-            return recv_token >= 0 && recv_token < p.num_rows ? p.lane_values[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane]
-                                                              : 0.0f;
+            if (p.is_expert_layout) return row_of_lane >= 0 ? p.topk_weight_grads[row_of_lane] : 0.0f;
+            return recv_token >= 0 && recv_token < p.num_rows
+                       ? p.topk_weight_grads[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane]
+                       : 0.0f;
         }
 
         // Adds pieces first, first + 32, ... of the rows to `sum`.
@@ -145,8 +147,8 @@ struct Kernel {
 
     __device__ void reduce_row(const Remote& remote) const {
         std::byte* to = own.outbox(remote.peer) + remote.index * slot.bytes;
-        if (remote.tile == 0 && p.has_lane_values && lane < config.num_topk)
-            reinterpret_cast<float*>(to + row_bytes)[lane] = remote.rows.lane_value(*this);
+        if (remote.tile == 0 && p.has_topk_weight_grads && lane < config.num_topk)
+            reinterpret_cast<float*>(to + row_bytes)[lane] = remote.rows.topk_weight_grad(*this);
         each_batch(remote.tile, [&](int first, int end) {
             Sum sum = {};
             remote.rows.add(*this, sum, first, end);
@@ -217,24 +219,24 @@ struct Kernel {
             sum_pieces<Values, kBatch>(sum, first, end, num_rows, sums, [](int) { return 1.0f; }, held);
             write(p.combined_x + static_cast<int64_t>(token) * row_bytes, first, end, sum);
         });
-        if (tile == 0 && p.combined_lane_values != nullptr) take_lane_values(token, index, rows);
+        if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, index, rows);
     }
 
     // The same where tokens share rows of the result: a tile of such a row a warp. Each of its tokens went to one expert at most, and back
     // as it was; lane n knows the n-th.
     __device__ void finish_sums() const {
         WarpTasks tasks(&c.state->next_receive);
-        const int num_results = p.routing.num_tokens / p.repeats, num_tasks = num_results * num_tiles;
+        const int num_results = p.routing.num_tokens / p.tokens_per_row, num_tasks = num_results * num_tiles;
 #pragma unroll 1
         for (int task = tasks.take(); task < num_tasks; task = tasks.take()) {
-            const Returned token(*this, lane < p.repeats ? lane * num_results + task / num_tiles : -1);
+            const Returned token(*this, lane < p.tokens_per_row ? lane * num_results + task / num_tiles : -1);
             const bool is_remote = token.rank >= 0 && token.rank != c.rank;
             if (!__all_sync(kFullWarp,
                             !is_remote || wait_flag(c, own.arrived(token.rank, token.index), sequence, token.rank, GpuPhase::kCombineRows)))
                 return;
             __syncwarp();  // what one lane has seen arrive, all may read
-            if (task % num_tiles == 0 && p.combined_lane_values != nullptr && token.number >= 0)
-                p.combined_lane_values[token.number] = token.lane_value(*this);
+            if (task % num_tiles == 0 && p.combined_topk_weight_grads != nullptr && token.number >= 0)
+                p.combined_topk_weight_grads[token.number] = token.topk_weight_grad(*this);
             sum_tokens(task / num_tiles, task % num_tiles, token);
         }
     }
@@ -250,13 +252,13 @@ struct Kernel {
                 if (slot >= 0) rank = to, index = slot;
             }
             if (rank == k.c.rank) row = k.p.recv_row_idx[first_from(k.p.recv_counts, rank) + index];
-            if (row >= 0) from = row_of(k.parts, k.p.parts.num_parts, k.p.x, row, k.row_bytes);
+            if (row >= 0) from = row_of(k.expert_rows, k.p.expert_rows.num_tensors, k.p.x, row, k.row_bytes);
             if (rank >= 0 && rank != k.c.rank) from = k.sum_from(rank, index);
         }
 
-        __device__ float lane_value(const Kernel& k) const {
+        __device__ float topk_weight_grad(const Kernel& k) const {
             if (from == nullptr) return 0.0f;
-            return row >= 0 ? k.p.lane_values[row] : *reinterpret_cast<const float*>(from + k.row_bytes);
+            return row >= 0 ? k.p.topk_weight_grads[row] : *reinterpret_cast<const float*>(from + k.row_bytes);
         }
     };
 
@@ -274,7 +276,7 @@ struct Kernel {
 
     __device__ const std::byte* sum_from(int rank, int index) const { return own.inbox(rank) + index * slot.bytes; }
 
-    __device__ void take_lane_values(int token, int index, const Rows& rows) const {
+    __device__ void take_topk_weight_grads(int token, int index, const Rows& rows) const {
         const int entry = token * config.num_topk + lane;
         int expert = -1;
         if (lane < config.num_topk) expert = static_cast<int>(p.routing.expert(token, lane));
@@ -283,21 +285,22 @@ struct Kernel {
         if (lane >= config.num_topk) return;
         float value = 0.0f;
         if (expert >= 0)
-            value = rank == c.rank ? rows.lane_value(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
-        p.combined_lane_values[entry] = value;
+            value = rank == c.rank ? rows.topk_weight_grad(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
+        p.combined_topk_weight_grads[entry] = value;
     }
 };
 
 template <DType kType, class Ring, bool kSumsTokens>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
-    __shared__ GpuParts parts;
-    if (p.parts.num_parts > 0) {
-        if (threadIdx.x < p.parts.num_parts)
-            parts.first_row[threadIdx.x] = p.parts.first_row[threadIdx.x], parts.rows[threadIdx.x] = p.parts.rows[threadIdx.x];
+    __shared__ ExpertRows expert_rows;
+    if (p.expert_rows.num_tensors > 0) {
+        if (threadIdx.x < p.expert_rows.num_tensors)
+            expert_rows.first_row[threadIdx.x] = p.expert_rows.first_row[threadIdx.x],
+            expert_rows.rows[threadIdx.x] = p.expert_rows.rows[threadIdx.x];
         __syncthreads();
     }
     if (!wait_for_plan(p.context, false)) return wait_for_kernel_before();
-    const Kernel<kType> kernel(p, parts);
+    const Kernel<kType> kernel(p, expert_rows);
     if (static_cast<int>(blockIdx.x) < p.num_send_blocks) {
         kernel.template send<Ring>();
         return wait_for_kernel_before();

@@ -10,18 +10,19 @@
 namespace deepep_moe {
 namespace {
 
+using tuning::kMaxRingWarps;
 constexpr int kMaxWarps = kMaxRingWarps + 1;  // of a block: one sets the flags of those that send
-constexpr int kTaskRows = 2;                  // that a receiving warp takes at a time
+constexpr int kTaskRows = tuning::kReceiveTaskRows;
 static_assert(kChunkSlots % kTaskRows == 0);
 
-// What happens to rows as they reach their places: nothing, or `weigh_row`.
-struct Unweighed {};
+// What happens to rows as they reach their places: nothing, or `scale_row`.
+struct Unscaled {};
 template <DType kType>
-struct Weighed {
+struct Scaled {
     static constexpr DType kDType = kType;
 };
 
-template <class Ring, class Weighing>
+template <class Ring, class Scaling>
 struct Receiver {
     const GpuDispatchParams& p;
     const GpuContext& c;
@@ -127,8 +128,8 @@ struct Receiver {
 #pragma unroll 1
         for (unsigned rest = __ballot_sync(kFullWarp, row.note >= 0); rest != 0; rest &= rest - 1) {
             const int64_t to = __shfl_sync(kFullWarp, row.note, __ffs(rest) - 1);
-            if constexpr (!std::is_same_v<Weighing, Unweighed>) {
-                weigh_row<Weighing::kDType>(p.weighing, row.row, p.recv_x + to * p.row_bytes, to, p.row_bytes);
+            if constexpr (!std::is_same_v<Scaling, Unscaled>) {
+                scale_row<Scaling::kDType>(p.scaling, row.row, p.recv_x + to * p.row_bytes, to, p.row_bytes);
                 continue;
             }
             ring.store(p.recv_x + to * p.row_bytes, row);
@@ -162,8 +163,8 @@ struct Receiver {
 
     __device__ void zero_row(int64_t row) {
         if (row >= num_rows) return;
-        if constexpr (!std::is_same_v<Weighing, Unweighed>)
-            return weigh_row<Weighing::kDType>(p.weighing, nullptr, p.recv_x + row * p.row_bytes, row, p.row_bytes);
+        if constexpr (!std::is_same_v<Scaling, Unscaled>)
+            return scale_row<Scaling::kDType>(p.scaling, nullptr, p.recv_x + row * p.row_bytes, row, p.row_bytes);
         ring.store_zeros(p.recv_x + row * p.row_bytes);
         const int num_weights = p.recv_topk_weights == nullptr ? 0 : p.is_expert_layout ? 1 : config.num_topk;
 #pragma unroll 1
@@ -221,7 +222,7 @@ struct LaneSender {
     }
 };
 
-template <class Ring, class Weighing>
+template <class Ring, class Scaling>
 __device__ void play_role(const GpuDispatchParams& p) {
     const GpuSlotLayout slot(p.row_bytes, p.scale_bytes);
     int block = static_cast<int>(blockIdx.x) - p.num_lane_blocks;
@@ -232,23 +233,23 @@ __device__ void play_role(const GpuDispatchParams& p) {
     block -= p.num_send_blocks;
     const int64_t num_rows = p.is_guess ? p.context.state->num_rows : p.num_rows;
     if (static_cast<int>(threadIdx.x) >= 32 * p.ring.warps || num_rows > p.num_rows) return;
-    Receiver<Ring, Weighing> receiver(p, slot, num_rows);
+    Receiver<Ring, Scaling> receiver(p, slot, num_rows);
     receiver.zero_rest(block * p.ring.warps + receiver.warp, p.num_receive_blocks * p.ring.warps);
     receiver.receive();
 }
 
-template <class Ring, class Weighing>
+template <class Ring, class Scaling>
 __global__ void __launch_bounds__(32 * kMaxWarps, 1) dispatch(const __grid_constant__ GpuDispatchParams p) {
-    play_role<Ring, Weighing>(p);
+    play_role<Ring, Scaling>(p);
     wait_for_kernel_before();
 }
 
-template <class Weighing>
+template <class Scaling>
 void launch_for(const GpuDispatchParams& p, int blocks, void* stream, bool early) {
     const int threads = 32 * (p.ring.warps + 1);
-    if (p.ring.stages == 0) return launch<dispatch<PlainRing, Weighing>>("dispatch", blocks, threads, 0, p, stream);
+    if (p.ring.stages == 0) return launch<dispatch<PlainRing, Scaling>>("dispatch", blocks, threads, 0, p, stream);
     const int64_t shared_bytes = RingMemory::bytes(p.ring, GpuSlotLayout(p.row_bytes, p.scale_bytes));
-    launch<dispatch<BulkRing, Weighing>>("dispatch", blocks, threads, shared_bytes, p, stream, early);
+    launch<dispatch<BulkRing, Scaling>>("dispatch", blocks, threads, shared_bytes, p, stream, early);
 }
 
 }  // namespace
@@ -265,9 +266,9 @@ GpuRing fit_ring(GpuRing wished, int64_t row_bytes, int64_t tail_bytes, int64_t 
 void launch_dispatch(const GpuDispatchParams& p, void* stream, bool early) {
     const int blocks = p.num_lane_blocks + p.num_send_blocks + p.num_receive_blocks;
     if (blocks == 0) return;
-    if (p.weighing.weights == nullptr) return launch_for<Unweighed>(p, blocks, stream, early);
-    with_dtype(p.weighing.dtype, "fp8 rows have no gradient",
-               [&](auto dtype) { launch_for<Weighed<dtype.value>>(p, blocks, stream, early); });
+    if (p.scaling.weights == nullptr) return launch_for<Unscaled>(p, blocks, stream, early);
+    with_dtype(p.scaling.dtype, "fp8 rows have no gradient",
+               [&](auto dtype) { launch_for<Scaled<dtype.value>>(p, blocks, stream, early); });
 }
 
 }  // namespace deepep_moe

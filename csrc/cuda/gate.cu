@@ -1,4 +1,4 @@
-// The gate's forward, a token a warp: scores in double precision, group-limited top-k, weights and counts, defined in common/gate_params.h.
+// The gate's forward, a token a warp: scores in double precision, group-limited top-k, weights and counts, defined in common/gate.h.
 // Each lane owns a share of neighbouring experts, of one group if it can be, and knows the best two of them.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/scores.cuh"

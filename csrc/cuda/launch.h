@@ -1,8 +1,9 @@
 // Launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA refuses.
 #pragma once
 
-#include "common/gate_params.h"
-#include "common/gpu_params.h"
+#include "common/gate.h"
+#include "cuda/low_latency.h"
+#include "cuda/params.h"
 
 namespace deepep_moe {
 
@@ -13,9 +14,9 @@ int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config);
 void launch_dispatch(const GpuDispatchParams& params, void* stream, bool early);
 void launch_combine(const GpuCombineParams& params, void* stream, bool early);
 void launch_quantize(const GpuQuantizeParams& params, void* stream);
-void launch_weigh_backward(const GpuWeighParams& params, void* stream);
-void launch_weighed_sum(const GpuWeighedSumParams& params, void* stream);
-void launch_weighed_sum_backward(const GpuWeighedSumParams& params, void* stream);
+void launch_scale_rows_backward(const GpuScaleRowsParams& params, void* stream);
+void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
+void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);
 void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
 void launch_top2(const GpuTop2Params& params, void* stream);
@@ -28,6 +29,20 @@ struct GpuAnnounceParams {
     int peer, num_slots;
 };
 void launch_announce(const GpuAnnounceParams& params, void* stream);
+
+// ---- low latency ----
+
+void launch_low_latency_dispatch(LowLatencyLaunch<LowLatencyDispatchParams> launch, void* stream);
+void launch_low_latency_combine(LowLatencyLaunch<LowLatencyCombineParams> launch, void* stream);
+// Of a block; the first of dispatch, which has the same for all types of rows.
+int64_t low_latency_shared_bytes(const LowLatencyConfig& config);
+int64_t low_latency_combine_shared_bytes();
+// Blocks of either kernel that a multiprocessor of the current device holds at once, two at most.
+int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& config);
+int low_latency_combine_blocks_per_multiprocessor();
+void launch_low_latency_control(const LowLatencyControlParams& params, void* stream);
+
+// ---- sizes ----
 
 // The ring for rows of this size: as wished within `wished_bytes` of shared memory a block, else smaller, down to three rows of one warp;
 // no stages where these do not fit into `shared_bytes`.

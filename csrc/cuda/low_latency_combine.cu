@@ -6,18 +6,18 @@
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
+#include "cuda/launch.h"
 
 namespace deepep_moe {
 namespace {
 
 using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 
-constexpr int kThreads = 512, kLastWarp = kThreads / 32 - 1;
+constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 - 1;
 constexpr int kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
-constexpr int kBatch = 2;                                               // pieces of 16 bytes of a row, of a lane at a time
-constexpr int kBatchPieces = kBatch * kSummingThreads;                  // of a block at a time: a row of 7168 columns of bf16
-constexpr int kRowsOnTheirWay = 7;                                      // of a token, to the block that sums them
-constexpr int kRanksAtOnce = 2;                                         // whose parts are on their way to the thread that adds them
+constexpr int kBatch = tuning::kLowLatencyBatch;
+constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
+using tuning::kRanksAtOnce, tuning::kRowsOnTheirWay;
 
 // The rows that make the sum of a token.
 struct TokenRows {

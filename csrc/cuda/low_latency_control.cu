@@ -1,6 +1,7 @@
 // What a rank does between low-latency calls: leaves ranks out, takes them back, comes back itself, refuses.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
+#include "cuda/launch.h"
 
 namespace deepep_moe {
 namespace {
@@ -9,7 +10,7 @@ __device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, in
     return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed_of(source));
 }
 
-constexpr int kThreads = 256;
+constexpr int kThreads = tuning::kLowLatencyControlThreads;
 
 // All threads. Of a rank that comes back: it may have sent calls that it will make again.
 __device__ void forget_flags(const LowLatencyContext& c, int source) {

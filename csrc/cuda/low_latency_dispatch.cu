@@ -8,13 +8,14 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
 #include "cuda/device/low_latency_places.cuh"
+#include "cuda/launch.h"
 
 namespace deepep_moe {
 namespace {
 
 using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                                            // that become a piece, of a row that is quantized
 constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 

@@ -8,8 +8,8 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kLoads = 8;        // that a thread has in flight
-constexpr int kQuickLooks = 32;  // at words of peers, before each is waited for with a deadline
+using tuning::kMaxSegments, tuning::kPlanThreads, tuning::kQuickLooks;
+constexpr int kLoads = tuning::kPlanLoads;
 
 // What happens seldom stays out of the way: a kernel that runs once for microseconds waits for every line of its code.
 __device__ __noinline__ void refuse_index(const GpuContext& c, int entry, long long expert) {

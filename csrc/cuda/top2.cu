@@ -1,4 +1,4 @@
-// Top-2 gating with a capacity, defined in common/gate_params.h. Three kernels choose, number and weigh, in the same order and with the
+// Top-2 gating with a capacity, defined in common/gate.h. Three kernels choose, number and weigh, in the same order and with the
 // same roundings as one operation of PyTorch after the other would; one makes the gradient.
 #include <cfloat>
 

@@ -123,7 +123,7 @@ class CombineArgs:
     bias: Tensor | None
     lane_values: Tensor | None  # as recv_topk_weights lies
     handle: DispatchHandle
-    parts: Any = None  # `_C.GpuParts`, where the backend fuses: rows lie in a tensor for each local expert, of which `x` is the first
+    parts: Any = None  # `_C.ExpertRows`, where the backend fuses: rows lie in a tensor for each local expert, of which `x` is the first
     repeats: int = 1  # where it fuses, of one expert a token: tokens whose rows are summed, t and those len(combined_x) after it
     at_source: Tensor | None = None  # [repeats, num_tokens / repeats]: by which they are weighed before, and not by `weights`
 

@@ -14,7 +14,7 @@ from deepep_moe import _C, config
 from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
 from deepep_moe.handle import DispatchHandle
 
-_MAX_ALIGNMENT = 1 << 16
+MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = tuple(DTYPE_NAMES)
@@ -168,8 +168,8 @@ def _check_weights(name: str, weights: Tensor | None, shape: tuple[int, ...], x:
 def _check_layout(layout: str, expert_alignment: int) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
-    if not 1 <= expert_alignment <= _MAX_ALIGNMENT:
-        raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {_MAX_ALIGNMENT}")
+    if not 1 <= expert_alignment <= MAX_ALIGNMENT:
+        raise ValueError(f"expert_alignment is {expert_alignment}; it must be at least 1 and at most {MAX_ALIGNMENT}")
 
 
 def check_device(x: Tensor, backend: Backend) -> None:

@@ -232,7 +232,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     device = torch.device("cpu")
 
     def __init__(self, settings: Settings, mask_stalled: bool):
-        super().__init__(settings, _C.LowLatencyCommunicator(**_native_settings(settings, mask_stalled)))
+        super().__init__(settings, _C.ShmLowLatency(**_native_settings(settings, mask_stalled)))
         self._executor: ThreadPoolExecutor | None = None
         self._pool = OutputPool()
 
@@ -284,7 +284,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         index = torch.cuda.current_device()
-        super().__init__(settings, _C.GpuLowLatencyCommunicator(device=index, **_native_settings(settings, mask_stalled)))
+        super().__init__(settings, _C.NvlinkLowLatency(device=index, **_native_settings(settings, mask_stalled)))
         self.device = torch.device("cuda", index)
         self._own_stream: torch.cuda.Stream | None = None
 

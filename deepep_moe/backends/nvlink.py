@@ -1,6 +1,5 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
-from collections import defaultdict
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -13,8 +12,6 @@ from deepep_moe.backends.base import DTYPES, CachedDispatchArgs, CombineArgs, Di
 from deepep_moe.backends.streams import current_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.handle import DispatchHandle, HandleShape, PackedHandle
-
-DEFAULT_NUM_SMS, DEFAULT_NUM_SMS_OF_SUMS = 12, 14  # the latter for sums for several peers
 
 
 def _nothing() -> None:
@@ -39,7 +36,7 @@ class NvlinkBackend:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
-        self._communicator: Any = _C.GpuCommunicator(
+        self._communicator: Any = _C.NvlinkExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank,
             device=torch.cuda.current_device(),
@@ -49,11 +46,11 @@ class NvlinkBackend:
             num_max_tokens=max(1, settings.num_max_tokens_per_rank),
             timeout_s=settings.timeout_s,
         )
-        self.num_handle_numbers = 1 + 2 * settings.num_ranks + settings.num_local_experts
+        self.num_handle_numbers: int = self._communicator.num_handle_numbers
         self.workspace_bytes: int = self._communicator.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
         self._handle_shape: HandleShape | None = None  # of the latest dispatch
-        self._guesses: defaultdict[tuple[str, int], Any] = defaultdict(_C.RowGuess)  # by layout and alignment
+        self._shim: Any = None
 
     @property
     def num_calls(self) -> int:
@@ -82,105 +79,59 @@ class NvlinkBackend:
     # ---- dispatch ----
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
-        num_sms, is_bounded = self._num_sms(args.mode), args.num_recv_rows >= 0
-        if is_bounded and num_sms == 0:
-            raise ValueError("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them")
+        """The whole call: csrc/runtime/nvlink/exchange.h has the sequence, which calls `allocate` once or twice."""
         handle = self._new_handle(args)
-        dtype, weights = DTYPES[args.x.dtype], args.topk_weights
-        call = _C.GpuDispatchCall(handle, args.x, args.x_scales, args.topk_idx, weights, dtype, args.num_recv_rows)
-        room = args.num_recv_rows if is_bounded else self._guess(args, num_sms)
-        is_guess = room >= 0 and not is_bounded
-        if room >= 0:  # whatever can fail does so before the call is entered
-            rows, recv_topk_idx = self._receive_buffers(args, call, room, is_guess)
-        stream = self._enter(call, args.mode)
-        if is_bounded:
-            handle.call.fill_(-1)[0] = self._communicator.call_number
-            handle.complete(room, recv_topk_idx, stream)
-            return rows, handle, self._dispatch_move(args, call, num_sms, stream, rows, handle)
-        (self._communicator.dispatch if is_guess else self._communicator.start_dispatch)(call, num_sms, stream)
+        call = _C.GpuDispatchCall(handle, args.x, args.x_scales, args.topk_idx, args.topk_weights, DTYPES[args.x.dtype], args.num_recv_rows)
+        stream, rows, recv_topk_idx = self._stream_of(args.mode), None, None
+
+        def allocate(num_rows: int, is_guess: bool) -> None:
+            nonlocal rows, recv_topk_idx
+            rows, recv_topk_idx = self._receive_buffers(args, call, num_rows, is_guess)
+
         try:
-            num_rows = self._communicator.wait_counts(handle.call.data_ptr()).num_rows  # from here on rows wait for receivers
-            if num_sms == 0:
-                self._communicator.copy(handle.call[1 : 1 + self.settings.num_ranks].tolist(), call.slot_bytes, stream)
-            if num_rows > room:
-                new_rows, recv_topk_idx = self._receive_buffers(args, call, num_rows, False)
+            num_rows = self._communicator.dispatch(call, self._num_sms(args.mode), args.mode.is_split, stream, handle.call, allocate)
         except BaseException:
-            self._communicator.abandon()
             if args.mode.is_async and self._own_stream is not None:  # which goes on with what it was given
-                self._record(self._own_stream, args, handle, *([rows] if is_guess else []))
+                self._record(self._own_stream, args, handle, *([] if rows is None else [rows]))
             raise
-        if num_rows > room:
-            rows = new_rows
-            if not args.mode.is_split:
-                self._communicator.end_dispatch(call, stream)
-        elif num_rows < room:
-            rows.shrink(num_rows)
-            if recv_topk_idx is not None:
-                recv_topk_idx.resize_(num_rows, self.settings.num_topk)
-        self._guesses[args.layout, args.expert_alignment].remember(num_rows)
+        assert rows is not None
+        rows.shrink(num_rows)
+        if recv_topk_idx is not None and num_rows < len(recv_topk_idx):
+            recv_topk_idx.resize_(num_rows, self.settings.num_topk)
         handle.complete(num_rows, recv_topk_idx, stream)
         return rows, handle, partial(self._end, args, call, rows, handle) if args.mode.is_split else _nothing
 
-    def _guess(self, args: DispatchArgs, num_sms: int) -> int:
-        """Rows to allocate before they are counted; -1: none."""
-        can_guess = not args.mode.is_split and num_sms > 0
-        return self._guesses[args.layout, args.expert_alignment].room() if can_guess else -1
-
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
-        handle, num_sms = args.handle, self._num_sms(args.mode)
-        counts = self._counts(handle, num_sms, is_dispatch=True)
+        handle = args.handle
         rows = self._allocate(args, handle.layout, handle.num_rows)
         call = _C.GpuDispatchCall(handle, args.x, args.x_scales, None, args.topk_weights, DTYPES[args.x.dtype])
         call.receive_into(rows.recv_x, rows.recv_x_scales, None, rows.recv_topk_weights, False)
         if args.weighing is not None:
             w = args.weighing
             rows.grad_weights = torch.empty_like(w.weights)
-            call.weigh(w.weights, w.x, w.parts, rows.grad_weights, DTYPES[args.x.dtype])
-        stream = self._enter_along(handle, call, args.mode)
-        return rows, self._dispatch_move(args, call, num_sms, stream, rows, handle, counts)
-
-    def _dispatch_move(
-        self, args: DispatchArgs | CachedDispatchArgs, call: Any, num_sms: int, stream: int, rows: Rows, handle: DispatchHandle,
-        counts: list[int] | None = None,
-    ) -> Move:  # fmt: skip
-        """The rest of a dispatch whose outputs are allocated: all of it, or what follows the start."""
-        if num_sms > 0 and not args.mode.is_split:
-            return partial(self._communicator.dispatch, call, num_sms, stream)
-        self._communicator.start_dispatch(call, num_sms, stream)
-        if num_sms == 0:
-            self._communicator.copy(counts or [], call.slot_bytes, stream)
-        return partial(self._end, args, call, rows, handle)
+            call.scale(w.weights, w.x, w.parts, rows.grad_weights, DTYPES[args.x.dtype])
+        self._communicator.dispatch_cached(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
+        return rows, partial(self._end, args, call, rows, handle) if args.mode.is_split else _nothing
 
     # ---- combine ----
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
-        num_sms = self._num_sms(args.mode, self._default_num_sms_of_sums(handle.layout))
-        counts = self._counts(handle, num_sms, is_dispatch=False)
         combined_x = self._empty((handle.num_tokens // args.repeats, s.hidden), args.x.dtype)
         lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
         weights = args.weights if args.at_source is None else None
         inputs = args.x, args.parts, weights, args.bias, args.lane_values, args.at_source
-        call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0)
-        stream = self._enter_along(handle, call, args.mode)
-        if num_sms > 0 and not args.mode.is_split:
-            return combined_x, lane_values, partial(self._communicator.combine, call, num_sms, stream)
-        self._communicator.start_combine(call, num_sms, stream)
-        if num_sms == 0:
-            self._communicator.copy(counts, call.slot_bytes, stream)
-        return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle)
+        call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype])
+        self._communicator.combine(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
+        return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle) if args.mode.is_split else _nothing
 
-    def by_expert(self, module: ModuleType, number: int, mode: Mode) -> Any:
-        """`ByExpert` of `module`, which is `deepep_moe._autograd`; None where copy engines send, or for a number that calls refuse."""
-        if mode.num_sms is not None and not 0 < mode.num_sms <= self._communicator.num_multiprocessors:
-            return None
+    def native_calls(self, module: ModuleType, number: int, mode: Mode) -> Any:
+        """`Calls` of `module`, which is `deepep_moe._torch`, for calls of the buffer `number` that run in `mode`."""
         s = self.settings
-        return module.ByExpert(
-            communicator=self._communicator, number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
+        return module.Calls(
+            shim=self._communicator.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
-            num_sms_of_sums=self._num_sms(mode, self._default_num_sms_of_sums("expert")), device=self.device,
-            shape_of=partial(self.handle_shape, layout="expert"), current_stream=partial(current_stream, self.device),
-            abort=self._abort_for,
+            device=self.device, shape_of=self.handle_shape, current_stream=partial(current_stream, self.device), refuse=self._abort_for,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -228,15 +179,9 @@ class NvlinkBackend:
             elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs)):
                 self._record(stream, *vars(value).values())
 
-    def _enter(self, call: Any, mode: Mode) -> int:
-        """Enqueue the plan of a call, which enters it; returns the stream of the call."""
+    def _stream_along(self, handle: DispatchHandle, mode: Mode) -> int:
+        """The stream of a call along `handle`. The caller may drop the handle at once, also on another stream than its dispatch's."""
         stream = self._stream_of(mode)
-        self._communicator.plan(call, stream)
-        return stream
-
-    def _enter_along(self, handle: DispatchHandle, call: Any, mode: Mode) -> int:
-        """The same. The caller may drop the handle at once, also on another stream than that of its dispatch."""
-        stream = self._enter(call, mode)
         if isinstance(handle, PackedHandle) and handle.stream not in (None, stream):
             self._record(torch.cuda.current_stream(self.device), handle)
         return stream
@@ -268,30 +213,9 @@ class NvlinkBackend:
         else:
             self._communicator.end_dispatch(call, stream)
 
-    def _default_num_sms_of_sums(self, layout: str) -> int:
-        return DEFAULT_NUM_SMS_OF_SUMS if layout == "expert" and self.settings.num_ranks > 2 else DEFAULT_NUM_SMS
-
-    def _num_sms(self, mode: Mode, default: int = DEFAULT_NUM_SMS) -> int:
-        most = self._communicator.num_multiprocessors
-        num_sms = min(default, most) if mode.num_sms is None else mode.num_sms
-        if not 0 <= num_sms <= most:
-            raise ValueError(f"num_sms is {num_sms}; this GPU has {most}: give 1 to {most}, or 0 for copy engines")
-        if num_sms == 0 and torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "num_sms=0 cannot be captured in a CUDA graph: the host waits for the peers before it has copy engines start; give num_sms "
-                "of 1 or more"
-            )
-        return num_sms
-
-    def _counts(self, handle: DispatchHandle, num_sms: int, *, is_dispatch: bool) -> list[int]:
-        """[num_ranks] rows that a call along `handle` sends to each rank, where copy engines need to know."""
-        numbers, n = handle.call, self.settings.num_ranks
-        if num_sms > 0:
-            return []
-        counts = numbers[1 : 1 + n].tolist() if is_dispatch else numbers[1 + n : 1 + 2 * n].tolist()
-        if min(counts) < 0:
-            raise ValueError("num_sms=0 needs counts on the host, and this handle's dispatch had num_recv_rows; give num_sms of 1 or more")
-        return counts
+    @staticmethod
+    def _num_sms(mode: Mode) -> int:
+        return -1 if mode.num_sms is None else mode.num_sms
 
     # ---- tensors and params ----
 

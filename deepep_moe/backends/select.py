@@ -100,7 +100,7 @@ def why_not_shm(peers: list[Introduction]) -> str | None:
 
 def why_not_nvlink(peers: list[Introduction]) -> str | None:
     """The reason the nvlink backend cannot serve these ranks, or None."""
-    if not hasattr(_C, "GpuCommunicator"):
+    if not hasattr(_C, "NvlinkExchange"):
         return "it was not compiled, as the build found no nvcc; install the CUDA toolkit and build again"
     if len(peers) > _C.MAX_GPU_RANKS:
         return f"it serves at most {_C.MAX_GPU_RANKS} ranks, this group has {len(peers)}"

@@ -37,7 +37,7 @@ class ShmBackend:
     def __init__(self, settings: Settings, num_channels: int):
         self.settings = settings
         self.num_channels = num_channels
-        self._communicator = _C.Communicator(
+        self._communicator = _C.ShmExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank,
             num_channels=num_channels,
@@ -127,11 +127,11 @@ class ShmBackend:
         params.recv_counts = _address(handle.recv_counts)
         params.recv_row_idx = _address(handle.recv_row_idx)
         params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
-        params.lane_values = _address(args.lane_values)
+        params.topk_weight_grads = _address(args.lane_values)
         params.topk_idx = _address(handle.topk_idx)
-        params.combined_x, params.combined_lane_values = _address(combined_x), _address(lane_values)
+        params.combined_x, params.combined_topk_weight_grads = _address(combined_x), _address(lane_values)
         signature = _C.Signature(
-            _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_lane_values=with_values
+            _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_topk_weight_grads=with_values
         )
         return combined_x, lane_values, lambda: self._communicator.combine(signature, params)
 
@@ -145,7 +145,7 @@ class ShmBackend:
         return None
 
     def abort(self, message: str) -> None:
-        self._communicator.abort(message)
+        self._communicator.refuse(message)
 
     def destroy(self) -> None:
         del self._communicator  # tells the peers, unmaps

@@ -30,7 +30,7 @@ def weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Te
             grad_weights[rows] = (wide * x[rows]).sum(1)
         return grad_x, grad_weights
     device = max(0, grad.get_device())
-    _C.gpu_weigh_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], device, current_stream(grad.device))
+    _C.gpu_scale_rows_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], device, current_stream(grad.device))
     return grad_x, grad_weights
 
 
@@ -45,7 +45,7 @@ def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
         rows, weights, params = _ordered(rows, weights)
         params.sums = sums.data_ptr()
         with _current(rows):
-            _C.gpu_weighed_sum(params, current_stream(rows.device))
+            _C.gpu_weighted_sum(params, current_stream(rows.device))
         return sums
     for tokens in _blocks(rows):
         sums[tokens] = (rows[:, tokens] * weights[:, tokens, None]).sum(0)
@@ -59,7 +59,7 @@ def weighed_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[T
         grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
         params.grad, params.grad_rows, params.grad_weights = grad.data_ptr(), grad_rows.data_ptr(), grad_weights.data_ptr()
         with _current(rows):
-            _C.gpu_weighed_sum_backward(params, current_stream(rows.device))
+            _C.gpu_weighted_sum_backward(params, current_stream(rows.device))
         return grad_rows, grad_weights
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for tokens in _blocks(rows):
@@ -70,7 +70,7 @@ def weighed_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[T
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    return tensor.device.type == GPU and hasattr(_C, "gpu_weigh_backward")
+    return tensor.device.type == GPU and hasattr(_C, "gpu_scale_rows_backward")
 
 
 def _current(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -86,7 +86,7 @@ def aligned(rows: Tensor) -> Tensor:
 
 def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
     """rows and weights in one order, lane by lane or token by token, whichever the rows have; and params that say which."""
-    params = _C.GpuWeighedSumParams()
+    params = _C.GpuWeightedSumParams()
     params.num_topk, params.num_tokens, params.hidden = rows.shape
     params.lane_stride, params.token_stride, params.dtype = params.num_tokens, 1, DTYPES[rows.dtype]
     by_token = rows.transpose(0, 1)

@@ -86,7 +86,7 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     buffer = Buffer(group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms)
     if buffer.backend == "nvlink" and autograd_module.MODULE is None:
         why_not = autograd_module.WHY_NOT
-        say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}", group)
+        say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._torch is {why_not}", group)
     return buffer
 
 

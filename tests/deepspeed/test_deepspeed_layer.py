@@ -40,7 +40,7 @@ def test_missing_autograd_functions_are_said(monkeypatch):
         for _ in range(2):
             buffers._construct(None, 16, buffers.Options(), 2, 2, 8)
     assert [line for line in lines if "wait for the host" in line] == [
-        "MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is not built for this test"
+        "MoE layers with few experts a token wait for the host longer than they must: deepep_moe._torch is not built for this test"
     ]
 
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "common/elements.h"
+#include "cpu/elements.h"
 #include "cuda_runtime_api.h"
 
 struct __nv_bfloat16 {

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/gpu_params.h"
+#include "cuda/params.h"
 
 namespace deepep_moe {
 

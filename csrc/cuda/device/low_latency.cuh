@@ -1,13 +1,13 @@
 // What the low-latency kernels share: places in a turn, waits for ranks that may be masked, the end of a call.
 #pragma once
 
-#include "common/low_latency_gpu.h"
+#include "cuda/low_latency.h"
 #include "cuda/device/wait.cuh"
 
 namespace deepep_moe {
 
-constexpr unsigned kLowLatencyPauseNs = 0;
-constexpr int kLooks = 64;  // at a flag, between two at the clock
+using tuning::kLowLatencyPauseNs;
+constexpr int kLooks = tuning::kLowLatencyLooks;
 
 // The arrays of a call in the workspace of `owner`.
 struct Turn {

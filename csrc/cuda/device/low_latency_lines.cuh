@@ -1,4 +1,4 @@
-// Rows of low-latency calls on their way, in the lines of common/low_latency_gpu.h: how a block stores them, and how a warp waits for them.
+// Rows of low-latency calls on their way, in the lines of cuda/low_latency.h: how a block stores them, and how a warp waits for them.
 #pragma once
 
 #include "cuda/device/low_latency.cuh"

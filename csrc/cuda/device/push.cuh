@@ -5,7 +5,7 @@
 
 namespace deepep_moe {
 
-constexpr int kRowsBehindFlag = 3;  // rows sent after those that a flag announces, before it is due: by then they have landed
+using tuning::kRowsBehindFlag;
 
 // Flags that the sending warps of a block want set. To release one takes a round trip over the link, so another warp does it, for all.
 class DueFlags {
@@ -44,7 +44,7 @@ public:
 
 private:
     static constexpr int kWordsOfWarp = 2;
-    static_assert(kWordsOfWarp * kMaxRingWarps <= 32);
+    static_assert(kWordsOfWarp * tuning::kMaxRingWarps <= 32);
     static constexpr unsigned long long kEnd = 1;
 
     __device__ void post(unsigned long long value) {

@@ -77,16 +77,17 @@ __device__ __forceinline__ void sum_pieces(float (&sum)[kBatch][Values::kCount],
     }
 }
 
-// Row `row` of `x`, or of the first `num_parts` of `parts` if there are any.
-__device__ inline const std::byte* row_of(const GpuParts& parts, int num_parts, const std::byte* x, int64_t row, int64_t row_bytes) {
+// Row `row` of `x`, or of the first `num_tensors` of `expert_rows` if there are any.
+__device__ inline const std::byte* row_of(const ExpertRows& expert_rows, int num_tensors, const std::byte* x, int64_t row,
+                                          int64_t row_bytes) {
     int part = 0;
 #pragma unroll 1
-    for (int rest = num_parts; rest > 1;) {
+    for (int rest = num_tensors; rest > 1;) {
         const int half = rest / 2;
-        if (parts.first_row[part + half] <= row) part += half;
+        if (expert_rows.first_row[part + half] <= row) part += half;
         rest -= half;
     }
-    return (num_parts == 0 ? x : reinterpret_cast<const std::byte*>(parts.rows[part])) + row * row_bytes;
+    return (num_tensors == 0 ? x : reinterpret_cast<const std::byte*>(expert_rows.rows[part])) + row * row_bytes;
 }
 
 // 16 bytes of a row as fp32, and back: rounded to nearest even, as on every backend.
@@ -139,9 +140,9 @@ struct Piece<DType::kFloat16> : HalfPiece<__half2, __half, store_fp16, load_fp16
 // Row `row`, at `grad` or of zeros, becomes the gradient of x at `grad_x`, and what it says of the weight. A warp's work; each product and
 // sum is rounded to fp32, the row once to its dtype.
 template <DType kType>
-__device__ void weigh_row(const GpuWeighing& w, const std::byte* grad, std::byte* grad_x, int64_t row, int64_t row_bytes) {
+__device__ void scale_row(const RowScaling& w, const std::byte* grad, std::byte* grad_x, int64_t row, int64_t row_bytes) {
     using Values = Piece<kType>;
-    const uint4 *grads = pieces(grad), *values = pieces(row_of(w.parts, w.parts.num_parts, w.x, row, row_bytes));
+    const uint4 *grads = pieces(grad), *values = pieces(row_of(w.expert_rows, w.expert_rows.num_tensors, w.x, row, row_bytes));
     uint4* to = pieces(grad_x);
     const float weight = w.weights[row];
     const int num_pieces = static_cast<int>(row_bytes / 16), lane = threadIdx.x % 32;

@@ -1,7 +1,7 @@
 // What the kernels of a call share: waits of warps and blocks, tasks, places in a workspace.
 #pragma once
 
-#include "common/gpu_params.h"
+#include "cuda/params.h"
 #include "cuda/device/wait.cuh"
 
 namespace deepep_moe {

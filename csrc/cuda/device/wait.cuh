@@ -1,14 +1,14 @@
 // Flags between GPUs, and the one way to wait for one.
 #pragma once
 
-#include "common/gpu_wait.h"
+#include "cuda/tuning.h"
+#include "cuda/waits.h"
 #include "cuda/device/ptx.cuh"
 
 namespace deepep_moe {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr unsigned kPauseNs = 100;  // between two looks at a flag: what is on its way needs the memory too
-constexpr unsigned long long kNsBetweenHostLooks = 1'000'000;
+using tuning::kNsBetweenHostLooks, tuning::kPauseNs;
 
 __device__ __forceinline__ bool gave_up(const GpuWaits& w) { return *static_cast<volatile int*>(w.gave_up) != 0; }
 

@@ -1,0 +1,31 @@
+// Bindings of low-latency calls on GPUs.
+#include "bindings/bindings.h"
+#include "runtime/nvlink/low_latency.h"
+
+using namespace deepep_moe;
+
+void bind_gpu_low_latency(py::module_& m) {
+    using Released = py::call_guard<py::gil_scoped_release>;
+    py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>>(m, "NvlinkLowLatency")
+        .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
+                         double timeout_s, bool mask_stalled) {
+                 const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
+                 return Unlocked<NvlinkLowLatency>(new NvlinkLowLatency(config, rank, device, timeout_s, mask_stalled));
+             }),
+             py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"))
+        .def_property_readonly("workspace_bytes", &NvlinkLowLatency::workspace_bytes)
+        .def_property_readonly("handle_bytes", &NvlinkLowLatency::handle_bytes)
+        .def_property_readonly("failed_mark", &NvlinkLowLatency::failed_mark)
+        .def_property_readonly("masks", &NvlinkLowLatency::masks)
+        .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
+        .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })
+        .def("connect", &NvlinkLowLatency::connect, py::arg("handles"))
+        .def("dispatch", &NvlinkLowLatency::dispatch, py::arg("params"), py::arg("sends"), py::arg("receives"), py::arg("stream"),
+             Released())
+        .def("combine", &NvlinkLowLatency::combine, py::arg("params"), py::arg("sends"), py::arg("receives"), py::arg("stream"), Released())
+        .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())
+        .def("mask", &NvlinkLowLatency::mask, py::arg("rank"), py::arg("masked"), py::arg("stream"), Released())
+        .def("rejoin", &NvlinkLowLatency::rejoin, py::arg("stream"), Released())
+        .def("check", &NvlinkLowLatency::check, Released());
+}

@@ -1,0 +1,72 @@
+// Floating-point element types: how they are stored and how they convert to and from fp32 (to nearest even). Half precision is done
+// in integer arithmetic, so that loops vectorize without half-precision instructions.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "cpu/clones.h"
+
+namespace deepep_moe {
+
+struct Float32 {
+    using Storage = float;
+    static DEEPEP_MOE_INLINE float load(float x) { return x; }
+    static DEEPEP_MOE_INLINE float store(float x) { return x; }
+};
+
+struct BFloat16 {
+    using Storage = uint16_t;
+    static DEEPEP_MOE_INLINE float load(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+    static DEEPEP_MOE_INLINE uint16_t store(float x) {
+        const uint32_t bits = std::bit_cast<uint32_t>(x);
+        const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        return static_cast<uint16_t>(x == x ? rounded : 0x7fc0u);
+    }
+};
+
+struct Float16 {
+    using Storage = uint16_t;
+    static DEEPEP_MOE_INLINE float load(uint16_t x) {
+        constexpr uint32_t kExponent = 0x7c00u << 13, kRebias = (127u - 15u) << 23;
+        const uint32_t magnitude = (x & 0x7fffu) << 13, sign = (x & 0x8000u) << 16;
+        const uint32_t exponent = magnitude & kExponent;
+        const uint32_t normal = magnitude + kRebias + (exponent == kExponent ? kRebias : 0u);
+        const float subnormal = std::bit_cast<float>(magnitude + kRebias + (1u << 23)) - 0x1p-14f;
+        return std::bit_cast<float>((exponent == 0 ? std::bit_cast<uint32_t>(subnormal) : normal) | sign);
+    }
+    static DEEPEP_MOE_INLINE uint16_t store(float x) {
+        const uint32_t bits = std::bit_cast<uint32_t>(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+        const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+        // The last place of 0.5 is the step of the subnormal halves.
+        const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+        uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+        half = magnitude >= 0x47800000u ? 0x7c00u : half;  // 65536 and more; from 65520 on the rounding above carries into infinity
+        half = magnitude > 0x7f800000u ? 0x7e00u : half;   // NaN
+        return static_cast<uint16_t>(half | sign);
+    }
+};
+
+// e4m3: no infinities, one NaN of each sign.
+struct Float8 {
+    using Storage = uint8_t;
+    static DEEPEP_MOE_INLINE float load(uint8_t x) {
+        const uint32_t magnitude = (x & 0x7fu) << 20, sign = (x & 0x80u) << 24;
+        const float subnormal = std::bit_cast<float>(magnitude + (121u << 23)) - 0x1p-6f;
+        uint32_t bits = magnitude < (8u << 20) ? std::bit_cast<uint32_t>(subnormal) : magnitude + (120u << 23);
+        bits = (x & 0x7fu) == 0x7fu ? 0x7fc00000u : bits;
+        return std::bit_cast<float>(bits | sign);
+    }
+    // For magnitudes up to 448, and NaN.
+    static DEEPEP_MOE_INLINE uint8_t store(float x) {
+        const uint32_t bits = std::bit_cast<uint32_t>(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
+        const uint32_t normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - (120u << 23)) >> 20;
+        // The last place of 2^14 is the step of the subnormals, 2^-9.
+        const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000u;
+        uint32_t byte = magnitude < 0x3c800000u ? subnormal : normal;
+        byte = magnitude > 0x7f800000u ? 0x7fu : byte;
+        return static_cast<uint8_t>(byte | sign);
+    }
+};
+
+}  // namespace deepep_moe

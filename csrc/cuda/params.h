@@ -1,0 +1,188 @@
+// What the GPU kernels are launched with. Shapes in brackets; pointers are device memory of this rank unless said otherwise.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/tuning.h"
+#include "cuda/workspace.h"
+
+namespace deepep_moe {
+
+// What the host waits for, in host memory that the device sees.
+struct GpuCounts {
+    unsigned long long met, ready;  // GpuContext::plan of the last one that has met its peers, and that has written the rest
+    long long num_recv_tokens, num_rows;
+    int send_counts[kMaxGpuRanks], recv_counts[kMaxGpuRanks];
+};
+
+// What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
+struct GpuState {
+    unsigned long long sequence;  // of the last call whose plan has summed up this rank's tokens
+    // GpuContext::plan of the last one that has placed its tokens, met its peers, and counted their rows.
+    unsigned long long placed, met, counted;
+    int gave_up;  // set with a failure: all waits of this rank end
+    GpuEnded ended;
+    // Blocks of the plan that have counted and placed, and that have told the peers their tokens' lanes.
+    int num_counted, num_placed, num_told;
+    int next_send, next_reduce, next_receive;  // chunks and other tasks that were taken
+    long long num_rows;                        // that this rank receives, of a plan that reports counts
+};
+
+struct GpuContext : GpuWaits {
+    GpuWorkspaceConfig config;
+    GpuWorkspaceLayout layout;
+    std::byte* workspaces[kMaxGpuRanks];  // of all ranks, mapped here
+    GpuCounts* counts;                    // host memory
+    int* expert_counts;                   // [num_local_experts] tokens received, host memory
+    GpuState* state;
+    unsigned long long plan;  // number of this call's, of those that the host has launched
+};
+
+// Everything a call knows about where this rank's tokens go. Scratch of the buffer, valid until its next call.
+struct GpuRouting {
+    const void* topk_idx;               // [num_tokens, num_topk] int64 or int32
+    int64_t token_stride, lane_stride;  // of it, in entries
+    bool is_int64;
+    int num_tokens;
+    int tokens_per_warp;          // of the plan
+    int32_t* segment_counts;      // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
+    int32_t* warp_counts;         // [num_segments, warps of the plan, columns] the same of the warps before, in a segment
+    int32_t* index_in_warp;       // [num_tokens, num_topk] tokens before this one in its warp with the same expert
+    int32_t* expert_row_base;     // [num_experts] first row of this rank's tokens in the expert's group, on the expert's rank
+    int32_t* send_slot;           // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
+    int32_t* send_token;          // [num_ranks, num_max_tokens] the token in each slot
+    int32_t* send_counts;         // [num_ranks] slots to each rank
+    unsigned long long* reduced;  // [num_ranks, num_reduced] tiles of rows whose sums are in the outbox, of a combine
+    int32_t* narrow_topk_idx;     // [num_tokens, num_topk] int32 copy for the handle, or nullptr
+
+    DEEPEP_MOE_HD int64_t expert(int token, int k) const {
+        const int64_t at = token * token_stride + k * lane_stride;
+        return is_int64 ? static_cast<const int64_t*>(topk_idx)[at] : static_cast<const int32_t*>(topk_idx)[at];
+    }
+};
+
+// How a plan divides tokens among its warps, and the number of its blocks.
+constexpr int kPlanWarps = tuning::kPlanThreads / 32;
+constexpr int tokens_per_warp(int num_tokens) {
+    return divide_up(num_tokens, tuning::kMaxSegments * kPlanWarps * tuning::kTokensAtOnce) * tuning::kTokensAtOnce;
+}
+constexpr int num_segments(int num_tokens) { return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens) * kPlanWarps); }
+
+// A bit of recv_counts[0], set where a dispatch has failed: nothing may go along its handle.
+constexpr int32_t kFailed = INT32_MIN;
+
+struct GpuPlanParams {
+    GpuContext context;
+    GpuRouting routing;
+    GpuStamp stamp;
+    bool cached;          // counts are known
+    bool reports_counts;  // to the host
+    bool is_expert_layout;
+    int expert_alignment;
+    long long num_recv_rows_bound;        // -1: none
+    int32_t* recv_counts;                 // [num_ranks], with kFailed; out unless cached; nullptr where no call is made
+    int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
+};
+
+// Rows that lie in several tensors, one for each local expert: row r is at rows[i] + r * row_bytes, where i is the last part that begins
+// at r or before.
+constexpr int kMaxExpertTensors = 32;
+struct ExpertRows {
+    int num_tensors;  // 0: rows lie in one tensor
+    int first_row[kMaxExpertTensors];
+    uintptr_t rows[kMaxExpertTensors];
+};
+
+// Rows are gradients of y = weight * x, by row, and become those of x and weight.
+struct RowScaling {
+    DType dtype;
+    const float* weights;    // [num_rows], or nullptr: rows stay as they are
+    const std::byte* x;      // [num_rows, hidden], unless they lie in expert_rows
+    ExpertRows expert_rows;  // of x
+    float* grad_weights;     // [num_rows]
+};
+
+struct GpuDispatchParams {
+    GpuContext context;
+    GpuRouting routing;
+    GpuRing ring;
+    bool cached, has_lanes, is_expert_layout, recv_topk_idx_is_int64;
+    bool to_outbox;  // senders leave rows in the outbox, for a copy engine
+    bool is_guess;   // num_rows: where more come, none is received, and a later launch receives them
+    int num_lane_blocks, num_send_blocks, num_receive_blocks, expert_alignment;
+    int64_t row_bytes, scale_bytes, num_rows;
+    int num_x_rows;             // token t's row of x is t % num_x_rows
+    const std::byte* x;         // [num_x_rows, row_bytes]
+    const std::byte* x_scales;  // [num_x_rows, scale_bytes], or nullptr
+    const float* topk_weights;  // [num_tokens, num_topk], or nullptr
+    int64_t weights_token_stride, weights_lane_stride;
+    int32_t* recv_counts;                       // [num_ranks]; out: kFailed
+    const int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
+    std::byte* recv_x;                          // [num_rows, row_bytes]
+    std::byte* recv_x_scales;                   // [num_rows, scale_bytes], or nullptr
+    void* recv_topk_idx;                        // rank layout: [num_rows, num_topk], or nullptr
+    float* recv_topk_weights;                   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
+    int32_t* recv_row_idx;                      // expert layout: [num_recv_tokens, num_topk]; out unless cached
+    RowScaling scaling;                         // of the rows received; expert layout
+
+    DEEPEP_MOE_HD int64_t x_row(int token) const { return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows; }
+};
+
+struct GpuCombineParams {
+    GpuContext context;
+    GpuRouting routing;
+    GpuRing ring;
+    bool is_expert_layout, has_topk_weight_grads;
+    bool direct;             // rows need no sum on their way: they leave from x, not from the outbox
+    bool reduces, finishes;  // what the blocks that do not send do
+    DType dtype;
+    int num_send_blocks, num_work_blocks;
+    int max_tile_pieces;          // of 16 bytes, that a warp sums in one task
+    int64_t num_rows;             // of x
+    const int32_t* recv_counts;   // [num_ranks]
+    const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]
+    const std::byte* x;           // [num_rows, hidden], unless they lie in expert_rows
+    ExpertRows expert_rows;
+    const float* weights;            // [num_rows], or nullptr
+    const float* topk_weight_grads;  // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
+    const std::byte* bias;           // [num_tokens, hidden], or nullptr
+    int tokens_per_row;  // of num_topk 1: token t's row of combined_x is t % (num_tokens / tokens_per_row), which gets the sum of its
+                         // tokens,
+    const float* source_weights;        // [num_tokens], by which they are weighed before, or nullptr
+    std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]
+    float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
+
+    bool sums_tokens() const { return tokens_per_row > 1 || source_weights != nullptr; }
+
+    DEEPEP_MOE_HD int64_t tail_bytes() const { return has_topk_weight_grads ? 4 * context.config.num_topk : 0; }
+};
+
+struct GpuScaleRowsParams {
+    int64_t num_rows, row_bytes;  // rows of whole 16 bytes
+    const std::byte* grad;        // [num_rows, row_bytes]
+    std::byte* grad_x;            // likewise
+    RowScaling scaling;
+};
+
+// Row (lane, token) of a sum over lanes is number lane * lane_stride + token * token_stride of num_topk * num_tokens.
+struct GpuWeightedSumParams {
+    int64_t num_tokens, hidden, lane_stride, token_stride;  // rows of whole 16 bytes
+    int num_topk;
+    DType dtype;
+    const std::byte* rows;  // [num_topk * num_tokens, hidden]
+    const float* weights;   // [num_topk * num_tokens]
+    std::byte* sums;        // [num_tokens, hidden], of the forward
+    const std::byte* grad;  // [num_tokens, hidden], of the backward, as are the rest
+    std::byte* grad_rows;   // [num_topk * num_tokens, hidden]
+    float* grad_weights;    // [num_topk * num_tokens]
+};
+
+struct GpuQuantizeParams {
+    int64_t num_rows, hidden;  // hidden: a multiple of 8
+    DType dtype;               // of x
+    const std::byte* x;        // [num_rows, hidden]
+    std::byte* y;              // [num_rows, hidden] e4m3
+    float* scales;             // [num_rows, ceil(hidden / 128)]
+};
+
+}  // namespace deepep_moe

@@ -1,0 +1,102 @@
+// Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
+//
+//   entered u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
+//   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_ranks][columns] |
+//   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots |
+//   outbox [num_ranks - 1][num_max_tokens] slots
+//
+// Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
+// number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
+// next call before this rank has read what it wrote for the last one. Words of `entered` also hold a digest of what the
+// rank does in the call, those of `counts` a count: so either is there with its flag.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/waits.h"
+
+namespace deepep_moe {
+
+constexpr int kMaxGpuRanks = 8;
+constexpr int kChunkSlots = 4;            // rows that a warp sends at a time and one flag announces
+constexpr int kReducedSlots = 8;          // rows of the outbox that a sending warp waits for at a time
+constexpr int kArrivedStride = 16;        // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
+constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
+
+struct GpuWorkspaceConfig {
+    int num_ranks, num_experts, num_topk, hidden;
+    int64_t num_max_tokens;
+};
+
+// What a rank says it does in a call, for the messages of its peers' hosts.
+struct GpuStamp {
+    unsigned long long what;       // a packed Signature; 0: the rank refuses its arguments
+    GpuFailure why;                // where its GPU has refused them,
+    char reason[kMaxReasonBytes];  // or the reason its host gives
+};
+
+// One lane of a token on its way: where it goes (a row of recv_x, a local expert, or -1) and its weight.
+struct alignas(8) GpuLane {
+    int32_t target;
+    float weight;
+};
+
+// Words of `entered` and `counts`: the sequence number of the call, and a value below it.
+constexpr int kValueBits = 24;
+constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // for a count, of a rank that refuses its indices
+
+// The value a rank enters a call with: ranks whose digests differ are in different calls, 0 refuses.
+DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {
+    const unsigned long long mixed = what * 0x9e3779b97f4a7c15ull >> (64 - kValueBits);
+    return what == 0 ? 0 : mixed == 0 ? 1 : mixed;
+}
+
+template <class Int, class Divisor>
+DEEPEP_MOE_HD constexpr auto divide_up(Int value, Divisor divisor) {
+    return (value + divisor - 1) / divisor;
+}
+
+// One row on its way: the row, then its tail (scales of a dispatch, lane values of a combine).
+struct GpuSlotLayout {
+    int64_t row_bytes, tail_bytes, bytes;
+    DEEPEP_MOE_HD GpuSlotLayout(int64_t row_bytes, int64_t tail_bytes)
+        : row_bytes(row_bytes), tail_bytes(tail_bytes), bytes(divide_up(row_bytes + tail_bytes, 128) * 128) {}
+};
+
+struct GpuWorkspaceLayout {
+    int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
+    int64_t box_bytes;  // of one peer's slots
+    int num_ranks;
+    int columns, num_chunks, num_reduced;  // columns: experts, then ranks
+
+    GpuWorkspaceLayout() = default;
+    DEEPEP_MOE_HD explicit GpuWorkspaceLayout(const GpuWorkspaceConfig& c)
+        : entered(0),
+          lanes_ready(entered + 2 * 8 * c.num_ranks),
+          left(lanes_ready + 8 * c.num_ranks),
+          stamps(left + 8 * c.num_ranks),
+          arrived(divide_up(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks, 128) * 128),
+          num_ranks(c.num_ranks),
+          columns(c.num_experts + c.num_ranks),
+          num_chunks(static_cast<int>(divide_up(c.num_max_tokens, kChunkSlots))),
+          num_reduced(static_cast<int>(divide_up(c.num_max_tokens, kReducedSlots))) {
+        counts = arrived + int64_t{8} * kArrivedStride * c.num_ranks * num_chunks;
+        lanes = divide_up(counts + 2 * 8 * c.num_ranks * columns, 128) * 128;
+        inbox = divide_up(lanes + static_cast<int64_t>(sizeof(GpuLane)) * c.num_ranks * c.num_max_tokens * c.num_topk, 128) * 128;
+        box_bytes = c.num_max_tokens * GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;
+        outbox = inbox + (c.num_ranks - 1) * box_bytes;
+        total_bytes = outbox + (c.num_ranks - 1) * box_bytes;
+    }
+
+    // Offsets of what a rank has in the workspace of another; parity: that of the call.
+    DEEPEP_MOE_HD int64_t entered_of(int parity, int source) const { return entered + 8 * (parity * num_ranks + source); }
+    DEEPEP_MOE_HD int64_t stamp_of(int parity, int source) const {
+        return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (parity * num_ranks + source);
+    }
+    // Slots from a peer of the owner, and for one.
+    DEEPEP_MOE_HD int64_t inbox_of(int owner, int peer) const { return inbox + (peer - (peer > owner)) * box_bytes; }
+    DEEPEP_MOE_HD int64_t outbox_of(int owner, int peer) const { return outbox + (peer - (peer > owner)) * box_bytes; }
+};
+
+}  // namespace deepep_moe

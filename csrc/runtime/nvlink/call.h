@@ -1,0 +1,232 @@
+// A call of the exchange as tensors and a handle describe it.
+#pragma once
+
+#include <optional>
+#include <span>
+
+#include "common/signature.h"
+#include "cuda/params.h"
+
+namespace deepep_moe {
+
+// How a call runs; its results do not depend on it.
+struct CallMode {
+    int num_sms = -1;       // that send; 0: copy engines; -1: as GpuTuning says
+    bool is_split = false;  // without its second half, which the caller starts
+    uintptr_t stream = 0;   // of the call
+};
+
+// What a call reads of a tensor, contiguous, or of None.
+struct TensorArg {
+    uintptr_t address = 0;  // 0 where there is nothing
+    bool is_there = false;
+    int num_dims = 0;
+    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before,
+    int64_t inner_rows = 1, num_leading = 1;                   // of which the last has these, and the others so many of it
+
+    template <class Pointer>
+    Pointer as() const {
+        return reinterpret_cast<Pointer>(address);
+    }
+    int64_t row_bytes() const { return num_columns * element_bytes; }
+
+    void set_shape(std::span<const int64_t> shape) {
+        is_there = true;
+        num_dims = static_cast<int>(shape.size());
+        const int last = std::max(0, num_dims - 2);  // of the dimensions of rows
+        if (num_dims > 1) num_columns = shape[num_dims - 1];
+        for (int i = 0; i < last; ++i) num_leading *= shape[i];
+        if (num_dims > 0) inner_rows = shape[last];
+        num_rows = num_leading * inner_rows;
+    }
+    bool is_empty() const { return num_rows == 0 || num_columns == 0; }
+};
+
+// A tensor [num_rows, num_columns] whose entries lie as its strides say, or None.
+struct MatrixArg : TensorArg {
+    int64_t row_stride = 0, column_stride = 0;
+};
+
+// What a call reads of a `DispatchHandle`.
+struct HandleArg {
+    TensorArg topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert;
+    const int64_t* call = nullptr;  // host memory
+    bool is_expert_layout = true;
+    int expert_alignment = 1;
+    int64_t num_rows = 0;
+
+    int64_t number() const { return *call; }  // of the dispatch
+    Layout layout() const { return is_expert_layout ? Layout::kExpert : Layout::kRank; }
+
+    // Of a `PackedHandle`: addresses only, but for topk_idx. starts: of the sections of `memory`, in int32.
+    void unpack(uintptr_t memory, std::span<const int64_t> starts, int64_t num_tokens, int64_t num_topk) {
+        TensorArg* const tensors[] = {&topk_idx, &recv_row_idx, &recv_counts, &num_recv_tokens_per_expert};
+        for (int i = 0; i < 4; ++i) tensors[i]->address = memory + sizeof(int32_t) * starts[i];
+        topk_idx.num_rows = num_tokens;
+        topk_idx.num_columns = num_topk;
+        topk_idx.element_bytes = sizeof(int32_t);
+    }
+};
+
+inline GpuRouting routing_of(const TensorArg& topk_idx) {
+    GpuRouting routing{};  // scratch is the communicator's
+    routing.topk_idx = topk_idx.as<const void*>();
+    routing.token_stride = topk_idx.num_columns;
+    routing.lane_stride = 1;
+    routing.is_int64 = topk_idx.element_bytes == 8;
+    routing.num_tokens = static_cast<int>(topk_idx.num_rows);
+    return routing;
+}
+
+// Of a call along a handle.
+inline GpuPlanParams cached_plan(const HandleArg& handle) {
+    GpuPlanParams plan{};
+    plan.routing = routing_of(handle.topk_idx);
+    plan.cached = true;
+    plan.recv_counts = handle.recv_counts.as<int32_t*>();
+    plan.is_expert_layout = handle.is_expert_layout;
+    plan.expert_alignment = 1;
+    plan.num_recv_rows_bound = -1;
+    return plan;
+}
+
+inline GpuPlanParams fresh_plan(const HandleArg& handle, const MatrixArg& topk_idx, int64_t num_recv_rows) {
+    GpuPlanParams plan{};
+    plan.routing = routing_of(topk_idx);
+    plan.routing.token_stride = topk_idx.row_stride;
+    plan.routing.lane_stride = topk_idx.column_stride;
+    plan.routing.narrow_topk_idx = handle.topk_idx.as<int32_t*>();
+    plan.reports_counts = num_recv_rows < 0;
+    plan.is_expert_layout = handle.is_expert_layout;
+    plan.expert_alignment = handle.expert_alignment;
+    plan.num_recv_rows_bound = num_recv_rows;
+    plan.recv_counts = handle.recv_counts.as<int32_t*>();
+    plan.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<int32_t*>();
+    return plan;
+}
+
+inline RowScaling scaling_of(const TensorArg& weights, const TensorArg& x, const ExpertRows* expert_rows, const TensorArg& grad_weights,
+                             DType dtype) {
+    return {dtype, weights.as<const float*>(), x.as<const std::byte*>(), expert_rows == nullptr ? ExpertRows{} : *expert_rows,
+            grad_weights.as<float*>()};
+}
+
+struct GpuDispatchCall {
+    GpuPlanParams plan;
+    GpuDispatchParams params{};
+    Signature signature{};
+    const int64_t* numbers = nullptr;  // of the handle, along one
+
+    // topk_idx: none along a handle, which else is filled. num_recv_rows: -1 without a bound.
+    GpuDispatchCall(const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
+                    const MatrixArg& topk_weights, DType dtype, int64_t num_recv_rows) {
+        const bool cached = !topk_idx.is_there;
+        numbers = cached ? handle.call : nullptr;
+        plan = cached ? cached_plan(handle) : fresh_plan(handle, topk_idx, num_recv_rows);
+        params.routing = plan.routing;
+        params.routing.narrow_topk_idx = nullptr;
+        params.cached = cached;
+        params.has_lanes = !cached || topk_weights.is_there;
+        params.is_expert_layout = handle.is_expert_layout;
+        params.expert_alignment = handle.expert_alignment;
+        params.row_bytes = x.row_bytes();
+        params.scale_bytes = x_scales.is_there ? x_scales.row_bytes() : 0;
+        params.num_x_rows = static_cast<int>(x.num_rows);
+        params.x = x.as<const std::byte*>();
+        params.x_scales = x_scales.as<const std::byte*>();
+        params.topk_weights = topk_weights.as<const float*>();
+        params.weights_token_stride = topk_weights.row_stride;
+        params.weights_lane_stride = topk_weights.column_stride;
+        params.recv_counts = handle.recv_counts.as<int32_t*>();
+        params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
+        params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
+        signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch,
+                     dtype,
+                     handle.layout(),
+                     plan.expert_alignment,
+                     cached ? handle.number() : 0,
+                     topk_weights.is_there,
+                     x_scales.is_there,
+                     false};
+    }
+
+    // Where rows go. is_guess: as in GpuDispatchParams.
+    void receive_into(const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx,
+                      const TensorArg& recv_topk_weights, bool is_guess) {
+        params.num_rows = recv_x.num_rows;
+        params.recv_x = recv_x.as<std::byte*>();
+        params.recv_x_scales = recv_x_scales.as<std::byte*>();
+        params.recv_topk_idx = recv_topk_idx.as<void*>();
+        params.recv_topk_idx_is_int64 = recv_topk_idx.element_bytes == 8;
+        params.recv_topk_weights = recv_topk_weights.as<float*>();
+        params.is_guess = is_guess;
+    }
+
+    int64_t slot_bytes() const { return GpuSlotLayout(params.row_bytes, params.scale_bytes).bytes; }
+};
+
+// Parts, and the addresses by which tensors are known again.
+struct ExpertRowsArg : ExpertRows {
+    uintptr_t address[kMaxExpertTensors] = {};  // 0 without rows
+};
+
+// The rows of each local expert, of a dispatch of `num_rows` without padding and `counts` for each; nothing where kernels cannot read them
+// where they are: they must be [1, ..., num_rows, hidden] of whole pieces. Callers have seen that they are contiguous and of one kind.
+inline std::optional<ExpertRowsArg> expert_rows_of(std::span<const TensorArg> tensors, const int64_t* counts, int64_t hidden,
+                                                   int64_t num_rows) {
+    if (tensors.size() > kMaxExpertTensors) return std::nullopt;
+    ExpertRowsArg expert_rows{};
+    int64_t first_row = 0;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        const TensorArg& part = tensors[i];
+        const bool has_shape =
+            part.num_dims == tensors[0].num_dims && part.num_columns == hidden && part.inner_rows == counts[i] && part.num_leading == 1;
+        if (!has_shape || part.row_bytes() % kRowAlignment != 0 || part.address % kRowAlignment != 0) return std::nullopt;
+        expert_rows.address[i] = part.address;
+        expert_rows.first_row[i] = static_cast<int>(first_row);
+        expert_rows.rows[i] = part.address - first_row * part.row_bytes();
+        first_row += part.num_rows;
+    }
+    expert_rows.num_tensors = static_cast<int>(tensors.size());
+    return first_row == num_rows ? std::optional(expert_rows) : std::nullopt;
+}
+
+struct GpuCombineCall {
+    GpuPlanParams plan;
+    GpuCombineParams params{};
+    Signature signature{};
+    const int64_t* numbers = nullptr;  // of the handle
+    int64_t row_bytes = 0;
+
+    GpuCombineCall(const HandleArg& handle, const TensorArg& x, const ExpertRowsArg* expert_rows, const TensorArg& weights,
+                   const TensorArg& bias, const TensorArg& topk_weight_grads, const TensorArg& source_weights, const TensorArg& combined_x,
+                   const TensorArg& combined_topk_weight_grads, DType dtype) {
+        const int64_t num_rows = expert_rows == nullptr ? x.num_rows : handle.num_rows;
+        plan = cached_plan(handle);
+        numbers = handle.call;
+        params.routing = plan.routing;
+        params.is_expert_layout = handle.is_expert_layout;
+        params.has_topk_weight_grads = topk_weight_grads.is_there;
+        params.dtype = dtype;
+        params.num_rows = num_rows;
+        params.recv_counts = handle.recv_counts.as<const int32_t*>();
+        params.recv_row_idx = handle.recv_row_idx.as<const int32_t*>();
+        params.x = x.as<const std::byte*>();
+        if (expert_rows != nullptr) params.expert_rows = *expert_rows;
+        params.weights = weights.as<const float*>();
+        params.bias = bias.as<const std::byte*>();
+        params.topk_weight_grads = topk_weight_grads.as<const float*>();
+        params.tokens_per_row = combined_x.num_rows == 0 ? 1 : static_cast<int>(handle.topk_idx.num_rows / combined_x.num_rows);
+        params.source_weights = source_weights.as<const float*>();
+        params.combined_x = combined_x.as<std::byte*>();
+        params.combined_topk_weight_grads = combined_topk_weight_grads.as<float*>();
+        params.direct = !handle.is_expert_layout && !weights.is_there && num_rows > 0 && topk_weight_grads.address % kRowAlignment == 0;
+        params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
+        row_bytes = x.row_bytes();
+        signature = {Operation::kCombine, dtype, handle.layout(), 1, handle.number(), false, false, topk_weight_grads.is_there};
+    }
+
+    int64_t slot_bytes() const { return GpuSlotLayout(row_bytes, params.tail_bytes()).bytes; }
+};
+
+}  // namespace deepep_moe

@@ -1,0 +1,32 @@
+#include "runtime/nvlink/device.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace deepep_moe {
+
+void check_cuda(cudaError_t status, const char* what) {
+    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+    return value;
+}
+
+DeviceGuard::DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+}
+
+DeviceGuard::DeviceGuard(int device, std::nothrow_t) noexcept {
+    changed_ = cudaGetDevice(&before_) == cudaSuccess && before_ != device && cudaSetDevice(device) == cudaSuccess;
+}
+
+DeviceGuard::~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,527 @@
+#include "runtime/nvlink/exchange.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include "cpu/wait.h"
+#include "cuda/launch.h"
+#include "runtime/nvlink/device.h"
+
+namespace deepep_moe {
+namespace {
+
+constexpr int64_t kRoundsToLook = 1 << 10;  // of a wait of the host, before it looks at failures and the clock
+constexpr int64_t kRoundsToAsk = 1 << 20;   // before it asks the GPU and the caller: some tens of milliseconds
+constexpr int kSecondsOfWork = 10;          // that the GPU may have before a call
+
+// Words of the state that a failure leaves as it found them: the next call begins afresh.
+constexpr size_t kStateBytes = sizeof(GpuState) - offsetof(GpuState, gave_up);
+
+// That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
+int lane_blocks(int64_t num_lanes) {
+    return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, tuning::kLanesOfLaneBlock), 1, tuning::kMaxLaneBlocks));
+}
+
+}  // namespace
+
+// ---- memory ----
+
+NvlinkExchange::NvlinkExchange(const GpuWorkspaceConfig& config, int rank, int device, double timeout_s)
+    : config_(config),
+      layout_(config),
+      rank_(rank),
+      device_(device),
+      owner_pid_(getpid()),
+      timeout_s_(timeout_s),
+      memory_(config.num_ranks, rank, device),
+      failures_(memory_, rank, config.num_experts, timeout_s) {
+    try {
+        allocate();
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+void NvlinkExchange::allocate() {
+    const DeviceGuard guard(device_);
+    num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
+    shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
+    has_early_launch_ = tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
+    if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
+        throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " +
+                                    std::to_string(kRefused - 1));
+    const int64_t plan_bytes = plan_shared_bytes(config_);
+    if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
+        throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +
+                                 " bytes of shared memory for their counts, this GPU has " + std::to_string(shared_bytes_) + " a block");
+    if (const int blocks = plan_blocks_per_multiprocessor(config_) * num_multiprocessors_; blocks < tuning::kMaxSegments)
+        throw std::runtime_error("this GPU holds " + std::to_string(blocks) + " blocks of a plan with " +
+                                 std::to_string(config_.num_experts) + " experts at once, and " + std::to_string(tuning::kMaxSegments) +
+                                 " must be");
+    memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
+    void* host = nullptr;
+    const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config_.num_experts / config_.num_ranks);
+    check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    host_ = new (host) HostSlots{};
+    expert_counts_ = reinterpret_cast<int*>(host_ + 1);
+    allocate_scratch();
+    last_.create();
+    streams_.create();
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+void NvlinkExchange::allocate_scratch() {
+    const int64_t n = config_.num_max_tokens;
+    GpuRouting& r = scratch_routing_;
+    const auto words = [](auto** pointer, int64_t count) {
+        return std::pair(reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(**pointer) / 4));
+    };
+    const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
+                                                 words(&r.reduced, config_.num_ranks * layout_.num_reduced),
+                                                 words(&r.segment_counts, tuning::kMaxSegments * layout_.columns),
+                                                 words(&r.warp_counts, tuning::kMaxSegments * kPlanWarps * layout_.columns),
+                                                 words(&r.index_in_warp, n * config_.num_topk),
+                                                 words(&r.expert_row_base, config_.num_experts),
+                                                 words(&r.send_slot, n * config_.num_ranks),
+                                                 words(&r.send_token, n * config_.num_ranks),
+                                                 words(&r.send_counts, config_.num_ranks)};
+    int64_t total = 0;
+    for (const auto& [pointer, count] : arrays) total += divide_up(count, 32) * 128;
+    void* scratch = nullptr;
+    check_cuda(cudaMalloc(&scratch, total), "cannot allocate the scratch");
+    scratch_ = static_cast<std::byte*>(scratch);
+    check_cuda(cudaMemset(scratch, 0, total), "cudaMemset");
+    std::byte* next = scratch_;
+    for (const auto& [pointer, count] : arrays) {
+        *pointer = next;
+        next += divide_up(count, 32) * 128;
+    }
+}
+
+NvlinkExchange::~NvlinkExchange() {
+    if (getpid() != owner_pid_) return;  // a forked child has no CUDA
+    const DeviceGuard guard(device_, std::nothrow);
+    cudaDeviceSynchronize();
+    release();
+}
+
+void NvlinkExchange::release() {
+    last_.destroy();
+    streams_.destroy();
+    cudaFree(scratch_);
+    cudaFreeHost(host_);
+}
+
+// ---- calls ----
+
+// While a thread makes a call. Throws std::logic_error where another one does.
+class NvlinkExchange::Step {
+public:
+    explicit Step(NvlinkExchange& owner) : owner_(owner), guard_(owner.device_) {
+        if (owner.busy_.exchange(true)) throw std::logic_error(kTwoThreads);
+    }
+    ~Step() { owner_.busy_.store(false); }
+    Step(const Step&) = delete;
+
+private:
+    NvlinkExchange& owner_;
+    const DeviceGuard guard_;
+};
+
+int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate) {
+    const Step step(*this);
+    const cudaStream_t stream = as_stream(mode.stream);
+    const int num_sms = num_senders(mode, tuning.num_sms);
+    const int64_t bound = call.plan.num_recv_rows_bound;
+    const bool is_bounded = bound >= 0, starts_apart = mode.is_split || num_sms == 0;
+    if (is_bounded && num_sms == 0)
+        throw std::invalid_argument("num_sms=0 and num_recv_rows were both given: copy engines need counts on the host; give one of them");
+    RowGuess& guess = guesses_[{call.params.is_expert_layout, call.params.expert_alignment}];
+    const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess.room();
+    if (room >= 0) allocate(room, !is_bounded);  // whatever can fail does so before the call is entered
+    plan(call.plan, call.signature, stream);
+    if (is_bounded) {
+        std::fill_n(numbers, num_handle_numbers(), -1);
+        *numbers = call_number();
+    }
+    if (room >= 0 && !starts_apart)
+        launch(call.params, num_sms, true, true, stream);
+    else
+        start(call.params, num_sms, stream);
+    if (is_bounded) return bound;
+    try {
+        const int64_t num_rows = wait_counts(numbers);  // from here on rows wait for receivers
+        if (num_sms == 0) send_by_copies(numbers + 1, call.slot_bytes(), stream);
+        if (num_rows > room) allocate(num_rows, false);
+        if (num_rows > room && !mode.is_split) finish(call.params, stream);
+        guess.remember(num_rows);
+        return num_rows;
+    } catch (...) {
+        abandon();
+        throw;
+    }
+}
+
+void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) {
+    const Step step(*this);
+    const int num_sms = num_senders(mode, tuning.num_sms);
+    const int64_t* counts = counts_for_copies(call.numbers, num_sms, true);
+    const cudaStream_t stream = as_stream(mode.stream);
+    plan(call.plan, call.signature, stream);
+    if (num_sms > 0 && !mode.is_split) return launch(call.params, num_sms, true, true, stream);
+    start(call.params, num_sms, stream);
+    if (num_sms == 0) send_by_copies(counts, call.slot_bytes(), stream);
+    if (!mode.is_split) finish(call.params, stream);
+}
+
+void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
+    const Step step(*this);
+    const bool is_for_several = call.params.is_expert_layout && config_.num_ranks > 2;
+    const int num_sms = num_senders(mode, is_for_several ? tuning.num_sms_of_sums : tuning.num_sms);
+    const int64_t* counts = counts_for_copies(call.numbers, num_sms, false);
+    const cudaStream_t stream = as_stream(mode.stream);
+    GpuCombineParams params = call.params;
+    params.direct = params.direct && num_sms > 0;  // copy engines take rows from the outbox
+    plan(call.plan, call.signature, stream);
+    if (num_sms > 0 && !mode.is_split) return launch(params, num_sms, true, stream);
+    start(params, num_sms, stream);
+    if (num_sms == 0) send_by_copies(counts, call.slot_bytes(), stream);
+    if (!mode.is_split) finish(params, stream);
+}
+
+void NvlinkExchange::end_dispatch(const GpuDispatchCall& call, uintptr_t stream) {
+    const Step step(*this);
+    finish(call.params, as_stream(stream));
+}
+
+void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
+    const Step step(*this);
+    finish(call.params, as_stream(stream));
+}
+
+void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
+    GpuPlanParams params{};
+    params.cached = true;
+    copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
+    const DeviceGuard guard(device_);
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+    const GpuFailure earlier = host_->failure;
+    plan(params, {}, as_stream(stream));
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+    host_->failure = earlier;  // this rank's caller gets the error it was refused with, and later what an earlier call had
+    Failures::clear(state_words(), kStateBytes);
+}
+
+// ---- what a call is made with ----
+
+int NvlinkExchange::num_senders(const CallMode& mode, int most_useful) const {
+    const int most = num_multiprocessors_, num_sms = mode.num_sms < 0 ? std::min(most_useful, most) : mode.num_sms;
+    const std::string all = std::to_string(most);
+    if (num_sms > most)
+        throw std::invalid_argument("num_sms is " + std::to_string(num_sms) + "; this GPU has " + all + ": give 1 to " + all +
+                                    ", or 0 for copy engines");
+    if (num_sms == 0 && is_capturing(as_stream(mode.stream)))
+        throw std::invalid_argument(
+            "num_sms=0 cannot be captured in a CUDA graph: the host waits for the peers before it has copy engines start; give num_sms of "
+            "1 "
+            "or more");
+    return num_sms;
+}
+
+// [num_ranks] rows that a call along a handle with these numbers sends to each rank, where copy engines need to know.
+const int64_t* NvlinkExchange::counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const {
+    if (num_sms > 0) return nullptr;
+    const int64_t* counts = numbers + 1 + (is_dispatch ? 0 : config_.num_ranks);
+    if (*std::min_element(counts, counts + config_.num_ranks) < 0)
+        throw std::invalid_argument(
+            "num_sms=0 needs counts on the host, and this handle's dispatch had num_recv_rows; give num_sms of 1 or more");
+    return counts;
+}
+
+GpuContext NvlinkExchange::context() const {
+    GpuContext c{memory_.waits(timeout_s_, &host_->failure, &state_->gave_up, &state_->ended),
+                 config_,
+                 layout_,
+                 {},
+                 &host_->counts,
+                 expert_counts_,
+                 state_,
+                 num_plans_};
+    for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
+    return c;
+}
+
+void NvlinkExchange::complete(GpuRouting& routing) const {
+    GpuRouting complete = scratch_routing_;
+    complete.topk_idx = routing.topk_idx;
+    complete.token_stride = routing.token_stride;
+    complete.lane_stride = routing.lane_stride;
+    complete.is_int64 = routing.is_int64;
+    complete.num_tokens = routing.num_tokens;
+    complete.tokens_per_warp = tokens_per_warp(routing.num_tokens);
+    complete.narrow_topk_idx = routing.narrow_topk_idx;
+    routing = complete;
+}
+
+GpuDispatchParams NvlinkExchange::completed(GpuDispatchParams params) const {
+    complete(params.routing);
+    params.context = context();
+    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
+    params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    return params;
+}
+
+GpuCombineParams NvlinkExchange::completed(GpuCombineParams params) const {
+    complete(params.routing);
+    params.context = context();
+    const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
+    const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
+    params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    params.max_tile_pieces = config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory;
+    return params;
+}
+
+// ---- plan and counts ----
+
+void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cudaStream_t stream) {
+    if (params.reports_counts && is_capturing(stream))
+        throw std::invalid_argument(
+            "a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
+    if (streams_.is_sending()) join(stream);  // the first half of a call that never had its second
+    last_.follow(stream);
+    complete(params.routing);
+    ++num_plans_;
+    params.context = context();
+    if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
+    launch_plan(params, stream);
+    count_call(stream);
+}
+
+// Calls that are captured are not made yet, and a capture may be given up: their numbers follow that of the last call made before.
+void NvlinkExchange::count_call(cudaStream_t stream) {
+    const unsigned long long capture = capture_of(stream);
+    num_captured_ = capture == 0 ? 0 : capture == capture_ ? num_captured_ + 1 : 1;
+    capture_ = capture;
+    if (capture == 0) ++num_calls_;
+}
+
+int64_t NvlinkExchange::wait_counts(int64_t* numbers) {
+    wait_for_plan(host_->counts.ready, GpuPhase::kCounts);
+    *numbers++ = num_calls_;
+    numbers = std::copy_n(host_->counts.send_counts, config_.num_ranks, numbers);
+    numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
+    std::copy_n(expert_counts_, num_local_experts(), numbers);
+    return host_->counts.num_rows;
+}
+
+// Until the plan of this call has written its number to `word`. Throws what it reports instead.
+void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuPhase phase) {
+    using Clock = std::chrono::steady_clock;
+    const double seconds = 2 * timeout_s_ + kSecondsOfWork;  // the kernel's own deadline comes first
+    const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
+    for (int64_t round = 0; word != num_plans_; ++round) {
+        relax_cpu();
+        if (round % kRoundsToLook != kRoundsToLook - 1) continue;
+        check_this_call();
+        if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
+        if (Clock::now() > deadline) {
+            check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+            const auto expected = static_cast<int64_t>(num_plans_), seen = static_cast<int64_t>(word);
+            throw TimeoutError("rank " + std::to_string(rank_) + ": this rank's own GPU did not come to its call within " +
+                                   std::to_string(static_cast<int64_t>(seconds)) + " s; phase '" + name_of(phase) + "', expected " +
+                                   std::to_string(expected) + ", seen " + std::to_string(seen),
+                               rank_, name_of(phase), expected, seen);
+        }
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    check_this_call();
+}
+
+// Of a wait that takes long: does somebody want it to end, has the GPU failed in whatever it was given before?
+void NvlinkExchange::ask() const {
+    if (poll_) poll_();
+    const cudaError_t status = cudaStreamQuery(last_.running());
+    if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
+}
+
+// ---- launches ----
+
+void NvlinkExchange::launch(const GpuDispatchParams& call, int num_sms, bool sends, bool receives, cudaStream_t stream) {
+    GpuDispatchParams params = completed(call);
+    params.num_send_blocks = sends && config_.num_ranks > 1 ? num_sms : 0;
+    params.num_receive_blocks = receives ? tuning.num_receive_blocks : 0;
+    params.num_lane_blocks = params.has_lanes && sends ? lane_blocks(params.routing.num_tokens * config_.num_topk) : 0;
+    launch_dispatch(params, stream, sends && receives && follows_plan(stream));
+}
+
+void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool finishes, cudaStream_t stream) {
+    GpuCombineParams params = completed(call);
+    // Senders wait for workers, so some SMs are always left to those.
+    params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, num_multiprocessors_ - tuning::kFewestWorkers)) : 0;
+    params.finishes = finishes;
+    params.reduces = !params.direct && config_.num_ranks > 1;
+    const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks);
+    params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
+    if (!params.reduces && !finishes) params.num_work_blocks = 0;
+    if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan(stream));
+}
+
+// The first half of a call: sends beside `stream`, or packs rows for copy engines.
+void NvlinkExchange::start(GpuDispatchParams params, int num_sms, cudaStream_t stream) {
+    params.to_outbox = num_sms == 0;
+    if (params.to_outbox) return launch(params, num_multiprocessors_, true, false, stream);
+    streams_.fork(stream);
+    launch(params, num_sms, true, false, streams_.sending);
+    streams_.has_sent(streams_.sending);
+}
+
+void NvlinkExchange::start(const GpuCombineParams& params, int num_sms, cudaStream_t stream) {
+    if (num_sms == 0) return launch(params, 0, false, stream);
+    streams_.fork(stream);
+    launch(params, num_sms, false, streams_.sending);
+    streams_.has_sent(streams_.sending);
+}
+
+// In the order in which every rank copies to another peer at a time, half of it on each of two streams: one copy engine does not fill the
+// link, and pauses between two copies. A copy that is enqueued cannot be called off, so first all peers must have entered the call: one
+// that comes too late may still read the rows of the call before. counts: [num_ranks] rows to each rank.
+void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream) {
+    wait_for_plan(host_->counts.met, GpuPhase::kEntry);
+    streams_.fork(stream);
+    streams_.follow_fork(streams_.copying);
+    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {
+        check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies),
+                   "cudaMemcpyAsync");
+        streams_.announce_after(copies);
+    };
+    for (int offset = 1; offset < config_.num_ranks; ++offset) {
+        const int peer = (rank_ + offset) % config_.num_ranks;
+        const int64_t bytes = counts[peer] * slot_bytes, half = counts[peer] / 2 * slot_bytes;
+        if (bytes == 0) continue;
+        if (half > 0) copy_part(peer, 0, half, streams_.copying);
+        copy_part(peer, half, bytes, streams_.sending);
+        launch_announce({context(), peer, static_cast<int>(counts[peer])}, streams_.announcing);
+    }
+    streams_.announce_after(streams_.sending);
+    streams_.has_sent(streams_.announcing);
+}
+
+// The second half of a call, on a stream that need not be its first one's.
+void NvlinkExchange::finish(const GpuDispatchParams& params, cudaStream_t stream) {
+    if (!is_void()) {
+        if (streams_.is_sending()) streams_.follow_fork(stream);  // the plan may be on another stream
+        launch(params, 0, false, true, stream);
+    }
+    join(stream);
+}
+
+void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
+    join(stream);  // first: these blocks fill the GPU and wait for peers, which wait for what this rank sends
+    if (is_void()) return;
+    GpuCombineParams params = completed(call);
+    params.finishes = true;
+    params.num_work_blocks = num_multiprocessors_;
+    launch_combine(params, stream, false);
+}
+
+// A call goes no further: what it was given may be freed on its stream, once it is sent.
+void NvlinkExchange::abandon() { join(last_.running()); }
+
+void NvlinkExchange::join(cudaStream_t stream) {
+    last_.go_on(stream);
+    streams_.join(stream);
+}
+
+// May a kernel start while the plan runs? A graph keeps the plan's number, by which the kernel would know when: there it may not.
+bool NvlinkExchange::follows_plan(cudaStream_t stream) const { return has_early_launch_ && !is_capturing(stream); }
+
+void NvlinkExchange::copy_block(int peer, int64_t bytes, uintptr_t stream) {
+    if (peer == rank_ || bytes > layout_.box_bytes)
+        throw std::invalid_argument("a block to rank " + std::to_string(peer) + " of " + std::to_string(bytes) +
+                                    " bytes; the workspace has room for " + std::to_string(layout_.box_bytes) + " to another rank");
+    const DeviceGuard guard(device_);
+    check_cuda(cudaMemcpyAsync(inbox_of(peer), outbox_for(peer), bytes, cudaMemcpyDeviceToDevice, as_stream(stream)), "cudaMemcpyAsync");
+}
+
+// This rank's slots in the memory of `peer`, and those for `peer` in its own.
+std::byte* NvlinkExchange::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }
+std::byte* NvlinkExchange::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox_of(rank_, peer); }
+
+// ---- failures ----
+
+void NvlinkExchange::check() {
+    if (!has_failed()) return;
+    const DeviceGuard guard(device_);
+    const GpuFailure failure = in_calls(Failures::take(host_->failure, state_words(), kStateBytes));
+    if (failure.kind != kBoundExceeded) void_plan_ = num_plans_;
+    raise(failure);
+}
+
+// Of a call without a bound: that an earlier one exceeded its own is for the next call to raise.
+void NvlinkExchange::check_this_call() {
+    if (static_cast<volatile GpuFailure&>(host_->failure).kind != kBoundExceeded) check();
+}
+
+// What was expected and seen, as numbers of calls where the words say those.
+GpuFailure NvlinkExchange::in_calls(GpuFailure f) const {
+    const auto phase = static_cast<GpuPhase>(f.phase);
+    if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts)) return f;
+    f.expected >>= kValueBits;
+    f.seen = phase == GpuPhase::kEntry ? last_call_of(f.peer) : f.seen >> kValueBits;
+    return f;
+}
+
+std::string NvlinkExchange::describe(const GpuFailure& f, int rank) const {
+    const std::string me = "rank " + std::to_string(rank);
+    const auto call_of = [&](int peer) { return deepep_moe::describe(unpack(stamp_of(peer, static_cast<int>(f.expected)).what)); };
+    switch (f.kind) {
+        case kBoundExceeded:
+            return me + " would receive " + std::to_string(f.seen) + " rows, more than its num_recv_rows of " + std::to_string(f.expected) +
+                   "; give a larger bound or none";
+        case kMismatch:
+            return "ranks make different calls: " + me + ": " + call_of(rank_) + "; rank " + std::to_string(f.peer) + ": " +
+                   call_of(f.peer);
+        case kPeerRefused: return failures_.peer_refused(f.peer, reason_of(f.peer, static_cast<int>(f.expected)));
+        default: return failures_.describe(f, rank);
+    }
+}
+
+void NvlinkExchange::raise(const GpuFailure& f) const {
+    switch (f.kind) {
+        case kBoundExceeded: throw CapacityError(describe(f, rank_), rank_);
+        case kMismatch: throw MismatchError(describe(f, rank_));
+        case kPeerRefused: throw PeerError(describe(f, rank_), f.peer);
+        default: failures_.raise(f);
+    }
+}
+
+// What `peer` has said of its refusal.
+std::string NvlinkExchange::reason_of(int peer, int parity) const {
+    const GpuStamp stamp = stamp_of(peer, parity);
+    return stamp.reason[0] != '\0' ? stamp.reason : describe(in_calls(stamp.why), peer);
+}
+
+// The last call that `peer` has entered, as far as this rank knows.
+long long NvlinkExchange::last_call_of(int peer) const {
+    unsigned long long entered[2];
+    for (int parity = 0; parity < 2; ++parity)
+        check_cuda(cudaMemcpy(&entered[parity], memory_.of(rank_) + layout_.entered_of(parity, peer), sizeof(entered[parity]),
+                              cudaMemcpyDeviceToHost),
+                   "cudaMemcpy");
+    return static_cast<long long>(std::max(entered[0], entered[1]) >> kValueBits);
+}
+
+GpuStamp NvlinkExchange::stamp_of(int peer, int parity) const {
+    GpuStamp stamp{};
+    const std::byte* from = memory_.of(rank_) + layout_.stamp_of(parity, peer);
+    check_cuda(cudaMemcpy(&stamp, from, sizeof(stamp), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return stamp;
+}
+
+}  // namespace deepep_moe

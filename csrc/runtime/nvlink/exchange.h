@@ -1,0 +1,137 @@
+// Dispatch and combine between the GPUs of one host: THE host's side of a call. Python and the module that links PyTorch both call this.
+//
+//   dispatch    allocate by guess -> plan -> send (and receive) -> wait for the counts -> allocate what the guess lacked -> receive
+//   bounded     allocate the bound -> plan -> send and receive; nobody waits
+//   along a handle (cached dispatch, combine)   plan -> send and receive
+//   split       as above without `receive`, which the caller asks for later: end_dispatch, end_combine
+//   num_sms 0   senders pack rows into the outbox -> the host waits for the peers -> copy engines send -> receive
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "common/errors.h"
+#include "cuda/tuning.h"
+#include "runtime/nvlink/call.h"
+#include "runtime/nvlink/failures.h"
+#include "runtime/nvlink/memory.h"
+#include "runtime/nvlink/row_guess.h"
+#include "runtime/nvlink/streams.h"
+
+namespace deepep_moe {
+
+// Makes the outputs of a dispatch that receives `num_rows` rows and points the call at them (`GpuDispatchCall::receive_into`). It may
+// throw. Called at most twice, where a guess was too small.
+using Allocate = std::function<void(int64_t num_rows, bool is_guess)>;
+
+class NvlinkExchange {
+public:
+    NvlinkExchange(const GpuWorkspaceConfig& config, int rank, int device, double timeout_s);
+    ~NvlinkExchange();
+    NvlinkExchange(const NvlinkExchange&) = delete;
+
+    int64_t workspace_bytes() const { return layout_.total_bytes; }
+    int64_t num_calls() const { return num_calls_; }  // that this rank has entered or refused so far
+    int num_handle_numbers() const { return 1 + 2 * config_.num_ranks + num_local_experts(); }
+    int num_local_experts() const { return config_.num_experts / config_.num_ranks; }
+    const GpuWorkspaceConfig& config() const { return config_; }
+    int num_multiprocessors() const { return num_multiprocessors_; }
+    std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
+    void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
+    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // called now and then by waits, which end if it throws
+    GpuTuning tuning;
+
+    // Calls. All enqueue work on the mode's stream, beside it where they send apart, and return. A call on another stream than the last
+    // one waits for that call. They throw std::logic_error where two threads are in calls of one buffer.
+
+    // Returns the rows that come; there may be room for more. numbers: host memory of num_handle_numbers(): the call's number, then tokens
+    // to each rank, from each rank, for each local expert; with a bound all but the first are -1, and the bound is returned.
+    int64_t dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate);
+    void dispatch_cached(const GpuDispatchCall& call, const CallMode& mode);  // outputs are set
+    void combine(const GpuCombineCall& call, const CallMode& mode);
+    // The second half of a call that was split, on the stream that is current by now.
+    void end_dispatch(const GpuDispatchCall& call, uintptr_t stream);
+    void end_combine(const GpuCombineCall& call, uintptr_t stream);
+    // Enters a call only to tell the peers that this rank does not make it.
+    void refuse(const std::string& reason, uintptr_t stream);
+
+    // Throws what a kernel of this rank has reported so far, once.
+    void check();
+    bool has_failed() const { return deepep_moe::has_failed(host_->failure); }
+    // Of whatever lies in the workspace, between calls: what the link gives, for benchmarks.
+    void copy_block(int peer, int64_t bytes, uintptr_t stream);
+
+private:
+    class Step;  // one thread's
+    int num_senders(const CallMode& mode, int most_useful) const;
+    const int64_t* counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const;
+
+    GpuContext context() const;
+    void complete(GpuRouting& routing) const;
+    GpuDispatchParams completed(GpuDispatchParams params) const;
+    GpuCombineParams completed(GpuCombineParams params) const;
+    void allocate();
+    void allocate_scratch();
+    void release();
+
+    void plan(GpuPlanParams params, const Signature& signature, cudaStream_t stream);
+    void count_call(cudaStream_t stream);
+    int64_t call_number() const { return num_calls_ + num_captured_; }
+    int64_t wait_counts(int64_t* numbers);
+    void wait_for_plan(const volatile unsigned long long& word, GpuPhase phase);
+    void ask() const;
+    void launch(const GpuDispatchParams& params, int num_sms, bool sends, bool receives, cudaStream_t stream);
+    void launch(const GpuCombineParams& params, int num_sms, bool finishes, cudaStream_t stream);
+    void start(GpuDispatchParams params, int num_sms, cudaStream_t stream);
+    void start(const GpuCombineParams& params, int num_sms, cudaStream_t stream);
+    void send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream);
+    void finish(const GpuDispatchParams& params, cudaStream_t stream);
+    void finish(const GpuCombineParams& params, cudaStream_t stream);
+    void abandon();
+    void join(cudaStream_t stream);
+    bool follows_plan(cudaStream_t stream) const;
+    bool is_void() const { return void_plan_ == num_plans_; }
+    std::byte* inbox_of(int peer) const;
+    std::byte* outbox_for(int peer) const;
+
+    void check_this_call();
+    void* state_words() const { return &state_->gave_up; }
+    [[noreturn]] void raise(const GpuFailure& failure) const;
+    GpuFailure in_calls(GpuFailure failure) const;
+    std::string describe(const GpuFailure& failure, int rank) const;
+    std::string reason_of(int peer, int parity) const;
+    GpuStamp stamp_of(int peer, int parity) const;
+    long long last_call_of(int peer) const;
+
+    const GpuWorkspaceConfig config_;
+    const GpuWorkspaceLayout layout_;
+    const int rank_, device_, owner_pid_;
+    const double timeout_s_;
+    int num_multiprocessors_ = 0, shared_bytes_ = 0;
+    GpuMemory memory_;
+    const Failures failures_;
+    std::byte* scratch_ = nullptr;
+    GpuRouting scratch_routing_{};
+    GpuState* state_ = nullptr;
+    int64_t num_calls_ = 0, num_captured_ = 0;          // the latter: in the capture of a graph that the last call was in
+    unsigned long long capture_ = 0;                    // that the last call was in; 0: none
+    unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
+    std::function<void()> poll_;
+    std::atomic<bool> busy_ = false;
+    struct HostSlots {
+        GpuFailure failure;
+        GpuCounts counts;
+    };
+    HostSlots* host_ = nullptr;     // pinned, and behind it
+    int* expert_counts_ = nullptr;  // [num_local_experts]
+
+    LastStreams last_;
+    SendStreams streams_;
+    std::map<std::pair<bool, int>, RowGuess> guesses_;  // by layout and alignment
+    bool has_early_launch_ = false;
+};
+
+}  // namespace deepep_moe

@@ -1,0 +1,65 @@
+#include "runtime/nvlink/failures.h"
+
+#include <stdexcept>
+
+#include "common/errors.h"
+#include "runtime/nvlink/device.h"
+
+namespace deepep_moe {
+namespace {
+
+std::string name_of_rank(int rank) { return "rank " + std::to_string(rank); }
+
+}  // namespace
+
+GpuFailure Failures::take(GpuFailure& slot, void* words, size_t num_bytes) {
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+    const GpuFailure failure = slot;
+    slot = {};
+    clear(words, num_bytes);
+    return failure;
+}
+
+void Failures::clear(void* words, size_t num_bytes) {
+    check_cuda(cudaMemset(words, 0, num_bytes), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+std::string Failures::describe(const GpuFailure& f, int rank) const {
+    const std::string token = "topk_idx[" + std::to_string(f.expected), seen = std::to_string(f.seen);
+    switch (f.kind) {
+        case kIndexOutOfRange:
+            return token + ", " + std::to_string(f.peer) + "] is " + seen + "; it must be -1 (no expert) or 0 to " +
+                   std::to_string(num_experts_ - 1);
+        case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
+        case kFailedHandle: return kHandleFailed;
+        default: return ends_wait(f.kind) ? describe_lack(f, rank) : "unknown";
+    }
+}
+
+std::string Failures::describe_lack(const GpuFailure& f, int rank) const {
+    const std::string phase = name_of(static_cast<GpuPhase>(f.phase)), peer = name_of_rank(f.peer);
+    if (f.kind == kPeerLeft) return name_of_rank(rank) + ", waiting for " + phase + ": " + peer + kHasLeft;
+    const std::string why = f.kind == kPeerEnded
+                                ? ", its process " + std::to_string(memory_.process_of(f.peer)) + " is gone"
+                                : " within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms";
+    return name_of_rank(rank) + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) +
+           ", seen " + std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
+}
+
+void Failures::raise(const GpuFailure& f) const {
+    const std::string message = describe(f, rank_);
+    switch (f.kind) {
+        case kIndexOutOfRange:
+        case kDuplicateExpert:
+        case kFailedHandle: throw std::invalid_argument(message);
+        case kPeerLeft: throw PeerError(message, f.peer);
+        default: throw TimeoutError(message, f.peer, name_of(static_cast<GpuPhase>(f.phase)), f.expected, f.seen);
+    }
+}
+
+std::string Failures::peer_refused(int peer, const std::string& reason) const {
+    return name_of_rank(peer) + " did not make its call: " + reason;
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,42 @@
+#include "runtime/nvlink/guarded.h"
+
+#include <new>
+#include <utility>
+
+namespace deepep_moe {
+
+template <class Call>
+bool GuardedExchange::guarded(const Call& call) noexcept {
+    try {
+        call();
+        return true;
+    } catch (...) {
+        failure_ = std::current_exception();
+        return false;
+    }
+}
+
+int64_t GuardedExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
+                                  void* context) noexcept {
+    int64_t num_rows = -1;
+    guarded([&] {
+        num_rows = exchange_.dispatch(call, mode, numbers, [&](int64_t rows, bool is_guess) {
+            if (!allocate(context, rows, is_guess)) throw std::bad_alloc();  // the other module knows more
+        });
+    });
+    return num_rows;
+}
+
+bool GuardedExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept {
+    return guarded([&] { exchange_.dispatch_cached(call, mode); });
+}
+
+bool GuardedExchange::combine(const GpuCombineCall& call, const CallMode& mode) noexcept {
+    return guarded([&] { exchange_.combine(call, mode); });
+}
+
+void GuardedExchange::raise_failure() {
+    if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,224 @@
+#include "runtime/nvlink/low_latency.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+#include "cuda/workspace.h"
+#include "common/signature.h"
+#include "runtime/nvlink/device.h"
+
+namespace deepep_moe {
+namespace {
+
+// Odd multiples of the golden ratio of 2^64: no call's number is the difference of two, and no memory has them by chance.
+unsigned long long new_mark() {
+    static std::atomic<unsigned long long> num_made = 0;
+    return (2 * num_made++ + 1) * 0x9e3779b97f4a7c15;
+}
+
+}  // namespace
+
+// ---- memory ----
+
+NvlinkLowLatency::NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled)
+    : config_(config),
+      layout_(config),
+      rank_(rank),
+      device_(device),
+      owner_pid_(getpid()),
+      timeout_s_(timeout_s),
+      masks_stalled_(masks_stalled),
+      failed_mark_(new_mark()),
+      memory_(config.num_ranks, rank, device),
+      failures_(memory_, rank, config.num_experts, timeout_s) {
+    try {
+        allocate();
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+void NvlinkLowLatency::allocate() {
+    const DeviceGuard guard(device_);
+    const int64_t shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_) - kStaticSharedBytes,
+                  needed = std::max(low_latency_shared_bytes(config_), low_latency_combine_shared_bytes());
+    const int blocks = needed > shared ? 0 : low_latency_blocks_per_multiprocessor(config_);
+    if (blocks == 0)
+        throw std::runtime_error("low-latency calls with " + std::to_string(config_.num_experts) + " experts and " +
+                                 std::to_string(config_.num_max_tokens) + " tokens need " + std::to_string(needed) +
+                                 " bytes of shared memory a block, this GPU has " + std::to_string(shared));
+    num_blocks = std::min(blocks * attribute(cudaDevAttrMultiProcessorCount, device_), kLowLatencyMaxBlocks);
+    memory_.allocate(layout_.total_bytes, layout_.total_bytes, layout_.left);
+    void* pointer = nullptr;
+    check_cuda(cudaMalloc(&pointer, sizeof(LowLatencyState)), "cannot allocate the counters");
+    state_ = static_cast<LowLatencyState*>(pointer);
+    check_cuda(cudaMemset(state_, 0, sizeof(LowLatencyState)), "cudaMemset");
+    check_cuda(cudaHostAlloc(&pointer, sizeof(HostSlots), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    host_ = new (pointer) HostSlots{};
+    last_.create();
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+NvlinkLowLatency::~NvlinkLowLatency() {
+    if (getpid() != owner_pid_) return;  // a forked child has no CUDA
+    const DeviceGuard guard(device_, std::nothrow);
+    cudaDeviceSynchronize();
+    release();
+}
+
+void NvlinkLowLatency::release() {
+    last_.destroy();
+    cudaFree(state_);
+    cudaFreeHost(host_);
+}
+
+std::string NvlinkLowLatency::handle() const {
+    char bus[32] = {};
+    check_cuda(cudaDeviceGetPCIBusId(bus, sizeof(bus), device_), "cudaDeviceGetPCIBusId");
+    return memory_.handle() + bus;
+}
+
+void NvlinkLowLatency::connect(const std::vector<std::string>& handles) {
+    for (int rank = 0; rank < config_.num_ranks; ++rank) check_link(rank, handles[rank].substr(GpuMemory::kHandleBytes));
+    memory_.connect(handles);
+}
+
+void NvlinkLowLatency::check_link(int rank, const std::string& bus) const {
+    int peer = 0, atomics = 1;  // which NVLink has, and PCIe has not
+    if (cudaDeviceGetByPCIBusId(&peer, bus.c_str()) != cudaSuccess)
+        cudaGetLastError();  // a GPU that this process does not see, of whose link it learns nothing
+    else if (peer != device_)
+        check_cuda(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device_, peer), "cudaDeviceGetP2PAttribute");
+    if (atomics == 0)
+        throw std::runtime_error(
+            "the GPU of rank " + std::to_string(rank) + ", " + bus +
+            ", is reached without NVLink (its link has no atomics), and only of NVLink it is known that lines of 128 bytes arrive whole");
+}
+
+// ---- calls ----
+
+LowLatencyContext NvlinkLowLatency::context() const {
+    LowLatencyContext c{memory_.waits(timeout_s_, &host_->failure, &state_->gave_up, &state_->ended),
+                        config_,
+                        layout_,
+                        state_,
+                        &host_->masks,
+                        masks_stalled_,
+                        failed_mark_,
+                        {}};
+    for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
+    return c;
+}
+
+// Of a call, or of its half that receives.
+void NvlinkLowLatency::begin(bool sends, cudaStream_t stream) {
+    last_.follow(stream);
+    if (!sends || num_to_catch_up_ == 0) return;
+    if (!is_capturing(stream)) --num_to_catch_up_;
+    LowLatencyControlParams params{};
+    params.action = LowLatencyControlParams::kCatchUp;
+    params.context = context();
+    launch_low_latency_control(params, stream);
+}
+
+void NvlinkLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    begin(sends, as_stream(stream));
+    launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
+}
+
+void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    begin(sends, as_stream(stream));
+    launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
+}
+
+// ---- between calls ----
+
+void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream) {
+    const DeviceGuard guard(device_);
+    begin(params.action == LowLatencyControlParams::kRefuse, as_stream(stream));
+    params.context = context();
+    launch_low_latency_control(params, as_stream(stream));
+    check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
+}
+
+void NvlinkLowLatency::refuse(const std::string& reason, uintptr_t stream) {
+    LowLatencyControlParams params{};
+    params.action = LowLatencyControlParams::kRefuse;
+    copy_text(params.reason, sizeof(LowLatencyReason::text), reason.empty() ? "unknown" : reason);
+    control(params, stream);
+    num_to_catch_up_ = kMaxInFlight;
+}
+
+void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
+    LowLatencyControlParams params{};
+    params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
+    params.rank = rank;
+    control(params, stream);
+}
+
+void NvlinkLowLatency::rejoin(uintptr_t stream) {
+    forget_failure();           // the calls that this rank has made alone count for nobody
+    failed_mark_ = new_mark();  // their numbers come again
+    LowLatencyControlParams params{};
+    params.action = LowLatencyControlParams::kRejoin;
+    control(params, stream);
+    check();
+}
+
+unsigned NvlinkLowLatency::masks() const { return static_cast<volatile unsigned&>(host_->masks); }
+
+// ---- failures ----
+
+void NvlinkLowLatency::check() {
+    if (!has_failed(host_->failure)) return;
+    const GpuFailure failure = forget_failure();
+    num_to_catch_up_ = kMaxInFlight;
+    raise(failure);
+}
+
+// What it was, once the GPU has done all that it was given.
+GpuFailure NvlinkLowLatency::forget_failure() {
+    const DeviceGuard guard(device_);
+    return Failures::take(host_->failure, &state_->gave_up, sizeof(state_->gave_up));
+}
+
+std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f) const {
+    const auto phase = static_cast<GpuPhase>(f.phase);
+    const std::string me = "rank " + std::to_string(rank_), peer = "rank " + std::to_string(f.peer);
+    if (phase == GpuPhase::kRejoin)
+        return "ranks take " + me + " back between different calls: before call " + std::to_string(f.expected) + ", " + peer +
+               " before call " + std::to_string(f.seen);
+    const bool is_combine = phase == GpuPhase::kCombineRows;
+    const std::string own = is_combine ? describe_combine(f.expected) : deepep_moe::describe(LowLatencyWhat::unpacked(f.expected));
+    const std::string theirs = is_combine ? describe_combine(LowLatencyWhat::dispatch_near(f.expected, static_cast<int>(f.seen)))
+                                          : deepep_moe::describe(LowLatencyWhat::unpacked(f.seen));
+    return "ranks make different calls: " + me + ": " + own + "; " + peer + ": " + theirs;
+}
+
+void NvlinkLowLatency::raise(const GpuFailure& f) const {
+    const std::string me = "rank " + std::to_string(rank_), peer = "rank " + std::to_string(f.peer);
+    switch (f.kind) {
+        case kPeerRefused: throw PeerError(failures_.peer_refused(f.peer, reason_of(f.peer)), f.peer);
+        case kOvertaken:
+            throw MismatchError(peer + " is in call " + std::to_string(f.seen) + " already, " + me + " in call " +
+                                std::to_string(f.expected) + ": " + peer +
+                                " gave up waiting for a rank, and calls of its that were enqueued went on");
+        case kMismatch: throw MismatchError(describe_mismatch(f));
+        default: failures_.raise(f);
+    }
+}
+
+std::string NvlinkLowLatency::reason_of(int peer) const {
+    LowLatencyReason reason{};
+    const std::byte* from = memory_.of(rank_) + layout_.reason_of(peer);
+    check_cuda(cudaMemcpy(&reason, from, sizeof(reason), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return reason.text[0] != '\0' ? reason.text : failures_.describe(reason.why, peer);
+}
+
+}  // namespace deepep_moe

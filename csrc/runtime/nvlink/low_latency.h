@@ -1,0 +1,70 @@
+// Low-latency calls of the GPUs of one host: who owns workspace and counters, what is launched, what failed.
+#pragma once
+
+#include "common/errors.h"
+#include "cuda/launch.h"
+#include "runtime/nvlink/failures.h"
+#include "runtime/nvlink/memory.h"
+#include "runtime/nvlink/streams.h"
+
+namespace deepep_moe {
+
+class NvlinkLowLatency {
+public:
+    NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled);
+    ~NvlinkLowLatency();
+    NvlinkLowLatency(const NvlinkLowLatency&) = delete;
+
+    int64_t workspace_bytes() const { return layout_.total_bytes; }
+    // Bits of the number of a dispatch that tell in its handle that it has failed.
+    int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
+    int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
+    std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
+    // Throws where a GPU is reached, but not over NVLink: what rows rely on (cuda/low_latency.h) is not known of such links.
+    void connect(const std::vector<std::string>& handles);
+    int num_blocks;  // of a kernel at most; all must be on the GPU at once. For benchmarks.
+
+    // All enqueue work and return. Work on another stream than the last call's waits for that call.
+    void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);
+    void combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream);
+    void refuse(const std::string& reason, uintptr_t stream);
+
+    // These wait for the GPU, so that `masks` says what they did.
+    void mask(int rank, bool masked, uintptr_t stream);
+    void rejoin(uintptr_t stream);
+    unsigned masks() const;  // bit r: rank r is left out, as far as the GPU has told
+
+    // Throws what a kernel of this rank has reported so far, once.
+    void check();
+
+private:
+    void allocate();
+    void release();
+    void check_link(int rank, const std::string& bus) const;
+    LowLatencyContext context() const;
+    void control(LowLatencyControlParams& params, uintptr_t stream);
+    void begin(bool sends, cudaStream_t stream);
+    GpuFailure forget_failure();
+    [[noreturn]] void raise(const GpuFailure& failure) const;
+    std::string describe_mismatch(const GpuFailure& failure) const;
+    std::string reason_of(int peer) const;
+
+    const LowLatencyConfig config_;
+    const GpuLowLatencyLayout layout_;
+    const int rank_, device_, owner_pid_;
+    const double timeout_s_;
+    const bool masks_stalled_;
+    unsigned long long failed_mark_;
+    GpuMemory memory_;
+    const Failures failures_;
+    LowLatencyState* state_ = nullptr;
+    struct HostSlots {
+        GpuFailure failure;
+        unsigned masks;
+    };
+    HostSlots* host_ = nullptr;  // pinned
+    LastStreams last_;
+    int num_to_catch_up_ = 0;  // calls whose call before last may have been refused, or have failed
+};
+
+}  // namespace deepep_moe

@@ -1,0 +1,134 @@
+#include "runtime/nvlink/memory.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "runtime/nvlink/device.h"
+
+namespace deepep_moe {
+
+// ---- workspaces that their rank has left, and a peer may still write to ----
+
+namespace {
+
+struct Remains {
+    std::byte* workspace;
+    int64_t left;  // offset of `GpuWaits::left`
+    int device;
+    std::vector<Process> processes;  // of the ranks
+
+    bool have_all_left() const {
+        std::vector<unsigned long long> words(processes.size());
+        if (cudaMemcpy(words.data(), workspace + left, 8 * words.size(), cudaMemcpyDeviceToHost) != cudaSuccess) return true;  // GPU failed
+        for (size_t rank = 0; rank < words.size(); ++rank)
+            if (words[rank] == 0 && !processes[rank].is_gone()) return false;
+        return true;
+    }
+};
+
+std::mutex kept_mutex;
+std::vector<Remains>& kept() {
+    static auto* const made = new std::vector<Remains>;  // never destroyed: CUDA may be gone by then
+    return *made;
+}
+
+// Waits for the peers a little: mostly they leave at the same time.
+void keep_until_left(const Remains& remains) {
+    constexpr auto kPatience = std::chrono::seconds(1);
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    while (!remains.have_all_left() && std::chrono::steady_clock::now() < deadline)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const std::lock_guard lock(kept_mutex);
+    kept().push_back(remains);
+}
+
+void free_those_left() {
+    const std::lock_guard lock(kept_mutex);
+    std::erase_if(kept(), [](const Remains& remains) {
+        const DeviceGuard guard(remains.device, std::nothrow);
+        return remains.have_all_left() && (cudaFree(remains.workspace), true);
+    });
+}
+
+}  // namespace
+
+// ---- a workspace ----
+
+GpuMemory::GpuMemory(int num_ranks, int rank, int device) : num_ranks_(num_ranks), rank_(rank), device_(device), owner_pid_(getpid()) {}
+
+void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
+    free_those_left();
+    left_ = left;
+    void* workspace = nullptr;
+    check_cuda(cudaMalloc(&workspace, bytes), "cannot allocate the workspace");
+    workspaces_[rank_] = static_cast<std::byte*>(workspace);
+    check_cuda(cudaMemset(workspace, 0, zeroed_bytes), "cudaMemset");
+    void* ended = nullptr;
+    check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    ended_ = new (ended) std::atomic<unsigned>(0);
+}
+
+GpuMemory::~GpuMemory() {
+    if (getpid() != owner_pid_) return;  // a forked child has no CUDA
+    const DeviceGuard guard(device_, std::nothrow);
+    const bool is_shared = is_connected_ && cudaDeviceSynchronize() == cudaSuccess;
+    watch_.reset();
+    cudaFreeHost(ended_);
+    if (is_shared) tell_peers();
+    for (int rank = 0; rank < num_ranks_; ++rank)
+        if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
+    if (is_shared) keep_until_left({workspaces_[rank_], left_, device_, {processes_, processes_ + num_ranks_}});
+    if (!is_shared) cudaFree(workspaces_[rank_]);
+    free_those_left();
+}
+
+void GpuMemory::tell_peers() const {
+    constexpr unsigned long long kYes = 1;
+    for (int rank = 0; rank < num_ranks_; ++rank)
+        cudaMemcpy(workspaces_[rank] + left_ + 8 * rank_, &kYes, sizeof(kYes), cudaMemcpyHostToDevice);
+}
+
+GpuWaits GpuMemory::waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const {
+    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[rank_] + left_);
+    return {rank_, static_cast<unsigned long long>(timeout_s * 1e9), failure, gave_up, left, reinterpret_cast<unsigned*>(ended_), ended};
+}
+
+namespace {
+
+struct Handle {
+    cudaIpcMemHandle_t memory;
+    int pid;
+};
+
+}  // namespace
+
+const size_t GpuMemory::kHandleBytes = sizeof(Handle);
+
+std::string GpuMemory::handle() const {
+    const DeviceGuard guard(device_);
+    Handle handle{{}, owner_pid_};
+    check_cuda(cudaIpcGetMemHandle(&handle.memory, workspaces_[rank_]), "cannot share the workspace (cudaIpcGetMemHandle)");
+    return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
+}
+
+void GpuMemory::connect(const std::vector<std::string>& handles) {
+    const DeviceGuard guard(device_);
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+        Handle handle;
+        std::memcpy(&handle, handles[rank].data(), sizeof(handle));
+        processes_[rank] = running(handle.pid);
+        if (rank == rank_) continue;
+        void* workspace = nullptr;
+        check_cuda(cudaIpcOpenMemHandle(&workspace, handle.memory, cudaIpcMemLazyEnablePeerAccess),
+                   ("cannot reach the GPU of rank " + std::to_string(rank) + " (cudaIpcOpenMemHandle)").c_str());
+        workspaces_[rank] = static_cast<std::byte*>(workspace);
+    }
+    watch_ = std::make_unique<Watch>(std::vector<Process>(processes_, processes_ + num_ranks_), ended_);
+    is_connected_ = true;
+}
+
+}  // namespace deepep_moe

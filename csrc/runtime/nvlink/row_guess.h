@@ -1,0 +1,22 @@
+// How many rows to allocate before they are counted, so that the kernel that receives need not wait for the host.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+namespace deepep_moe {
+
+class RowGuess {
+public:
+    static constexpr int64_t kShare = 16;  // of the rows, which may be more than come
+
+    // A little more than came last time, where that was much like the time before; -1: no guess.
+    int64_t room() const { return last_ < 0 || std::max(last_ - before_, before_ - last_) * kShare > last_ ? -1 : last_ + last_ / kShare; }
+    void remember(int64_t num_rows) { before_ = std::exchange(last_, num_rows); }
+
+private:
+    int64_t last_ = -1, before_ = -1;  // of the last two dispatches
+};
+
+}  // namespace deepep_moe

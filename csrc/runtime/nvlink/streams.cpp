@@ -1,0 +1,93 @@
+#include "runtime/nvlink/streams.h"
+
+#include <utility>
+
+#include "runtime/nvlink/device.h"
+
+namespace deepep_moe {
+namespace {
+
+cudaEvent_t new_event() {
+    cudaEvent_t event = nullptr;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return event;
+}
+
+void record(cudaEvent_t event, cudaStream_t stream) { check_cuda(cudaEventRecord(event, stream), "cudaEventRecord"); }
+void wait(cudaStream_t stream, cudaEvent_t event) { check_cuda(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent"); }
+
+}  // namespace
+
+bool is_capturing(cudaStream_t stream) {
+    if (stream == nullptr) return false;  // the legacy stream cannot, and must not be asked while another captures
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+}
+
+unsigned long long capture_of(cudaStream_t stream) {
+    if (stream == nullptr) return 0;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    check_cuda(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
+    return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+// ---- the order of calls ----
+
+void LastStreams::create() { followed_ = new_event(); }
+
+void LastStreams::destroy() {
+    if (followed_ != nullptr) cudaEventDestroy(followed_);
+}
+
+void LastStreams::follow(cudaStream_t stream) {
+    const bool captures = is_capturing(stream);
+    const std::optional<cudaStream_t> last = captures ? captured_ : running_;
+    if (last && *last != stream && is_capturing(*last) == captures) {
+        record(followed_, *last);
+        wait(stream, followed_);
+    }
+    (captures ? captured_ : running_) = stream;
+}
+
+void LastStreams::go_on(cudaStream_t stream) { (is_capturing(stream) ? captured_ : running_) = stream; }
+
+// ---- sending beside the call's stream ----
+
+void SendStreams::create() {
+    int least = 0, greatest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    for (cudaStream_t* stream : {&sending, &copying, &announcing})
+        check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
+    for (cudaEvent_t* event : {&forked_, &sent_, &copied_}) *event = new_event();
+}
+
+void SendStreams::destroy() {
+    for (cudaEvent_t event : {forked_, sent_, copied_})
+        if (event != nullptr) cudaEventDestroy(event);
+    for (cudaStream_t stream : {sending, copying, announcing})
+        if (stream != nullptr) cudaStreamDestroy(stream);
+}
+
+void SendStreams::fork(cudaStream_t stream) {
+    record(forked_, stream);
+    wait(sending, forked_);
+    is_sending_ = true;
+    sends_in_ = capture_of(stream);
+}
+
+void SendStreams::follow_fork(cudaStream_t stream) { wait(stream, forked_); }
+
+void SendStreams::has_sent(cudaStream_t stream) { record(sent_, stream); }
+
+void SendStreams::join(cudaStream_t stream) {
+    if (std::exchange(is_sending_, false) && capture_of(stream) == sends_in_) wait(stream, sent_);
+}
+
+void SendStreams::announce_after(cudaStream_t copies) {
+    record(copied_, copies);
+    wait(announcing, copied_);
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,287 @@
+#include "runtime/shm/exchange.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <new>
+
+#include "cpu/parallel.h"
+
+namespace deepep_moe {
+namespace {
+
+std::string call_name(uint64_t sequence) { return "call " + std::to_string(sequence); }
+
+}  // namespace
+
+// One call at a time: two threads in one buffer would mix their sequence numbers.
+class ShmExchange::Call {
+public:
+    explicit Call(ShmExchange& owner) : owner_(owner) {
+        if (owner.busy_.exchange(true)) throw std::logic_error(kTwoThreads);
+    }
+    ~Call() { owner_.busy_.store(false); }
+
+private:
+    ShmExchange& owner_;
+};
+
+ShmExchange::ShmExchange(const WorkspaceConfig& config, int rank, double timeout_s)
+    : config_(config), layout_(config), rank_(rank), timeout_s_(timeout_s), peers_(config.num_ranks, rank, layout_.total_bytes()) {
+    auto* header = new (base(rank)) SegmentHeader{};
+    header->magic = kSegmentMagic;
+    header->rank = rank;
+    header->state.store(SegmentState::kAlive, std::memory_order_release);
+}
+
+ShmExchange::~ShmExchange() {
+    if (peers_.is_owner()) header(rank_).state.store(SegmentState::kDestroyed, std::memory_order_release);
+}
+
+void ShmExchange::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
+    peers_.connect(paths, pids);
+    for (int rank = 0; rank < config_.num_ranks; ++rank)
+        if (header(rank).magic != kSegmentMagic || header(rank).rank != rank) throw_foreign_segment(paths[rank], rank);
+}
+
+// ---- entering a call ----
+
+Entry& ShmExchange::begin_entry(const Signature& signature) {
+    peers_.check_owner();
+    ++sequence_;
+    Entry& own = entry(rank_);
+    own.sequence.store(0);  // readers of the entry that was here, if any is that late, must notice
+    std::atomic_thread_fence(std::memory_order_release);
+    own.refused = 0;
+    own.signature = signature;
+    own.num_recv_rows = -1;
+    return own;
+}
+
+void ShmExchange::publish(Entry& own) {
+    own.sequence.store(sequence_, std::memory_order_release);
+    header(rank_).entered.store(sequence_, std::memory_order_release);
+}
+
+void ShmExchange::publish_refusal(Entry& own, const std::string& message) {
+    own.refused = 1;
+    copy_text(own.message, kMessageBytes, message);
+    publish(own);
+}
+
+void ShmExchange::refuse(const std::string& message) {
+    const Call call(*this);
+    publish_refusal(begin_entry({}), message);
+}
+
+void ShmExchange::enter(Entry& own) {
+    publish(own);
+    wait_entered(sequence_);
+    check_entries();
+}
+
+void ShmExchange::wait_entered(uint64_t sequence) {
+    Waiter waiter(*this);
+    const auto report_lacks = [&](auto&& report) {
+        for (int peer = 0; peer < config_.num_ranks; ++peer) {
+            const uint64_t seen = peer == rank_ ? sequence : header(peer).entered.load(std::memory_order_acquire);
+            if (seen < sequence) report(Lack{peer, "entry into the call", static_cast<int64_t>(sequence), static_cast<int64_t>(seen)});
+        }
+    };
+    const auto all_here = [&] {
+        bool all = true;
+        report_lacks([&](const Lack&) { all = false; });
+        return all;
+    };
+    while (!all_here()) waiter.idle(report_lacks);
+}
+
+void ShmExchange::check_entries() const {
+    std::string mismatch;
+    for (int peer = 0; peer < config_.num_ranks; ++peer) {
+        const Entry& theirs = entry(peer);
+        // Who gave up on this call will not take part in it, though it has entered.
+        if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on({peer, "entry into the call", 0, 0}, peer);
+        if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
+            throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
+                                call_name(header(peer).entered) + "; see its output for the error",
+                            peer);
+        if (theirs.refused) throw PeerError("rank " + std::to_string(peer) + " did not make its call: " + theirs.message, peer);
+        if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
+    }
+    if (!mismatch.empty())
+        throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) +
+                            mismatch);
+}
+
+// ---- what a wait looks at ----
+
+bool ShmExchange::suspect(const Lack& lack) {
+    const SegmentHeader& theirs = header(lack.peer);
+    if (theirs.state.load(std::memory_order_acquire) == SegmentState::kDestroyed) return true;
+    if (theirs.entered.load(std::memory_order_acquire) > sequence_) return true;
+    if (peers_.is_gone(lack.peer)) return true;
+    // A peer that only waits for another one cannot be blamed, but what it found out can be passed on.
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) return true;
+    return false;
+}
+
+void ShmExchange::pass_on(const Lack& lack, int peer) const {
+    const FailureRecord& failure = header(peer).failure;
+    throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase + ": rank " +
+                           std::to_string(peer) + " gave up on rank " + std::to_string(failure.culprit) + " in phase '" + failure.phase +
+                           "' (expected " + std::to_string(failure.expected) + ", seen " + std::to_string(failure.seen) + ")",
+                       failure.culprit, failure.phase, failure.expected, failure.seen);
+}
+
+void ShmExchange::give_up(const Lack& lack) {
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on(lack, peer);
+    const std::string where = "rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase;
+    const std::string culprit = "rank " + std::to_string(lack.peer);
+    if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed)
+        throw PeerError(where + ": " + culprit + kHasLeft, lack.peer);
+    if (header(lack.peer).entered.load(std::memory_order_acquire) > sequence_)
+        throw PeerError(where + ": " + culprit + " left this call with an error and went on; see its output for the error", lack.peer);
+    fail(lack);
+}
+
+void ShmExchange::fail(const Lack& lack) {
+    {
+        const std::lock_guard lock(failing_);
+        FailureRecord& failure = header(rank_).failure;
+        if (failure.sequence.load() != sequence_) {
+            failure.culprit = lack.peer;
+            failure.expected = lack.expected;
+            failure.seen = lack.seen;
+            copy_text(failure.phase, sizeof(failure.phase), lack.phase);
+            failure.sequence.store(sequence_, std::memory_order_release);
+        }
+    }
+    const std::string why = peers_.why_silent(lack.peer, timeout_s_);
+    throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
+                           " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) +
+                           ", seen " + std::to_string(lack.seen) + peers_.advice(lack.peer),
+                       lack.peer, lack.phase, lack.expected, lack.seen);
+}
+
+// ---- the calls ----
+
+Ring ShmExchange::ring(int owner, int source, int channel) const {
+    return {reinterpret_cast<RingControl*>(base(owner) + layout_.control(source, channel)), base(owner) + layout_.ring(source, channel)};
+}
+
+Channel ShmExchange::channel(int index) {
+    Channel channel{rank_, config_.num_ranks, index, config_.num_channels, static_cast<uint32_t>(sequence_), layout_.ring_bytes(), {}, {},
+                    this};
+    for (int peer = 0; peer < config_.num_ranks; ++peer) {
+        channel.outbox[peer] = ring(peer, rank_, index);
+        channel.inbox[peer] = ring(rank_, peer, index);
+    }
+    return channel;
+}
+
+template <class Params, class Move>
+void ShmExchange::run_channels(const Params& params, Move move) {
+    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) { move(params, channel(index)); });
+}
+
+PlanResult ShmExchange::plan(const PlanParams& params) {
+    const Call call(*this);
+    Entry& own = begin_entry(params.signature);
+    own.num_recv_rows = params.num_recv_rows_bound;
+    try {
+        count_own(params.layout);
+    } catch (const std::exception& error) {
+        publish_refusal(own, error.what());
+        throw;
+    }
+    wait_entered(sequence_ - 1);  // a peer that is late may still read the counts before last
+    std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));
+    enter(own);
+    const PlanResult result = read_counts(params);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    check_entries();  // the counts just read were of this call
+    check_bounds(params.signature.expert_alignment, params.signature.layout);
+    return result;
+}
+
+void ShmExchange::count_own(const LayoutParams& params) {
+    own_counts_.resize(static_cast<size_t>(config_.num_channels) * (config_.num_ranks + config_.num_experts));
+    int32_t* own = own_counts_.data();
+    int32_t* per_expert = own + config_.num_channels * config_.num_ranks;
+    parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) {
+        count_tokens(params, channel_range(params.num_tokens, index, config_.num_channels),
+                     {own + index * config_.num_ranks, per_expert + index * config_.num_experts});
+    });
+}
+
+// Every rank checks the bounds of all ranks, so that all of them stop.
+void ShmExchange::check_bounds(int expert_alignment, Layout layout) const {
+    const int experts_per_rank = config_.num_experts / config_.num_ranks;
+    for (int rank = 0; rank < config_.num_ranks; ++rank) {
+        const int64_t given = entry(rank).num_recv_rows, bound = given < 0 ? INT32_MAX : given;
+        int64_t num_rows = 0;
+        for (int expert = rank * experts_per_rank; expert < (rank + 1) * experts_per_rank && layout == Layout::kExpert; ++expert) {
+            int64_t rows = 0;
+            for (int source = 0; source < config_.num_ranks; ++source)
+                for (int c = 0; c < config_.num_channels; ++c)
+                    rows += counts(source)[config_.num_channels * config_.num_ranks + c * config_.num_experts + expert];
+            num_rows += align_up(rows, expert_alignment);
+        }
+        for (int source = 0; source < config_.num_ranks && layout == Layout::kRank; ++source)
+            for (int c = 0; c < config_.num_channels; ++c) num_rows += counts(source)[c * config_.num_ranks + rank];
+        if (num_rows > bound)
+            throw CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than " +
+                                    (given < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
+                                               : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
+                                rank);
+    }
+}
+
+PlanResult ShmExchange::read_counts(const PlanParams& params) {
+    const int num_ranks = config_.num_ranks, num_channels = config_.num_channels, experts_per_rank = config_.num_experts / num_ranks;
+    PlanResult result{0, 0};
+    for (int source = 0; source < num_ranks; ++source)
+        for (int c = 0; c < num_channels; ++c) {
+            const int32_t tokens = counts(source)[c * num_ranks + rank_];
+            params.recv_counts[source * num_channels + c] = tokens;
+            result.num_recv_tokens += tokens;
+        }
+    row_begin_.assign(static_cast<size_t>(num_ranks) * num_channels * experts_per_rank, 0);
+    int64_t row = 0;
+    for (int expert = 0; expert < experts_per_rank; ++expert) {
+        const int64_t first = row;
+        for (int source = 0; source < num_ranks; ++source)
+            for (int c = 0; c < num_channels; ++c) {
+                row_begin_[(static_cast<size_t>(source) * num_channels + c) * experts_per_rank + expert] = static_cast<int32_t>(row);
+                row += counts(source)[num_channels * num_ranks + c * config_.num_experts + rank_ * experts_per_rank + expert];
+            }
+        params.num_recv_tokens_per_expert[expert] = static_cast<int32_t>(row - first);
+        row = first + static_cast<int64_t>(align_up(row - first, params.signature.expert_alignment));
+    }
+    result.num_rows = params.signature.layout == Layout::kExpert ? row : result.num_recv_tokens;
+    return result;
+}
+
+void ShmExchange::dispatch(DispatchParams params) {
+    const Call call(*this);
+    peers_.check_owner();
+    params.row_begin = row_begin_.data();
+    run_channels(params, dispatch_channel);
+}
+
+void ShmExchange::dispatch_cached(const Signature& signature, const DispatchParams& params) {
+    const Call call(*this);
+    enter(begin_entry(signature));
+    run_channels(params, dispatch_channel);
+}
+
+void ShmExchange::combine(const Signature& signature, const CombineParams& params) {
+    const Call call(*this);
+    enter(begin_entry(signature));
+    run_channels(params, combine_channel);
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,102 @@
+// The ranks of one host and their calls, in step: every call begins with an entry that all ranks publish and all ranks read, so
+// that they agree on what is done and learn of an error before any row moves.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/errors.h"
+#include "cpu/workspace.h"
+#include "cpu/combine.h"
+#include "cpu/dispatch.h"
+#include "cpu/layout.h"
+#include "runtime/shm/peers.h"
+
+namespace deepep_moe {
+
+struct PlanParams {
+    Signature signature;
+    LayoutParams layout;
+    int64_t num_recv_rows_bound;          // -1: none
+    int32_t* recv_counts;                 // out [num_ranks, num_channels] tokens this rank receives
+    int32_t* num_recv_tokens_per_expert;  // out [num_local_experts]
+};
+
+struct PlanResult {
+    int64_t num_recv_tokens, num_rows;  // num_rows without the bound; padded to expert_alignment in the expert layout
+};
+
+class ShmExchange final : public PeerMonitor {
+public:
+    ShmExchange(const WorkspaceConfig& config, int rank, double timeout_s);
+    ~ShmExchange() override;
+
+    const WorkspaceConfig& config() const { return config_; }
+    size_t workspace_bytes() const { return layout_.total_bytes(); }
+    std::string path() const { return peers_.path(); }
+    // `paths[r]`, `pids[r]` of every rank. Afterwards, once all ranks are connected, call `seal`.
+    void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
+    void seal() { peers_.seal(); }
+
+    // Dispatch in two halves: `plan` exchanges the counts, the caller allocates, `dispatch` moves the rows.
+    PlanResult plan(const PlanParams& params);
+    void dispatch(DispatchParams params);
+    void dispatch_cached(const Signature& signature, const DispatchParams& params);
+    void combine(const Signature& signature, const CombineParams& params);
+    uint64_t num_calls() const { return sequence_; }  // entered or refused so far
+    // `poll` is called now and then while a call waits, on any of its threads; what it throws ends the call.
+    void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
+    // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
+    void refuse(const std::string& message);
+
+    int num_ranks() const override { return config_.num_ranks; }
+    double timeout_s() const override { return timeout_s_; }
+    uint64_t beat(int peer) const override { return header(peer).beat.load(std::memory_order_relaxed); }
+    void beat_self() override { header(rank_).beat.fetch_add(1, std::memory_order_relaxed); }
+    void poll() override {
+        if (poll_) poll_();
+    }
+    bool suspect(const Lack& lack) override;
+    [[noreturn]] void give_up(const Lack& lack) override;
+    [[noreturn]] void fail(const Lack& lack) override;
+
+private:
+    SegmentHeader& header(int rank) const { return *reinterpret_cast<SegmentHeader*>(base(rank)); }
+    Entry& entry(int rank) const { return *reinterpret_cast<Entry*>(base(rank) + layout_.entry(sequence_)); }
+    const int32_t* counts(int rank) const { return reinterpret_cast<const int32_t*>(base(rank) + layout_.counts(sequence_)); }
+    std::byte* base(int rank) const { return peers_.memory(rank); }
+    Ring ring(int owner, int source, int channel) const;
+    Channel channel(int index);
+    template <class Params, class Move>
+    void run_channels(const Params& params, Move move);
+
+    class Call;
+    [[noreturn]] void pass_on(const Lack& lack, int peer) const;
+    Entry& begin_entry(const Signature& signature);
+    void publish(Entry& own);
+    void publish_refusal(Entry& own, const std::string& message);
+    void enter(Entry& own);  // publishes and waits for all ranks; throws PeerError, MismatchError
+    void wait_entered(uint64_t sequence);
+    void check_entries() const;
+    void check_bounds(int expert_alignment, Layout layout) const;
+    PlanResult read_counts(const PlanParams& params);
+    void count_own(const LayoutParams& params);
+
+    const WorkspaceConfig config_;
+    const WorkspaceLayout layout_;
+    const int rank_;
+    const double timeout_s_;
+    uint64_t sequence_ = 0;
+    std::atomic<bool> busy_ = false;  // a thread is in a call
+    std::mutex failing_;              // several channels may fail at once
+    std::function<void()> poll_;
+    HostPeers peers_;
+    std::vector<int32_t> own_counts_;  // of the plan in hand, before it is published
+    std::vector<int32_t> row_begin_;   // of the last plan: [num_ranks, num_channels, num_local_experts]
+};
+
+}  // namespace deepep_moe

@@ -1,0 +1,338 @@
+#include "runtime/shm/low_latency.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <new>
+
+#include "common/signature.h"
+#include "cpu/wait.h"
+
+namespace deepep_moe {
+namespace {
+
+constexpr uint64_t kMagic = 0x64656570'4c4c0001;  // plus the rank, in the word of its own `resumed` that no peer writes
+constexpr const char* kEntry = "entry into the call";
+
+std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+uint64_t number_of(uint64_t flag) { return flag >> kWhatBits; }
+LowLatencyWhat what_of(uint64_t flag) { return LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(flag)); }
+
+uint64_t& number_in(const LowLatencyDispatchParams& params) { return *reinterpret_cast<uint64_t*>(params.handle); }
+uint64_t& number_in(const LowLatencyCombineParams& params) { return *reinterpret_cast<uint64_t*>(params.call); }
+
+}  // namespace
+
+// The waits of one call.
+class ShmLowLatency::Waits final : public PeerMonitor, public LowLatencyWaits {
+public:
+    Waits(ShmLowLatency& owner, uint64_t number) : owner_(owner), number_(number) {}
+
+    // Until all ranks that take part have entered the call; returns them. `heard(rank)` is called for each in turn, also for one that is
+    // masked meanwhile.
+    template <class Heard>
+    RankSet wait_entered(Heard heard);
+    bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) override;
+    void wait_resumed(int peer);
+
+    int num_ranks() const override { return owner_.config_.num_ranks; }
+    double timeout_s() const override { return owner_.timeout_s_; }
+    uint64_t beat(int) const override { return 0; }
+    void beat_self() override {}
+    void poll() override {
+        if (owner_.poll_) owner_.poll_();
+    }
+    bool suspect(const Lack& lack) override { return has_left(lack.peer) || owner_.peers_.is_gone(lack.peer); }
+    [[noreturn]] void give_up(const Lack& lack) override;
+    [[noreturn]] void fail(const Lack& lack) override;
+
+private:
+    // The word that a peer leaves behind with its buffer: the number of calls it made, plus 1.
+    bool has_left(int peer) const {
+        const uint64_t left = owner_.left(owner_.rank_, peer).load(std::memory_order_acquire);
+        return left != 0 && left <= number_;
+    }
+    bool is_here(int peer) const {
+        return peer == owner_.rank_ || number_of(owner_.turn(number_).entered(peer).load(std::memory_order_acquire)) == number_;
+    }
+    uint64_t last_entered(int peer) const {
+        uint64_t last = 0;
+        for (uint64_t turn = 0; turn < kTurns; ++turn)
+            last = std::max(last, number_of(owner_.turn(turn).entered(peer).load(std::memory_order_acquire)));
+        return last;
+    }
+    template <class Report>
+    void idle(Waiter& waiter, RankSet missing, const Report& report);
+    Lack lack(int peer, const char* phase, uint64_t seen) const {
+        return {peer, phase, static_cast<int64_t>(number_), static_cast<int64_t>(seen)};
+    }
+
+    ShmLowLatency& owner_;
+    const uint64_t number_;
+};
+
+// Waits a little for `missing`. Masks those that are given up, or throws.
+template <class Report>
+void ShmLowLatency::Waits::idle(Waiter& waiter, RankSet missing, const Report& report) {
+    RankSet lost = 0;
+    const auto lose = [&](int rank) {
+        if (!owner_.mask_stalled_) throw;
+        lost = suspect({rank, "", 0, 0}) ? RankSet{1} << rank : missing;  // a passed deadline was everybody's
+    };
+    try {
+        return waiter.idle(report);
+    } catch (const TimeoutError& error) {
+        lose(error.rank);
+    } catch (const PeerError& error) {
+        lose(error.rank);
+    }
+    owner_.masks_ |= lost;
+    waiter.progress();
+}
+
+template <class Heard>
+RankSet ShmLowLatency::Waits::wait_entered(Heard heard) {
+    RankSet entered = 0, missing = owner_.ranks_in(number_);
+    Waiter waiter(*this);
+    const auto report = [&](auto&& tell) {
+        for (int peer = 0; peer < num_ranks(); ++peer)
+            if (contains(missing, peer)) tell(lack(peer, kEntry, last_entered(peer)));
+    };
+    for (;;) {
+        for (int peer = 0; peer < num_ranks(); ++peer) {
+            const RankSet bit = RankSet{1} << peer;
+            if (!(missing & bit)) continue;
+            if (is_here(peer))
+                entered |= bit;
+            else if (owner_.takes_part(peer, number_))
+                continue;
+            missing &= ~bit;
+            heard(peer);
+        }
+        if (missing == 0) return entered;
+        idle(waiter, missing, report);
+    }
+}
+
+bool ShmLowLatency::Waits::wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) {
+    if (flag.load(std::memory_order_acquire) == wanted) return true;
+    Waiter waiter(*this);
+    const auto report = [&](auto&& tell) { tell(lack(peer, phase, number_of(flag.load(std::memory_order_acquire)))); };
+    while (flag.load(std::memory_order_acquire) != wanted) {
+        if (!owner_.takes_part(peer, number_)) return false;
+        idle(waiter, RankSet{1} << peer, report);
+    }
+    return true;
+}
+
+void ShmLowLatency::Waits::wait_resumed(int peer) {
+    Waiter waiter(*this);
+    const auto word = owner_.resumed(owner_.rank_, peer);
+    const auto report = [&](auto&& tell) { tell(Lack{peer, "return to the calls", 1, 0}); };
+    while (word.load(std::memory_order_acquire) == 0) waiter.idle(report);
+}
+
+void ShmLowLatency::Waits::give_up(const Lack& lack) {
+    if (!has_left(lack.peer)) fail(lack);
+    throw PeerError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ", waiting for " + lack.phase + ": " +
+                        rank_name(lack.peer) + kHasLeft,
+                    lack.peer);
+}
+
+void ShmLowLatency::Waits::fail(const Lack& lack) {
+    throw TimeoutError(rank_name(owner_.rank_) + " in call " + std::to_string(number_) + ": " + rank_name(lack.peer) +
+                           " did not deliver, " + owner_.peers_.why_silent(lack.peer, owner_.timeout_s_) + "; phase '" + lack.phase +
+                           "', expected " + std::to_string(lack.expected) + ", seen " + std::to_string(lack.seen) +
+                           owner_.peers_.advice(lack.peer),
+                       lack.peer, lack.phase, lack.expected, lack.seen);
+}
+
+// ---- beginning and end ----
+
+ShmLowLatency::ShmLowLatency(const LowLatencyConfig& config, int rank, double timeout_s, bool mask_stalled)
+    : config_(config),
+      layout_(config),
+      rank_(rank),
+      timeout_s_(timeout_s),
+      mask_stalled_(mask_stalled),
+      peers_(config.num_ranks, rank, layout_.total_bytes) {
+    workspaces_[rank] = peers_.memory(rank);
+    resumed(rank, rank).store(kMagic + rank, std::memory_order_release);
+}
+
+ShmLowLatency::~ShmLowLatency() {
+    if (!peers_.is_owner()) return;
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (workspaces_[peer] != nullptr) left(peer, rank_).store(num_sent_ + 1, std::memory_order_release);
+}
+
+void ShmLowLatency::connect(const std::vector<std::string>& paths, const std::vector<int>& pids) {
+    peers_.connect(paths, pids);
+    for (int rank = 0; rank < config_.num_ranks; ++rank) {
+        workspaces_[rank] = peers_.memory(rank);
+        if (resumed(rank, rank).load(std::memory_order_acquire) != kMagic + rank) throw_foreign_segment(paths[rank], rank);
+    }
+}
+
+// ---- calls ----
+
+ShmLowLatency::Fate ShmLowLatency::fate(uint64_t number) const {
+    const uint64_t known = fates_[number % kTurns];
+    return known >> 2 == number ? static_cast<Fate>(known & 3) : Fate::kHeard;
+}
+
+RankSet ShmLowLatency::ranks_in(uint64_t number) const {
+    RankSet ranks = 0;
+    for (int rank = 0; rank < config_.num_ranks; ++rank)
+        if (takes_part(rank, number)) ranks |= RankSet{1} << rank;
+    return ranks;
+}
+
+// The number of the next call, which may be sent: nobody reads its turn any more.
+uint64_t ShmLowLatency::begin() {
+    const uint64_t number = num_sent_ + 1;
+    if (number > kMaxInFlight) {
+        const uint64_t before_last = number - kMaxInFlight;
+        if (fate(before_last) == Fate::kOpen) throw std::logic_error("the call before last was not received yet");
+        if (fate(before_last) == Fate::kFailed) Waits(*this, before_last).wait_entered([](int) {});
+    }
+    set_fate(number, Fate::kOpen);
+    num_sent_ = number;
+    return number;
+}
+
+void ShmLowLatency::publish_refusal(uint64_t number, const std::string& text) {
+    const LowLatencyCall refused = call(number, ranks_in(number));
+    LowLatencyWhat what{};
+    what.is_refused = true;
+    for (int peer = 0; peer < config_.num_ranks; ++peer) {
+        if (!contains(refused.ranks, peer)) continue;
+        copy_text(reason(peer, rank_), kMaxReasonBytes, text);
+        refused.turn(peer).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
+    }
+    set_fate(number, Fate::kFailed);
+}
+
+void ShmLowLatency::refuse(const std::string& text) {
+    peers_.check_owner();
+    const std::lock_guard lock(sending_);
+    publish_refusal(begin(), text);
+}
+
+template <class Params>
+void ShmLowLatency::send_call(const Params& params, uint64_t& number) {
+    const std::lock_guard lock(sending_);
+    number = begin();
+    try {
+        send(call(number, ranks_in(number)), params);
+    } catch (const std::exception& error) {  // nothing has been sent
+        publish_refusal(number, error.what());
+        throw;
+    }
+}
+
+void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const {
+    std::string others, others_along;
+    const auto dispatch_of = [&](int rank) {
+        return LowLatencyWhat::dispatch_near(number, LowLatencyWhat::value_in(turn(number).entered(rank).load(std::memory_order_acquire)));
+    };
+    for (int peer = 0; peer < config_.num_ranks; ++peer) {
+        if (!contains(ranks, peer)) continue;
+        const LowLatencyWhat what = what_of(turn(number).entered(peer).load(std::memory_order_acquire));
+        if (what.is_refused) {
+            const char* text = reason(rank_, peer);
+            throw PeerError(rank_name(peer) + " did not make its call: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
+        }
+        if (what.packed() != own.packed()) others += "; " + rank_name(peer) + ": " + describe(what);
+        if (dispatch_of(peer) != dispatch_of(rank_)) others_along += "; " + rank_name(peer) + ": " + describe_combine(dispatch_of(peer));
+    }
+    const std::string start = "ranks make different calls: " + rank_name(rank_) + ": ";
+    if (!others.empty()) throw MismatchError(start + describe(own) + others);
+    if (own.operation == LowLatencyOperation::kCombine && !others_along.empty())
+        throw MismatchError(start + describe_combine(dispatch_of(rank_)) + others_along);
+}
+
+template <class Params>
+void ShmLowLatency::receive_call(const Params& params, uint64_t number) {
+    const auto began = std::chrono::steady_clock::now();
+    const LowLatencyStatistics statistics(config_, params.statistics);
+    Waits waits(*this, number);
+    Fate fate = Fate::kFailed;
+    try {
+        const RankSet entered = waits.wait_entered([&](int rank) {
+            const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began);
+            std::atomic_ref(statistics.wait_ns[rank]).fetch_add(waited.count(), std::memory_order_relaxed);
+        });
+        fate = Fate::kHeard;
+        check_entries(number, entered, params.what);
+        receive(call(number, entered), params, waits);
+    } catch (...) {
+        set_fate(number, fate);
+        throw;
+    }
+    set_fate(number, fate);
+}
+
+template <class Params>
+void ShmLowLatency::run(Params params, uint64_t& number, bool sends, bool receives) {
+    peers_.check_owner();
+    if (sends) send_call(params, number);
+    if (receives) receive_call(params, number);
+}
+
+void ShmLowLatency::dispatch(LowLatencyDispatchParams params, bool sends, bool receives) {
+    params.what.operation = LowLatencyOperation::kDispatch;
+    run(params, number_in(params), sends, receives);
+}
+
+void ShmLowLatency::combine(LowLatencyCombineParams params, bool sends, bool receives) {
+    params.what.operation = LowLatencyOperation::kCombine;
+    run(params, number_in(params), sends, receives);
+}
+
+// ---- ranks that are gone ----
+
+// What a rank has sent of calls that it will make again must not count.
+void ShmLowLatency::forget_flags(int source) {
+    for (uint64_t index = 0; index < kTurns; ++index) {
+        turn(index).entered(source).store(0, std::memory_order_relaxed);
+        for (int64_t token = 0; token < config_.num_max_tokens; ++token)
+            turn(index).arrived(source, token).store(0, std::memory_order_relaxed);
+    }
+}
+
+void ShmLowLatency::mask(int rank, bool masked) {
+    peers_.check_owner();
+    const std::lock_guard lock(sending_);
+    const RankSet bit = RankSet{1} << rank;
+    if (masked) {
+        masks_ |= bit;
+        return;
+    }
+    const uint64_t next = num_sent_ + 1;
+    forget_flags(rank);
+    first_calls_[rank] = next;
+    masks_ &= ~bit;
+    resumed(rank, rank_).store(next + 1, std::memory_order_release);
+}
+
+void ShmLowLatency::rejoin() {
+    peers_.check_owner();
+    const std::lock_guard lock(sending_);
+    std::array<uint64_t, kLowLatencyMaxRanks> told{};
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (peer != rank_) Waits(*this, num_sent_).wait_resumed(peer);
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (peer != rank_) told[peer] = resumed(rank_, peer).exchange(0, std::memory_order_acq_rel);
+    const int first = rank_ == 0 ? 1 : 0;
+    for (int peer = first + 1; peer < config_.num_ranks; ++peer)
+        if (peer != rank_ && told[peer] != told[first])
+            throw MismatchError("ranks take " + rank_name(rank_) + " back between different calls: " + rank_name(first) + " at call " +
+                                std::to_string(told[first] - 1) + ", " + rank_name(peer) + " at call " + std::to_string(told[peer] - 1));
+    if (config_.num_ranks > 1) num_sent_ = told[first] - 2;
+    for (auto& call : first_calls_) call = num_sent_ + 1;  // those before are over, also for one that still waits in one
+    masks_ = 0;
+    for (auto& fate : fates_) fate = 0;
+}
+
+}  // namespace deepep_moe

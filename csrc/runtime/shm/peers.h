@@ -1,0 +1,41 @@
+// The ranks of one host: a segment of shared memory of each, mapped here, and the processes behind them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "runtime/process.h"
+#include "runtime/shm/segment.h"
+
+namespace deepep_moe {
+
+class HostPeers {
+public:
+    HostPeers(int num_ranks, int rank, size_t segment_bytes);  // this rank's segment only
+
+    std::string path() const { return own_.path(); }
+    // Maps the segments of all ranks; `paths[r]`, `pids[r]` of rank r.
+    void connect(const std::vector<std::string>& paths, const std::vector<int>& pids);
+    void seal() { own_.hide(); }                                                                      // once all ranks are connected
+    std::byte* memory(int rank) const { return rank == rank_ ? own_.data() : others_[rank].data(); }  // nullptr before `connect`
+
+    bool is_owner() const;                                     // false in a process forked from the one that made this
+    void check_owner() const;                                  // throws DestroyedError there
+    bool is_gone(int rank) const;                              // its process
+    std::string why_silent(int rank, double timeout_s) const;  // for a message about a wait that is given up
+    const char* advice(int rank) const;                        // for its end
+
+private:
+    const int rank_, owner_pid_;
+    const size_t segment_bytes_;
+    Segment own_;
+    std::vector<Segment> others_;
+    std::vector<Process> processes_;
+};
+
+// For what lies at `path` but is not of `rank`.
+[[noreturn]] void throw_foreign_segment(const std::string& path, int rank);
+
+}  // namespace deepep_moe

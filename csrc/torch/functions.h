@@ -1,0 +1,44 @@
+// Dispatch and combine as autograd functions in C++, of all rows in one tensor or of a tensor for each local expert.
+#pragma once
+
+#include "torch/calls.h"
+
+namespace deepep_moe {
+
+// Set once by Python. plain(number): the `Calls` of a buffer that can make a plain call now, or None. The others make the gradients of a
+// call that C++ declines: of higher order, under a transform, of tensors that kernels cannot read.
+struct Hooks {
+    py::object plain, dispatch_gradients, combine_gradients;
+};
+Hooks& hooks();
+
+// Are operations watched or transformed, and not what they seem?
+bool is_watched();
+
+struct DispatchRequest {
+    Outgoing out;
+    const Dispatched* along = nullptr;  // the handle of an earlier dispatch
+    bool is_expert_layout = true;
+    int64_t expert_alignment = 1, num_recv_rows = -1;
+    int num_sms = -1;
+    int64_t num_leading = -1;  // of the rows of each local expert, [1, ..., num_rows, hidden] with so many ones; -1: all rows in one tensor
+};
+
+struct DispatchResult {
+    Dispatched handle;
+    Incoming in;
+    variable_list parts;  // the rows of each local expert, where they were asked for
+};
+
+DispatchResult dispatch(Calls& calls, const DispatchRequest& request);
+
+struct CombineRequest {
+    variable_list rows;  // one tensor, or with
+    const ExpertRowsArg* expert_rows = nullptr;
+    CombineInputs inputs;
+    int num_sms = -1;
+};
+
+Tensor combine(Calls& calls, const Dispatched& handle, const CombineRequest& request);
+
+}  // namespace deepep_moe

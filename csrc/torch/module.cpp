@@ -1,0 +1,156 @@
+// The module `deepep_moe._torch`: what Python calls. Each function returns None where Python is to make the call.
+#include "torch/functions.h"
+
+namespace deepep_moe {
+namespace {
+
+// Tensors of PyTorch's own class, whose operations are what they seem.
+bool are_plain(std::initializer_list<py::handle> tensors) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [](py::handle tensor) { return tensor.is_none() || THPVariable_CheckExact(tensor.ptr()); });
+}
+
+Tensor unpacked(py::handle tensor) { return tensor.is_none() ? Tensor() : THPVariable_Unpack(tensor.ptr()); }
+py::object packed(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
+
+// Of an attribute, made once.
+struct Name {
+    PyObject* const text;
+    explicit Name(const char* name) : text(PyUnicode_InternFromString(name)) {}
+    py::object of(py::handle owner) const {
+        PyObject* const found = PyObject_GetAttr(owner.ptr(), text);
+        if (found == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(found);
+    }
+};
+
+// What a call reads of a `DispatchHandle`; nothing where it is not a handle of this buffer that lies in one tensor.
+std::optional<Dispatched> dispatched_of(const Calls& calls, py::handle handle) {
+    static const Name kBufferId{"buffer_id"}, kMemory{"memory"}, kCall{"call"}, kNumRows{"num_rows"}, kNumTokens{"num_tokens"},
+        kStarts{"starts"}, kLayout{"layout"}, kAlignment{"expert_alignment"};
+    if (!PyObject_HasAttr(handle.ptr(), kMemory.text)) return std::nullopt;
+    const py::object memory = kMemory.of(handle), call = kCall.of(handle), starts = py::reinterpret_borrow<py::object>(kStarts.of(handle));
+    if (memory.is_none() || !are_plain({memory, call}) || kBufferId.of(handle).cast<int64_t>() != calls.settings.number)
+        return std::nullopt;
+    Dispatched made{unpacked(memory), unpacked(call), kNumRows.of(handle).cast<int64_t>(), kNumTokens.of(handle).cast<int64_t>()};
+    for (size_t i = 0; i < made.starts.size(); ++i) made.starts[i] = PyLong_AsLongLong(PyTuple_GetItem(starts.ptr(), i));
+    made.is_expert_layout = PyUnicode_CompareWithASCIIString(kLayout.of(handle).ptr(), "expert") == 0;
+    made.expert_alignment = kAlignment.of(handle).cast<int64_t>();
+    return calls.is_here(made.memory) ? std::optional(made) : std::nullopt;
+}
+
+// (recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, shape, num_rows, memory, call), the latter four for
+// the handle.
+py::object dispatch_rows(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_idx, py::handle topk_weights,
+                         bool is_expert_layout, int64_t expert_alignment, int64_t num_recv_rows, int num_sms) {
+    if (is_watched() || !calls.is_ready() || !are_plain({x, x_scales, topk_idx, topk_weights})) return py::none();
+    DispatchRequest request;
+    request.out = {unpacked(x), unpacked(x_scales), unpacked(topk_idx), unpacked(topk_weights)};
+    request.is_expert_layout = is_expert_layout;
+    request.expert_alignment = expert_alignment;
+    request.num_recv_rows = num_recv_rows;
+    request.num_sms = num_sms;
+    if (!calls.takes(request.out)) return py::none();
+    if (request.out.topk_weights.defined() && request.out.topk_weights.sizes() != request.out.topk_idx.sizes()) return py::none();
+    const DispatchResult made = dispatch(calls, request);
+    return py::make_tuple(made.in.x, packed(made.in.x_scales), packed(made.in.topk_idx), packed(made.in.topk_weights),
+                          calls.tokens_per_expert(made.handle), calls.shape_of(made.handle.num_tokens, is_expert_layout),
+                          made.handle.num_rows, made.handle.memory, made.handle.call);
+}
+
+// (recv_x, recv_x_scales, recv_topk_weights).
+py::object dispatch_along(Calls& calls, py::handle x, py::handle x_scales, py::handle topk_weights, py::handle handle, int num_sms) {
+    if (is_watched() || !calls.is_ready() || !are_plain({x, x_scales, topk_weights})) return py::none();
+    const std::optional<Dispatched> along = dispatched_of(calls, handle);
+    DispatchRequest request;
+    request.out.x = unpacked(x), request.out.x_scales = unpacked(x_scales), request.out.topk_weights = unpacked(topk_weights);
+    if (!along || !calls.takes_along(*along, request.out)) return py::none();
+    request.along = &*along;
+    request.num_sms = num_sms;
+    const DispatchResult made = dispatch(calls, request);
+    return py::make_tuple(made.in.x, packed(made.in.x_scales), packed(made.in.topk_weights));
+}
+
+// combined_x.
+py::object combine_rows(Calls& calls, py::handle x, py::handle handle, py::handle topk_weights, py::handle bias, int num_sms) {
+    if (is_watched() || !calls.is_ready() || !are_plain({x, topk_weights, bias})) return py::none();
+    const std::optional<Dispatched> along = dispatched_of(calls, handle);
+    CombineRequest request;
+    request.rows = {unpacked(x)};
+    request.inputs.weights = unpacked(topk_weights), request.inputs.bias = unpacked(bias);
+    request.num_sms = num_sms;
+    if (!along || !calls.takes_rows(*along, request.rows[0]) || !calls.takes_inputs(*along, request.rows[0], request.inputs))
+        return py::none();
+    return py::cast(combine(calls, *along, request));
+}
+
+// (parts, recv_topk_weights, shape, num_rows, memory, call).
+py::object dispatch_by_expert(Calls& calls, py::handle x, py::handle topk_idx, py::handle topk_weights, int64_t num_leading,
+                              int64_t tokens_per_row) {
+    if (is_watched() || !calls.is_ready() || !are_plain({x, topk_idx, topk_weights})) return py::none();
+    DispatchRequest request;
+    request.out = {unpacked(x), Tensor(), unpacked(topk_idx), unpacked(topk_weights), tokens_per_row};
+    request.num_leading = num_leading;
+    if (!calls.takes(request.out)) return py::none();
+    const DispatchResult made = dispatch(calls, request);
+    py::tuple parts(made.parts.size());
+    for (size_t i = 0; i < made.parts.size(); ++i) parts[i] = made.parts[i];
+    return py::make_tuple(parts, packed(made.in.topk_weights), calls.shape_of(made.handle.num_tokens, true), made.handle.num_rows,
+                          made.handle.memory, made.handle.call);
+}
+
+// combined_x.
+py::object combine_by_expert(Calls& calls, py::handle tensors, py::handle weights, py::handle source_weights, py::handle handle) {
+    if (is_watched() || !calls.is_ready() || !are_plain({weights, source_weights})) return py::none();
+    CombineRequest request;
+    for (const py::handle tensor : py::reinterpret_borrow<py::sequence>(tensors)) {
+        if (!THPVariable_CheckExact(tensor.ptr())) return py::none();
+        request.rows.push_back(THPVariable_Unpack(tensor.ptr()));
+    }
+    const std::optional<Dispatched> along = dispatched_of(calls, handle);
+    if (!along || request.rows.empty()) return py::none();
+    const auto expert_rows = calls.expert_rows_of(request.rows, *along);
+    request.inputs.weights = unpacked(weights), request.inputs.source_weights = unpacked(source_weights);
+    if (!expert_rows || !calls.takes_inputs(*along, request.rows[0], request.inputs)) return py::none();
+    request.expert_rows = &*expert_rows;
+    if (request.inputs.source_weights.defined()) request.inputs.tokens_per_row = request.inputs.source_weights.size(0);
+    return py::cast(combine(calls, *along, request));
+}
+
+std::unique_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
+                            int64_t num_max_tokens, int num_sms, const at::Device& device, py::object shape_of, py::object current_stream,
+                            py::object refuse) {
+    const Calls::Settings settings{number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms};
+    return std::make_unique<Calls>(std::move(shim), settings, device, std::move(shape_of), std::move(current_stream), std::move(refuse));
+}
+
+}  // namespace
+}  // namespace deepep_moe
+
+PYBIND11_MODULE(_torch, m) {
+    using namespace deepep_moe;
+    m.attr("TORCH_VERSION") = DEEPEP_MOE_TORCH;
+    m.attr("SHIM_BYTES") = kShimBytes;
+    py::class_<Calls>(m, "Calls")
+        .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
+             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("device"), py::arg("shape_of"),
+             py::arg("current_stream"), py::arg("refuse"))
+        .def("release", &Calls::release)
+        .def("dispatch", torch::wrap_pybind_function(dispatch_rows), py::arg("x"), py::arg("x_scales"), py::arg("topk_idx"),
+             py::arg("topk_weights"), py::arg("is_expert_layout"), py::arg("expert_alignment"), py::arg("num_recv_rows"),
+             py::arg("num_sms"))
+        .def("dispatch_cached", torch::wrap_pybind_function(dispatch_along), py::arg("x"), py::arg("x_scales"), py::arg("topk_weights"),
+             py::arg("handle"), py::arg("num_sms"))
+        .def("combine", torch::wrap_pybind_function(combine_rows), py::arg("x"), py::arg("handle"), py::arg("topk_weights"),
+             py::arg("bias"), py::arg("num_sms"))
+        .def("dispatch_by_expert", torch::wrap_pybind_function(dispatch_by_expert), py::arg("x"), py::arg("topk_idx"),
+             py::arg("topk_weights"), py::arg("num_leading"), py::arg("tokens_per_row"))
+        .def("combine_by_expert", torch::wrap_pybind_function(combine_by_expert), py::arg("parts"), py::arg("weights"),
+             py::arg("source_weights"), py::arg("handle"));
+    m.def(
+        "set_hooks",
+        [](py::object plain, py::object dispatch_gradients, py::object combine_gradients) {
+            hooks() = {std::move(plain), std::move(dispatch_gradients), std::move(combine_gradients)};
+        },
+        py::kw_only(), py::arg("plain"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+}

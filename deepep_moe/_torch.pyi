@@ -1,0 +1,53 @@
+"""Of csrc/torch. Every call returns None where Python is to make it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, device
+
+TORCH_VERSION: str
+SHIM_BYTES: int
+
+class Calls:
+    def __init__(
+        self,
+        *,
+        shim: Any,
+        number: int,
+        num_ranks: int,
+        num_local_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens: int,
+        num_sms: int,
+        device: device,
+        shape_of: Callable[[int, str], Any],
+        current_stream: Callable[[], int],
+        refuse: Callable[[Exception], None],
+    ) -> None: ...
+    def release(self) -> None: ...
+    def dispatch(
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        is_expert_layout: bool,
+        expert_alignment: int,
+        num_recv_rows: int,
+        num_sms: int,
+    ) -> tuple[Any, ...] | None: ...
+    def dispatch_cached(
+        self, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: Any, num_sms: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None: ...
+    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int) -> Tensor | None: ...
+    def dispatch_by_expert(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_leading: int, tokens_per_row: int
+    ) -> tuple[Any, ...] | None: ...
+    def combine_by_expert(
+        self, parts: Sequence[Tensor], weights: Tensor | None, source_weights: Tensor | None, handle: Any
+    ) -> Tensor | None: ...
+
+def set_hooks(
+    *, plain: Callable[[int], Calls | None], dispatch_gradients: Callable[..., Any], combine_gradients: Callable[..., Any]
+) -> None: ...
