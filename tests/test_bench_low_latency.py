@@ -12,9 +12,9 @@ from test_package import RECORD_FIELDS
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.bench import low_latency, low_latency_measure, low_latency_operations, low_latency_report, low_latency_timing, operations
+from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.low_latency_measure import Measurement, Report, Rival
 from deepep_moe.bench.low_latency_timing import Times
-from deepep_moe.bench.timing import Timer
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 

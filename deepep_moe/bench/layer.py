@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.bench.records import cpu_name
+from deepep_moe.bench.common.records import cpu_name
 
 PARTS = ("forward", "backward", "forward+backward")
 _LEAD_CYCLES = 2_000_000  # of the device, about a millisecond, while the host gets ahead of it

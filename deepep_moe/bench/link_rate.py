@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import Buffer
-from deepep_moe.bench.timing import Timer, slowest
+from deepep_moe.bench.common.timing import Timer, slowest
 
 _BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 

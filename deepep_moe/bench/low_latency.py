@@ -12,9 +12,9 @@ from pathlib import Path
 
 from deepep_moe import config
 from deepep_moe.bench import link
+from deepep_moe.bench.common.records import write_json
 from deepep_moe.bench.low_latency_measure import Report, measure
 from deepep_moe.bench.low_latency_report import plot, records_of, show
-from deepep_moe.bench.records import write_json
 from deepep_moe.bench.report import load_pyplot
 from deepep_moe.errors import EPError
 

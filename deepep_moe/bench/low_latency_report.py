@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepep_moe.bench.common.records import record
 from deepep_moe.bench.low_latency_measure import Measurement, Report
 from deepep_moe.bench.low_latency_timing import Times
-from deepep_moe.bench.records import record
 from deepep_moe.bench.report import load_pyplot
 
 

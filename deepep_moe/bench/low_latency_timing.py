@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepep_moe.bench.timing import Mark, Timer
+from deepep_moe.bench.common.timing import Mark, Timer
 
 BATCH = 200
 """Calls in a row that keep their ranks in step themselves."""

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import Buffer
+from deepep_moe.bench.common.records import cpu_name
+from deepep_moe.bench.common.timing import Timer
+from deepep_moe.bench.common.verify import verify, verify_rival
 from deepep_moe.bench.link_rate import link_gbps
 from deepep_moe.bench.operations import Inputs, Operation, Shape, gather_counts, link_rows, make_inputs, operations, tokens_per_rank
 from deepep_moe.bench.overlap_measure import NUM_SMS, OPS, BesideGemms, Overlap
 from deepep_moe.bench.peers import DeepEP
-from deepep_moe.bench.records import cpu_name
 from deepep_moe.bench.rivals import PLANNED, words
-from deepep_moe.bench.timing import Timer
-from deepep_moe.bench.verify import verify, verify_rival
 from deepep_moe.errors import EPError
 
 _TIMEOUT_S = 30.0  # of waits for a peer

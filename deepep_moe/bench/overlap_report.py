@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepep_moe.bench.common.records import record, spread
 from deepep_moe.bench.measure import Report
 from deepep_moe.bench.overlap_measure import Overlap, Schedule
-from deepep_moe.bench.records import record, spread
 from deepep_moe.bench.report import load_pyplot
 
 _WIDTH = 60  # of a timeline's longest bar

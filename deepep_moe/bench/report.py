@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from deepep_moe.bench.common.records import record, spread
 from deepep_moe.bench.measure import Measurement, Report
-from deepep_moe.bench.records import record, spread
 from deepep_moe.bench.rivals import PLANNED
 from deepep_moe.errors import EPError
 

@@ -42,7 +42,7 @@ def cpu_name() -> str:
 @functools.cache
 def commit() -> str | None:
     """Of the checkout that this package lies in, with "+changes" where files differ from it; None outside of one, or without git."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     try:
