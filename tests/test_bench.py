@@ -14,9 +14,12 @@ import torch
 from test_package import RECORD_FIELDS
 
 from deepep_moe import Buffer
-from deepep_moe.bench import exchange, gate_gpu, gate_rivals, link, measure, operations, overlap, overlap_measure, overlap_report, report
+from deepep_moe.bench import gate_gpu, gate_rivals, overlap, overlap_measure, overlap_report
 from deepep_moe.bench.__main__ import _with_command
 from deepep_moe.bench.common import timing, verify
+from deepep_moe.bench.exchange import cpu as exchange
+from deepep_moe.bench.exchange import measure, operations, report
+from deepep_moe.bench.exchange import nvlink as link
 from deepep_moe.bench.overlap_measure import BesideGemms, Overlap, Schedule
 from deepep_moe.bench.overlap_report import Bar
 from deepep_moe.errors import BackendUnavailableError, EPError

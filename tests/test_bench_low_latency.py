@@ -11,8 +11,9 @@ from test_bench import bench
 from test_package import RECORD_FIELDS
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench import low_latency, low_latency_measure, low_latency_operations, low_latency_report, low_latency_timing, operations
+from deepep_moe.bench import low_latency, low_latency_measure, low_latency_operations, low_latency_report, low_latency_timing
 from deepep_moe.bench.common.timing import Timer
+from deepep_moe.bench.exchange import operations
 from deepep_moe.bench.low_latency_measure import Measurement, Report, Rival
 from deepep_moe.bench.low_latency_timing import Times
 from deepep_moe.errors import BackendUnavailableError, EPError

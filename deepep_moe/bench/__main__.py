@@ -7,7 +7,9 @@ Where none is named: link with `--backend nvlink`, else exchange.
 import argparse
 import sys
 
-from deepep_moe.bench import deepspeed, exchange, gate, link, low_latency, megatron, overlap
+from deepep_moe.bench import deepspeed, gate, low_latency, megatron, overlap
+from deepep_moe.bench.exchange import cpu as exchange
+from deepep_moe.bench.exchange import nvlink as link
 
 COMMANDS = {
     "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "megatron": megatron,

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from deepep_moe import config
-from deepep_moe.bench import link
 from deepep_moe.bench.common.records import write_json
+from deepep_moe.bench.exchange import nvlink as link
+from deepep_moe.bench.exchange.report import load_pyplot
 from deepep_moe.bench.low_latency_measure import Report, measure
 from deepep_moe.bench.low_latency_report import plot, records_of, show
-from deepep_moe.bench.report import load_pyplot
 from deepep_moe.errors import EPError
 
 TOKENS = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32, 128)}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe.bench.common.records import record
+from deepep_moe.bench.exchange.report import load_pyplot
 from deepep_moe.bench.low_latency_measure import Measurement, Report
 from deepep_moe.bench.low_latency_timing import Times
-from deepep_moe.bench.report import load_pyplot
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:

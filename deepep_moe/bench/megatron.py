@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.bench.common.records import record, write_json
-from deepep_moe.bench.exchange import DTYPES
+from deepep_moe.bench.exchange.cpu import DTYPES
 from deepep_moe.bench.layer import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
 from deepep_moe.testing import run_ranks
 

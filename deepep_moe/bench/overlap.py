@@ -10,7 +10,7 @@ has run dry by then, its GEMMs count with the way of the first one to the GPU.
 import argparse
 from pathlib import Path
 
-from deepep_moe.bench import link
+from deepep_moe.bench.exchange import nvlink as link
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

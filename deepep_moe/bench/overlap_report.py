@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe.bench.common.records import record, spread
-from deepep_moe.bench.measure import Report
+from deepep_moe.bench.exchange.measure import Report
+from deepep_moe.bench.exchange.report import load_pyplot
 from deepep_moe.bench.overlap_measure import Overlap, Schedule
-from deepep_moe.bench.report import load_pyplot
 
 _WIDTH = 60  # of a timeline's longest bar
 _COLORS = {"start": "C0", "GEMMs": "C2", "hook": "C1"}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepep_moe.bench.operations import Inputs, Operation, Shape
-from deepep_moe.bench.rivals import PlannedByExpert, PlannedByRank, words
+from deepep_moe.bench.exchange.baselines import PlannedByExpert, PlannedByRank, words
+from deepep_moe.bench.exchange.operations import Inputs, Operation, Shape
 from deepep_moe.errors import EPError
 from deepep_moe.handle import padded
 

@@ -1,4 +1,4 @@
-"""Records, table and plot of `deepep_moe.bench.link`."""
+"""Records, table and plot of `deepep_moe.bench.exchange.nvlink`."""
 
 import argparse
 import importlib
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe.bench.common.records import record, spread
-from deepep_moe.bench.measure import Measurement, Report
-from deepep_moe.bench.rivals import PLANNED
+from deepep_moe.bench.exchange.baselines import PLANNED
+from deepep_moe.bench.exchange.measure import Measurement, Report
 from deepep_moe.errors import EPError
 
 

@@ -1,4 +1,4 @@
-"""The calls that `deepep_moe.bench.link` times, their inputs and the bytes they send over the link."""
+"""The calls that `deepep_moe.bench.exchange.nvlink` times, their inputs and the bytes they send over the link."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.bench.operations import Inputs, Shape, gather_counts
+from deepep_moe.bench.exchange.operations import Inputs, Shape, gather_counts
 
 
 class AllToAllRows:

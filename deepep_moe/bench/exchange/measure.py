@@ -1,4 +1,4 @@
-"""What every rank of `deepep_moe.bench.link` does: check, then time, every operation and its rivals, and exchanges beside GEMMs."""
+"""Measure on one rank: check, then time, every operation, its baselines, and exchanges beside GEMMs."""
 
 import argparse
 import gc
@@ -16,11 +16,20 @@ from deepep_moe import Buffer
 from deepep_moe.bench.common.records import cpu_name
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.common.verify import verify, verify_rival
-from deepep_moe.bench.link_rate import link_gbps
-from deepep_moe.bench.operations import Inputs, Operation, Shape, gather_counts, link_rows, make_inputs, operations, tokens_per_rank
+from deepep_moe.bench.exchange.baselines import PLANNED, words
+from deepep_moe.bench.exchange.deep_ep import DeepEP
+from deepep_moe.bench.exchange.link_rate import link_gbps
+from deepep_moe.bench.exchange.operations import (
+    Inputs,
+    Operation,
+    Shape,
+    gather_counts,
+    link_rows,
+    make_inputs,
+    operations,
+    tokens_per_rank,
+)
 from deepep_moe.bench.overlap_measure import NUM_SMS, OPS, BesideGemms, Overlap
-from deepep_moe.bench.peers import DeepEP
-from deepep_moe.bench.rivals import PLANNED, words
 from deepep_moe.errors import EPError
 
 _TIMEOUT_S = 30.0  # of waits for a peer

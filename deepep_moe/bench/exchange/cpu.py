@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from deepep_moe import Buffer, config
 from deepep_moe.bench.common.records import record, write_json
-from deepep_moe.bench.rivals import AllToAllRows
+from deepep_moe.bench.exchange.baselines import AllToAllRows
 from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
 
