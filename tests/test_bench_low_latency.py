@@ -11,11 +11,15 @@ from test_bench import bench
 from test_package import RECORD_FIELDS
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench import low_latency, low_latency_measure, low_latency_operations, low_latency_report, low_latency_timing
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.exchange import operations
-from deepep_moe.bench.low_latency_measure import Measurement, Report, Rival
-from deepep_moe.bench.low_latency_timing import Times
+from deepep_moe.bench.low_latency import batches as low_latency_timing
+from deepep_moe.bench.low_latency import command as low_latency
+from deepep_moe.bench.low_latency import measure as low_latency_measure
+from deepep_moe.bench.low_latency import operations as low_latency_operations
+from deepep_moe.bench.low_latency import report as low_latency_report
+from deepep_moe.bench.low_latency.batches import Times
+from deepep_moe.bench.low_latency.measure import Measurement, Report, Rival
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 

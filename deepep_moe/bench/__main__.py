@@ -7,9 +7,10 @@ Where none is named: link with `--backend nvlink`, else exchange.
 import argparse
 import sys
 
-from deepep_moe.bench import deepspeed, gate, low_latency, megatron, overlap
+from deepep_moe.bench import deepspeed, gate, megatron, overlap
 from deepep_moe.bench.exchange import cpu as exchange
 from deepep_moe.bench.exchange import nvlink as link
+from deepep_moe.bench.low_latency import command as low_latency
 
 COMMANDS = {
     "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "megatron": megatron,

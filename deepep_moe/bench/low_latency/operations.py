@@ -1,4 +1,4 @@
-"""The calls that `deepep_moe.bench.low_latency` times, and what they must return."""
+"""The calls that `deepep_moe.bench.low_latency.command` times, and what they must return."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -14,8 +14,8 @@ from deepep_moe import config
 from deepep_moe.bench.common.records import write_json
 from deepep_moe.bench.exchange import nvlink as link
 from deepep_moe.bench.exchange.report import load_pyplot
-from deepep_moe.bench.low_latency_measure import Report, measure
-from deepep_moe.bench.low_latency_report import plot, records_of, show
+from deepep_moe.bench.low_latency.measure import Report, measure
+from deepep_moe.bench.low_latency.report import plot, records_of, show
 from deepep_moe.errors import EPError
 
 TOKENS = {"cuda": (1, 8, 32, 128, 256, 512), "cpu": (1, 8, 32, 128)}

@@ -1,4 +1,4 @@
-"""Records, table and plot of `deepep_moe.bench.low_latency`."""
+"""Records, table and plot of `deepep_moe.bench.low_latency.command`."""
 
 import argparse
 import statistics
@@ -8,8 +8,8 @@ from typing import Any
 
 from deepep_moe.bench.common.records import record
 from deepep_moe.bench.exchange.report import load_pyplot
-from deepep_moe.bench.low_latency_measure import Measurement, Report
-from deepep_moe.bench.low_latency_timing import Times
+from deepep_moe.bench.low_latency.batches import Times
+from deepep_moe.bench.low_latency.measure import Measurement, Report
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What every rank of `deepep_moe.bench.low_latency` does: check, then time, every operation and what it is measured against."""
+"""What every rank of `deepep_moe.bench.low_latency.command` does: check, then time, every operation and what it is measured against."""
 
 import argparse
 import gc
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench import low_latency_operations
 from deepep_moe.bench.common.verify import verify, verify_rival
 from deepep_moe.bench.exchange.baselines import PlannedByExpert, words
 from deepep_moe.bench.exchange.link_rate import link_gbps
 from deepep_moe.bench.exchange.measure import Rank
 from deepep_moe.bench.exchange.operations import Inputs, gather_counts, link_rows, operations, tokens_per_rank
-from deepep_moe.bench.low_latency_operations import LowLatencyOperation
-from deepep_moe.bench.low_latency_timing import GRAPH_CALLS, Batches, Times
+from deepep_moe.bench.low_latency import operations as low_latency_operations
+from deepep_moe.bench.low_latency.batches import GRAPH_CALLS, Batches, Times
+from deepep_moe.bench.low_latency.operations import LowLatencyOperation
 
 _TIMEOUT_S = 30.0  # of waits for a peer
 _LINK_ITERATIONS = 10
