@@ -14,14 +14,17 @@ import torch
 from test_package import RECORD_FIELDS
 
 from deepep_moe import Buffer
-from deepep_moe.bench import gate_gpu, gate_rivals, overlap, overlap_measure, overlap_report
+from deepep_moe.bench import gate_gpu, gate_rivals
 from deepep_moe.bench.__main__ import _with_command
 from deepep_moe.bench.common import timing, verify
 from deepep_moe.bench.exchange import cpu as exchange
 from deepep_moe.bench.exchange import measure, operations, report
 from deepep_moe.bench.exchange import nvlink as link
-from deepep_moe.bench.overlap_measure import BesideGemms, Overlap, Schedule
-from deepep_moe.bench.overlap_report import Bar
+from deepep_moe.bench.overlap import command as overlap
+from deepep_moe.bench.overlap import measure as overlap_measure
+from deepep_moe.bench.overlap import report as overlap_report
+from deepep_moe.bench.overlap.measure import BesideGemms, Overlap, Schedule
+from deepep_moe.bench.overlap.report import Bar
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 

@@ -29,7 +29,7 @@ from deepep_moe.bench.exchange.operations import (
     operations,
     tokens_per_rank,
 )
-from deepep_moe.bench.overlap_measure import NUM_SMS, OPS, BesideGemms, Overlap
+from deepep_moe.bench.overlap.measure import NUM_SMS, OPS, BesideGemms, Overlap
 from deepep_moe.errors import EPError
 
 _TIMEOUT_S = 30.0  # of waits for a peer

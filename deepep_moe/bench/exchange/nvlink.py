@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import config
-from deepep_moe.bench import overlap_report
 from deepep_moe.bench.common.records import write_json
 from deepep_moe.bench.exchange.deep_ep import PEERS, load_peer
 from deepep_moe.bench.exchange.measure import Report, measure
 from deepep_moe.bench.exchange.report import load_pyplot, plot, records_of, show
+from deepep_moe.bench.overlap import report as overlap_report
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 

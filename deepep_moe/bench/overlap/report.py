@@ -1,4 +1,4 @@
-"""Records, table, timelines and figure of `deepep_moe.bench.overlap`."""
+"""Records, table, timelines and figure of `deepep_moe.bench.overlap.command`."""
 
 import argparse
 import statistics
@@ -10,7 +10,7 @@ from typing import Any
 from deepep_moe.bench.common.records import record, spread
 from deepep_moe.bench.exchange.measure import Report
 from deepep_moe.bench.exchange.report import load_pyplot
-from deepep_moe.bench.overlap_measure import Overlap, Schedule
+from deepep_moe.bench.overlap.measure import Overlap, Schedule
 
 _WIDTH = 60  # of a timeline's longest bar
 _COLORS = {"start": "C0", "GEMMs": "C2", "hook": "C1"}

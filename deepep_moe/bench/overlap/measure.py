@@ -1,4 +1,4 @@
-"""What every rank of `deepep_moe.bench.overlap` does: exchanges in two halves, with GEMMs between them and without."""
+"""What every rank of `deepep_moe.bench.overlap.command` does: exchanges in two halves, with GEMMs between them and without."""
 
 import argparse
 import statistics
