@@ -14,12 +14,13 @@ import torch
 from test_package import RECORD_FIELDS
 
 from deepep_moe import Buffer
-from deepep_moe.bench import gate_gpu, gate_rivals
 from deepep_moe.bench.__main__ import _with_command
 from deepep_moe.bench.common import timing, verify
 from deepep_moe.bench.exchange import cpu as exchange
 from deepep_moe.bench.exchange import measure, operations, report
 from deepep_moe.bench.exchange import nvlink as link
+from deepep_moe.bench.gate import baselines as gate_rivals
+from deepep_moe.bench.gate import gpu as gate_gpu
 from deepep_moe.bench.overlap import command as overlap
 from deepep_moe.bench.overlap import measure as overlap_measure
 from deepep_moe.bench.overlap import report as overlap_report

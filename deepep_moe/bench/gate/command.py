@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from deepep_moe import config, ops
-from deepep_moe.bench import gate_gpu
 from deepep_moe.bench.common.records import record, time_us, write_json
-from deepep_moe.bench.gate_rivals import Shape, torch_gate
+from deepep_moe.bench.gate import gpu as gate_gpu
+from deepep_moe.bench.gate.baselines import Shape, torch_gate
 
 
 def run(

@@ -11,9 +11,9 @@ import torch
 import torch._functorch.config as autograd_config
 from torch import Tensor
 
-from deepep_moe.bench import gate_rivals
 from deepep_moe.bench.common.records import record
-from deepep_moe.bench.gate_rivals import Gate, Shape
+from deepep_moe.bench.gate import baselines as gate_rivals
+from deepep_moe.bench.gate.baselines import Gate, Shape
 from deepep_moe.errors import BackendUnavailableError
 
 TOKENS, EXPERTS, GROUPS = (128, 512, 2048, 4096, 8192, 32768), (64, 256, 512), ((1, 1), (8, 4))
