@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from deepep_moe import autograd_module
 from deepep_moe.bench.common.records import record, spread, write_json
 from deepep_moe.bench.exchange.cpu import DTYPES
-from deepep_moe.bench.layer import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
+from deepep_moe.bench.layers.passes import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
 from deepep_moe.testing import run_ranks
 
 DEEPSPEED, MODES = "deepspeed", ("exact", "fast")

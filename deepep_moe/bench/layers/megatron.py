@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepep_moe.bench.common.records import record, write_json
 from deepep_moe.bench.exchange.cpu import DTYPES
-from deepep_moe.bench.layer import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
+from deepep_moe.bench.layers.passes import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
