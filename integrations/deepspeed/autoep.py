@@ -12,12 +12,12 @@ from torch import Tensor
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchOutput
+from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep_bias import move_with
 from deepep_moe.integrations.deepspeed.autoep_older import forward_around
 from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
-from deepep_moe.integrations.say_once import say_once
 from deepep_moe.telling import or_tell, tell
 from deepep_moe.torch_ops import weighed_sum
 
@@ -45,7 +45,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             return AutoEPMoELayer.forward(self, hidden_states)
         reason = why_own(self, hidden_states)
         if reason is not None:
-            say_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}", *groups_of(self))
+            warn_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}", *groups_of(self))
             return super().forward(hidden_states)
         buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan).buffer
         num_calls = buffer.num_calls
@@ -156,7 +156,7 @@ def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> No
             check_bias(layer.router)
         num_new = sum(not has_bias(layer.router) for layer in layers)
         if num_new:
-            say_once(
+            warn_once(
                 f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as they have none: checkpoints hold it "
                 "from now on, and the model without deepep_moe neither loads it (strict=False does) nor routes by it",
                 *groups_of(layers[0]),

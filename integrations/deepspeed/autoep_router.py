@@ -7,8 +7,8 @@ import torch.distributed as dist
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
 from torch import Tensor
 
+from deepep_moe.integrations.common.warn_once import is_first, warn_once
 from deepep_moe.integrations.deepspeed.options import Options
-from deepep_moe.integrations.say_once import is_first, say_once
 from deepep_moe.ops.gate import gate, why_not
 
 _BIAS = "e_score_correction_bias"  # DeepSeek-V3's name for it, in AutoEP's routers and in checkpoints of its models
@@ -45,7 +45,7 @@ class GatedRouter(TokenChoiceTopKRouter):
         reason = why_own_choice(self, x.device, x.dtype)
         if reason is not None:
             if self.deepep_moe_speaks:
-                say_once(f"AutoEP's own router chooses, without the gate of deepep_moe: {reason}", on_all_ranks=True)
+                warn_once(f"AutoEP's own router chooses, without the gate of deepep_moe: {reason}", on_all_ranks=True)
             return super().forward(x, expert_bias)
         biases = [bias.detach().float() for bias in (expert_bias, self.e_score_correction_bias) if bias is not None]
         bias = torch.stack(biases).sum(0) if biases else None
@@ -85,7 +85,7 @@ def swap_router(router: Any, options: Options, *groups: "dist.ProcessGroup | Non
     """Make `router`, of a layer of these groups, a GatedRouter with these options, or one of DeepSpeed's where they ask for nothing of it.
     Its bias has been checked."""
     if (reason := why_own_router(router)) is not None:
-        say_once(f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}", *groups)
+        warn_once(f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}", *groups)
         return
     if options.expert_bias_update_rate is not None:
         _prepare_bias(router)

@@ -14,9 +14,9 @@ from torch import nn
 from deepep_moe import autograd_module
 from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.buffer import Buffer
+from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.options import Options
-from deepep_moe.integrations.growing_buffer import GrowingBuffer
-from deepep_moe.integrations.say_once import say_once
 
 _OPTION = 'num_max_tokens_per_rank, an argument of replace_moe_layers and a key of "deepep_moe" in ds_config,'
 
@@ -38,7 +38,7 @@ class Plan:
     """Experts of a rank in the buffer: the largest count of the layers that share it."""
     num_topk: int
     """Experts of a token, of the layer with most."""
-    buffers: dict[tuple[Any, ...], GrowingBuffer] = field(default_factory=dict, init=False, repr=False)
+    buffers: dict[tuple[Any, ...], ElasticBuffer] = field(default_factory=dict, init=False, repr=False)
     """By group, width of rows and type of device. Layers that share one run one after another, in any dtype."""
     layers: "weakref.WeakSet[nn.Module]" = field(default_factory=weakref.WeakSet, init=False, repr=False)
     """That use it; without any the buffers may go."""
@@ -67,7 +67,7 @@ def groups_of(layer: Any) -> tuple[Any, ...]:
     return layer.ep_group, groups._EXPERT_DATA_PARALLEL_GROUP.get(layer.ep_group_name)
 
 
-def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffer:
+def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBuffer:
     """The plan's buffer for x [num_tokens, hidden]. Collective over `group` when it constructs it. Raises as `Buffer`."""
     key = (group, x.shape[1], x.device.type)
     found = plan.buffers.get(key)
@@ -75,7 +75,7 @@ def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffe
         _plans.add(plan)
         # Of the plan's numbers, not of the plan: buffers go at once when the last layer does, and not with a collection of cycles.
         construct = functools.partial(_construct, group, x.shape[1], plan.options, plan.num_local_experts, plan.num_topk)
-        found = plan.buffers[key] = GrowingBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
+        found = plan.buffers[key] = ElasticBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
     return found
 
 
@@ -86,7 +86,7 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     buffer = Buffer(group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms)
     if buffer.backend == "nvlink" and autograd_module.MODULE is None:
         why_not = autograd_module.WHY_NOT
-        say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}", group)
+        warn_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}", group)
     return buffer
 
 
@@ -97,7 +97,7 @@ _plans: "weakref.WeakSet[Plan]" = weakref.WeakSet()
 
 def all_buffers() -> list[Buffer]:
     """Those in use, of all plans."""
-    return [growing.buffer for plan in _plans for growing in plan.buffers.values()]
+    return [elastic.buffer for plan in _plans for elastic in plan.buffers.values()]
 
 
 def destroy_all() -> None:

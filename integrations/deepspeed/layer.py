@@ -17,12 +17,12 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
+from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.gates import has_hooks
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.deepspeed.routing import Routing, route
-from deepep_moe.integrations.growing_buffer import GrowingBuffer
-from deepep_moe.integrations.say_once import say_once
 from deepep_moe.telling import or_tell
 
 _UNTIMED = contextlib.nullcontext()
@@ -48,31 +48,31 @@ class PackedMOELayer(MOELayer):
             return MOELayer.forward(self, *inputs, **kwargs)
         reason = why_stock(self, inputs[0])
         if reason is not None:
-            say_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}", *groups_of(self))
+            warn_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}", *groups_of(self))
             return super().forward(*inputs, **kwargs)
         used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
-            growing = ready(self.ep_group, x, plan_of(self))
-            routing = or_tell(growing.buffer, route, self.gate, x, used_token)
+            elastic = ready(self.ep_group, x, plan_of(self))
+            routing = or_tell(elastic.buffer, route, self.gate, x, used_token)
             self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)  # as `self.l_aux = ...`, in less time
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
-            return exchange(growing, x, routing).view(inputs[0].shape)
+            return exchange(elastic, x, routing).view(inputs[0].shape)
 
-    def _exchange_exact(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_exact(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
         """A row per (lane, token) there and back, each copied as it is; weighed and summed here as DeepSpeed does.
 
         Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
-        return self._exchange(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
+        return self._exchange(elastic, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
 
-    def _exchange_fast(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_fast(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
         """A row per (rank, token) there and back; the experts' rank weighs and sums."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
-        return self._exchange(growing, x, idx, weights, None)
+        return self._exchange(elastic, x, idx, weights, None)
 
     def _exchange(
-        self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None
+        self, elastic: ElasticBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None
     ) -> Tensor:
         """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, at_source: as
         `dispatch_by_expert` has them."""
@@ -83,7 +83,7 @@ class PackedMOELayer(MOELayer):
             return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), at_source)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            buffer, (parts, recv_topk_weights, handle) = growing.dispatch(x.shape[0], send)
+            buffer, (parts, recv_topk_weights, handle) = elastic.dispatch(x.shape[0], send)
         outputs = or_tell(buffer, self._run_experts, parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, at_source)
@@ -182,7 +182,9 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
     if is_replaced(layer.experts):
         return "the forward of the experts together was replaced; replace those of single experts"
     if has_hooks(layer.experts):
-        say_once("hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those", on_all_ranks=True)
+        warn_once(
+            "hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those", on_all_ranks=True
+        )
     if (refused := why_not_rows(x)) is not None:
         return refused
     most = min(MAX_TOPK, layer.num_local_experts * layer.ep_size)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from deepep_moe.integrations.common.process_groups import take_gpu
 from deepep_moe.integrations.deepspeed.buffers import destroy_all
-from deepep_moe.integrations.process_groups import take_gpu
 
 DEVICES = ("cpu", "cuda")
 

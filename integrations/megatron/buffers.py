@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import deepep_moe
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.integrations.growing_buffer import GrowingBuffer
+from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 
 _OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
 
@@ -32,7 +32,7 @@ class BufferRegistry:
 
     def __init__(self, options: Options):
         self.options = options
-        self._buffers: dict[tuple, GrowingBuffer] = {}
+        self._buffers: dict[tuple, ElasticBuffer] = {}
         self._closed = False
         atexit.register(self.destroy)
 
@@ -46,7 +46,7 @@ class BufferRegistry:
         *,
         device: torch.device,
         num_sms: int | None = None,
-    ) -> GrowingBuffer:
+    ) -> ElasticBuffer:
         """The buffer for these numbers, constructed by the first call, which every rank of `group` must make together. num_sms: None for
         that of the options.
 
@@ -63,7 +63,7 @@ class BufferRegistry:
             def construct(bound: int) -> deepep_moe.Buffer:
                 return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend, num_sms=num_sms)
 
-            self._buffers[key] = GrowingBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION)
+            self._buffers[key] = ElasticBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION)
         return self._buffers[key]
 
     def destroy(self) -> None:

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchOutput
-from deepep_moe.integrations.growing_buffer import GrowingBuffer
+from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
@@ -43,7 +43,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
-        self._growing: GrowingBuffer | None = None  # which has the layers' present buffer
+        self._elastic: ElasticBuffer | None = None  # which has the layers' present buffer
         self._handle: Any = None
         self._num_calls = 0  # of the buffer that this forward has made
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # of rows, until one is seen
@@ -81,9 +81,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def run_part(self, part: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
         """`part(layer, ...)`, a method of the layer that makes no call of the buffer. If it fails on this rank the peers are told, also
         where nobody else would tell them: in a recomputation of the layer, which does not go by `run_layer`."""
-        if self._growing is None:
+        if self._elastic is None:
             return part(layer, *args, **kwargs)
-        buffer = self._growing.buffer
+        buffer = self._elastic.buffer
         num_calls = buffer.num_calls
         try:
             return part(layer, *args, **kwargs)
@@ -92,12 +92,12 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 tell(buffer, error, num_calls)
             raise
 
-    def _find(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
+    def _find(self, num_tokens: int, hidden: int, device: torch.device) -> ElasticBuffer:
         """The layers' buffer. Collective where it is made."""
         num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
-        self._growing = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
-        return self._growing
+        self._elastic = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
+        return self._elastic
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -120,7 +120,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         num_tokens, self._hidden = hidden_states.shape
-        growing = self._find(num_tokens, self._hidden, hidden_states.device)
+        elastic = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.registry.options.expert_alignment
         assert topk_idx is not None  # of dispatch_preprocess
 
@@ -128,10 +128,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return buffer.dispatch(x, topk_idx, probs, layout="expert", expert_alignment=alignment)
 
         try:
-            buffer, out = growing.dispatch(num_tokens, send)
+            buffer, out = elastic.dispatch(num_tokens, send)
         except ValueError as error:
             # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
-            if bool((topk_idx >= growing.buffer.num_experts).any()):
+            if bool((topk_idx >= elastic.buffer.num_experts).any()):
                 raise ValueError(self._explain_excess()) from error
             raise
         self.buffer, self._handle, self._num_calls = buffer, out.handle, buffer.num_calls

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.routing import weights_at
-from deepep_moe.integrations.say_once import say_once
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map
@@ -67,7 +67,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
             reason = reason or _refusal(given, known)
             if reason is None:
                 return ours(given)
-            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}", stage_group())
+            warn_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}", stage_group())
             return original(*args, **kwargs)
 
         return choose
@@ -81,7 +81,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
 
     for name, (ours, known) in _REPLACEMENTS.items():
         if not hasattr(router, name):  # 0.13
-            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: this version has no {name}")
+            warn_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: this version has no {name}")
         else:
             patches.set(router, name, replacement(name, ours, known))
     patches.set(router.TopKRouter, "routing", route)

@@ -21,9 +21,9 @@ from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
+from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed import autoep_bias
 from deepep_moe.integrations.deepspeed.autoep_router import GatedRouter, restore_router, swap_router
-from deepep_moe.integrations.say_once import say_once
 
 RATE = 0.02
 BIAS = "e_score_correction_bias"
@@ -285,7 +285,7 @@ def _balance_worker(rank: int, num_ranks: int, folder: str) -> None:
             tag = case.family
             lacks = [getattr(layer.router, BIAS, None) is None for layer in autoep_layers(build_engine(case, False))]
             assert all(lacks) or case.family != "deepseek_v2"
-            say_once.cache_clear()
+            warn_once.cache_clear()
             with logged() as messages:
                 engine = _make_balancing(case)
             assert sum("are given an e_score_correction_bias" in line for line in messages) == (any(lacks) and rank == 0), messages
@@ -435,7 +435,7 @@ def _replaced_forwards(rank: int, case: Case) -> None:
     layers = autoep_layers(engine)
     for layer in layers:
         layer.forward = layer.forward
-    say_once.cache_clear()
+    warn_once.cache_clear()
     with logged() as messages:
         assert replace_moe_layers(engine) == 0
     assert messages == ["2 MoE layers keep their forward, which was replaced on the layer or its class; swap them before that"] * (

@@ -22,7 +22,7 @@ from torch import nn
 
 from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
-from deepep_moe.integrations import growing_buffer
+from deepep_moe.integrations.common import elastic_buffer as elastic_buffer
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.routing import route
@@ -288,7 +288,7 @@ def test_more_tokens_than_the_bound():
 
 def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
     """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
-    growing_buffer._is_bounded = lambda device: True
+    elastic_buffer._is_bounded = lambda device: True
     with engine_ready(device_type) as device:
         layer = make_moe(4, k=2, drop_tokens=False).to(device)
         layer.set_deepspeed_parallelism()
@@ -322,9 +322,9 @@ def test_room_grows_with_the_tokens(device):
 
 
 def _growing_in_double_worker(rank: int, num_ranks: int) -> None:
-    growing_buffer._is_bounded = lambda device: True
+    elastic_buffer._is_bounded = lambda device: True
     torch.set_default_dtype(torch.float64)
-    growing = growing_buffer.GrowingBuffer(
+    growing = elastic_buffer.ElasticBuffer(
         dist.group.WORLD, 10, torch.device("cpu"), lambda room: Buffer(None, room, HIDDEN, 4, 1), None, "the option"
     )
     x = torch.ones(10 + 200 * rank, HIDDEN, dtype=torch.float32)
@@ -486,7 +486,7 @@ def _replaced_worker(rank: int, num_ranks: int) -> None:
         ):
             replace_moe_layers(layer)
             plain = layer(x)[0]
-            buffers.say_once.cache_clear()
+            buffers.warn_once.cache_clear()
             change()
             with logged() as lines:
                 changed = layer(x)[0]

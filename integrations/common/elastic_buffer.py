@@ -21,7 +21,7 @@ class OutgrownError(ValueError):
     """More tokens than the buffer has room for."""
 
 
-class GrowingBuffer:
+class ElasticBuffer:
     """A `Buffer` of a group, with a larger one in its place once a rank has more tokens than it has room for."""
 
     def __init__(

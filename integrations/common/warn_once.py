@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def say_once(message: str, *groups: "dist.ProcessGroup | None", on_all_ranks: bool = False) -> None:
+def warn_once(message: str, *groups: "dist.ProcessGroup | None", on_all_ranks: bool = False) -> None:
     """A warning on the rank that is the first of all `groups`, or on whichever rank has one; the first time only. Without groups rank 0
     says it; a layer's warning needs those of its stage of a pipeline, as rank 0 may be in one without such layers."""
     if on_all_ranks or is_first(*groups):
