@@ -259,7 +259,7 @@ def test_cpu_layer_puts_everything_back():
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+    from deepep_moe.integrations.megatron.harness.cpu import disable_cpu, enable_cpu
 
     owners = (torch.cuda, torch.cuda.nvtx, CudaRNGStatesTracker, LocalSpecProvider, WrappedTorchNorm)
     if torch.cuda.is_available():

@@ -92,7 +92,7 @@ def make_inputs(options: argparse.Namespace, rank: int, device: torch.device) ->
 
 def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
     """By what is timed and by dispatcher."""
-    from deepep_moe.integrations.megatron.layers import echo_experts, exchange
+    from deepep_moe.integrations.megatron.harness.layers import echo_experts, exchange
 
     with torch.no_grad():
         probs, routing_map = layers[OURS].router(x)
@@ -161,8 +161,8 @@ class Measured:
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     """What one rank does: build, compare, time in turns."""
-    from deepep_moe.integrations.megatron.layers import permutes_are_fused, sharing_layers
-    from deepep_moe.integrations.megatron.ranks import model_parallel
+    from deepep_moe.integrations.megatron.harness.layers import permutes_are_fused, sharing_layers
+    from deepep_moe.integrations.megatron.harness.ranks import model_parallel
 
     bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend}
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:

@@ -15,7 +15,7 @@ def patch_modules(patches: Patches) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # Imported here, as this module must load before Megatron-Core is asked for.
-    from deepep_moe.integrations.megatron.torch_modules import TorchAttention, torch_norm
+    from deepep_moe.integrations.megatron.harness.torch_modules import TorchAttention, torch_norm
 
     # The local attention has one head size for keys and values; multi-head latent attention has two.
     patches.set(LocalSpecProvider, "core_attention", lambda provider: TorchAttention)

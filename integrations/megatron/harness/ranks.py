@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe.integrations.common.process_groups import take_gpu
-from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+from deepep_moe.integrations.megatron.harness.cpu import disable_cpu, enable_cpu
+from deepep_moe.integrations.megatron.harness.without_te import disable_without_te, enable_without_te
 from deepep_moe.integrations.megatron.plugin import disable, enable
-from deepep_moe.integrations.megatron.without_te import disable_without_te, enable_without_te
 
 DEVICES = ("cpu", "cuda")
 

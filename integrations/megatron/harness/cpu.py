@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from deepep_moe.integrations.megatron.harness.without_te import patch_modules
 from deepep_moe.integrations.megatron.patches import Patches
-from deepep_moe.integrations.megatron.without_te import patch_modules
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def enable_cpu() -> None:
         patches.restore()
         raise
     _active = patches
-    _log.info("Megatron-Core runs on CPU tensors in this process (deepep_moe.integrations.megatron.cpu)")
+    _log.info("Megatron-Core runs on CPU tensors in this process (deepep_moe.integrations.megatron.harness.cpu)")
 
 
 def disable_cpu() -> None:
