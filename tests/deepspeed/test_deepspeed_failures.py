@@ -10,7 +10,7 @@ from deepspeed_cases import HIDDEN, engine_ready, make_moe
 from torch import nn
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.integrations.common import elastic_buffer as elastic_buffer
+from deepep_moe.integrations.common import elastic_buffer
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers
 from deepep_moe.testing.launch import run_ranks
 

@@ -22,10 +22,10 @@ from torch import nn
 
 from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
-from deepep_moe.integrations.common import elastic_buffer as elastic_buffer
+from deepep_moe.integrations.common import elastic_buffer
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.buffers import all_buffers
-from deepep_moe.integrations.deepspeed.routing import route
+from deepep_moe.integrations.deepspeed.native.routing import route
 from deepep_moe.testing.launch import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
@@ -363,7 +363,7 @@ def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
             def get_tensor_model_parallel_world_size(self):
                 return 2
 
-        from deepep_moe.integrations.deepspeed.layer import why_stock
+        from deepep_moe.integrations.deepspeed.native.layer import why_stock
 
         moe = layer.deepspeed_moe
         assert why_stock(moe, x) is None
@@ -528,7 +528,7 @@ def _built_worker(rank: int, num_ranks: int) -> None:
     """The class may stand where MoE builds its layers: how upstream's own tests are run with it."""
     import deepspeed.moe.layer as module
 
-    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
     # Many rows an expert: for a single one a matrix product may take another way, and round other bits.
     generator = torch.Generator().manual_seed(rank)

@@ -181,7 +181,7 @@ def _class_worker(rank: int, num_ranks: int) -> None:
     from deepspeed.moe import layer as moe_layer
     from deepspeed.moe.sharded_moe import MOELayer
 
-    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
     with engine_ready():
         moe_layer.MOELayer = PackedMOELayer

@@ -122,7 +122,7 @@ class CommunicationPass(OutputPass):
     """The same without the gate: it has decided, and its weights are leaves."""
 
     def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
-        from deepep_moe.integrations.deepspeed.routing import ask
+        from deepep_moe.integrations.deepspeed.native.routing import ask
 
         super().__init__(layer, x, cotangent)
         self._gate = layer.deepspeed_moe.gate
@@ -214,7 +214,7 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shape, Measured]:
     """What one rank does: build, compare, time in turns."""
-    from deepep_moe.integrations.deepspeed.ranks import engine_ready
+    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(options.device) as device:
         shapes = [Shape(num_topk, dtype) for num_topk in options.num_topk for dtype in options.dtype]
@@ -254,7 +254,7 @@ Passes = dict[str, dict[str, LayerPass]]
 
 def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
     """And the experts that tokens go to, [num_tokens, num_topk]."""
-    from deepep_moe.integrations.deepspeed.layers import FeedForward, experts_of, sharing_layers
+    from deepep_moe.integrations.deepspeed.harness.layers import FeedForward, experts_of, sharing_layers
 
     layers = {
         what: sharing_layers(expert, capacity_factor=options.capacity_factor, **settings)
@@ -270,7 +270,7 @@ def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, se
 
 def _autoep_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
     """Likewise."""
-    from deepep_moe.integrations.deepspeed.layers import autoep_experts_of, autoep_layers
+    from deepep_moe.integrations.deepspeed.harness.layers import autoep_experts_of, autoep_layers
 
     layers = autoep_layers(ffn_hidden=options.ffn_hidden, **settings)
     passes: Passes = {"autoep": {kind: AutoEPPass(layer, x, cotangent) for kind, layer in layers.items()}}

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepep_moe.integrations.deepspeed.native.routing import route
 from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers
-from deepep_moe.integrations.deepspeed.routing import route
 
 DEEPSPEED, EXACT, FAST = "deepspeed", "exact", "fast"
 KINDS = (EXACT, FAST, DEEPSPEED)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepep_moe.integrations.deepspeed.autoep_router import GatedRouter, has_moving_bias
+from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, has_moving_bias
 from deepep_moe.ops.balance import update_expert_bias
 
 _STEP = "_take_model_step"  # of an optimizer: what both `step` and a pipeline engine's `train_batch` call

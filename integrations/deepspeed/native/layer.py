@@ -20,9 +20,9 @@ from deepep_moe.handle import DispatchHandle
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
-from deepep_moe.integrations.deepspeed.gates import has_hooks
+from deepep_moe.integrations.deepspeed.native.gates import has_hooks
+from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.options import Options
-from deepep_moe.integrations.deepspeed.routing import Routing, route
 from deepep_moe.telling import or_tell
 
 _UNTIMED = contextlib.nullcontext()

@@ -13,11 +13,11 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchOutput
 from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.deepspeed.autoep_bias import move_with
-from deepep_moe.integrations.deepspeed.autoep_older import forward_around
-from deepep_moe.integrations.deepspeed.autoep_router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
+from deepep_moe.integrations.deepspeed.autoep.bias import move_with
+from deepep_moe.integrations.deepspeed.autoep.older import forward_around
+from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
-from deepep_moe.integrations.deepspeed.layer import lengthened, widened, with_gradient
+from deepep_moe.integrations.deepspeed.native.layer import lengthened, widened, with_gradient
 from deepep_moe.telling import or_tell, tell
 from deepep_moe.torch_ops import weighed_sum
 

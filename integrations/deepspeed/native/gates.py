@@ -19,7 +19,7 @@ from deepspeed.moe import sharded_moe
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from deepep_moe.integrations.deepspeed.top2 import Top2, has_kernels
+from deepep_moe.integrations.deepspeed.native.top2 import Top2, has_kernels
 
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
 """l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights of that shape,
