@@ -7,8 +7,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,6 @@ import deepep_moe
 
 _QUIET: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
 SETTINGS = ("backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout")
-
-
-def time_us(run: Callable[[], Any], repeats: int, warmup: int = 3) -> list[float]:
-    """Wall times of `repeats` calls in microseconds, after `warmup` unmeasured ones."""
-    times = []
-    for i in range(repeats + warmup):
-        start = time.perf_counter()
-        run()
-        if i >= warmup:
-            times.append((time.perf_counter() - start) * 1e6)
-    return times
 
 
 def cpu_name() -> str:
@@ -64,17 +52,17 @@ def record(
     times: Sequence[float],
     bytes_moved: int,
     *,
-    rival: str | None,
-    rival_times: Sequence[float],
+    baseline: str | None,
+    baseline_times: Sequence[float],
     **extra: Any,
 ) -> dict[str, Any]:
     """One measurement in the form all benchmarks of the project share.
 
     Times are microseconds; `gbps` is bytes_moved (bytes of one rank) over the median; `ratio` is rival_us / us_median: how many times
-    faster than the rival; None where there are no times of a rival. Settings that do not apply are None. `extra` may say another
+    faster than the baseline; None where there are no times of a baseline. Settings that do not apply are None. `extra` may say another
     `hardware` than the CPU.
     """
-    (median, p10, p90), rival_us = spread(times), statistics.median(rival_times) if rival_times else None
+    (median, p10, p90), baseline_us = spread(times), statistics.median(baseline_times) if baseline_times else None
     return {
         "op": op,
         **{name: settings.get(name) for name in SETTINGS},
@@ -83,9 +71,9 @@ def record(
         "us_p90": p90,
         "bytes_moved": bytes_moved,
         "gbps": bytes_moved / median / 1e3,
-        "rival": rival,
-        "rival_us": rival_us,
-        "ratio": None if rival_us is None else rival_us / median,
+        "rival": baseline,
+        "rival_us": baseline_us,
+        "ratio": None if baseline_us is None else baseline_us / median,
         "hardware": cpu_name(),
         **extra,
         "versions": {

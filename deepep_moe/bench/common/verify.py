@@ -1,13 +1,11 @@
 """Is what is timed also right? Results of every operation against what they must be by definition, before it is timed."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from deepep_moe.bench.exchange.baselines import PlannedByExpert, PlannedByRank, words
-from deepep_moe.bench.exchange.operations import Inputs, Operation, Shape
+from deepep_moe.bench.common.workload import Inputs, Operation, Shape
 from deepep_moe.errors import EPError
 from deepep_moe.handle import padded
 
@@ -91,17 +89,6 @@ def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: i
     for name, tensor in expected.items():
         compare(name, getattr(result, name), tensor)
     return True
-
-
-def verify_rival(rival: PlannedByExpert | PlannedByRank, inputs: Sequence[Inputs], shape: Shape, rank: int) -> Tensor:
-    """Does the rival do the same work with bf16 rows? Returns what its dispatch returns. Collective; raises EPError."""
-    rows = rival.dispatch()
-    combined = rival.combine(rows)  # now: what follows may raise on one rank alone
-    unpadded = dataclasses.replace(shape, expert_alignment=1)
-    expected = expected_dispatch(inputs, unpadded, rank, rival.layout, is_fp8=False)["recv_x"]
-    compare("the all-to-all's dispatch", rows, words(expected))
-    close_to("the all-to-all's combine", combined, expected_combine(inputs[rank], shape, rival.layout))
-    return rows
 
 
 def close_to(what: str, found: Tensor, expected: Tensor) -> None:

@@ -1,12 +1,14 @@
 """What `dispatch` and `combine` are measured against."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.bench.exchange.operations import Inputs, Shape, gather_counts
+from deepep_moe.bench.common.verify import close_to, compare, expected_combine, expected_dispatch
+from deepep_moe.bench.common.workload import Inputs, Shape, gather_counts
 
 
 class AllToAllRows:
@@ -174,3 +176,14 @@ class PlannedByExpert(PlannedRows):
 
 PLANNED: dict[str, type[PlannedByExpert] | type[PlannedByRank]] = {p.layout: p for p in (PlannedByExpert, PlannedByRank)}
 """By layout."""
+
+
+def verify_baseline(baseline: PlannedByExpert | PlannedByRank, inputs: Sequence[Inputs], shape: Shape, rank: int) -> Tensor:
+    """Check that the baseline does the same work with bf16 rows, and return what its dispatch returns. Collective; raises EPError."""
+    rows = baseline.dispatch()
+    combined = baseline.combine(rows)  # before the checks, which may raise on one rank alone
+    unpadded = dataclasses.replace(shape, expert_alignment=1)
+    expected = expected_dispatch(inputs, unpadded, rank, baseline.layout, is_fp8=False)["recv_x"]
+    compare("the all-to-all's dispatch", rows, words(expected))
+    close_to("the all-to-all's combine", combined, expected_combine(inputs[rank], shape, baseline.layout))
+    return rows

@@ -56,14 +56,14 @@ def _buffer_pair(backend: str, options: argparse.Namespace, inputs: tuple[torch.
     return buffer, (dispatch, combine)
 
 
-def _rival_pair(options: argparse.Namespace, inputs: tuple[torch.Tensor, ...]) -> Pair:
-    rival, state = AllToAllRows(options.num_experts, options.layout), {}
+def _baseline_pair(options: argparse.Namespace, inputs: tuple[torch.Tensor, ...]) -> Pair:
+    baseline, state = AllToAllRows(options.num_experts, options.layout), {}
 
     def dispatch() -> torch.Tensor:
-        state["rows"] = rival.dispatch(*inputs)
+        state["rows"] = baseline.dispatch(*inputs)
         return state["rows"]
 
-    return dispatch, lambda: rival.combine(state["rows"], options.num_tokens)
+    return dispatch, lambda: baseline.combine(state["rows"], options.num_tokens)
 
 
 def _verify(pairs: dict[str, Pair], options: argparse.Namespace, inputs: tuple[torch.Tensor, ...]) -> int:
@@ -76,7 +76,7 @@ def _verify(pairs: dict[str, Pair], options: argparse.Namespace, inputs: tuple[t
         num_copies = 1 + (ranks[:, 1:] != ranks[:, :-1]).sum(1, keepdim=True)
     factors = dict.fromkeys(pairs, num_copies)
     if options.layout == "expert":
-        factors |= dict.fromkeys(("ours", "collective"), topk_weights.sum(1, keepdim=True))  # the rival weighs nothing
+        factors |= dict.fromkeys(("ours", "collective"), topk_weights.sum(1, keepdim=True))  # the baseline weighs nothing
     rows: dict[str, torch.Tensor] = {}
     for name, (dispatch, combine) in pairs.items():
         rows[name] = dispatch()
@@ -98,11 +98,11 @@ def _slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
     """Times in microseconds by step, and bytes touched, of one rank."""
-    torch.set_num_threads(config.num_threads(num_ranks))  # for the rivals and memcpy too
+    torch.set_num_threads(config.num_threads(num_ranks))  # for the baselines and memcpy too
     inputs = _inputs(options, rank)
     buffer, ours = _buffer_pair(options.backend, options, inputs)
     other, collective = _buffer_pair("collective", options, inputs)
-    pairs = {"ours": ours, "collective": collective, "all-to-all": _rival_pair(options, inputs)}
+    pairs = {"ours": ours, "collective": collective, "all-to-all": _baseline_pair(options, inputs)}
     bytes_touched = _verify(pairs, options, inputs)
     source, target = torch.ones(bytes_touched // 2, dtype=torch.uint8), torch.empty(bytes_touched // 2, dtype=torch.uint8)
     steps: dict[str, Callable[[], Any]] = {f"{name} {op}": call for name, pair in pairs.items() for op, call in zip(OPS, pair, strict=True)}
@@ -142,8 +142,10 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             "memcpy_us": passes * memcpy_us,
             "percent_of_memcpy": 100 * passes * memcpy_us / statistics.median(ours),
         }
-        for name, rival in (("collective", "collective (gloo)"), ("all-to-all", AllToAllRows.name)):
-            records.append(record(op, settings, ours, passes * bytes_touched, rival=rival, rival_times=times[f"{name} {op}"], **bound))
+        for name, baseline in (("collective", "collective (gloo)"), ("all-to-all", AllToAllRows.name)):
+            records.append(
+                record(op, settings, ours, passes * bytes_touched, baseline=baseline, baseline_times=times[f"{name} {op}"], **bound)
+            )
     return records
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe.bench.common.verify import close_to, expected_combine
-from deepep_moe.bench.exchange.operations import Inputs, Operation, Shape
+from deepep_moe.bench.common.workload import Inputs, Operation, Shape
 from deepep_moe.errors import BackendUnavailableError
 
 PEERS = ("deep_ep",)

@@ -8,23 +8,20 @@ how much of an exchange hides behind GEMMs (`python -m deepep_moe.bench overlap 
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deepep_moe import config
+from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
 from deepep_moe.bench.common.records import write_json
+from deepep_moe.bench.common.report import load_pyplot
 from deepep_moe.bench.exchange.deep_ep import PEERS, load_peer
 from deepep_moe.bench.exchange.measure import Report, measure
-from deepep_moe.bench.exchange.report import load_pyplot, plot, records_of, show
+from deepep_moe.bench.exchange.report import plot, records_of, show
 from deepep_moe.bench.overlap import report as overlap_report
-from deepep_moe.errors import BackendUnavailableError, EPError
-from deepep_moe.testing import run_ranks
+from deepep_moe.errors import EPError
 
-RANKS = (2, 4)
 TOKENS = {"cuda": (128, 512, 2048, 4096, 8192, 32768), "cpu": (128, 512)}
 QUICK_TOKENS = (128, 4096)
 OVERLAP_TOKENS = {"cuda": (4096,), "cpu": (512,)}
@@ -33,13 +30,6 @@ SWEPT_TOKENS = 4096
 GEMM = (4096, 2048, 2048)
 _GEMM_HELP = f"sizes of the GEMMs beside an exchange; default {' '.join(map(str, GEMM))}"
 _NUM_SMS_HELP = f"SMs of every call, 0 for the copy engine; default the buffer's own choice, and the copy engine at {SWEPT_TOKENS} tokens"
-
-
-def add_ranks_and_tokens(parser: argparse.ArgumentParser, default_tokens: str) -> None:
-    """Several of each. The shorter names are those that commands of older records have."""
-    helped = "EP sizes, one run each; default 2 and 4, as far as there are GPUs"
-    parser.add_argument("--num-ranks", "--ranks", type=int, nargs="+", help=helped)
-    parser.add_argument("--num-tokens", "--tokens", type=int, nargs="+", help=f"per rank; default {default_tokens}")
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str) -> None:
@@ -84,24 +74,6 @@ def resolve(options: argparse.Namespace) -> None:
     options.num_sms_of = {num_tokens: _num_sms(options, num_tokens) for num_tokens in options.num_tokens}
 
 
-def resolve_ranks(options: argparse.Namespace) -> None:
-    """`options.num_ranks`, EP sizes, and `options.launched`, has a launcher started this rank; `options.on_gpu` must be there."""
-    num_gpus = torch.cuda.device_count()
-    options.launched = config.launched_rank() is not None
-    if options.launched:
-        world = config.world_size()
-        if options.num_ranks not in (None, [world]):
-            raise ValueError(f"--num-ranks {options.num_ranks} under a launcher that started {world} ranks; leave --num-ranks out")
-        options.num_ranks = [world]
-    elif options.num_ranks is None:
-        options.num_ranks = [n for n in RANKS if n <= num_gpus] or [2] if options.on_gpu else [2]
-    if options.on_gpu and num_gpus < (1 if options.launched else max(options.num_ranks)):
-        raise BackendUnavailableError(
-            f"backend {options.backend!r} needs a GPU for each of {max(options.num_ranks)} ranks, this machine has {num_gpus}; "
-            "give --num-ranks, or --backend shm, which needs none"
-        )
-
-
 def _default_tokens(options: argparse.Namespace) -> tuple[int, ...]:
     if options.quick:
         return QUICK_TOKENS
@@ -120,17 +92,6 @@ def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
         chosen += SWEEP if options.sweep else ()
         chosen += [0] if options.backend == "nvlink" and options.num_sms is None else []
     return list(dict.fromkeys(chosen))
-
-
-def start(measure: Callable[..., Any], options: argparse.Namespace) -> list[Any]:
-    """What `measure(rank, num_ranks, options, device_idx)` returns on rank 0 of each EP size; under a launcher, on this rank."""
-    if not options.launched:
-        return [run_ranks(measure, num_ranks, options, timeout_s=900)[0] for num_ranks in options.num_ranks]
-    dist.init_process_group("gloo")
-    try:
-        return [measure(dist.get_rank(), dist.get_world_size(), options, config.local_rank())]
-    finally:
-        dist.destroy_process_group()
 
 
 def run(options: argparse.Namespace) -> list[Report]:

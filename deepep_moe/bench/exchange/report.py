@@ -1,19 +1,18 @@
 """Records, table and plot of `deepep_moe.bench.exchange.nvlink`."""
 
 import argparse
-import importlib
 import statistics
 from pathlib import Path
 from typing import Any
 
 from deepep_moe.bench.common.records import record, spread
+from deepep_moe.bench.common.report import load_pyplot, save_figure
 from deepep_moe.bench.exchange.baselines import PLANNED
 from deepep_moe.bench.exchange.measure import Measurement, Report
-from deepep_moe.errors import EPError
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per measurement. The rival of `ratio`: the all-to-all of as many rows as the layout has, with its permutes."""
+    """One record per measurement. The baseline of `ratio`: the all-to-all of as many rows as the layout has, with its permutes."""
     return [_record(report, measurement, options) for report in reports for measurement in report.measurements]
 
 
@@ -39,18 +38,18 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
         "call_us_p90": call_p90,
         "link_gbps": report.link_gbps,
         "percent_of_link": None if report.link_gbps is None else 100 * m.link_bytes / median_s / 1e9 / report.link_gbps,
-        "rival_alone_us": statistics.median(m.rival.alone_us),
-        "rival_permuted_us": statistics.median(m.rival.permuted_us),
+        "rival_alone_us": statistics.median(m.baseline.alone_us),
+        "rival_permuted_us": statistics.median(m.baseline.permuted_us),
         "workspace_bytes": m.workspace_bytes,
         "iterations": len(m.stream_us),
     }
-    rival, times = f"{PLANNED[m.layout].name} ({report.transport}) with permutes", m.rival.permuted_us
-    return record(m.op, settings, m.stream_us, m.link_bytes, rival=rival, rival_times=times, hardware=report.hardware, **extra)
+    baseline, times = f"{PLANNED[m.layout].name} ({report.transport}) with permutes", m.baseline.permuted_us
+    return record(m.op, settings, m.stream_us, m.link_bytes, baseline=baseline, baseline_times=times, hardware=report.hardware, **extra)
 
 
 _COLUMNS = (
     f"{'operation':27}{'EP':>3}{'tokens':>7}{'SMs':>5}{'stream us':>11} {'[p10-p90]':15}{'call us':>9}{'MB':>8}{'GB/s':>7}{'% link':>7}"
-    f"{'rival us':>10}{'permuted':>10}{'speed-up':>10}"
+    f"{'baseline us':>12}{'permuted':>10}{'speed-up':>10}"
 )
 
 
@@ -61,7 +60,7 @@ def show(records: list[dict[str, Any]]) -> None:
     print("link, every rank copying to its neighbour: " + (", ".join(f"EP{n} {g:.0f} GB/s" for n, g in links.items()) or "none"))
     sizes = {(r["num_ranks"], r["num_tokens"]): r["workspace_bytes"] for r in records if r["workspace_bytes"] is not None}
     print("workspace per rank: " + ", ".join(f"EP{n} {t} tokens {size / 2**20:.0f} MiB" for (n, t), size in sizes.items()))
-    print("rival: all-to-all of every (token, expert) row, in the rank layout of every (token, rank) row, its permutes left out and")
+    print("baseline: all-to-all of every (token, expert) row, in the rank layout of every (token, rank) row, its permutes left out and")
     print("counted; speed-up over the latter. MB: over the link, of the rank that sends most. SMs: - is the buffer's own choice.")
     print(_COLUMNS)
     for r in records:
@@ -73,17 +72,8 @@ def _line(r: dict[str, Any]) -> str:
     percent = "-" if r["percent_of_link"] is None else f"{r['percent_of_link']:.0f}"
     spread = f"[{r['us_p10']:.0f}-{r['us_p90']:.0f}]"
     times = f"{r['us_median']:11.1f} {spread:15}{r['call_us']:9.1f}{r['bytes_moved'] / 1e6:8.1f}{r['gbps']:7.1f}{percent:>7}"
-    rival = f"{r['rival_alone_us']:10.1f}{r['rival_permuted_us']:10.1f}{r['ratio']:9.2f}x"
-    return f"{r['name']:27}{r['num_ranks']:3}{r['num_tokens']:7}{sms:>5}{times}{rival}"
-
-
-def load_pyplot() -> Any:
-    """Raises EPError, with the fix, where matplotlib is missing."""
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise EPError(f"--plot needs matplotlib ({error}); pip install matplotlib, or leave --plot out") from error
+    baseline = f"{r['rival_alone_us']:12.1f}{r['rival_permuted_us']:10.1f}{r['ratio']:9.2f}x"
+    return f"{r['name']:27}{r['num_ranks']:3}{r['num_tokens']:7}{sms:>5}{times}{baseline}"
 
 
 def plot(path: Path, records: list[dict[str, Any]]) -> None:
@@ -107,7 +97,4 @@ def plot(path: Path, records: list[dict[str, Any]]) -> None:
     axes.set(xlabel="tokens per rank", ylabel="GB/s over the link, one direction (grey: copy engine)", title=records[-1]["hardware"])
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", fontsize=8, ncols=3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    print(f"wrote {path}")
+    save_figure(figure, path)

@@ -105,7 +105,7 @@ def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate:
     return gate
 
 
-RIVALS: dict[str, Callable[[Shape, bool], Gate]] = {
+BASELINES: dict[str, Callable[[Shape, bool], Gate]] = {
     "torch operators": operators,
     "torch.compile": compiled,
     "Megatron-Core": megatron,

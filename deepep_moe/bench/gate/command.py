@@ -2,71 +2,14 @@
 Megatron-Core and Transformer Engine where they are installed."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from deepep_moe import config, ops
-from deepep_moe.bench.common.records import record, time_us, write_json
-from deepep_moe.bench.gate import gpu as gate_gpu
-from deepep_moe.bench.gate.baselines import Shape, torch_gate
-
-
-def run(
-    num_tokens: int = 4096,
-    num_experts: int = 256,
-    num_topk: int = 8,
-    num_groups: int = 8,
-    topk_groups: int = 4,
-    *,
-    dtype: torch.dtype = torch.float32,
-    repeats: int = 50,
-) -> list[dict[str, Any]]:
-    """Times the forward and the forward with backward of `ops.gate` and of `torch_gate`, sigmoid scores with bias.
-
-    Both use the threads that `DEEPEP_MOE_NUM_THREADS` allows. `bytes_moved` counts each input and output once.
-
-    Returns:
-        One record per operation; times in microseconds, `ratio` is the rival's median time over ours.
-    """
-    torch.set_num_threads(config.num_threads())
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(num_tokens, num_experts, generator=generator).to(dtype)
-    bias = torch.randn(num_experts, generator=generator) * 0.1
-    grad = torch.randn(num_tokens, num_topk, generator=generator)
-
-    def ours() -> Tensor:
-        return ops.gate(logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, expert_bias=bias, routed_scaling_factor=2.5)[1]
-
-    def rival() -> Tensor:
-        return torch_gate(logits, num_topk, num_groups, topk_groups, bias, 2.5)[1]
-
-    def backward(gate: Callable[[], Tensor]) -> None:
-        logits.grad = None
-        gate().backward(grad)
-
-    settings = {
-        "backend": "cpu",
-        "num_ranks": 1,
-        "num_tokens": num_tokens,
-        "num_topk": num_topk,
-        "num_experts": num_experts,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    lanes_bytes = num_tokens * num_topk * (8 + 4)
-    forward_times = time_us(ours, repeats), time_us(rival, repeats)
-    logits.requires_grad_()
-    backward_times = time_us(lambda: backward(ours), repeats), time_us(lambda: backward(rival), repeats)
-    records = []
-    for op, (times, rival_times), bytes_moved in (
-        ("gate", forward_times, logits.nbytes + lanes_bytes),
-        ("gate+backward", backward_times, 3 * logits.nbytes + 2 * lanes_bytes),
-    ):
-        threads = {"num_threads": config.num_threads(), "num_groups": num_groups, "topk_groups": topk_groups}
-        records.append(record(op, settings, times, bytes_moved, rival="torch operators", rival_times=rival_times, **threads))
-    return records
+from deepep_moe.bench.common.records import write_json
+from deepep_moe.bench.gate import cpu, gpu
+from deepep_moe.bench.gate.baselines import Shape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints one line per record and writes all of them to `--json`."""
+    """Print one line per record and write all records to `--json`."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("the gate's kernels need a GPU, which PyTorch does not see here; use --device cpu")
     run_all = _run_on_gpu if options.device == "cuda" else _run_on_cpu
@@ -97,11 +40,11 @@ def main(options: argparse.Namespace) -> None:
 
 def _run_on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     names = ("num_tokens", "num_experts", "num_topk", "num_groups", "topk_groups", "repeats")
-    yield from run(**{name: getattr(options, name) for name in names}, dtype=getattr(torch, options.dtype))
+    yield from cpu.run(**{name: getattr(options, name) for name in names}, dtype=getattr(torch, options.dtype))
 
 
 def _run_on_gpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
     one = Shape(*(getattr(options, name) for name in Shape._fields))
-    for shape in gate_gpu.sweep(options.num_topk) if options.sweep else [one]:
-        yield from gate_gpu.run(shape, getattr(torch, options.dtype), options.repeats, device)
+    for shape in gpu.sweep(options.num_topk) if options.sweep else [one]:
+        yield from gpu.run(shape, getattr(torch, options.dtype), options.repeats, device)

@@ -3,7 +3,6 @@
 import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch._functorch.config as autograd_config
 from torch import Tensor
 
 from deepep_moe.bench.common.records import record
-from deepep_moe.bench.gate import baselines as gate_rivals
+from deepep_moe.bench.common.timing import kernel_us, wall_us
+from deepep_moe.bench.gate import baselines
 from deepep_moe.bench.gate.baselines import Gate, Shape
 from deepep_moe.errors import BackendUnavailableError
 
 TOKENS, EXPERTS, GROUPS = (128, 512, 2048, 4096, 8192, 32768), (64, 256, 512), ((1, 1), (8, 4))
-_QUEUED = 20  # calls that wait on the device for their turn
-_WARMUP = 3
 
 
 def sweep(num_topk: int) -> Iterator[Shape]:
@@ -29,24 +27,6 @@ def sweep(num_topk: int) -> Iterator[Shape]:
                 yield Shape(num_tokens, num_experts, num_topk, num_groups, topk_groups)
 
 
-def kernel_us(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Device time of a call in microseconds, `repeats` times: the mean of 20 calls that have been queued while the device was busy, so the
-    host does not count, and launches follow each other as closely as they can."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    host_s = min(_wall_us(lambda: [call() for _ in range(_QUEUED)], 3)) * 1e-6
-    cycles = int((2 * host_s + 1e-3) * _cycles_per_s())
-    times = []
-    for _ in range(repeats):
-        torch.cuda._sleep(cycles)
-        start.record()
-        for _ in range(_QUEUED):
-            call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / _QUEUED)
-    return times
-
-
 def called_us(call: Callable[[], Any], repeats: int) -> float:
     """Median wall time in microseconds from an idle device until it has the result."""
 
@@ -54,29 +34,7 @@ def called_us(call: Callable[[], Any], repeats: int) -> float:
         call()
         torch.cuda.synchronize()
 
-    return statistics.median(_wall_us(run, repeats))
-
-
-def _wall_us(call: Callable[[], Any], repeats: int) -> list[float]:
-    times = []
-    for _ in range(_WARMUP + repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e6)
-    torch.cuda.synchronize()
-    return times[_WARMUP:]
-
-
-def _cycles_per_s() -> float:
-    """Of the clock that `torch.cuda._sleep` counts."""
-    probe = 2_000_000
-    torch.cuda._sleep(probe)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    torch.cuda._sleep(probe)
-    torch.cuda.synchronize()
-    return probe / (time.perf_counter() - begin)
+    return statistics.median(wall_us(run, repeats, before=torch.cuda.synchronize))
 
 
 def _backward(gate: Gate, logits: Tensor, bias: Tensor) -> Callable[[], Any]:
@@ -101,7 +59,7 @@ def _bytes(op: str, logits: Tensor, num_topk: int) -> int:
 
 
 def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) -> list[dict[str, Any]]:
-    """One record for each operation and rival: kernel times, and `us_called`, `rival_us_called` with the host's part.
+    """One record for each operation and baseline: kernel times, and `us_called`, `rival_us_called` with the host's part.
 
     Operations: gate, gate_backward; "dense" with the pair of weights and map of all experts instead of lanes alone.
     """
@@ -113,18 +71,20 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
     extra = {"num_groups": shape.num_groups, "topk_groups": shape.topk_groups, "hardware": torch.cuda.get_device_name(device)}
     records = []
     for dense in (False, True):
-        times = _times(gate_rivals.ours(shape, dense), logits, bias, dense, repeats)
-        for rival, make in gate_rivals.RIVALS.items():
+        times = _times(baselines.ours(shape, dense), logits, bias, dense, repeats)
+        for baseline, make in baselines.BASELINES.items():
             try:
                 gate = make(shape, dense)
             except BackendUnavailableError as error:
-                _say_once(f"not measured: {rival} ({error})")
+                _say_once(f"not measured: {baseline} ({error})")
                 continue
-            rival_times = _times(gate, logits, bias, dense, repeats)
+            baseline_times = _times(gate, logits, bias, dense, repeats)
             for op, (kernel, called) in times.items():
-                called_too = {"us_called": called, "rival_us_called": rival_times[op][1]}
+                called_too = {"us_called": called, "rival_us_called": baseline_times[op][1]}
                 moved = _bytes(op, logits, shape.num_topk)
-                records.append(record(op, settings, kernel, moved, rival=rival, rival_times=rival_times[op][0], **called_too, **extra))
+                records.append(
+                    record(op, settings, kernel, moved, baseline=baseline, baseline_times=baseline_times[op][0], **called_too, **extra)
+                )
     return records
 
 

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from deepep_moe import autograd_module
 from deepep_moe.bench.common.records import record, spread, write_json
+from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.exchange.cpu import DTYPES
-from deepep_moe.bench.layers.passes import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
+from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, slowest, times_of
 from deepep_moe.testing import run_ranks
 
 DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
@@ -182,7 +183,7 @@ class Measured:
     differences: dict[str, dict[str, dict[str, float]]]
     """By what is timed, mode, kind of result: the largest difference from DeepSpeed's."""
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
-    """By what is timed and layer: an entry per turn, as `Clock.times` has them."""
+    """By what is timed and layer: an entry per turn, as `times_of` returns it."""
     kernel_us: dict[tuple[str, str], float] = field(default_factory=dict)
     """On GPUs, likewise: what the kernels of a forward and a backward take, without the time between them."""
 
@@ -278,14 +279,14 @@ def _autoep_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, se
 
 
 def _time(passes: Passes, measured: Measured, options: argparse.Namespace, device: torch.device) -> None:
-    clock = Clock(device)
+    timer = Timer(device)
     gc.collect()
     gc.freeze()  # collections stay short
     for turn in range(_WARMUP + options.repeats):
         for what, of_one in passes.items():
             for kind, timed in of_one.items():
                 timed.num_layers = options.num_layers
-                times = [time / options.num_layers for time in clock.times(timed)]
+                times = [time / options.num_layers for time in times_of(timed, timer)]
                 if turn >= _WARMUP:
                     measured.times.setdefault((what, kind), []).append(times)
     if device.type == "cuda":
@@ -359,7 +360,7 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
                 if part == PARTS[2] and first.kernel_us:
                     extra["us_kernels"], extra["rival_us_kernels"] = (fewest_kernel_us(ranks, what, kind) for kind in (mode, DEEPSPEED))
                 ours, theirs = times[what, mode][part], times[what, DEEPSPEED][part]
-                records.append(record(op, settings, ours, num_bytes, rival=DEEPSPEED, rival_times=theirs, **extra))
+                records.append(record(op, settings, ours, num_bytes, baseline=DEEPSPEED, baseline_times=theirs, **extra))
     return records
 
 

@@ -2,7 +2,7 @@
 
 In one run, in turns, on the same inputs, router and experts: "exchange" is what lies between the router and the layer's output, permutes
 included and experts left out (rows return as they came); "layer" is the whole layer with SwiGLU experts (Megatron-Core's SequentialMLP).
-Without TransformerEngine Megatron-Core's permutes are not fused, so two more rivals stand beside its own: "rows alone" sends the rows of
+Without TransformerEngine Megatron-Core's permutes are not fused, so two more baselines stand beside its own: "rows alone" sends the rows of
 `alltoall` by all_to_all_single and does nothing else; "rows, gathers" adds its permutes at one gather each, all counts known beforehand.
 Results of all dispatchers are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead of it.
 """
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.bench.common.records import record, write_json
+from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.exchange.cpu import DTYPES
-from deepep_moe.bench.layers.passes import PARTS, Clock, Pass, check_ranks, describe, difference, slowest
+from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, slowest, times_of
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
@@ -129,12 +130,12 @@ def kind_of(name: str) -> str:
 
 
 def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By rival, then by kind of result: the largest difference from ours."""
+    """By baseline, then by kind of result: the largest difference from ours."""
     ours = passes[OURS].results()
     found: dict[str, dict[str, float]] = {}
-    for rival in DISPATCHERS[1:]:
-        kinds = found.setdefault(rival, {})
-        for name, expected in passes[rival].results().items():
+    for baseline in DISPATCHERS[1:]:
+        kinds = found.setdefault(baseline, {})
+        for name, expected in passes[baseline].results().items():
             value = difference(ours[name].float(), expected.float())
             kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), value) if value == value else value
     return found
@@ -154,9 +155,9 @@ class Measured:
     """Megatron-Core's."""
     link_bytes: int
     differences: dict[str, dict[str, dict[str, float]]]
-    """By what is timed, rival, kind of result."""
+    """By what is timed, baseline, kind of result."""
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
-    """By what is timed and dispatcher: an entry per turn, as `Clock.times` has them."""
+    """By what is timed and dispatcher: an entry per turn, as `times_of` returns it."""
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
@@ -175,13 +176,13 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
             sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
         backend = layers[OURS].token_dispatcher.buffer.backend
         measured = Measured(backend, *describe("megatron-core", device, num_ranks), permutes_are_fused(), sent, differences)
-        clock = Clock(device)
+        timer = Timer(device)
         gc.collect()
         gc.freeze()  # collections stay short
         for turn in range(_WARMUP + options.repeats):
             for what, of_one in passes.items():
                 for name, timed in of_one.items():
-                    times = clock.times(timed)
+                    times = times_of(timed, timer)
                     if turn >= _WARMUP:
                         measured.times.setdefault((what, name), []).append(times)
         return measured
@@ -202,32 +203,34 @@ def worst(ranks: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
     """Differences: the maximum over ranks, NaN before all."""
     return {
         what: {
-            rival: {kind: max((rank.differences[what][rival][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
-            for rival, kinds in rivals.items()
+            baseline: {kind: max((rank.differences[what][baseline][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
+            for baseline, kinds in baselines.items()
         }
-        for what, rivals in ranks[0].differences.items()
+        for what, baselines in ranks[0].differences.items()
     }
 
 
 def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A record per thing timed, part and rival."""
+    """A record per thing timed, part and baseline."""
     first, times, differences = ranks[0], slowest(ranks), worst(ranks)
     dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
     records = []
-    for what, rival in times:
-        for part in PARTS if rival != OURS else ():
+    for what, baseline in times:
+        for part in PARTS if baseline != OURS else ():
             num_bytes = max(rank.link_bytes for rank in ranks) * (4 if part == PARTS[2] else 2)
             extra = {
                 "hardware": first.hardware,
                 "rival_versions": first.versions,
                 "rival_permutes_are_fused": first.permutes_are_fused,
                 "ffn_hidden": options.ffn_hidden if what == "layer" else None,
-                "differences": differences[what].get(rival),
+                "differences": differences[what].get(baseline),
             }
             op = f"megatron {what} {part}"
             records.append(
-                record(op, settings, times[what, OURS][part], num_bytes, rival=rival, rival_times=times[what, rival][part], **extra)
+                record(
+                    op, settings, times[what, OURS][part], num_bytes, baseline=baseline, baseline_times=times[what, baseline][part], **extra
+                )
             )
     return records
 
@@ -251,9 +254,9 @@ def show(ranks: list[Measured], options: argparse.Namespace) -> None:
         ratio = "" if name == OURS else f"{statistics.median(both) / statistics.median(ours):17.2f}x"
         print(f"{what + ', ' + name:32}" + "".join(f"{_cell(of_one[part]):>28}" for part in PARTS) + ratio)
     print(f"largest difference from deepep_moe, relative to the largest entry ({tolerance(options):.1e} is what rounding explains):")
-    for what, rivals in worst(ranks).items():
-        for rival, kinds in rivals.items():
-            print(f"  {what}, {rival}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in kinds.items()))
+    for what, baselines in worst(ranks).items():
+        for baseline, kinds in baselines.items():
+            print(f"  {what}, {baseline}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in kinds.items()))
 
 
 def resolve(options: argparse.Namespace) -> None:
@@ -279,9 +282,9 @@ def main(options: argparse.Namespace) -> None:
     show(ranks, options)
     write_json(options.json, records_of(ranks, options))
     wrong = [
-        f"{what}, {rival}: {kind} differs by {value:.1e}"
-        for what, rivals in worst(ranks).items()
-        for rival, kinds in rivals.items()
+        f"{what}, {baseline}: {kind} differs by {value:.1e}"
+        for what, baselines in worst(ranks).items()
+        for baseline, kinds in baselines.items()
         for kind, value in kinds.items()
         if not value <= tolerance(options)
     ]

@@ -1,19 +1,16 @@
 """What the benchmarks of Megatron-Core's and DeepSpeed's layers share: passes, their times, their differences."""
 
-import itertools
-import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.bench.common.records import cpu_name
+from deepep_moe.bench.common.timing import Mark, Timer
 
 PARTS = ("forward", "backward", "forward+backward")
-_LEAD_CYCLES = 2_000_000  # of the device, about a millisecond, while the host gets ahead of it
 
 
 class Pass:
@@ -54,45 +51,26 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected).abs().max() / scale).item()) if expected.numel() else 0.0
 
 
-class Clock:
-    """Times of one pass in microseconds, begun by all ranks within a few."""
+def times_of(timed: Any, timer: Timer) -> list[float]:
+    """Time one forward and one backward of a pass, in microseconds: forward, backward, both. Collective."""
 
-    def __init__(self, device: torch.device):
-        self.is_gpu, self._token = device.type == "cuda", torch.zeros(1, device=device)
-
-    def times(self, timed: Any) -> list[float]:
-        """Forward, backward, both."""
-        timed.clear()
-        marks = self._on_gpu(timed) if self.is_gpu else self._on_cpu(timed)
-        timed.clear()
-        return [*marks, sum(marks)]
-
-    def _on_gpu(self, timed: Any) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        torch.cuda._sleep(_LEAD_CYCLES)
-        dist.all_reduce(self._token)  # behind the sleep: GPUs leave it together, however late their hosts were
-        events[0].record()
+    def run(mark: Mark) -> None:
         timed.forward()
-        events[1].record()
+        mark()
         timed.backward()
-        events[2].record()
-        events[2].synchronize()
-        return [1e3 * first.elapsed_time(second) for first, second in itertools.pairwise(events)]
+        mark()
 
-    def _on_cpu(self, timed: Any) -> list[float]:
-        dist.barrier()
-        begin = time.perf_counter()
-        timed.forward()
-        middle = time.perf_counter()
-        timed.backward()
-        return [1e6 * (middle - begin), 1e6 * (time.perf_counter() - middle)]
+    timed.clear()
+    forward, both = timer.marks_once(run)
+    timed.clear()
+    return [forward, both - forward, both]
 
 
 class Timed(Protocol):
     """Of one rank."""
 
     times: dict[tuple[str, str], list[list[float]]]
-    """By what is timed and who does it: an entry per turn, as `Clock.times` has them."""
+    """By what is timed and who does it: an entry per turn, as `times_of` returns it."""
 
 
 def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[float]]]:

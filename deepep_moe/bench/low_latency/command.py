@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 from deepep_moe import config
+from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
 from deepep_moe.bench.common.records import write_json
-from deepep_moe.bench.exchange import nvlink as link
-from deepep_moe.bench.exchange.report import load_pyplot
+from deepep_moe.bench.common.report import load_pyplot
 from deepep_moe.bench.low_latency.measure import Report, measure
 from deepep_moe.bench.low_latency.report import plot, records_of, show
 from deepep_moe.errors import EPError
@@ -29,7 +29,7 @@ _QUICK_SHARE = 10  # of the iterations, one in so many
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("nvlink", "shm"), default="nvlink")
-    link.add_ranks_and_tokens(parser, f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm")
+    add_ranks_and_tokens(parser, f"{' '.join(map(str, TOKENS['cuda']))}, up to 128 with shm")
     parser.add_argument("--hidden", type=int, help=f"a multiple of 128; default {HIDDEN['cuda']}, with shm {HIDDEN['cpu']}")
     for name, default in (("num-experts", 256), ("num-topk", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=int, help=helped)
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, a tenth of the iterations")
     parser.add_argument("--plot", type=Path, help="file for a plot of microseconds over tokens")
-    parser.set_defaults(expert_alignment=1, peer=[])
+    parser.set_defaults(expert_alignment=1)
 
 
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for what makes no sense."""
     options.on_gpu = options.backend == "nvlink"
     device = "cuda" if options.on_gpu else "cpu"
-    link.resolve_ranks(options)
+    resolve_ranks(options)
     options.hidden = HIDDEN[device] if options.hidden is None else options.hidden
     options.num_tokens = sorted(set(options.num_tokens or (QUICK_TOKENS if options.quick else TOKENS[device])))
     for n in options.num_ranks:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> list[Report]:
     if options.plot is not None:
         load_pyplot()
     resolve(options)
-    return link.start(measure, options)
+    return start(measure, options)
 
 
 def main(options: argparse.Namespace) -> None:

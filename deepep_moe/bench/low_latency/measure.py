@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench.common.verify import verify, verify_rival
-from deepep_moe.bench.exchange.baselines import PlannedByExpert, words
+from deepep_moe.bench.common.ranks import TIMEOUT_S, Rank
+from deepep_moe.bench.common.verify import verify
+from deepep_moe.bench.common.workload import Inputs, gather_counts, link_rows, tokens_per_rank
+from deepep_moe.bench.exchange.baselines import PlannedByExpert, verify_baseline, words
 from deepep_moe.bench.exchange.link_rate import link_gbps
-from deepep_moe.bench.exchange.measure import Rank
-from deepep_moe.bench.exchange.operations import Inputs, gather_counts, link_rows, operations, tokens_per_rank
+from deepep_moe.bench.exchange.operations import operations
 from deepep_moe.bench.low_latency import operations as low_latency_operations
 from deepep_moe.bench.low_latency.batches import GRAPH_CALLS, Batches, Times
 from deepep_moe.bench.low_latency.operations import LowLatencyOperation
 
-_TIMEOUT_S = 30.0  # of waits for a peer
 _LINK_ITERATIONS = 10
 _MOST_HALVES = 1000  # calls; halves pause in between
 _OTHER_ITERATIONS = 200  # of the all-to-all, at most
@@ -30,7 +30,7 @@ _GRAPH_REPLAYS = 30
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """All-to-all of every (token, expert) row, with its permutes."""
 
     eager: Times
@@ -54,7 +54,7 @@ class Measurement:
     """Mean of a call in a graph of 20, which has no events in it."""
     send: Times
     receive: Times
-    rival: Rival | None
+    baseline: Baseline | None
     buffer_us: list[float] | None
     """Of the same operation of `Buffer`, in the expert layout, by call, of the slowest rank."""
 
@@ -64,7 +64,7 @@ class Report:
     num_ranks: int
     hardware: str
     transport: str
-    """Of the rival."""
+    """Of the baseline."""
     link_gbps: float | None
     num_sms: int | None
     """A call holds all multiprocessors of a GPU."""
@@ -85,7 +85,7 @@ class LowLatencyRank(Rank):
         if self.timer.is_gpu:
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         transport = "NCCL" if self.timer.is_gpu else "gloo"
-        report = Report(self.shape.num_ranks, self._hardware(), transport, rate, num_sms, self.batches.event_us(), failures=self.failures)
+        report = Report(self.shape.num_ranks, self.hardware(), transport, rate, num_sms, self.batches.event_us(), failures=self.failures)
         for num_tokens in self.options.num_tokens:
             report.measurements += self._measure_size(num_tokens)
         self.timer.synchronize()
@@ -93,21 +93,21 @@ class LowLatencyRank(Rank):
 
     def _measure_size(self, num_tokens: int) -> list[Measurement]:
         """Every operation that is right."""
-        everyone, what = self._inputs(num_tokens), f"{num_tokens} tokens"
-        rivals = self._time_all_to_all(everyone)
+        everyone, what = self.everyones_inputs(num_tokens), f"{num_tokens} tokens"
+        baselines = self._time_all_to_all(everyone)
         buffers = self._time_buffer(everyone)
         self._free()
         o = self.options
-        buffer = LowLatencyBuffer(None, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=_TIMEOUT_S)
+        buffer = LowLatencyBuffer(None, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=TIMEOUT_S)
         self.say(f"{what}, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
         found = []
         make = partial(low_latency_operations.operations, buffer, self.shape, everyone, self.rank)
-        for operation in self._agreed(f"every operation, {what}", make) or []:
+        for operation in self.agreed(f"every operation, {what}", make) or []:
             name = f"{operation.name}, {what}"
-            if self._agreed(name, partial(self._checked, buffer, partial(low_latency_operations.verify, operation))):
-                rival, other = rivals.get((operation.op, operation.dtype)), buffers.get((operation.op, operation.dtype))
-                time = partial(self._time_call, operation, everyone[self.rank], buffer.workspace_bytes, rival, other)
-                found.append(self._agreed(name, partial(self._checked, buffer, time)))
+            if self.agreed(name, partial(self._checked, buffer, partial(low_latency_operations.verify, operation))):
+                baseline, other = baselines.get((operation.op, operation.dtype)), buffers.get((operation.op, operation.dtype))
+                time = partial(self._time_call, operation, everyone[self.rank], buffer.workspace_bytes, baseline, other)
+                found.append(self.agreed(name, partial(self._checked, buffer, time)))
         self.timer.synchronize()
         buffer.destroy()
         self._free()
@@ -126,7 +126,7 @@ class LowLatencyRank(Rank):
         return result
 
     def _time_call(
-        self, o: LowLatencyOperation, mine: Inputs, workspace_bytes: int, rival: Rival | None, buffer_us: list[float] | None
+        self, o: LowLatencyOperation, mine: Inputs, workspace_bytes: int, baseline: Baseline | None, buffer_us: list[float] | None
     ) -> Measurement:
         num_tokens = len(mine.x)
         iterations = self.options.iterations_of[num_tokens]
@@ -135,7 +135,7 @@ class LowLatencyRank(Rank):
         send, receive = self.batches.halves(o.send, min(iterations, _MOST_HALVES))
         graph, of_20_us = self._time_graphs(o, iterations) if self.timer.is_gpu else (None, None)
         what = (o.op, o.name, o.dtype, o.wire, num_tokens, rows * o.row_bytes, workspace_bytes)
-        return Measurement(*what, eager, graph, of_20_us, send, receive, rival, buffer_us)
+        return Measurement(*what, eager, graph, of_20_us, send, receive, baseline, buffer_us)
 
     def _time_graphs(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float]:
         """Of a graph of one call, whose last result is checked too, and the mean of a call in a graph of many."""
@@ -148,37 +148,37 @@ class LowLatencyRank(Rank):
 
     # ---- what it is measured against ----
 
-    def _time_all_to_all(self, everyone: list[Inputs]) -> dict[tuple[str, str], Rival]:
+    def _time_all_to_all(self, everyone: list[Inputs]) -> dict[tuple[str, str], Baseline]:
         """By operation and dtype, where it is right."""
         inputs, made = everyone[self.rank], {}
-        what, time = f"{len(inputs.x)} tokens", partial(self._time_rival, len(inputs.x))
-        rival = PlannedByExpert(words(inputs.x), inputs, self.shape, self.group)
-        expert_rows = self._agreed(f"all-to-all, {what}", partial(verify_rival, rival, everyone, self.shape, self.rank))
+        what, time = f"{len(inputs.x)} tokens", partial(self._time_baseline, len(inputs.x))
+        baseline = PlannedByExpert(words(inputs.x), inputs, self.shape, self.group)
+        expert_rows = self.agreed(f"all-to-all, {what}", partial(verify_baseline, baseline, everyone, self.shape, self.rank))
         if expert_rows is None:
             return {}
         in_fp8 = PlannedByExpert(words(inputs.x_fp8, inputs.x_scales), inputs, self.shape, self.group)
         calls = {
-            ("dispatch", "bfloat16"): rival.dispatch,
+            ("dispatch", "bfloat16"): baseline.dispatch,
             ("dispatch", "float8_e4m3fn"): in_fp8.dispatch,
-            ("combine", "bfloat16"): partial(rival.combine, expert_rows),
+            ("combine", "bfloat16"): partial(baseline.combine, expert_rows),
         }
         for key, call in calls.items():
-            made[key] = self._agreed(f"all-to-all {' '.join(key)}, {what}", partial(time, call))
+            made[key] = self.agreed(f"all-to-all {' '.join(key)}, {what}", partial(time, call))
         return {key: times for key, times in made.items() if times is not None}
 
-    def _time_rival(self, num_tokens: int, call: Callable[[], Any]) -> Rival:
+    def _time_baseline(self, num_tokens: int, call: Callable[[], Any]) -> Baseline:
         iterations = min(self.options.iterations_of[num_tokens], _OTHER_ITERATIONS)
         eager = self.batches.times(call, iterations, _OTHER_BATCH, _OTHER_DROP)
-        captured = self._agreed("all-to-all in a graph", partial(self.batches.graph, call)) if self.timer.is_gpu else None
-        return Rival(eager, None if captured is None else self.batches.times(captured[0].replay, iterations, _OTHER_BATCH, _OTHER_DROP))
+        captured = self.agreed("all-to-all in a graph", partial(self.batches.graph, call)) if self.timer.is_gpu else None
+        return Baseline(eager, None if captured is None else self.batches.times(captured[0].replay, iterations, _OTHER_BATCH, _OTHER_DROP))
 
     def _time_buffer(self, everyone: list[Inputs]) -> dict[tuple[str, str], list[float]]:
         """Of `Buffer`, whose dispatch waits on the host for counts, so no graph holds it; by operation and dtype, where it works."""
         what, made = f"Buffer, {len(everyone[0].x)} tokens", {}
-        buffer = self._buffer(len(everyone[0].x))
-        for o in self._agreed(what, partial(operations, buffer, self.shape, everyone[self.rank], None)) or []:
+        buffer = self.new_buffer(len(everyone[0].x))
+        for o in self.agreed(what, partial(operations, buffer, self.shape, everyone[self.rank], None)) or []:
             is_same = o.layout == "expert" and o.op in ("dispatch", "combine")
-            if is_same and self._agreed(f"{what}, {o.name}", partial(verify, o, everyone, self.shape, self.rank)):
+            if is_same and self.agreed(f"{what}, {o.name}", partial(verify, o, everyone, self.shape, self.rank)):
                 made[o.op, o.dtype] = self.timer.stream(o.call, _BUFFER_ITERATIONS)
         self.timer.synchronize()
         buffer.destroy()

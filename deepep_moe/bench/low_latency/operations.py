@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepep_moe import LowLatencyBuffer, LowLatencyOutput, reference
 from deepep_moe.bench.common.verify import compare, lanes_of_rank
-from deepep_moe.bench.exchange.operations import SCALE_BLOCK, Inputs, Shape
+from deepep_moe.bench.common.workload import SCALE_BLOCK, Inputs, Shape
 
 Hook = Callable[[], None]
 _REFERENCE_TOKENS = 8  # up to which the reference itself, loops in Python, is quick enough

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe.bench.common.records import record
-from deepep_moe.bench.exchange.report import load_pyplot
+from deepep_moe.bench.common.report import load_pyplot, save_figure
 from deepep_moe.bench.low_latency.batches import Times
 from deepep_moe.bench.low_latency.measure import Measurement, Report
 
@@ -18,16 +18,16 @@ def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[
 
 
 def _records(report: Report, m: Measurement, options: argparse.Namespace) -> list[dict[str, Any]]:
-    rival_eager, rival_graph = (None, None) if m.rival is None else (m.rival.eager, m.rival.graph)
-    made = [_record(report, m, options, "both", m.eager, rival_eager)]
+    baseline_eager, baseline_graph = (None, None) if m.baseline is None else (m.baseline.eager, m.baseline.graph)
+    made = [_record(report, m, options, "both", m.eager, baseline_eager)]
     if m.graph is not None:
-        graph = _record(report, m, options, "both", m.graph, rival_graph or rival_eager, is_graph=True)
-        made.insert(0, graph | {"rival_graph": rival_graph is not None, "us_graph_of_20": m.graph_of_20_us})
+        graph = _record(report, m, options, "both", m.graph, baseline_graph or baseline_eager, is_graph=True)
+        made.insert(0, graph | {"rival_graph": baseline_graph is not None, "us_graph_of_20": m.graph_of_20_us})
     return [*made, _record(report, m, options, "send", m.send, None), _record(report, m, options, "receive", m.receive, None)]
 
 
 def _record(
-    report: Report, m: Measurement, options: argparse.Namespace, half: str, times: Times, rival: Times | None, is_graph: bool = False
+    report: Report, m: Measurement, options: argparse.Namespace, half: str, times: Times, baseline: Times | None, is_graph: bool = False
 ) -> dict[str, Any]:
     settings = {
         "backend": options.backend, "num_ranks": report.num_ranks, "num_tokens": m.num_tokens, "hidden": options.hidden,
@@ -54,11 +54,11 @@ def _record(
         "iterations": len(times.us),
     }
     name = None
-    if rival is not None:
+    if baseline is not None:
         in_bf16 = ", in bf16" if (m.op, m.wire) == ("combine", "fp8") else ""  # there is no other
         name = f"all-to-all of rows ({report.transport}) with permutes{in_bf16}"
-    rival_us = [] if rival is None else rival.us
-    return record(m.op, settings, times.us, link_bytes, rival=name, rival_times=rival_us, hardware=report.hardware, **extra)
+    baseline_us = [] if baseline is None else baseline.us
+    return record(m.op, settings, times.us, link_bytes, baseline=name, baseline_times=baseline_us, hardware=report.hardware, **extra)
 
 
 def percentile(times: Sequence[float], percent: int) -> float:
@@ -67,7 +67,7 @@ def percentile(times: Sequence[float], percent: int) -> float:
 
 _COLUMNS = (
     f"{'operation':15}{'EP':>3}{'tokens':>7}{'graph us':>10} {'[p10-p90]':15}{'p99':>7}{'of 20':>8}{'eager us':>10}{'send us':>9}"
-    f"{'receive us':>12}{'MB':>8}{'GB/s':>7}{'% link':>7}{'rival us':>10}{'speed-up':>10}{'Buffer us':>11}"
+    f"{'receive us':>12}{'MB':>8}{'GB/s':>7}{'% link':>7}{'baseline us':>12}{'speed-up':>10}{'Buffer us':>11}"
 )
 
 
@@ -80,7 +80,9 @@ def show(reports: list[Report], records: list[dict[str, Any]]) -> None:
         event = "" if report.event_us is None else f", {report.event_us:.2f} us from event to event, part of every time but `of 20`"
         print(f"EP{report.num_ranks}: {link}{event}")
     print("graph: one call a CUDA graph, with the percentiles; on the CPU these are of eager calls. of 20: mean of 20 calls in one graph.")
-    print("receive: with the rows already there. MB: over the link, of the rank that sends most. rival: all-to-all of all (token, expert)")
+    print(
+        "receive: with the rows already there. MB: over the link, of the rank that sends most. baseline: all-to-all of all (token, expert)"
+    )
     print("rows with its permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
     if not all(r["is_host_ahead"] for r in records):
         print("*: the host was not always ahead of the device")
@@ -102,13 +104,13 @@ def _line(found: dict[tuple[str, bool], dict[str, Any]]) -> str:
     graph = f"{graph:>10} {spread:15}{r['us_p99']:7.1f}{of_20:>8}"
     times = f"{eager['us_median']:10.1f}{send['us_median']:9.1f}{receive['us_median']:12.1f}"
     link = f"{r['bytes_moved'] / 1e6:8.3f}{r['gbps']:7.1f}{percent:>7}"
-    rival = f"{'-':>10}{'-':>10}" if r["rival_us"] is None else f"{r['rival_us']:10.1f}{r['ratio']:9.2f}x"
+    baseline = f"{'-':>12}{'-':>10}" if r["rival_us"] is None else f"{r['rival_us']:12.1f}{r['ratio']:9.2f}x"
     buffer = "-" if r["buffer_us"] is None else f"{r['buffer_us']:.1f}"
-    return f"{name:15}{r['num_ranks']:3}{r['num_tokens']:7}{graph}{times}{link}{rival}{buffer:>11}"
+    return f"{name:15}{r['num_ranks']:3}{r['num_tokens']:7}{graph}{times}{link}{baseline}{buffer:>11}"
 
 
 def plot(path: Path, records: list[dict[str, Any]]) -> None:
-    """Microseconds over tokens, a line per operation and EP size; the rival's thin."""
+    """Microseconds over tokens, a line per operation and EP size; the baseline's thin."""
     pyplot = load_pyplot()
     is_graph = any(r["graph"] for r in records)
     lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -130,7 +132,4 @@ def plot(path: Path, records: list[dict[str, Any]]) -> None:
     how = "a CUDA graph" if is_graph else "eagerly"
     axes.set(xlabel="tokens per rank", ylabel=f"us a call, {how} (thin: all-to-all with permutes)", title=records[-1]["hardware"])
     figure.legend(loc="outside lower center", fontsize=8, ncols=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    print(f"wrote {path}")
+    save_figure(figure, path)

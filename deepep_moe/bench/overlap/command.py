@@ -10,13 +10,13 @@ has run dry by then, its GEMMs count with the way of the first one to the GPU.
 import argparse
 from pathlib import Path
 
-from deepep_moe.bench.exchange import nvlink as link
+from deepep_moe.bench.exchange import nvlink
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    link.add_shape_arguments(parser, ("nvlink", "shm"), " ".join(map(str, link.OVERLAP_TOKENS["cuda"])))
+    nvlink.add_shape_arguments(parser, ("nvlink", "shm"), " ".join(map(str, nvlink.OVERLAP_TOKENS["cuda"])))
     parser.add_argument("--plot", type=Path, help="file for a figure of the timelines, such as overlap.png")
     parser.set_defaults(is_overlap=True, num_sms=None, sweep=False, quick=False, peer=[])
 
 
-main = link.main
+main = nvlink.main

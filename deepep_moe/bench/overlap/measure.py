@@ -12,7 +12,7 @@ import torch
 from deepep_moe import Buffer
 from deepep_moe.bench.common.timing import Mark, Timer, slowest
 from deepep_moe.bench.common.verify import compare, verify
-from deepep_moe.bench.exchange.operations import Inputs, Operation, Shape, gather_counts, link_rows, tokens_per_rank
+from deepep_moe.bench.common.workload import Inputs, Operation, Shape, gather_counts, link_rows, tokens_per_rank
 
 OPS = ("dispatch", "combine")
 NUM_SMS = {"nvlink": (0, None)}  # of other backends None: they have none

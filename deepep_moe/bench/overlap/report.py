@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deepep_moe.bench.common.records import record, spread
+from deepep_moe.bench.common.report import load_pyplot, save_figure
 from deepep_moe.bench.exchange.measure import Report
-from deepep_moe.bench.exchange.report import load_pyplot
 from deepep_moe.bench.overlap.measure import Overlap, Schedule
 
 _WIDTH = 60  # of a timeline's longest bar
@@ -32,7 +32,7 @@ class Bar:
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per exchange with GEMMs between its halves. The rival of `ratio`: the same two halves, then the
+    """One record per exchange with GEMMs between its halves. The baseline of `ratio`: the same two halves, then the
     GEMMs; a plain call needs no halves and takes less."""
     return [_record(report, overlap, options) for report in reports for overlap in report.overlaps]
 
@@ -65,9 +65,16 @@ def _record(report: Report, o: Overlap, options: argparse.Namespace) -> dict[str
         "iterations": len(o.both.ends),
     }
     one_by_one = [a + b for a, b in zip(o.exchange.total, o.gemms.total, strict=True)]
-    rival = "the same two halves, then the GEMMs"
+    baseline = "the same two halves, then the GEMMs"
     return record(
-        f"{o.op}+gemm", settings, o.both.total, o.link_bytes, rival=rival, rival_times=one_by_one, hardware=report.hardware, **extra
+        f"{o.op}+gemm",
+        settings,
+        o.both.total,
+        o.link_bytes,
+        baseline=baseline,
+        baseline_times=one_by_one,
+        hardware=report.hardware,
+        **extra,
     )
 
 
@@ -166,7 +173,4 @@ def plot(path: Path, reports: Sequence[Report]) -> None:
     all_axes[-1, 0].set_xlabel("microseconds from the start, slowest rank, medians")
     handles = {label: handle for axes in all_axes[:, 0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    print(f"wrote {path}")
+    save_figure(figure, path)
