@@ -112,7 +112,7 @@ def _loop(engine: Any, settings: Settings, device: torch.device) -> Result:
 
 def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
-    from deepep_moe.integrations.deepspeed.buffers import all_buffers
+    from deepep_moe.integrations.common.registry import all_buffers
     from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(settings.device) as device:

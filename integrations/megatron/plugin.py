@@ -15,7 +15,8 @@ from typing import Any
 from deepep_moe.backends.checks import as_int, check_num_sms, offered
 from deepep_moe.backends.select import BACKENDS
 from deepep_moe.errors import EPError
-from deepep_moe.integrations.megatron.buffers import BufferRegistry, Options
+from deepep_moe.integrations.megatron.buffers import LayerBuffers
+from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.patches import Patches
 
 BACKEND_NAME = "deepep_moe"
@@ -29,7 +30,7 @@ class _Enabled:
     """What `enable()` did, for `disable()` to undo."""
 
     options: Options
-    registry: BufferRegistry
+    buffers: LayerBuffers
     patches: Patches
     previous_choices: Any
 
@@ -70,7 +71,7 @@ def _check_version() -> None:
         _log.warning("megatron-core %s is newer than the newest version deepep_moe was tested with (0.19)", version)
 
 
-def _selecting_class(previous: type, registry: BufferRegistry) -> type:
+def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
     """A stand-in for `previous` that builds our dispatcher or a `previous`, whichever the config asks for."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
@@ -81,7 +82,7 @@ def _selecting_class(previous: type, registry: BufferRegistry) -> type:
             if cls is not SelectingFlexTokenDispatcher:
                 return super().__new__(cls)
             if is_selected(config):
-                return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, registry=registry, **groups)
+                return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, buffers=buffers, **groups)
             return previous(num_local_experts, local_expert_indices, config=config, **groups)
 
     return SelectingFlexTokenDispatcher
@@ -120,7 +121,7 @@ def _widen_choices() -> Any:
 
 def _positive(name: str, value: Any) -> int:
     if (number := as_int(name, value)) < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {number}")
+        raise ValueError(f"`{name}` is {number}; pass a positive whole number")
     return number
 
 
@@ -182,9 +183,9 @@ def enable(
         num_max_tokens_per_rank = _positive("num_max_tokens_per_rank", num_max_tokens_per_rank)
     check_num_sms(num_sms)
     if not isinstance(gate, bool):
-        raise ValueError(f"gate must be True or False, got {gate!r}")
+        raise ValueError(f"`gate` is {gate!r}; pass True or False")
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {offered(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"`backend` is {backend!r}; pass one of {offered(BACKENDS)}")
     options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms)
     if _enabled is not None:
         if _enabled.options != options:
@@ -196,16 +197,16 @@ def enable(
 
     from deepep_moe.integrations.megatron.gating import serve_routers
 
-    registry, patches = BufferRegistry(options), Patches()
+    buffers, patches = LayerBuffers(options), Patches()
     try:
-        patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, registry))
+        patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, buffers))
         for name in ("forward", *_PARTS):
             if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
         patches.set(TransformerConfig, "__post_init__", _keeping_the_choice(TransformerConfig.__post_init__))
         if gate:
             serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
-        _enabled = _Enabled(options, registry, patches, _widen_choices())
+        _enabled = _Enabled(options, buffers, patches, _widen_choices())
     except BaseException:
         patches.restore()
         raise
@@ -226,5 +227,5 @@ def disable() -> None:
     _enabled.patches.restore()
     if _enabled.previous_choices is not None:
         TransformerConfig.__dataclass_fields__[_BACKEND_FIELD].type = _enabled.previous_choices
-    registry, _enabled = _enabled.registry, None
-    registry.destroy()
+    buffers, _enabled = _enabled.buffers, None
+    buffers.close()

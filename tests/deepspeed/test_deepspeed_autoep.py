@@ -14,8 +14,8 @@ from autoep_cases import Case, autoep_layers, build_engine, counted, ds_config, 
 from deepspeed_cases import assert_equal, engine_ready, logged
 
 from deepep_moe.errors import EPPeerError
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing.launch import run_ranks
 
@@ -391,10 +391,10 @@ def test_options():
     chosen = {"gate": False, "expert_bias_update_rate": 0.001}
     assert options_of({"deepep_moe": chosen}) == Options(**chosen)
     for section, error, message in (
-        ({"gate": "no"}, TypeError, "gate must be true or false, got 'no'"),
-        ({"expert_bias_update_rate": "0.1"}, TypeError, "expert_bias_update_rate must be a number or null, got '0.1'"),
-        ({"expert_bias_update_rate": True}, TypeError, "expert_bias_update_rate must be a number or null, got True"),
-        ({"expert_bias_update_rate": 0}, ValueError, "expert_bias_update_rate must be positive, such as 0.001, got 0"),
+        ({"gate": "no"}, TypeError, "`gate` is 'no'; pass true or false"),
+        ({"expert_bias_update_rate": "0.1"}, TypeError, "`expert_bias_update_rate` is '0.1'; pass a number or null"),
+        ({"expert_bias_update_rate": True}, TypeError, "`expert_bias_update_rate` is True; pass a number or null"),
+        ({"expert_bias_update_rate": 0}, ValueError, "`expert_bias_update_rate` is 0; pass a positive number such as 0.001"),
     ):
         with pytest.raises(error, match=message):
             options_of({"deepep_moe": section})

@@ -223,7 +223,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shap
 
 
 def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
-    from deepep_moe.integrations.deepspeed.buffers import all_buffers, destroy_all
+    from deepep_moe.integrations.common.registry import all_buffers, destroy_all
 
     generator, size, dtype = torch.Generator().manual_seed(rank), (options.num_tokens, options.hidden), DTYPES[shape.dtype]
     x, cotangent = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +18,9 @@ from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.handle import DispatchHandle
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.native.gates import has_hooks
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
-from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.telling import or_tell
 
 _UNTIMED = contextlib.nullcontext()
@@ -122,15 +120,11 @@ class PackedMOELayer(MOELayer):
 
 
 def plan_of(layer: PackedMOELayer) -> Plan:
-    """The layer's, or one with the default options: the class may also stand where models are built."""
+    """Return the layer's plan. A layer that was built with this class, and not swapped, gets the one with the default options."""
     if layer.deepep_moe_plan is None:
-        key = layer.num_local_experts, layer.gate.k
-        layer.deepep_moe_plan = _default_plans.get(key) or _default_plans.setdefault(key, Plan(Options(), *key))
+        layer.deepep_moe_plan = default_plan(layer.num_local_experts, layer.gate.k)
         layer.deepep_moe_plan.layers.add(layer)
     return layer.deepep_moe_plan
-
-
-_default_plans: "weakref.WeakValueDictionary[tuple[int, int], Plan]" = weakref.WeakValueDictionary()
 
 
 def with_gradient(x: Tensor) -> Tensor:

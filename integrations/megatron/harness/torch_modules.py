@@ -30,9 +30,9 @@ class TorchAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise ValueError(f"TorchAttention has no dropout, got {dropout} in layer {layer_number}; set attention_dropout=0.0")
+            raise ValueError(f"`attention_dropout` is {dropout} in layer {layer_number}; pass 0.0, as TorchAttention has no dropout")
         if config.context_parallel_size > 1:
-            raise ValueError(f"TorchAttention needs whole sequences, got context_parallel_size={config.context_parallel_size}; set it to 1")
+            raise ValueError(f"`context_parallel_size` is {config.context_parallel_size}; pass 1, as TorchAttention needs whole sequences")
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
 
