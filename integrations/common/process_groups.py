@@ -1,4 +1,4 @@
-"""What integrations ask of process groups: one over another backend, a GPU for each rank."""
+"""Process groups for a run of an adapter: a default group over another backend, and a GPU for each rank."""
 
 import contextlib
 import shutil
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def default_group(backend: str) -> Iterator[None]:
-    """A default process group over `backend` in place of the present one; none afterwards. Collective."""
+    """Replace the default process group by one over `backend`, and leave none at the end. Collective."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     folder = [tempfile.mkdtemp(prefix="deepep_moe_") if rank == 0 else None]
     dist.broadcast_object_list(folder)
@@ -24,10 +24,15 @@ def default_group(backend: str) -> Iterator[None]:
 
 
 def take_gpu(undo: contextlib.ExitStack) -> torch.device:
-    """Makes GPU r that of rank r, and the default group one over NCCL until `undo`. Collective. Raises ValueError for too few GPUs."""
+    """Make GPU r the device of rank r, and the default group one over NCCL until `undo`. Collective.
+
+    Raises ValueError where ranks outnumber GPUs.
+    """
     rank, num_ranks, num_gpus = dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()
     if num_ranks > num_gpus:
-        raise ValueError(f"{num_ranks} ranks need a GPU each, this process sees {num_gpus}; start fewer, or make more visible")
+        raise ValueError(
+            f"{num_ranks} ranks need a GPU each, but this process sees {num_gpus}; start fewer ranks, or make more GPUs visible"
+        )
     torch.cuda.set_device(rank)
     if dist.get_backend() != "nccl":
         undo.enter_context(default_group("nccl"))

@@ -1,8 +1,8 @@
-"""Megatron-Core on a machine without a GPU: `enable_cpu()` and `disable_cpu()`.
+"""Run Megatron-Core on a machine without a GPU: `enable_cpu()` and `disable_cpu()`.
 
-Megatron-Core calls `torch.cuda` unconditionally in a few places, though everything the dispatchers, the router and the
-pure-PyTorch experts compute runs on CPU tensors over gloo. This layer answers those calls with the CPU's equivalent, for examples
-and tests. It is active only between the two calls, refuses to act where a GPU is present, and puts back every symbol it replaced.
+The dispatchers, the router and the pure-PyTorch experts compute on CPU tensors over gloo, but Megatron-Core calls `torch.cuda`
+unconditionally in a few places. This layer answers those calls with the CPU's equivalent, for examples and tests. It is active only
+between the two calls, refuses to act where a GPU is present, and puts back every symbol that it replaced.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class CpuEvent:
-    """Stands for `torch.cuda.Event` (CPU work is done when the call returns, so there is nothing to wait for)."""
+    """Takes the place of `torch.cuda.Event`. CPU work is done when a call returns, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -35,7 +35,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """Stands for `torch.cuda.Stream`: one queue, always empty. All instances are equal, so no code takes a side-stream path."""
+    """Takes the place of `torch.cuda.Stream`: one queue, always empty. All instances are equal, so no code takes a side-stream path."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -56,12 +56,12 @@ class CpuStream:
         """Nothing is in flight."""
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """An event that is already complete."""
+        """Return an event that is already complete."""
         return event or CpuEvent()
 
 
 def _tracker_add(tracker: Any, name: str, seed: int) -> None:
-    """`CudaRNGStatesTracker.add` with a state of the CPU's generator instead of the GPU's."""
+    """Do what `CudaRNGStatesTracker.add` does, with a state of the CPU's generator instead of the GPU's."""
     if seed in tracker.seeds_ or name in tracker.states_:
         raise ValueError(f"random state {name!r} or seed {seed} is already tracked (states: {sorted(tracker.states_)}); reset the tracker")
     tracker._is_initialized = True
@@ -71,7 +71,7 @@ def _tracker_add(tracker: Any, name: str, seed: int) -> None:
 
 @contextlib.contextmanager
 def _tracker_fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """`CudaRNGStatesTracker.fork` on the CPU's generator: the named state inside, the outer one again afterwards."""
+    """Do what `CudaRNGStatesTracker.fork` does, on the CPU's generator: use the named state inside, and the outer one again afterwards."""
     if name not in tracker.states_:
         raise ValueError(
             f"random state {name!r} is not tracked (states: {sorted(tracker.states_)}); call model_parallel_cuda_manual_seed first"
@@ -86,13 +86,13 @@ def _tracker_fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[No
 
 
 def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """`maybe_move_tensor_to_cpu` for tensors that are there already: what remains is the change of type."""
+    """Do what `maybe_move_tensor_to_cpu` does for tensors that are on the CPU already: only change the type."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _patch_torch(patches: Patches) -> None:
     cuda = torch.cuda
-    # Megatron allocates with device=torch.cuda.current_device() even under use_cpu_initialization.
+    # Megatron-Core allocates with device=torch.cuda.current_device() even under use_cpu_initialization.
     patches.set(cuda, "current_device", lambda: torch.device("cpu"))
     # The alltoall dispatcher, DDP and the shared experts create and compare streams.
     patches.set(cuda, "Stream", CpuStream)
@@ -101,10 +101,10 @@ def _patch_torch(patches: Patches) -> None:
     patches.set(cuda, "default_stream", lambda device=None: CpuStream())
     patches.set(cuda, "stream", lambda stream: contextlib.nullcontext())
     patches.set(cuda, "synchronize", lambda device=None: None)
-    # Megatron's nvtx helpers and the schedules push ranges; the CPU build of PyTorch raises there.
+    # Megatron-Core's nvtx helpers and schedules push ranges, which the CPU build of PyTorch refuses.
     patches.set(cuda.nvtx, "range_push", lambda message: None)
     patches.set(cuda.nvtx, "range_pop", lambda: None)
-    # model_parallel_cuda_manual_seed seeds the GPU's default generator; the default one is the CPU's here.
+    # model_parallel_cuda_manual_seed seeds the GPU's default generator. Here the default generator is the CPU's.
     patches.set(cuda, "manual_seed", lambda seed: torch.manual_seed(seed))
 
 
@@ -113,13 +113,13 @@ def _patch_megatron(patches: Patches) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Weights and dropout draw from named random states, which Megatron keeps for the GPU's generator only.
+    # Weights and dropout draw from named random states, which Megatron-Core keeps for the GPU's generator only.
     patches.set(CudaRNGStatesTracker, "add", _tracker_add)
     patches.set(CudaRNGStatesTracker, "fork", _tracker_fork)
-    # Recomputation saves and restores the GPU's random state beside the CPU's; the GPU's is the CPU's here.
+    # Recomputation saves and restores the GPU's random state beside the CPU's. Here both are the CPU's.
     patches.set(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
     patches.set(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
-    # The alltoall dispatcher turns its splits into arrays, as all_to_all_single needs them, only on their way from a GPU.
+    # The alltoall dispatcher converts its splits to arrays, which all_to_all_single needs, only when it copies them from a GPU.
     patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", _move_to_cpu)
     # TransformerEngine needs a GPU.
     patch_modules(patches)
@@ -131,13 +131,13 @@ _active: Patches | None = None
 def enable_cpu() -> None:
     """Let Megatron-Core train on CPU tensors in this process. Call it before building a model; calling it again changes nothing.
 
-    Raises ValueError where a CUDA device is available: the layer would take the GPU away from everything in the process.
+    Raises ValueError where a CUDA device is available, as everything in the process would lose the GPU.
     """
     global _active
     if torch.cuda.is_available():
         raise ValueError(
             f"enable_cpu() found {torch.cuda.device_count()} CUDA device(s); Megatron-Core needs no CPU layer there. "
-            "To use it all the same, hide them: CUDA_VISIBLE_DEVICES=''"
+            "Set CUDA_VISIBLE_DEVICES='' to use the CPU layer all the same"
         )
     if _active is not None:
         return
@@ -145,7 +145,7 @@ def enable_cpu() -> None:
     try:
         _patch_torch(patches)
         _patch_megatron(patches)
-        # Megatron compiles small functions with torch.compile: on CPU that takes about 17 s in each process and a C++ compiler.
+        # Megatron-Core compiles small functions with torch.compile. On the CPU that takes about 17 s in each process and a C++ compiler.
         torch.compiler.set_stance("force_eager")
     except BaseException:
         patches.restore()
@@ -155,7 +155,7 @@ def enable_cpu() -> None:
 
 
 def disable_cpu() -> None:
-    """Put back every symbol `enable_cpu()` replaced. Without a preceding `enable_cpu()` nothing happens."""
+    """Put back every symbol that `enable_cpu()` replaced. Does nothing without `enable_cpu()`."""
     global _active
     if _active is not None:
         torch.compiler.set_stance("default")

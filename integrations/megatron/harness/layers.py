@@ -1,4 +1,4 @@
-"""MoE layers that differ in their dispatcher only, to compare dispatchers with."""
+"""MoE layers that differ only in their dispatcher, to compare dispatchers."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from deepep_moe.integrations.megatron.plugin import selection
 
 
 def build_moe_layer(config: Any, *, seed: int) -> Any:
-    """A MoELayer of plain PyTorch modules on the current device, its weights drawn from `seed`."""
+    """Build a MoELayer of plain PyTorch modules on the current device, with weights drawn from `seed`."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -24,14 +24,14 @@ def build_moe_layer(config: Any, *, seed: int) -> Any:
 
 
 def permutes_are_fused() -> bool:
-    """Can Megatron-Core's dispatchers permute rows in one kernel? TransformerEngine has it."""
+    """Return whether Megatron-Core's dispatchers permute rows in one kernel, which is TransformerEngine's."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def sharing_layers(
     dispatchers: Sequence[str], *, ep: int, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype, seed: int
 ) -> dict[str, Any]:
-    """A MoELayer of each dispatcher ("deepep_moe", "alltoall", "allgather"), with one router and one set of SwiGLU experts for all."""
+    """Build a MoELayer of each dispatcher ("deepep_moe", "alltoall", "allgather"). All share one router and one set of SwiGLU experts."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     layers: dict[str, Any] = {}
@@ -68,7 +68,7 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def exchange(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """What a MoELayer does between its router and its output, through any of Megatron-Core's dispatchers.
+    """Do what a MoELayer does between its router and its output, through any of Megatron-Core's dispatchers.
 
     x [S, B, H], routing_map [T, E] bool, probs [T, E] -> [S, B, H]. `experts` takes rows [R, H], rows per expert, probs [R].
     """
@@ -90,5 +90,5 @@ class _Echo(torch.autograd.Function):
 
 
 def echo_experts(rows: torch.Tensor, rows_per_expert: torch.Tensor, row_probs: torch.Tensor) -> torch.Tensor:
-    """Experts that cost nothing: rows return as they came, and the first column of their gradient stands for the probs' gradient."""
+    """Return the rows as they came, as experts that cost nothing. The first column of their gradient is the probs' gradient."""
     return _Echo.apply(rows, row_probs)

@@ -1,6 +1,6 @@
 """Set a rank up for Megatron-Core on the CPU or on a GPU, without TransformerEngine, and take it down again.
 
-What the example, the benchmark and the tests share; a training script has set up everything but `enable()` itself.
+The example, the benchmark and the tests share this. A training script sets up everything but `enable()` itself.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ DEVICES = ("cpu", "cuda")
 def model_parallel(
     device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: int = 1, seed: int = 1234, options: dict[str, Any] | None = None
 ) -> Iterator[torch.device]:
-    """Megatron-Core's groups and random states in this process, which is a rank of torch.distributed; yields the rank's device.
+    """Make Megatron-Core's groups and random states in this process, a rank of torch.distributed, and yield the rank's device.
 
-    "cpu" keeps the default process group. "cuda" puts one over NCCL in its place, rank r on GPU r. `options`: the arguments of
-    `enable()`; None leaves the dispatcher off. Undone at the end, but for what an error on a GPU leaves behind: there the process has to
-    end, as kernels and collectives that wait for peers would hold up whoever tidies.
+    "cpu" keeps the default process group. "cuda" replaces it by one over NCCL, with rank r on GPU r. `options` are the arguments of
+    `enable()`; None leaves the dispatcher off. All is undone at the end, except after an error on a GPU: the process has to end then, as
+    kernels and collectives that wait for peers would hold up the tidying.
 
     Raises ValueError for another device type or too few GPUs.
     """
@@ -42,7 +42,7 @@ def model_parallel(
             yield device
             if device.type == "cuda":
                 torch.cuda.synchronize()
-                dist.barrier(device_ids=[device.index])  # nobody's memory goes while a peer's kernel may write to it
+                dist.barrier(device_ids=[device.index])  # memory stays while a peer's kernel may write to it
         except BaseException:
             if device_type == "cuda":
                 undo.pop_all()
@@ -59,7 +59,7 @@ def _set_up_gpu(undo: contextlib.ExitStack) -> torch.device:
     device = take_gpu(undo)
     enable_without_te()
     undo.callback(disable_without_te)
-    # Megatron compiles small functions with torch.compile, which takes seconds in each process and again for new shapes.
+    # Megatron-Core compiles small functions with torch.compile, which takes seconds in each process and again for new shapes.
     torch.compiler.set_stance("force_eager")
     undo.callback(torch.compiler.set_stance, "default")
     return device

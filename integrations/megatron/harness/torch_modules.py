@@ -1,7 +1,7 @@
-"""The two modules of a DeepSeek-V3 layer that Megatron-Core has for TransformerEngine only, in plain PyTorch.
+"""Two modules of a DeepSeek-V3 layer in plain PyTorch. Megatron-Core has them for TransformerEngine only.
 
-`enable_without_te()` and `enable_cpu()` put them into the local layer specs: attention whose keys and values differ in size
-(multi-head latent attention), and norms under sequence parallelism, which MoE training with tensor parallelism demands.
+`enable_without_te()` and `enable_cpu()` put them into the local layer specs. The first is attention whose keys and values differ in size
+(multi-head latent attention). The second are norms under sequence parallelism, which MoE training with tensor parallelism needs.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 
 
 class TorchAttention(MegatronModule):
-    """Scaled dot product attention over this rank's heads. Takes the arguments Megatron-Core gives its core attentions.
+    """Scaled dot product attention over this rank's heads. It takes the arguments of Megatron-Core's core attentions.
 
-    Raises ValueError for what it does not do: dropout, context parallelism.
+    Raises ValueError for dropout and for context parallelism, which it does not have.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class TorchAttention(MegatronModule):
         `attention_mask` bool, True where a query must not look; not read for causal attention. Raises ValueError for packed sequences.
         """
         if packed_seq_params is not None:
-            raise ValueError("TorchAttention does not take packed sequences; give one sequence per row of the batch")
+            raise ValueError(
+                "`packed_seq_params` is given, but TorchAttention takes no packed sequences; pass one sequence for each row of the batch"
+            )
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         mask = None if causal or attention_mask is None else ~attention_mask
         if attention_bias is not None:
-            raise ValueError("TorchAttention takes no attention_bias")
+            raise ValueError("`attention_bias` is given, but TorchAttention takes none; leave it out")
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
             query,
@@ -79,13 +81,13 @@ def torch_norm(
     normalization: str = "LayerNorm",
     **kwargs: Any,
 ) -> torch.nn.Module:
-    """`__new__` for Megatron-Core's wrapper of PyTorch's norms: LayerNorm or RMSNorm over `hidden_size` columns.
+    """Make a LayerNorm or RMSNorm over `hidden_size` columns, as the `__new__` of Megatron-Core's wrapper of PyTorch's norms.
 
     Parameters are marked for sequence parallelism, where `finalize_model_grads` sums their gradients over the tensor-parallel ranks.
     Raises ValueError for zero-centred scales, which PyTorch does not have.
     """
     if config.layernorm_zero_centered_gamma or zero_centered_gamma:
-        raise ValueError("torch_norm has no zero-centred scale; set layernorm_zero_centered_gamma=False")
+        raise ValueError("`layernorm_zero_centered_gamma` is True; pass False, as PyTorch's norms have no zero-centred scale")
     norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
