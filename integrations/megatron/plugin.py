@@ -126,13 +126,13 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _keeping_the_choice(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wrap TransformerConfig.__post_init__, which would replace our backend by DeepEP's, with a warning at most."""
+    """Wrap TransformerConfig.__post_init__, which would replace our backend by DeepEP's with a warning at most."""
 
     @functools.wraps(stock)
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self, _BACKEND_FIELD, None) == BACKEND_NAME and getattr(self, "moe_enable_deepep", False):
             raise ValueError(
-                """Wrap TransformerConfig.__post_init__, which would replace our backend by DeepEP's and warn at most."""
+                f"`moe_enable_deepep` is True and puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave moe_enable_deepep "
                 "out (drop --moe-enable-deepep)"
             )
         stock(self, *args, **kwargs)
