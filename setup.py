@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 HOST_FOLDERS = ("common", "cpu", "runtime", "runtime/shm", "bindings")
@@ -218,16 +218,8 @@ with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
         ext_modules=[extension(), *torch_extensions()],
         cmdclass={"build_ext": BuildWithCuda},
         packages=[
-            "deepep_moe",
-            "deepep_moe.backends",
-            "deepep_moe.ops",
-            "deepep_moe.reference",
-            "deepep_moe.nn",
-            "deepep_moe.bench",
-            "deepep_moe.testing",
-            "deepep_moe.integrations",
-            "deepep_moe.integrations.deepspeed",
-            "deepep_moe.integrations.megatron",
+            *find_packages(str(ROOT), include=["deepep_moe", "deepep_moe.*"]),
+            *(f"deepep_moe.{name}" for name in find_packages(str(ROOT), include=["integrations", "integrations.*"])),
         ],
         package_dir={"deepep_moe": "deepep_moe", "deepep_moe.integrations": "integrations"},
         package_data={"deepep_moe": ["py.typed", "_C.pyi", "_torch.pyi"]},

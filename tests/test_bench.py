@@ -14,23 +14,19 @@ import torch
 from test_package import RECORD_FIELDS
 
 from deepep_moe import Buffer
-from deepep_moe.bench import (
-    exchange,
-    gate_gpu,
-    gate_rivals,
-    link,
-    measure,
-    operations,
-    overlap,
-    overlap_measure,
-    overlap_report,
-    report,
-    timing,
-    verify,
-)
 from deepep_moe.bench.__main__ import _with_command
-from deepep_moe.bench.overlap_measure import BesideGemms, Overlap, Schedule
-from deepep_moe.bench.overlap_report import Bar
+from deepep_moe.bench.common import report as common_report
+from deepep_moe.bench.common import timing, verify, workload
+from deepep_moe.bench.exchange import cpu as exchange
+from deepep_moe.bench.exchange import measure, operations
+from deepep_moe.bench.exchange import nvlink as link
+from deepep_moe.bench.gate import baselines as gate_baselines
+from deepep_moe.bench.gate import gpu as gate_gpu
+from deepep_moe.bench.overlap import command as overlap
+from deepep_moe.bench.overlap import measure as overlap_measure
+from deepep_moe.bench.overlap import report as overlap_report
+from deepep_moe.bench.overlap.measure import BesideGemms, Overlap, Schedule
+from deepep_moe.bench.overlap.report import Bar
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 
@@ -50,7 +46,7 @@ TINY = [
     "--iterations",
     "2",
 ]
-SHAPE = operations.Shape(num_ranks=2, hidden=144, num_experts=4, num_topk=2, expert_alignment=4)
+SHAPE = workload.Shape(num_ranks=2, hidden=144, num_experts=4, num_topk=2, expert_alignment=4)
 OPERATIONS = {
     "dispatch bf16 rank", "dispatch fp8 rank", "combine bf16 rank", "dispatch bf16 expert", "dispatch fp8 expert", "combine bf16 expert",
     "cached dispatch bf16 expert",
@@ -97,14 +93,14 @@ def test_records(launcher, tmp_path):
 def counts_rows(rank, num_ranks):
     # rank 0: token 0 stays, token 1 goes to both, token 2 to rank 1; rank 1: one token, to both
     idx = torch.tensor([[[0, 1], [0, 2], [2, 3]], [[3, 1]]][rank])
-    return operations.link_rows(operations.gather_counts(operations.tokens_per_rank(idx, SHAPE)))
+    return workload.link_rows(workload.gather_counts(workload.tokens_per_rank(idx, SHAPE)))
 
 
 def test_rows_over_the_link():
     """Rank 0 sends 2 rows and rank 1 sends 1; in combine it is the other way round."""
     assert run_ranks(counts_rows, 2) == [{"dispatch": 2, "cached dispatch": 2, "combine": 2}] * 2
     uneven = torch.tensor([[5, 1, 4], [0, 7, 2], [0, 3, 9]])
-    assert operations.link_rows(uneven) == {"dispatch": 5, "cached dispatch": 5, "combine": 6}
+    assert workload.link_rows(uneven) == {"dispatch": 5, "cached dispatch": 5, "combine": 6}
 
 
 class Recorder:
@@ -125,7 +121,7 @@ class Recorder:
 
 @pytest.mark.parametrize(("num_sms", "count"), [(None, 7), (12, 7), (0, 2)])
 def test_operations(num_sms, count):
-    buffer, inputs = Recorder(), operations.make_inputs(SHAPE, 5, 0, torch.device("cpu"))
+    buffer, inputs = Recorder(), workload.make_inputs(SHAPE, 5, 0, torch.device("cpu"))
     made = operations.operations(buffer, SHAPE, inputs, num_sms)
     for operation in made:
         operation.call()
@@ -237,7 +233,7 @@ class WrongCounts:
 
 def verifies_hooks(rank, num_ranks):
     device, options = torch.device("cpu"), argparse.Namespace(iterations=2, gemm=(8, 8, 8))
-    everyone = [operations.make_inputs(SHAPE, 5, source, device) for source in range(num_ranks)]
+    everyone = [workload.make_inputs(SHAPE, 5, source, device) for source in range(num_ranks)]
     buffer = Buffer(None, 8, SHAPE.hidden, SHAPE.num_experts, SHAPE.num_topk, backend="shm")
     right, wrong = (BesideGemms(timing.Timer(device), b, SHAPE, everyone, rank, options) for b in (buffer, WrongCounts(buffer)))
     assert all(right.verify(op, None) for op in overlap_measure.OPS) and wrong.verify("combine", None)
@@ -284,8 +280,8 @@ def test_overlap_on_gpus(tmp_path):
 
 
 def test_wrong_results_are_found():
-    shape = operations.Shape(1, 144, 4, 2, 4)
-    inputs = operations.make_inputs(shape, 5, 0, torch.device("cpu"))
+    shape = workload.Shape(1, 144, 4, 2, 4)
+    inputs = workload.make_inputs(shape, 5, 0, torch.device("cpu"))
     buffer = Buffer(None, 8, shape.hidden, shape.num_experts, shape.num_topk)
     for operation in operations.operations(buffer, shape, inputs, None):
         assert verify.verify(operation, [inputs], shape, 0)
@@ -295,7 +291,7 @@ def test_wrong_results_are_found():
             if tensors[name] is None:
                 continue
             tensors[name].view(torch.uint8)[1] ^= 1
-            wrong = operations.Operation(operation.op, operation.dtype, operation.layout, 1, lambda result=result: result)
+            wrong = workload.Operation(operation.op, operation.dtype, operation.layout, 1, lambda result=result: result)
             with pytest.raises(EPError, match=f"^{name} differs from the definition in 1 of "):
                 verify.verify(wrong, [inputs], shape, 0)
             tensors[name].view(torch.uint8)[1] ^= 1
@@ -321,12 +317,12 @@ def test_wrong_operations_are_not_timed():
 # ---- options and refusals ----
 
 
-def test_gate_and_its_rivals_agree():
-    shape, generator = gate_rivals.Shape(9, 16, 4, 4, 2), torch.Generator().manual_seed(0)
+def test_gate_and_its_baselines_agree():
+    shape, generator = gate_baselines.Shape(9, 16, 4, 4, 2), torch.Generator().manual_seed(0)
     logits, bias = torch.randn(9, 16, generator=generator), torch.randn(16, generator=generator) * 0.1
     for dense in (False, True):
-        expected, chosen = gate_rivals.ours(shape, dense)(logits, bias)
-        for name, make in gate_rivals.RIVALS.items():
+        expected, chosen = gate_baselines.ours(shape, dense)(logits, bias)
+        for name, make in gate_baselines.BASELINES.items():
             if name == "torch.compile" or (name == "Transformer Engine" and importlib.util.find_spec("transformer_engine") is None):
                 continue
             weights, theirs = make(shape, dense)(logits, bias)
@@ -336,13 +332,13 @@ def test_gate_and_its_rivals_agree():
 
 def test_gate_records_on_a_gpu(monkeypatch, capsys):
     def missing(shape, dense):
-        return gate_rivals._foreign("deepep_moe.no_such_module", "route", shape, dense)
+        return gate_baselines._foreign("deepep_moe.no_such_module", "route", shape, dense)
 
     monkeypatch.setattr(gate_gpu, "kernel_us", lambda call, repeats: [4.0 if call() is not None else 0.0] * repeats)
     monkeypatch.setattr(gate_gpu, "called_us", lambda call, repeats: 20.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(gate_rivals, "RIVALS", {"torch operators": gate_rivals.operators, "Missing": missing})
-    records = gate_gpu.run(gate_rivals.Shape(9, 16, 4, 4, 2), torch.float32, 2, torch.device("cpu"))
+    monkeypatch.setattr(gate_baselines, "BASELINES", {"torch operators": gate_baselines.operators, "Missing": missing})
+    records = gate_gpu.run(gate_baselines.Shape(9, 16, 4, 4, 2), torch.float32, 2, torch.device("cpu"))
     said = "not measured: Missing (ModuleNotFoundError: No module named 'deepep_moe.no_such_module')\n"
     assert capsys.readouterr().err == said, "once"
     assert [r["op"] for r in records] == ["gate", "gate_backward", "gate dense", "gate_backward dense"]
@@ -357,7 +353,7 @@ def test_gate_records_on_a_gpu(monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_gate_is_timed_on_a_gpu():
-    records = gate_gpu.run(gate_rivals.Shape(64, 16, 4, 4, 2), torch.float32, 2, torch.device("cuda", 0))
+    records = gate_gpu.run(gate_baselines.Shape(64, 16, 4, 4, 2), torch.float32, 2, torch.device("cuda", 0))
     assert all(0 < r["us_median"] < 1e6 and 0 < r["us_called"] < 1e6 for r in records)
 
 
@@ -410,7 +406,7 @@ def test_one_name_for_two_figures(tmp_path):
 def test_missing_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(EPError, match="--plot needs matplotlib .*; pip install matplotlib"):
-        report.load_pyplot()
+        common_report.load_pyplot()
 
 
 @pytest.mark.parametrize("given", (("--num-ranks", "0"), ("--num-tokens", "0"), ("--num-experts", "9"), ("--num-topk", "65")))

@@ -11,15 +11,20 @@ from test_bench import bench
 from test_package import RECORD_FIELDS
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench import low_latency, low_latency_measure, low_latency_operations, low_latency_report, low_latency_timing, operations
-from deepep_moe.bench.low_latency_measure import Measurement, Report, Rival
-from deepep_moe.bench.low_latency_timing import Times
-from deepep_moe.bench.timing import Timer
+from deepep_moe.bench.common import workload
+from deepep_moe.bench.common.timing import Timer
+from deepep_moe.bench.low_latency import batches as low_latency_timing
+from deepep_moe.bench.low_latency import command as low_latency
+from deepep_moe.bench.low_latency import measure as low_latency_measure
+from deepep_moe.bench.low_latency import operations as low_latency_operations
+from deepep_moe.bench.low_latency import report as low_latency_report
+from deepep_moe.bench.low_latency.batches import Times
+from deepep_moe.bench.low_latency.measure import Baseline, Measurement, Report
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 
 TINY = ["--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4"]
-SHAPE = operations.Shape(num_ranks=2, hidden=256, num_experts=8, num_topk=3, expert_alignment=1)
+SHAPE = workload.Shape(num_ranks=2, hidden=256, num_experts=8, num_topk=3, expert_alignment=1)
 NAMES = {"dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8"}
 FIELDS = RECORD_FIELDS | {
     "name", "wire", "half", "graph", "us_p99", "us_event", "us_host", "is_host_ahead", "num_sms", "link_gbps", "percent_of_link",
@@ -81,10 +86,10 @@ def test_torchrun(tmp_path):
 
 
 def made_up(num_tokens: int, graph_us: float) -> Measurement:
-    rival, many = Rival(Times([400.0], 300.0), Times([50.0], 5.0)), [graph_us + i / 100 for i in range(100)]
+    baseline, many = Baseline(Times([400.0], 300.0), Times([50.0], 5.0)), [graph_us + i / 100 for i in range(100)]
     facts = ("combine", "combine fp8", "bfloat16", "fp8", num_tokens, 1_000_000, 7)
     halves = Times([6.0], 40.0), Times([3.0], 40.0)
-    return Measurement(*facts, Times([11.0], 45.0, is_ahead=False), Times(many, 4.0), 9.0, *halves, rival, [80.0])
+    return Measurement(*facts, Times([11.0], 45.0, is_ahead=False), Times(many, 4.0), 9.0, *halves, baseline, [80.0])
 
 
 def test_records_of_a_gpu(capsys, tmp_path):
@@ -172,15 +177,15 @@ def test_halves_on_the_cpu():
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_what_is_expected(num_ranks):
     """It is what the reference says, whatever the sizes."""
-    shape = operations.Shape(num_ranks, 256, 12, 3, 1)
-    everyone = [operations.make_inputs(shape, 21, rank, torch.device("cpu")) for rank in range(num_ranks)]
+    shape = workload.Shape(num_ranks, 256, 12, 3, 1)
+    everyone = [workload.make_inputs(shape, 21, rank, torch.device("cpu")) for rank in range(num_ranks)]
     for rank in range(num_ranks):
         low_latency_operations.confirm(everyone, shape, rank)
 
 
 def test_wrong_results_are_found():
-    shape = operations.Shape(1, 256, 8, 3, 1)
-    everyone = [operations.make_inputs(shape, 9, 0, torch.device("cpu"))]
+    shape = workload.Shape(1, 256, 8, 3, 1)
+    everyone = [workload.make_inputs(shape, 9, 0, torch.device("cpu"))]
     buffer = LowLatencyBuffer(None, 9, shape.hidden, shape.num_experts, shape.num_topk, backend="shm")
     made = low_latency_operations.operations(buffer, shape, everyone, 0)
     assert {o.name for o in made} == NAMES and {(o.wire, o.row_bytes) for o in made} == {("bf16", 512), ("fp8", 264)}

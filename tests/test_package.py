@@ -16,7 +16,7 @@ import torch
 
 import deepep_moe
 from deepep_moe import autograd_module, config
-from deepep_moe.bench import records as records_module
+from deepep_moe.bench.common import records as records_module
 from deepep_moe.testing import RankFailedError, run_ranks
 
 ROOT = Path(__file__).parent.parent

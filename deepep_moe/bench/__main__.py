@@ -7,7 +7,12 @@ Where none is named: link with `--backend nvlink`, else exchange.
 import argparse
 import sys
 
-from deepep_moe.bench import deepspeed, exchange, gate, link, low_latency, megatron, overlap
+from deepep_moe.bench.exchange import cpu as exchange
+from deepep_moe.bench.exchange import nvlink as link
+from deepep_moe.bench.gate import command as gate
+from deepep_moe.bench.layers import deepspeed, megatron
+from deepep_moe.bench.low_latency import command as low_latency
+from deepep_moe.bench.overlap import command as overlap
 
 COMMANDS = {
     "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "megatron": megatron,

@@ -112,8 +112,8 @@ def _loop(engine: Any, settings: Settings, device: torch.device) -> Result:
 
 def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
-    from deepep_moe.integrations.deepspeed.buffers import all_buffers
-    from deepep_moe.integrations.deepspeed.ranks import engine_ready
+    from deepep_moe.integrations.common.registry import all_buffers
+    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(settings.device) as device:
         engine = build_engine(settings)
@@ -126,7 +126,7 @@ def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
 
 def evaluate(rank: int, num_ranks: int, settings: Settings) -> float:
     """The loss of the checkpoint in `settings.checkpoint` on text of its own, through the dispatcher of `settings`."""
-    from deepep_moe.integrations.deepspeed.ranks import engine_ready
+    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(settings.device) as device:
         engine = build_engine(settings)

@@ -134,7 +134,7 @@ def _repeat_exactly() -> None:
 
 def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
-    from deepep_moe.integrations.megatron.ranks import model_parallel
+    from deepep_moe.integrations.megatron.harness.ranks import model_parallel
 
     # Megatron-Core's remarks on missing GPU packages and on its own deprecations are not about this run.
     for module in ("megatron", "torch"):

@@ -64,7 +64,7 @@ def _replace(model: nn.Module, options: Options) -> int:
     _check_version()
     from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 
-    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
     found: list[Any] = [module for module in model.modules() if isinstance(module, MOELayer)]
     native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
@@ -74,7 +74,7 @@ def _replace(model: nn.Module, options: Options) -> int:
     layers = native + autoep
     plans, before = _plans(layers, options), _plans_of(layers)
     if autoep:
-        from deepep_moe.integrations.deepspeed.autoep import swap
+        from deepep_moe.integrations.deepspeed.autoep.layer import swap
 
         swap(autoep, plans[len(native) :], model if hasattr(model, "was_step_applied") else None)
     for layer, plan in zip(native, plans, strict=False):
@@ -90,7 +90,7 @@ def _replace(model: nn.Module, options: Options) -> int:
 
 def _has_own_forward(layer: Any) -> bool:
     """Was its forward replaced before it was swapped, on it or in its class? Another class would change nothing then, or too much."""
-    from deepep_moe.integrations.deepspeed.layer import is_replaced
+    from deepep_moe.integrations.deepspeed.native.layer import is_replaced
 
     return getattr(layer, "deepep_moe_plan", None) is None and is_replaced(layer)
 
@@ -102,7 +102,7 @@ def _autoep_layers(model: nn.Module) -> list[Any]:
         return []
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
-    from deepep_moe.integrations.deepspeed.autoep import PackedAutoEPMoELayer
+    from deepep_moe.integrations.deepspeed.autoep.layer import PackedAutoEPMoELayer
 
     others = sorted({type(module).__name__ for module in found} - {"AutoEPMoELayer", "PackedAutoEPMoELayer"})
     if others:
@@ -111,7 +111,7 @@ def _autoep_layers(model: nn.Module) -> list[Any]:
 
 
 def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:
-    from deepep_moe.integrations.deepspeed.routing import is_gate_unknown
+    from deepep_moe.integrations.deepspeed.native.routing import is_gate_unknown
 
     say = functools.partial(_say, model=model)
     replaced = sum(_has_own_forward(layer) for layer in left)
@@ -167,7 +167,7 @@ def restore_moe_layers(model: nn.Module) -> int:
     """
     from deepspeed.moe.sharded_moe import MOELayer
 
-    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
     native: list[Any] = [module for module in model.modules() if type(module) is PackedMOELayer]
     autoep = [layer for layer in _autoep_layers(model) if hasattr(layer, "deepep_moe_plan")]
@@ -176,7 +176,7 @@ def restore_moe_layers(model: nn.Module) -> int:
         layer.__class__ = MOELayer
         layer.__dict__.pop("deepep_moe_plan", None)
     if autoep:
-        from deepep_moe.integrations.deepspeed.autoep import restore
+        from deepep_moe.integrations.deepspeed.autoep.layer import restore
 
         restore(autoep)
     for plan in before:

@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-max-tokens-per-rank",
         type=int,
         metavar="N",
-        help="on GPUs, the most tokens of one rank in a forward (default: room for those of the first, and for more once there are)",
+        help="on GPUs, the most tokens that a rank ever has in a forward (default: grows with the forwards)",
     )
     parser.add_argument(
         "--expert-alignment", type=int, default=1, metavar="N", help="pad the rows of each expert to a multiple of this (default: 1)"
@@ -41,11 +41,9 @@ def _parser() -> argparse.ArgumentParser:
         "--gate",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="routers choose by the gate of deepep_moe where it can (default), or as without it",
+        help="let the gate of deepep_moe choose the experts where it can (default), or leave routing to Megatron-Core",
     )
-    parser.add_argument(
-        "--num-sms", type=int, metavar="N", help="on GPUs, the multiprocessors that send (default: the buffer's own choice)"
-    )
+    parser.add_argument("--num-sms", type=int, metavar="N", help="on GPUs, the SMs that send (default: the buffer's own choice)")
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
     return parser
@@ -63,7 +61,8 @@ def main() -> None:
         gate=options.gate,
         num_sms=options.num_sms,
     )
-    # What `python script.py arguments` sets up: its arguments, and its folder first on the path, where `-m` had put the current one.
+    # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
+    # current folder there.
     sys.argv = [options.script, *options.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(options.script))

@@ -1,7 +1,7 @@
-"""The token dispatcher that stands where Megatron-Core's flex dispatcher stands.
+"""The token dispatcher that takes the place of Megatron-Core's flex dispatcher.
 
-A dispatch delivers rows grouped by local expert, so no permutation follows it and none precedes combine. Experts apply the probs,
-hence combine is an unweighted sum.
+A dispatch delivers rows grouped by local expert, so no permutation follows it and none precedes combine. The experts apply the probs, so
+combine is an unweighted sum.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,19 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.buffer import Buffer
 from deepep_moe.handle import DispatchOutput
-from deepep_moe.integrations.growing_buffer import GrowingBuffer
-from deepep_moe.integrations.megatron.buffers import BufferRegistry
+from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
 from deepep_moe.telling import tell
 
 _NO_PADDING = (
-    "deepep_moe sends no padding to reach a capacity, got moe_pad_expert_input_to_capacity=True; set it to False, also in inference "
-    "(moe_pad_experts_for_cuda_graph_inference sets it). Rows per expert are padded by enable(expert_alignment=...)"
+    "`moe_pad_expert_input_to_capacity` is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "
+    "(moe_pad_experts_for_cuda_graph_inference sets it). enable(expert_alignment=...) pads the rows of each expert"
+)
+_NO_SHARED_OVERLAP = (
+    "`moe_shared_expert_overlap` is True, but deepep_moe does not overlap the shared expert with communication; set it to False "
+    "(drop --moe-shared-expert-overlap)"
 )
 
 
@@ -33,45 +37,46 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     arguments and returns. Raises ValueError for configurations that it does not serve.
     """
 
-    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, *, registry: BufferRegistry, **groups: Any):
-        _check_config(config, registry.options.expert_alignment)
+    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, *, buffers: LayerBuffers, **groups: Any):
+        _check_config(config, buffers.options.expert_alignment)
         # Not the flex dispatcher's own constructor: it would demand DeepEP and build its communication manager.
         MoETokenDispatcher.__init__(self, config=config, **groups)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self.registry = registry
+        self.buffers = buffers
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
-        self._growing: GrowingBuffer | None = None  # which has the layers' present buffer
+        self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
+        self._elastic: ElasticBuffer | None = None  # it replaces `buffer` when a rank has more tokens
         self._handle: Any = None
-        self._num_calls = 0  # of the buffer that this forward has made
-        self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # of rows, until one is seen
+        self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
         self._tokens_per_expert: torch.Tensor | None = None
-        # What a CUDA graph of the preprocessing must hand over; dotted names crash the local graphs of 0.16 and 0.17.
+        # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
         # The 1F1B overlap schedule writes these two and reads the count; nothing here reads what it writes.
         self._comm_manager = SimpleNamespace(
             token_probs=None, dispatched_probs=None, get_number_of_tokens_per_expert=lambda: self._tokens_per_expert
         )
-        # That schedule frees (storage resized to 0) the inputs of dispatch and of the experts once they have run. The first is a view of
-        # what router and shared expert saved for backward, the second is what the experts saved: each gets a copy to be freed instead.
+        # That schedule frees the inputs of dispatch and of the experts (it resizes their storage to 0) once they have run. The first is a
+        # view of what router and shared expert saved for backward, the second is what the experts saved. So it gets copies to free.
         self._inputs_are_freed = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-        # Local graphs write later micro batches' choices into the first one's tensor, which its backward still needs.
+        # Local graphs write the choices of later micro batches into the tensor of the first one, whose backward still needs it.
         self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Raises ValueError: overlap of the shared expert is not supported (see the check at construction)."""
-        _check_config(self.config, self.registry.options.expert_alignment)
-        raise ValueError("deepep_moe does not overlap the shared expert yet; set moe_shared_expert_overlap=False")
+        """Raise ValueError, as overlap of the shared expert is not supported."""
+        raise ValueError(_NO_SHARED_OVERLAP)
 
     def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        """`forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine. If it fails on this rank, in the router
-        or an expert, the peers raise EPPeerError with its error in their next call."""
+        """Run `forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine.
+
+        If it fails on this rank between these calls, in the router or an expert, the peers raise EPPeerError with its error in their next
+        call. A call that fails tells the peers itself.
+        """
         if hidden_states is None:  # a later part of a forward whose first part is a CUDA graph
             return forward(layer, hidden_states, *args, **kwargs)
-        self.buffer = self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer
-        self._num_calls = self.buffer.num_calls
+        self._returned_from(self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer)
         try:
             return forward(layer, hidden_states, *args, **kwargs)
         except Exception as error:
@@ -79,11 +84,13 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             raise
 
     def run_part(self, part: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """`part(layer, ...)`, a method of the layer that makes no call of the buffer. If it fails on this rank the peers are told, also
-        where nobody else would tell them: in a recomputation of the layer, which does not go by `run_layer`."""
-        if self._growing is None:
+        """Run `part(layer, ...)`, a method of the layer that makes no call of the buffer. If it fails on this rank, the peers are told.
+
+        A recomputation of the layer runs its parts only, so `run_layer` cannot tell them.
+        """
+        if self._elastic is None:
             return part(layer, *args, **kwargs)
-        buffer = self._growing.buffer
+        buffer = self._elastic.buffer
         num_calls = buffer.num_calls
         try:
             return part(layer, *args, **kwargs)
@@ -92,12 +99,17 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 tell(buffer, error, num_calls)
             raise
 
-    def _find(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
-        """The layers' buffer. Collective where it is made."""
+    def _returned_from(self, buffer: Buffer) -> None:
+        """Note that the forward uses `buffer` and that all calls of it so far have returned. If the forward fails while this number stays,
+        it failed outside of a call, and the peers have to be told."""
+        self.buffer, self._num_calls = buffer, buffer.num_calls
+
+    def _find(self, num_tokens: int, hidden: int, device: torch.device) -> ElasticBuffer:
+        """Return the buffer that the layers share. Collective where it is constructed."""
         num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
-        self._growing = self.registry.get(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
-        return self._growing
+        self._elastic = self.buffers.ready(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
+        return self._elastic
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -120,21 +132,22 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         num_tokens, self._hidden = hidden_states.shape
-        growing = self._find(num_tokens, self._hidden, hidden_states.device)
-        x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.registry.options.expert_alignment
-        assert topk_idx is not None  # of dispatch_preprocess
+        elastic = self._find(num_tokens, self._hidden, hidden_states.device)
+        x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
+        assert topk_idx is not None  # dispatch_preprocess has set it
 
         def send(buffer: Buffer) -> DispatchOutput:
             return buffer.dispatch(x, topk_idx, probs, layout="expert", expert_alignment=alignment)
 
         try:
-            buffer, out = growing.dispatch(num_tokens, send)
+            buffer, out = elastic.dispatch(num_tokens, send)
         except ValueError as error:
-            # Not checked before the call: the buffer tells the peers, which would wait for this rank otherwise.
-            if bool((topk_idx >= growing.buffer.num_experts).any()):
+            # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
+            if bool((topk_idx >= elastic.buffer.num_experts).any()):
                 raise ValueError(self._explain_excess()) from error
             raise
-        self.buffer, self._handle, self._num_calls = buffer, out.handle, buffer.num_calls
+        self._returned_from(buffer)
+        self._handle = out.handle
         self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64)  # what the experts split by
         assert out.recv_topk_weights is not None  # they were sent
         return out.recv_x, out.recv_topk_weights
@@ -148,20 +161,20 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Rows are in the experts' order already: recv_x [R, H], rows per local expert [L], probs [R]."""
+        """Return recv_x [R, H], rows per local expert [L] and probs [R]. The rows are in the experts' order already."""
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
         return (hidden_states.clone() if self._inputs_are_freed else hidden_states), self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Nothing to undo."""
+        """Return the rows as they are, as there is no permutation to undo."""
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Expert outputs [R, H] -> their sum per token [T, H], accumulated in fp32."""
+        """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32."""
         handle, self._handle = self._handle, None
         combined = self.buffer.combine(hidden_states.contiguous(), handle)
-        self._num_calls = self.buffer.num_calls
+        self._returned_from(self.buffer)
         return combined
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -169,36 +182,34 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return hidden_states.view(self.hidden_shape)
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """Experts write where they like (asked from 0.19)."""
+        """Return no buffers: experts write where they like. Megatron-Core 0.19 and newer ask."""
         return None, None
 
 
 def _check_config(config: Any, expert_alignment: int) -> None:
-    """Raises ValueError for switches whose meaning the dispatcher would not honour."""
+    """Raise ValueError for switches that the dispatcher would not honour."""
     if config.moe_shared_expert_overlap:
-        raise ValueError(
-            "deepep_moe does not overlap the shared expert with communication yet, got moe_shared_expert_overlap=True; "
-            "set it to False (drop --moe-shared-expert-overlap)"
-        )
+        raise ValueError(_NO_SHARED_OVERLAP)
     lanes = config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
     if lanes > MAX_TOPK:
         raise ValueError(
-            f"deepep_moe addresses every expert tensor-parallel shard as an expert and serves {MAX_TOPK} per token, got moe_router_topk="
-            f"{config.moe_router_topk} x expert_tensor_parallel_size={config.expert_tensor_parallel_size}; make one of them smaller"
+            f"`moe_router_topk` is {config.moe_router_topk} and `expert_tensor_parallel_size` {config.expert_tensor_parallel_size}, but "
+            f"deepep_moe counts each tensor-parallel shard of an expert as an expert and serves {MAX_TOPK} per token; make one of the two "
+            "smaller"
         )
     if config.moe_pad_expert_input_to_capacity:
         raise ValueError(_NO_PADDING)
     pads = getattr(config, "moe_router_padding_for_quantization", False) or getattr(config, "moe_router_padding_for_fp8", False)
     if pads and expert_alignment % _quantized_alignment(config):
         raise ValueError(
-            f"with moe_router_padding_for_quantization or moe_router_padding_for_fp8 the experts expect padded rows, got "
-            f"expert_alignment={expert_alignment}; call enable(expert_alignment={_quantized_alignment(config)}), or switch the padding off "
-            "and let the experts pad"
+            f"`expert_alignment` is {expert_alignment}, but with moe_router_padding_for_quantization or moe_router_padding_for_fp8 the "
+            f"experts expect padded rows; call enable(expert_alignment={_quantized_alignment(config)}), or switch that padding off and let "
+            "the experts pad"
         )
 
 
 def _quantized_alignment(config: Any) -> int:
-    """The multiple of rows that an expert's products need in the config's fp8 or fp4."""
+    """Return the multiple of rows that an expert's matrix products need in the config's fp8 or fp4."""
     try:
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
     except ImportError:  # 0.13

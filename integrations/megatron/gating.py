@@ -1,9 +1,10 @@
-"""Megatron-Core's top-k routing by the gate of this library, and its choice on the way to the dispatcher.
+"""Let the gate of this library do Megatron-Core's top-k routing, and hand its choice to the dispatcher.
 
-`TopKRouter.routing` calls `topk_routing_with_score_function`, which makes the dense pair (probs, routing_map); a flex dispatcher then
-looks for the experts in it. For routers of layers that dispatch through deepep_moe `serve_routers` puts one call of the gate in that
-place. It makes the pair too, for what else reads it (counts for the expert bias), and ties its own lists to it. Auxiliary losses call
-`compute_routing_scores_for_aux_loss` for scores of all experts and a choice by them; a second call of the gate makes those.
+`TopKRouter.routing` calls `topk_routing_with_score_function`, which returns the dense pair (probs, routing_map). A flex dispatcher then
+searches it for the experts. `serve_routers` puts one call of the gate in that place, for routers of layers that dispatch through
+deepep_moe. The gate returns the pair too, as others read it (counts for the expert bias), and its top-k lists are attached to the pair.
+Auxiliary losses call `compute_routing_scores_for_aux_loss` for scores of all experts and a choice by them. A second call of the gate
+computes those.
 """
 
 import inspect
@@ -13,43 +14,45 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.routing import weights_at
-from deepep_moe.integrations.say_once import say_once
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map
 
 
 class Choice(NamedTuple):
-    """What the gate chose, beside the pair made of it."""
+    """The gate's choice as top-k lists, attached to the dense pair that was made of it."""
 
     probs: torch.Tensor
-    versions: tuple[int, int]  # of probs and routing_map: one changed in place says something else
+    versions: tuple[int, int]  # of probs and routing_map; a tensor that was changed in place no longer says what the gate chose
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
 
     def weights_for(self, probs: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_topk] fp32: the gate's own where `probs` are what it returned, else taken from them, with what was done to
-        them since, such as attaching a loss."""
+        """Return the weights of the choice, [num_tokens, num_topk] fp32.
+
+        They are the gate's own if `probs` is what it returned. Otherwise they are read from `probs`, with all that was done to it since,
+        such as attaching a loss.
+        """
         is_own = probs is self.probs and probs._version == self.versions[0] and probs.requires_grad == self.topk_weights.requires_grad
         is_watched = bool(probs._backward_hooks) or probs.retains_grad
         return self.topk_weights if is_own and not is_watched else weights_at(probs, self.topk_idx)
 
 
 def choice_for(routing_map: torch.Tensor) -> Choice | None:
-    """The gate's choice that `routing_map` still stands for; None where there is none: the map was made or changed by something else."""
+    """Return the gate's choice that `routing_map` stands for, or None if something else has made or changed the map."""
     choice: Choice | None = getattr(routing_map, _CHOICE, None)
     return choice if choice is not None and choice.versions[1] == routing_map._version else None
 
 
 def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
-    """Make the gate choose for routers whose config `is_served`, and score for their auxiliary losses, wherever it can; where not, one log
-    line says why.
+    """Let the gate choose, and compute scores for auxiliary losses, for routers whose config `is_served`.
 
-    Megatron-Core's routing is done as before for logits that are not fp32 (it rounds scores to their dtype before it chooses), while a
-    router replays or records, for fused routing of TransformerEngine, for arguments that came after 0.19, and where somebody else has
-    replaced its functions.
+    Megatron-Core's own routing runs where the gate cannot, and one log line says why: for logits that are not fp32 (Megatron-Core rounds
+    scores to their dtype before it chooses), while a router replays or records, for fused routing of TransformerEngine, for arguments that
+    came after 0.19, and where somebody else has replaced Megatron-Core's functions.
     """
     from megatron.core.transformer.moe import router
 
@@ -67,7 +70,7 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
             reason = reason or _refusal(given, known)
             if reason is None:
                 return ours(given)
-            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}", stage_group())
+            warn_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}", stage_group())
             return original(*args, **kwargs)
 
         return choose
@@ -81,14 +84,14 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
 
     for name, (ours, known) in _REPLACEMENTS.items():
         if not hasattr(router, name):  # 0.13
-            say_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: this version has no {name}")
+            warn_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: this version has no {name}")
         else:
             patches.set(router, name, replacement(name, ours, known))
     patches.set(router.TopKRouter, "routing", route)
 
 
 def stage_group() -> "dist.ProcessGroup | None":
-    """The ranks of this pipeline stage; None where Megatron-Core's groups are somebody else's."""
+    """Return the group of this pipeline stage, or None if Megatron-Core has not made its groups."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -97,8 +100,10 @@ def stage_group() -> "dist.ProcessGroup | None":
 
 
 def _replaced(name: str, original: Any) -> str | None:
-    """That a function of Megatron-Core's routing is somebody else's, the `original` or one that it calls, or None. A wrapper may have the
-    name of what it wraps, but looks names up where its own code is."""
+    """Return the reason why `original`, or a function that it calls, is not Megatron-Core's own, or None.
+
+    A wrapper may have the name of the function that it wraps, but its globals are those of its own module.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     for function, its_name in ((original, name), (moe_utils.group_limited_topk, "group_limited_topk")):
@@ -108,7 +113,8 @@ def _replaced(name: str, original: Any) -> str | None:
 
 
 def _refusal(given: dict[str, Any], known: set[str]) -> str | None:
-    """Why the gate cannot serve a call with these arguments of Megatron-Core's function, of which it knows some; None: it can."""
+    """Return the reason why the gate cannot serve a call of Megatron-Core's function with these arguments, or None if it can. `known` names
+    the arguments that it can honour."""
     logits, score_function = given["logits"], given.get("score_function", "softmax")
     replay = given.get("router_replay")
     if logits.dtype != torch.float32:
@@ -127,7 +133,7 @@ def _refusal(given: dict[str, Any], known: set[str]) -> str | None:
 
 
 def _groups(given: dict[str, Any]) -> dict[str, int]:
-    """Of the gate."""
+    """Return the gate's arguments for groups of experts."""
     if not given.get("group_topk"):
         return {}
     group_topk = given["group_topk"]
@@ -135,7 +141,7 @@ def _groups(given: dict[str, Any]) -> dict[str, int]:
 
 
 def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pair of topk_routing_with_score_function."""
+    """Return the pair of topk_routing_with_score_function."""
     topk, score_function = given["topk"], given.get("score_function", "softmax")
     if score_function == "softmax" and not given.get("use_pre_softmax"):
         score_function = "softmax_topk"
@@ -145,13 +151,13 @@ def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         **_groups(given),
     )  # fmt: skip
     assert out.probs is not None and out.routing_map is not None  # they were asked for
-    if not out.probs.is_inference():  # which have no versions to tell whether they were changed
+    if not out.probs.is_inference():  # tensors of the inference mode have no versions that tell whether they were changed
         setattr(out.routing_map, _CHOICE, Choice(out.probs, (out.probs._version, out.routing_map._version), out.topk_idx, out.topk_weights))
     return out.probs, out.routing_map
 
 
 def _score(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pair of compute_routing_scores_for_aux_loss: who would be chosen by scores alone, and each expert's share of the scores."""
+    """Return the pair of compute_routing_scores_for_aux_loss: the experts chosen by scores alone, and each expert's share of the scores."""
     out = _gate(given["logits"], given["topk"], shares=True, score_function=given["score_function"], mask=given.get("padding_mask"))
     assert out.routing_map is not None and out.shares is not None  # they were asked for
     return out.routing_map, out.shares
@@ -161,7 +167,7 @@ def _gate(logits: torch.Tensor, topk: int, **options: Any) -> FullGateOutput:
     try:
         return gate_full(logits, topk, dense=True, **options)
     except ValueError as error:
-        if "must be finite" not in str(error):
+        if "finite" not in str(error):
             raise
         raise ValueError(f"{error}. Megatron-Core's own routing, which enable(gate=False) leaves in place, takes such logits") from error
 
@@ -176,4 +182,4 @@ _REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any]], Any], set[str]]] = {
     ),
     "compute_routing_scores_for_aux_loss": (_score, {"logits", "topk", "score_function", "fused", "padding_mask"}),
 }  # fmt: skip
-"""Functions of Megatron-Core's router by name: ours instead, of their arguments, and which of those it knows."""
+"""Functions of Megatron-Core's router, by name: our function, which takes their arguments, and the arguments that it knows."""

@@ -1,4 +1,4 @@
-"""Put the dispatcher where Megatron-Core looks for its flex dispatcher, and take it out again.
+"""Put our dispatcher where Megatron-Core looks for its flex dispatcher, and take it out again.
 
 Megatron-Core has no registry of dispatchers. Its MoE layer builds `moe_layer.MoEFlexTokenDispatcher` for
 `moe_token_dispatcher_type="flex"`; `enable()` replaces that one symbol by a class that builds ours for the configurations that ask
@@ -15,7 +15,8 @@ from typing import Any
 from deepep_moe.backends.checks import as_int, check_num_sms, offered
 from deepep_moe.backends.select import BACKENDS
 from deepep_moe.errors import EPError
-from deepep_moe.integrations.megatron.buffers import BufferRegistry, Options
+from deepep_moe.integrations.megatron.buffers import LayerBuffers
+from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.patches import Patches
 
 BACKEND_NAME = "deepep_moe"
@@ -26,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _Enabled:
-    """What `enable()` did, for `disable()` to undo."""
+    """The state that `enable()` leaves for `disable()` to undo."""
 
     options: Options
-    registry: BufferRegistry
+    buffers: LayerBuffers
     patches: Patches
     previous_choices: Any
 
@@ -38,7 +39,7 @@ _enabled: _Enabled | None = None
 
 
 def selection(dispatcher: str = BACKEND_NAME) -> dict[str, Any]:
-    """Fields of a TransformerConfig that select `dispatcher` in the installed version: ours, or one of Megatron-Core's by its type."""
+    """Return the fields of a TransformerConfig that select `dispatcher`, ours or one of Megatron-Core's, in the installed version."""
     if dispatcher != BACKEND_NAME:
         return {"moe_token_dispatcher_type": dispatcher}
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,9 +49,9 @@ def selection(dispatcher: str = BACKEND_NAME) -> dict[str, Any]:
 
 
 def is_selected(config: Any) -> bool:
-    """Whether a flex configuration asks for this library.
+    """Return whether a flex configuration asks for this library.
 
-    0.16 and newer name a backend: ours is `deepep_moe`. 0.13 to 0.15 know flex with DeepEP only and refuse flex without it, so there
+    0.16 and newer name a backend, and ours is `deepep_moe`. 0.13 to 0.15 know flex with DeepEP only and refuse flex without it. There,
     flex without `moe_enable_deepep` is ours.
     """
     if not hasattr(config, _BACKEND_FIELD):
@@ -59,7 +60,7 @@ def is_selected(config: Any) -> bool:
 
 
 def _check_version() -> None:
-    """Raises EPError for a Megatron-Core older than supported; warns about one newer than tested."""
+    """Raise EPError for a Megatron-Core that is too old, and warn about one that is newer than the tested ones."""
     import megatron.core
 
     version = megatron.core.__version__
@@ -70,29 +71,29 @@ def _check_version() -> None:
         _log.warning("megatron-core %s is newer than the newest version deepep_moe was tested with (0.19)", version)
 
 
-def _selecting_class(previous: type, registry: BufferRegistry) -> type:
-    """A stand-in for `previous` that builds our dispatcher or a `previous`, whichever the config asks for."""
+def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
+    """Return a class that takes the place of `previous` and builds our dispatcher or a `previous`, whichever the config asks for."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
     class SelectingFlexTokenDispatcher(previous):
-        """Built by MoELayer; never instantiated itself. Somebody's subclass is what it says it is."""
+        """MoELayer calls this class, which has no instances of its own. A subclass that somebody else makes builds itself."""
 
         def __new__(cls, num_local_experts: int, local_expert_indices: list[int], config: Any, **groups: Any) -> Any:
             if cls is not SelectingFlexTokenDispatcher:
                 return super().__new__(cls)
             if is_selected(config):
-                return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, registry=registry, **groups)
+                return NativeTokenDispatcher(num_local_experts, local_expert_indices, config, buffers=buffers, **groups)
             return previous(num_local_experts, local_expert_indices, config=config, **groups)
 
     return SelectingFlexTokenDispatcher
 
 
 _PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_experts_compute", "experts_compute")
-"""Methods of MoELayer between calls of the dispatcher, of any version: what a recomputation runs."""
+"""Methods of MoELayer, of any version, that run between the calls of the dispatcher. A recomputation runs them."""
 
 
 def _by_dispatcher(stock: Callable[..., Any], how: str) -> Callable[..., Any]:
-    """A method of MoELayer, by way of the method `how` of our dispatcher where the layer has one."""
+    """Wrap a method of MoELayer: a layer with our dispatcher runs it through the dispatcher's method `how`."""
     from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
 
     @functools.wraps(stock)
@@ -106,7 +107,7 @@ def _by_dispatcher(stock: Callable[..., Any], how: str) -> Callable[..., Any]:
 
 
 def _widen_choices() -> Any:
-    """Add our name to the choices Megatron-LM's command line takes from the config's annotation. Returns the previous annotation."""
+    """Add our name to the choices that Megatron-LM's command line reads from the config's annotation. Return the previous annotation."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     field = TransformerConfig.__dataclass_fields__.get(_BACKEND_FIELD)
@@ -120,19 +121,19 @@ def _widen_choices() -> Any:
 
 def _positive(name: str, value: Any) -> int:
     if (number := as_int(name, value)) < 1:
-        raise ValueError(f"{name} must be a positive whole number, got {number}")
+        raise ValueError(f"`{name}` is {number}; pass a positive whole number")
     return number
 
 
 def _keeping_the_choice(stock: Callable[..., None]) -> Callable[..., None]:
-    """TransformerConfig.__post_init__, which would put DeepEP in our place with a warning at most; the config then says nothing of us."""
+    """Wrap TransformerConfig.__post_init__, which would replace our backend by DeepEP's with a warning at most."""
 
     @functools.wraps(stock)
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self, _BACKEND_FIELD, None) == BACKEND_NAME and getattr(self, "moe_enable_deepep", False):
             raise ValueError(
-                f"moe_enable_deepep=True puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave moe_enable_deepep out "
-                "(drop --moe-enable-deepep)"
+                f"`moe_enable_deepep` is True and puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave moe_enable_deepep "
+                "out (drop --moe-enable-deepep)"
             )
         stock(self, *args, **kwargs)
 
@@ -147,9 +148,9 @@ def enable(
     gate: bool = True,
     num_sms: int | None = None,
 ) -> None:
-    """Make Megatron-Core's MoE layers able to route and dispatch through deepep_moe. Call it before arguments are parsed and models built.
+    """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
-    Which configuration then uses it:
+    These configurations then use it:
 
     - megatron-core 0.16 and newer: `moe_token_dispatcher_type="flex"` with `moe_flex_dispatcher_backend="deepep_moe"`, on the command
       line `--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe`;
@@ -160,21 +161,25 @@ def enable(
     and kept until `disable()`.
 
     If a router or an expert fails on one rank, also in a recomputation, its peers raise EPPeerError with that rank's error instead of
-    waiting for the deadline.
+    waiting for the deadline. A config with both `moe_enable_deepep` and our backend raises ValueError, as Megatron-Core would put the
+    backend back to DeepEP's.
 
-    `num_max_tokens_per_rank`: on GPUs, the most tokens one rank ever has in a forward (micro batch x sequence length, divided by the sizes
-    of tensor (with sequence parallelism) and context parallelism); None: room for the largest of the first forward over all ranks, rounded
-    up to a multiple of 128, and for more once a rank has more. On CPUs there is no bound. `backend`: as for `deepep_moe.Buffer`.
-    `expert_alignment`: rows of each expert are padded with zeros to a multiple of this. `gate`: routers of those layers choose by
-    `deepep_moe.ops.gate`, in one pass that serves the dispatch too; where it cannot (logits that are not fp32, router replay, ...) a
-    warning says why, and Megatron-Core's own routing is used, as with False. Logits that are not finite raise ValueError with the gate;
-    what is changed behind autograd's back (`.data`, `.numpy()`) in its probs and routing_map is not seen. `num_sms`: on GPUs, the
-    multiprocessors that send, as for `deepep_moe.Buffer`; `moe_flex_dispatcher_num_sms` of a config (from 0.19) goes before it.
+    Args:
+        num_max_tokens_per_rank: on GPUs, the most tokens that a rank ever has in a forward: micro batch x sequence length, divided by the
+            sizes of tensor parallelism (with sequence parallelism) and context parallelism. None: the most of any rank in the first
+            forward, rounded up to a multiple of 128; buffers are replaced by larger ones when a rank has more. On CPUs there is no bound.
+        backend: as for `deepep_moe.Buffer`.
+        expert_alignment: the rows of each expert are padded with zeros to a multiple of this.
+        gate: let `deepep_moe.ops.gate` choose the experts, in one pass that serves the dispatch too. Where it cannot (logits that are not
+            fp32, router replay, ...) a warning says why and Megatron-Core's own routing runs, as with False. Logits that are not finite
+            raise ValueError. The gate does not see changes of its probs and routing_map behind autograd's back (`.data`, `.numpy()`).
+        num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
 
-    A config with `moe_enable_deepep` beside our backend raises ValueError, as Megatron-Core would put the backend back to DeepEP's.
-
-    Raises TypeError for wrong types, ValueError for wrong values or when enabled already with others, EPError for an unsupported
-    Megatron-Core, ImportError without one.
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: an argument has a wrong value, or deepep_moe is enabled already with other arguments.
+        EPError: this Megatron-Core is not supported.
+        ImportError: Megatron-Core is not installed.
     """
     global _enabled
     expert_alignment = _positive("expert_alignment", expert_alignment)
@@ -182,13 +187,13 @@ def enable(
         num_max_tokens_per_rank = _positive("num_max_tokens_per_rank", num_max_tokens_per_rank)
     check_num_sms(num_sms)
     if not isinstance(gate, bool):
-        raise ValueError(f"gate must be True or False, got {gate!r}")
+        raise ValueError(f"`gate` is {gate!r}; pass True or False")
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {offered(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"`backend` is {backend!r}; pass one of {offered(BACKENDS)}")
     options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms)
     if _enabled is not None:
         if _enabled.options != options:
-            raise ValueError(f"already enabled with {_enabled.options}, asked for {options}; call disable() first")
+            raise ValueError(f"deepep_moe is already enabled with {_enabled.options}, and not with {options}; call disable() first")
         return
     _check_version()
     from megatron.core.transformer.moe import moe_layer
@@ -196,27 +201,27 @@ def enable(
 
     from deepep_moe.integrations.megatron.gating import serve_routers
 
-    registry, patches = BufferRegistry(options), Patches()
+    buffers, patches = LayerBuffers(options), Patches()
     try:
-        patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, registry))
+        patches.set(moe_layer, "MoEFlexTokenDispatcher", _selecting_class(moe_layer.MoEFlexTokenDispatcher, buffers))
         for name in ("forward", *_PARTS):
             if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
         patches.set(TransformerConfig, "__post_init__", _keeping_the_choice(TransformerConfig.__post_init__))
         if gate:
             serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
-        _enabled = _Enabled(options, registry, patches, _widen_choices())
+        _enabled = _Enabled(options, buffers, patches, _widen_choices())
     except BaseException:
         patches.restore()
         raise
 
 
 def disable() -> None:
-    """Undo `enable()`: put back what Megatron-Core had, but for what others have replaced since, and destroy the buffers. Without
-    `enable()` nothing happens.
+    """Undo `enable()` and destroy the buffers. Does nothing without `enable()`.
 
-    Models built in between keep their dispatchers, which raise BufferDestroyedError when used: build them again after the next
-    `enable()`. Call it before the process groups are destroyed.
+    Megatron-Core gets its own symbols back, except those that others have replaced since. Models that were built in between keep their
+    dispatchers, which raise BufferDestroyedError when used: build the models again after the next `enable()`. Call this before the process
+    groups are destroyed.
     """
     global _enabled
     if _enabled is None:
@@ -226,5 +231,5 @@ def disable() -> None:
     _enabled.patches.restore()
     if _enabled.previous_choices is not None:
         TransformerConfig.__dataclass_fields__[_BACKEND_FIELD].type = _enabled.previous_choices
-    registry, _enabled = _enabled.registry, None
-    registry.destroy()
+    buffers, _enabled = _enabled.buffers, None
+    buffers.close()

@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import nn
 
 from deepep_moe.integrations.deepspeed import replace_moe_layers
-from deepep_moe.integrations.deepspeed.ranks import engine_ready as engine_ready
+from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready as engine_ready
 
 HIDDEN = 32
 STEPS = 10
@@ -68,7 +68,7 @@ def run_layer(
 
 def num_swapped(model: nn.Module) -> int:
     """Its layers whose rows deepep_moe moves."""
-    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
     return sum(isinstance(module, PackedMOELayer) for module in model.modules())
 
@@ -76,7 +76,7 @@ def num_swapped(model: nn.Module) -> int:
 @contextlib.contextmanager
 def dispatches(num: int) -> Iterator[None]:
     """Asserts that so many dispatches of swapped layers, and no others, begin meanwhile."""
-    from deepep_moe.integrations.deepspeed import layer
+    from deepep_moe.integrations.deepspeed.native import layer
 
     own, calls = layer.dispatch_by_expert, []
     layer.dispatch_by_expert = lambda *arguments: calls.append(1) or own(*arguments)

@@ -14,16 +14,16 @@ from autoep_cases import Case, autoep_layers, build_engine, counted, ds_config, 
 from deepspeed_cases import assert_equal, engine_ready, logged
 
 from deepep_moe.errors import EPPeerError
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
-from deepep_moe.integrations.deepspeed import autoep_bias
-from deepep_moe.integrations.deepspeed.autoep_router import GatedRouter, restore_router, swap_router
-from deepep_moe.integrations.say_once import say_once
+from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.deepspeed.autoep import bias as autoep_bias
+from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, restore_router, swap_router
 
 RATE = 0.02
 BIAS = "e_score_correction_bias"
@@ -285,7 +285,7 @@ def _balance_worker(rank: int, num_ranks: int, folder: str) -> None:
             tag = case.family
             lacks = [getattr(layer.router, BIAS, None) is None for layer in autoep_layers(build_engine(case, False))]
             assert all(lacks) or case.family != "deepseek_v2"
-            say_once.cache_clear()
+            warn_once.cache_clear()
             with logged() as messages:
                 engine = _make_balancing(case)
             assert sum("are given an e_score_correction_bias" in line for line in messages) == (any(lacks) and rank == 0), messages
@@ -391,10 +391,10 @@ def test_options():
     chosen = {"gate": False, "expert_bias_update_rate": 0.001}
     assert options_of({"deepep_moe": chosen}) == Options(**chosen)
     for section, error, message in (
-        ({"gate": "no"}, TypeError, "gate must be true or false, got 'no'"),
-        ({"expert_bias_update_rate": "0.1"}, TypeError, "expert_bias_update_rate must be a number or null, got '0.1'"),
-        ({"expert_bias_update_rate": True}, TypeError, "expert_bias_update_rate must be a number or null, got True"),
-        ({"expert_bias_update_rate": 0}, ValueError, "expert_bias_update_rate must be positive, such as 0.001, got 0"),
+        ({"gate": "no"}, TypeError, "`gate` is 'no'; pass true or false"),
+        ({"expert_bias_update_rate": "0.1"}, TypeError, "`expert_bias_update_rate` is '0.1'; pass a number or null"),
+        ({"expert_bias_update_rate": True}, TypeError, "`expert_bias_update_rate` is True; pass a number or null"),
+        ({"expert_bias_update_rate": 0}, ValueError, "`expert_bias_update_rate` is 0; pass a positive number such as 0.001"),
     ):
         with pytest.raises(error, match=message):
             options_of({"deepep_moe": section})
@@ -435,7 +435,7 @@ def _replaced_forwards(rank: int, case: Case) -> None:
     layers = autoep_layers(engine)
     for layer in layers:
         layer.forward = layer.forward
-    say_once.cache_clear()
+    warn_once.cache_clear()
     with logged() as messages:
         assert replace_moe_layers(engine) == 0
     assert messages == ["2 MoE layers keep their forward, which was replaced on the layer or its class; swap them before that"] * (

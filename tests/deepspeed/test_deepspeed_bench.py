@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed_cases import repeats_bits
 
-from deepep_moe.bench import deepspeed as bench
+from deepep_moe.bench.layers import deepspeed as bench
 from deepep_moe.testing import run_ranks
 
 pytest.importorskip("deepspeed")

@@ -20,7 +20,7 @@ STEPS = 16
 
 
 def _tutorial_worker(rank: int, num_ranks: int, script: str) -> tuple[str, float]:
-    from deepep_moe.integrations.deepspeed.ranks import engine_ready
+    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready():
         names: dict = {}

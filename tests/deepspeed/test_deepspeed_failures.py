@@ -10,7 +10,7 @@ from deepspeed_cases import HIDDEN, engine_ready, make_moe
 from torch import nn
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.integrations import growing_buffer
+from deepep_moe.integrations.common import elastic_buffer, registry
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers
 from deepep_moe.testing.launch import run_ranks
 
@@ -54,7 +54,7 @@ def _failing_worker(rank: int, num_ranks: int, device_type: str) -> None:
                     layer(x)
                     if device.type == "cuda":  # whose host does not wait for a combine
                         torch.cuda.synchronize()
-                        buffers.all_buffers()[0].check()
+                        registry.all_buffers()[0].check()
                 assert time.monotonic() - began < 60, "far from the deadline of 300 s"
                 failing.clear()
                 assert layer(x)[0].isfinite().all(), "all go on"
@@ -72,7 +72,7 @@ def test_peers_learn_what_failed(device):
 def _refusing_worker(rank: int, num_ranks: int) -> None:
     """Rank 0 has more tokens than there is room for in a forward that rank 1 refuses, and then makes another or leaves."""
     os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
-    growing_buffer._is_bounded = lambda device: True
+    elastic_buffer._is_bounded = lambda device: True
     plan = buffers.Plan(buffers.Options(exact=True), 2, 1)
     dispatch = buffers.ready(dist.group.WORLD, torch.empty(0, HIDDEN), plan).dispatch
 

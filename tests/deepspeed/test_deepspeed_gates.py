@@ -14,8 +14,9 @@ pytest.importorskip("deepspeed")
 from deepspeed.moe import sharded_moe
 from deepspeed_cases import engine_ready, logged, make_moe
 
-from deepep_moe.integrations.deepspeed import gates, replace_moe_layers, top2
-from deepep_moe.integrations.deepspeed.routing import ask, has_sparse_routes, route
+from deepep_moe.integrations.deepspeed import replace_moe_layers
+from deepep_moe.integrations.deepspeed.native import gates, top2
+from deepep_moe.integrations.deepspeed.native.routing import ask, has_sparse_routes, route
 from deepep_moe.testing.launch import run_ranks
 
 pytestmark = pytest.mark.skipif(not has_sparse_routes(sharded_moe.TopKGate.forward), reason="DeepSpeed's gates name experts since 0.19.4")

@@ -22,10 +22,10 @@ from torch import nn
 
 from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
-from deepep_moe.integrations import growing_buffer
+from deepep_moe.integrations.common import elastic_buffer
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
-from deepep_moe.integrations.deepspeed.routing import route
+from deepep_moe.integrations.deepspeed.native.routing import route
 from deepep_moe.testing.launch import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
@@ -39,8 +39,8 @@ def test_missing_autograd_functions_are_said(monkeypatch):
     with logged() as lines:
         for _ in range(2):
             buffers._construct(None, 16, buffers.Options(), 2, 2, 8)
-    assert [line for line in lines if "wait for the host" in line] == [
-        "MoE layers with few experts a token wait for the host longer than they must: deepep_moe._torch is not built for this test"
+    assert [line for line in lines if "few experts per token" in line] == [
+        "MoE layers with few experts per token are slower than they could be: deepep_moe._torch is not built for this test"
     ]
 
 
@@ -275,7 +275,7 @@ def _bound_worker(rank: int, num_ranks: int) -> None:
             replace_moe_layers(layer, exact=exact, num_max_tokens_per_rank=16)
             layer(torch.randn(16, HIDDEN))
             message = (
-                "17 tokens in a forward, and MoE layers have room for 16; set num_max_tokens_per_rank, an argument of replace_moe_layers"
+                "a forward has 17 tokens, but MoE layers have room for 16; set num_max_tokens_per_rank, an argument of replace_moe_layers"
             )
             with pytest.raises(EPPeerError if rank else ValueError, match=message):
                 layer(torch.randn(16 if rank else 17, HIDDEN))
@@ -288,7 +288,7 @@ def test_more_tokens_than_the_bound():
 
 def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
     """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
-    growing_buffer._is_bounded = lambda device: True
+    elastic_buffer._is_bounded = lambda device: True
     with engine_ready(device_type) as device:
         layer = make_moe(4, k=2, drop_tokens=False).to(device)
         layer.set_deepspeed_parallelism()
@@ -322,9 +322,9 @@ def test_room_grows_with_the_tokens(device):
 
 
 def _growing_in_double_worker(rank: int, num_ranks: int) -> None:
-    growing_buffer._is_bounded = lambda device: True
+    elastic_buffer._is_bounded = lambda device: True
     torch.set_default_dtype(torch.float64)
-    growing = growing_buffer.GrowingBuffer(
+    growing = elastic_buffer.ElasticBuffer(
         dist.group.WORLD, 10, torch.device("cpu"), lambda room: Buffer(None, room, HIDDEN, 4, 1), None, "the option"
     )
     x = torch.ones(10 + 200 * rank, HIDDEN, dtype=torch.float32)
@@ -363,7 +363,7 @@ def _stock_worker(rank: int, num_ranks: int) -> tuple[list[str], list[str]]:
             def get_tensor_model_parallel_world_size(self):
                 return 2
 
-        from deepep_moe.integrations.deepspeed.layer import why_stock
+        from deepep_moe.integrations.deepspeed.native.layer import why_stock
 
         moe = layer.deepspeed_moe
         assert why_stock(moe, x) is None
@@ -486,7 +486,7 @@ def _replaced_worker(rank: int, num_ranks: int) -> None:
         ):
             replace_moe_layers(layer)
             plain = layer(x)[0]
-            buffers.say_once.cache_clear()
+            buffers.warn_once.cache_clear()
             change()
             with logged() as lines:
                 changed = layer(x)[0]
@@ -528,7 +528,7 @@ def _built_worker(rank: int, num_ranks: int) -> None:
     """The class may stand where MoE builds its layers: how upstream's own tests are run with it."""
     import deepspeed.moe.layer as module
 
-    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
     # Many rows an expert: for a single one a matrix product may take another way, and round other bits.
     generator = torch.Generator().manual_seed(rank)

@@ -24,8 +24,8 @@ from deepspeed_cases import (
 from torch import nn
 
 from deepep_moe import autograd_module
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
@@ -189,7 +189,7 @@ def test_ten_steps_equal_deepspeed_on_gpus():
 
 
 def _without_autograd_functions_worker(rank: int, num_ranks: int) -> None:
-    from deepep_moe.integrations.deepspeed.buffers import destroy_all
+    from deepep_moe.integrations.common.registry import destroy_all
 
     module = autograd_module.MODULE
     assert module is not None, autograd_module.WHY_NOT

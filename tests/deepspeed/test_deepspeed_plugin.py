@@ -24,8 +24,8 @@ from deepspeed_cases import (
 )
 
 from deepep_moe.errors import EPError
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing.launch import run_ranks
 
@@ -45,20 +45,20 @@ def test_section():
 @pytest.mark.parametrize(
     ("section", "error", "message"),
     [
-        (True, TypeError, r'"deepep_moe" of ds_config must be a dictionary such as \{"enabled": true\}, got True'),
-        (None, TypeError, r"must be a dictionary such as \{.*\}, got None"),
+        (True, TypeError, r'"deepep_moe" of ds_config is True; pass a dictionary such as \{"enabled": true\}'),
+        (None, TypeError, r"is None; pass a dictionary such as \{.*\}"),
         (
             {"exakt": True, "enable": True},
             ValueError,
-            r"has unknown keys \['enable', 'exakt'\]; the known ones are \['enabled', 'exact', 'backend', 'num_max_tokens_per_rank', "
+            r"has unknown keys \['enable', 'exakt'\]; the known keys are \['enabled', 'exact', 'backend', 'num_max_tokens_per_rank', "
             r"'num_sms', 'gate', 'expert_bias_update_rate'\]",
         ),
-        ({"enabled": "yes"}, TypeError, "enabled must be true or false, got 'yes'"),
-        ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact must be true or false, got 1'),
-        ({"backend": "nccl"}, ValueError, r"backend must be one of \['auto', 'shm', 'nvlink', 'collective'\], got 'nccl'"),
-        ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank must be at least 1, got 0"),
-        ({"num_sms": "all"}, TypeError, "num_sms must be a whole number or null, got 'all'"),
-        ({"num_sms": -1, "enabled": False}, ValueError, "num_sms must be at least 0, got -1"),
+        ({"enabled": "yes"}, TypeError, "`enabled` is 'yes'; pass true or false"),
+        ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: `exact` is 1; pass true or false'),
+        ({"backend": "nccl"}, ValueError, r"`backend` is 'nccl'; pass one of \['auto', 'shm', 'nvlink', 'collective'\]"),
+        ({"num_max_tokens_per_rank": 0}, ValueError, "`num_max_tokens_per_rank` is 0; pass at least 1"),
+        ({"num_sms": "all"}, TypeError, "`num_sms` is 'all'; pass a whole number or null"),
+        ({"num_sms": -1, "enabled": False}, ValueError, "`num_sms` is -1; pass at least 0"),
     ],
 )
 def test_section_refused(section, error, message):
@@ -133,7 +133,7 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
             "with TopKGate only",
             "1 MoE layers dispatch through deepep_moe (fast mode)",
         ] * (rank == 0)
-        with pytest.raises(ValueError, match="backend must be one of"):
+        with pytest.raises(ValueError, match="`backend` is 'nccl'; pass one of"):
             replace_moe_layers(layers, backend="nccl")
 
 
@@ -181,7 +181,7 @@ def _class_worker(rank: int, num_ranks: int) -> None:
     from deepspeed.moe import layer as moe_layer
     from deepspeed.moe.sharded_moe import MOELayer
 
-    from deepep_moe.integrations.deepspeed.layer import PackedMOELayer
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
 
     with engine_ready():
         moe_layer.MOELayer = PackedMOELayer

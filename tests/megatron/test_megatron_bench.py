@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepep_moe.bench import megatron
+from deepep_moe.bench.layers import megatron
 from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")

@@ -232,7 +232,7 @@ def says_in_a_later_stage(rank, num_ranks):
     """Where the first stage of a pipeline has no MoE layer, the first rank of the one that has says it."""
     from megatron.core import parallel_state
 
-    from deepep_moe.integrations.say_once import say_once
+    from deepep_moe.integrations.common.warn_once import warn_once
 
     lines = log_lines()
     with model_parallel():
@@ -240,7 +240,7 @@ def says_in_a_later_stage(rank, num_ranks):
         assert gating.stage_group() is None
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
         if rank >= num_ranks // 2:
-            say_once("a layer falls back", gating.stage_group())
+            warn_once("a layer falls back", gating.stage_group())
     assert ("a layer falls back" in lines) == (rank == num_ranks // 2)
 
 

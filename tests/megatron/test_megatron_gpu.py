@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
 
+from deepep_moe.integrations.common.process_groups import default_group
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.integrations.megatron.routing import topk_from_map, weights_at
-from deepep_moe.integrations.process_groups import default_group
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")

@@ -12,7 +12,7 @@ import torch
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
 
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.integrations import growing_buffer
+from deepep_moe.integrations.common import elastic_buffer
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -63,7 +63,7 @@ def test_command_line_takes_the_backend_while_enabled():
 
 @pytest.mark.parametrize("option", ["num_max_tokens_per_rank", "expert_alignment"])
 def test_enable_refuses_numbers_below_one(option):
-    with pytest.raises(ValueError, match=f"{option} must be a positive whole number, got 0"):
+    with pytest.raises(ValueError, match=f"`{option}` is 0; pass a positive whole number"):
         enable(**{option: 0})
 
 
@@ -75,7 +75,7 @@ def test_enable_refuses_what_is_no_int(option, value):
 
 
 def test_enable_names_the_backends():
-    with pytest.raises(ValueError, match=r"backend must be one of \['auto', 'shm', 'nvlink', 'collective'\], got 'nccl'"):
+    with pytest.raises(ValueError, match=r"`backend` is 'nccl'; pass one of \['auto', 'shm', 'nvlink', 'collective'\]"):
         enable(backend="nccl")
 
 
@@ -97,7 +97,7 @@ def test_no_config_loses_the_backend_without_an_error():
 
 
 def test_enable_refuses_what_is_no_switch():
-    with pytest.raises(ValueError, match="gate must be True or False, got 0"):
+    with pytest.raises(ValueError, match="`gate` is 0; pass True or False"):
         enable(gate=0)
 
 
@@ -114,12 +114,12 @@ def _one_rank_worker(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     with model_parallel():
-        _refused("moe_shared_expert_overlap=True; set it to False", moe_shared_expert_overlap=True)
-        _refused("moe_pad_expert_input_to_capacity=True; set it to False", moe_pad_expert_input_to_capacity=True)
+        _refused("`moe_shared_expert_overlap` is True, .*; set it to False", moe_shared_expert_overlap=True)
+        _refused("`moe_pad_expert_input_to_capacity` is True, .*; set it to False", moe_pad_expert_input_to_capacity=True)
         padding = "moe_router_padding_for_quantization"
         if not hasattr(layer_config(), padding):
             padding = "moe_router_padding_for_fp8"
-        _refused(r"expert_alignment=1; call enable\(expert_alignment=16\)", **{padding: True})
+        _refused(r"`expert_alignment` is 1, .*; call enable\(expert_alignment=16\)", **{padding: True})
 
         # Other configurations get the classes and the errors they had.
         for kind, name in (("alltoall", "MoEAlltoAllTokenDispatcher"), ("allgather", "MoEAllGatherTokenDispatcher")):
@@ -168,7 +168,7 @@ def test_refusals_and_other_configurations():
 
 def _bound_worker(rank: int, num_ranks: int, chosen: int | None) -> str:
     """300 tokens after 140; without a bound as on GPUs, where buffers have one."""
-    growing_buffer._is_bounded = lambda device: chosen is None
+    elastic_buffer._is_bounded = lambda device: chosen is None
     with model_parallel(ep=num_ranks) as sizes:
         if chosen is not None:
             disable()
@@ -197,7 +197,7 @@ def test_more_tokens_than_the_bound_name_the_option():
     peer, culprit = run_ranks(_bound_worker, 2, 256)
     assert peer.startswith("EPPeerError") and "300 tokens" in peer
     assert culprit.startswith(
-        "OutgrownError: 300 tokens in a forward, and MoE layers have room for 256; set num_max_tokens_per_rank of "
+        "OutgrownError: a forward has 300 tokens, but MoE layers have room for 256; set num_max_tokens_per_rank of "
         "deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank, to the most tokens that a rank ever has"
     )
 
@@ -259,7 +259,7 @@ def test_cpu_layer_puts_everything_back():
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from deepep_moe.integrations.megatron.cpu import disable_cpu, enable_cpu
+    from deepep_moe.integrations.megatron.harness.cpu import disable_cpu, enable_cpu
 
     owners = (torch.cuda, torch.cuda.nvtx, CudaRNGStatesTracker, LocalSpecProvider, WrappedTorchNorm)
     if torch.cuda.is_available():

@@ -1,0 +1,101 @@
+"""What every benchmark measures with and writes: times, records, hardware."""
+
+import functools
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepep_moe
+
+_QUIET: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+SETTINGS = ("backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout")
+
+
+def cpu_name() -> str:
+    """Model of this machine's CPU and how many of its cores this process may use."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name}, {platform.machine()}, {deepep_moe.config.available_cpus()} cores"
+
+
+@functools.cache
+def commit() -> str | None:
+    """Of the checkout that this package lies in, with "+changes" where files differ from it; None outside of one, or without git."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        told = subprocess.run(["git", "-C", root, "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+changes"], **_QUIET)
+    except OSError:
+        return None
+    return told.stdout.strip() or None
+
+
+def spread(times: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 10th and 90th percentile."""
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[len(ordered) // 10], ordered[len(ordered) * 9 // 10]
+
+
+def record(
+    op: str,
+    settings: dict[str, Any],
+    times: Sequence[float],
+    bytes_moved: int,
+    *,
+    baseline: str | None,
+    baseline_times: Sequence[float],
+    **extra: Any,
+) -> dict[str, Any]:
+    """One measurement in the form all benchmarks of the project share.
+
+    Times are microseconds; `gbps` is bytes_moved (bytes of one rank) over the median; `ratio` is rival_us / us_median: how many times
+    faster than the baseline; None where there are no times of a baseline. Settings that do not apply are None. `extra` may say another
+    `hardware` than the CPU.
+    """
+    (median, p10, p90), baseline_us = spread(times), statistics.median(baseline_times) if baseline_times else None
+    return {
+        "op": op,
+        **{name: settings.get(name) for name in SETTINGS},
+        "us_median": median,
+        "us_p10": p10,
+        "us_p90": p90,
+        "bytes_moved": bytes_moved,
+        "gbps": bytes_moved / median / 1e3,
+        "rival": baseline,
+        "rival_us": baseline_us,
+        "ratio": None if baseline_us is None else baseline_us / median,
+        "hardware": cpu_name(),
+        **extra,
+        "versions": {
+            "deepep_moe": deepep_moe.__version__,
+            "commit": commit(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": shlex.join(["python", "-m", "deepep_moe.bench", *_without_files(sys.argv[1:])]),
+    }
+
+
+def _without_files(arguments: list[str]) -> list[str]:
+    """What repeats a measurement; where its results went is of no interest."""
+    names = ("--json", "--plot", "--output")
+    kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before not in names]
+    return [argument for argument in kept if argument.split("=")[0] not in names]
+
+
+def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:
+    """Write the records to `path`, if one was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(records, indent=2) + "\n")
+        print(f"wrote {len(records)} records to {path}")

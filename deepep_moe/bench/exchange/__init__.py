@@ -1,0 +1,1 @@
+"""Dispatch and combine of `Buffer`, on the CPU and on GPUs."""

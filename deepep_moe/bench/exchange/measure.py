@@ -1,0 +1,154 @@
+"""Measure on one rank: check, then time, every operation, its baselines, and exchanges beside GEMMs."""
+
+import argparse
+import gc
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from deepep_moe.bench.common.ranks import Rank
+from deepep_moe.bench.common.verify import verify
+from deepep_moe.bench.common.workload import Inputs, Operation, gather_counts, link_rows, tokens_per_rank
+from deepep_moe.bench.exchange.baselines import PLANNED, verify_baseline, words
+from deepep_moe.bench.exchange.deep_ep import DeepEP
+from deepep_moe.bench.exchange.link_rate import link_gbps
+from deepep_moe.bench.exchange.operations import operations
+from deepep_moe.bench.overlap.measure import NUM_SMS, OPS, BesideGemms, Overlap
+
+
+@dataclass
+class Baseline:
+    """Times of the rows alone, and with the permutes that a layer needs around them."""
+
+    alone_us: list[float]
+    permuted_us: list[float]
+
+
+@dataclass
+class Measurement:
+    """Times in microseconds of the slowest rank, by iteration."""
+
+    op: str
+    dtype: str
+    layout: str
+    name: str
+    num_tokens: int
+    num_sms: int | None
+    backend: str
+    stream_us: list[float]
+    call_us: list[float]
+    link_bytes: int
+    """Sent over the link by the rank that sends most."""
+    workspace_bytes: int | None
+    baseline: Baseline
+
+
+@dataclass
+class Report:
+    num_ranks: int
+    hardware: str
+    transport: str
+    """Of the baselines."""
+    link_gbps: float | None
+    measurements: list[Measurement] = field(default_factory=list)
+    overlaps: list[Overlap] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Operations whose results were wrong, or that raised; they are not timed."""
+
+
+class ExchangeRank(Rank):
+    """One rank of one run. Every method is collective."""
+
+    def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
+        super().__init__(rank, num_ranks, device_idx, options)
+        self.libraries = [DeepEP(self.shape, self.group) for _ in options.peer if self.group is not None]
+
+    def run(self) -> Report:
+        gc.collect()
+        gc.freeze()  # collections stay short
+        rate = link_gbps(self.timer, self.options.iterations)
+        self.say("no link" if rate is None else f"link {rate:.0f} GB/s")
+        report = Report(self.shape.num_ranks, self.hardware(), "NCCL" if self.options.on_gpu else "gloo", rate, failures=self.failures)
+        for num_tokens in self.options.num_tokens:
+            report.measurements += self._measure(num_tokens)
+        for num_tokens in self.options.overlap_tokens:
+            report.overlaps += self._overlap(num_tokens)
+        self.timer.synchronize()
+        return report
+
+    def _measure(self, num_tokens: int) -> list[Measurement]:
+        """Every operation that is right, at one size."""
+        everyone = self.everyones_inputs(num_tokens)
+        inputs = everyone[self.rank]
+        baselines = self._time_baselines(everyone)
+        if self.timer.is_gpu:
+            torch.cuda.empty_cache()  # of the baselines' rows, which outnumber ours
+        rows = link_rows(gather_counts(tokens_per_rank(inputs.topk_idx, self.shape)))
+        buffer = self.new_buffer(num_tokens)
+        self.say(f"{num_tokens} tokens, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
+        measurements = []
+        for num_sms in self.options.num_sms_of[num_tokens]:
+            where = f"{num_tokens} tokens, num_sms {num_sms}"
+            for o in self.agreed(f"every operation, {where}", partial(operations, buffer, self.shape, inputs, num_sms)) or []:
+                if self.agreed(f"{o.name}, {where}", partial(verify, o, everyone, self.shape, self.rank)):
+                    measurements.append(self._time(o, num_tokens, rows, baselines, buffer.workspace_bytes))
+        for library in self.libraries:
+            for o in self.agreed(f"{library.name}, {num_tokens} tokens", partial(library.operations, inputs)) or []:
+                measurements.append(self._time(o, num_tokens, rows, baselines, None))
+        self.timer.synchronize()
+        buffer.destroy()
+        return measurements
+
+    def _overlap(self, num_tokens: int) -> list[Overlap]:
+        """Every exchange that is right, with GEMMs between its halves."""
+        if self.timer.is_gpu:
+            torch.cuda.empty_cache()
+        everyone, buffer, found = self.everyones_inputs(num_tokens), self.new_buffer(num_tokens), []
+        make = partial(BesideGemms, self.timer, buffer, self.shape, everyone, self.rank, self.options)
+        beside = self.agreed(f"an exchange beside GEMMs, {num_tokens} tokens", make)
+        for op in OPS if beside is not None else ():
+            for num_sms in NUM_SMS.get(self.options.backend, (None,)):
+                what = f"{op} beside GEMMs, {num_tokens} tokens, num_sms {num_sms}"
+                if self.agreed(what, partial(beside.verify, op, num_sms)):
+                    self.say(what)
+                    found.append(self.agreed(what, partial(beside.measure, op, num_sms)))
+        self.timer.synchronize()
+        buffer.destroy()
+        return [overlap for overlap in found if overlap is not None]
+
+    def _time(
+        self,
+        o: Operation,
+        num_tokens: int,
+        rows: dict[str, int],
+        baselines: dict[tuple[str, str, str], Baseline],
+        workspace_bytes: int | None,
+    ) -> Measurement:
+        iterations = self.options.iterations
+        stream_us = self.timer.stream(o.call, iterations)
+        call_us = self.timer.call(o.call, iterations) if self.timer.is_gpu else stream_us
+        backend = o.backend or self.options.backend
+        link_bytes, baseline = rows[o.op] * o.row_bytes, baselines[o.op, o.dtype, o.layout]
+        return Measurement(
+            o.op, o.dtype, o.layout, o.name, num_tokens, o.num_sms, backend, stream_us, call_us, link_bytes, workspace_bytes, baseline
+        )
+
+    def _time_baselines(self, everyone: list[Inputs]) -> dict[tuple[str, str, str], Baseline]:
+        """By operation, dtype and layout."""
+        iterations, inputs, stream, found = self.options.iterations, everyone[self.rank], self.timer.stream, {}
+        for layout, planned in PLANNED.items():
+            for dtype, rows in (("float8_e4m3fn", words(inputs.x_fp8, inputs.x_scales)), ("bfloat16", words(inputs.x))):
+                baseline = planned(rows, inputs, self.shape, self.group)
+                alone = stream(baseline.exchange, iterations)
+                found["dispatch", dtype, layout] = Baseline(alone, stream(baseline.dispatch, iterations))
+            arrived = verify_baseline(baseline, everyone, self.shape, self.rank)
+            found["cached dispatch", dtype, layout] = Baseline(alone, stream(baseline.cached_dispatch, iterations))
+            back = stream(baseline.exchange_back, iterations)
+            found["combine", dtype, layout] = Baseline(back, stream(partial(baseline.combine, arrived), iterations))
+        return found
+
+
+def measure(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Report:
+    """One run of one rank, in a process whose default group moves CPU tensors. `device_idx`: its GPU, by default the rank."""
+    return ExchangeRank(rank, num_ranks, rank if device_idx is None else device_idx, options).run()

@@ -1,0 +1,128 @@
+"""Benchmark of dispatch and combine on the GPUs of one host: `python -m deepep_moe.bench --backend nvlink`.
+
+Starts its own ranks, one per GPU, or uses those that torchrun started. Results are checked, then timed. In the same run: an all-to-all of
+every (token, expert) row over NCCL, with and without the permutes it needs, the rate at which the copy engines push over the link, and
+how much of an exchange hides behind GEMMs (`python -m deepep_moe.bench overlap --help`).
+"stream us" is what a call adds to a busy stream, "call us" counts the host's way to the first launch; both of the slowest rank.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from deepep_moe import config
+from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
+from deepep_moe.bench.common.records import write_json
+from deepep_moe.bench.common.report import load_pyplot
+from deepep_moe.bench.exchange.deep_ep import PEERS, load_peer
+from deepep_moe.bench.exchange.measure import Report, measure
+from deepep_moe.bench.exchange.report import plot, records_of, show
+from deepep_moe.bench.overlap import report as overlap_report
+from deepep_moe.errors import EPError
+
+TOKENS = {"cuda": (128, 512, 2048, 4096, 8192, 32768), "cpu": (128, 512)}
+QUICK_TOKENS = (128, 4096)
+OVERLAP_TOKENS = {"cuda": (4096,), "cpu": (512,)}
+SWEEP = (4, 8, 12, 16, 24, 32)
+SWEPT_TOKENS = 4096
+GEMM = (4096, 2048, 2048)
+_GEMM_HELP = f"sizes of the GEMMs beside an exchange; default {' '.join(map(str, GEMM))}"
+_NUM_SMS_HELP = f"SMs of every call, 0 for the copy engine; default the buffer's own choice, and the copy engine at {SWEPT_TOKENS} tokens"
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str) -> None:
+    """What every benchmark on GPUs may be given."""
+    parser.add_argument("--backend", choices=backends, default="nvlink")
+    add_ranks_and_tokens(parser, default_tokens)
+    for name, default in (("hidden", 7168), ("num-experts", 256), ("num-topk", 8), ("expert-alignment", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--gemm", type=int, nargs=3, default=GEMM, help=_GEMM_HELP, metavar=("ROWS", "COLUMNS", "DEPTH"))
+    parser.add_argument("--iterations", type=int, help="default 30")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_shape_arguments(parser, ("nvlink", "collective", "shm"), " ".join(map(str, TOKENS["cuda"])))
+    parser.add_argument("--num-sms", type=int, nargs="+", help=_NUM_SMS_HELP)
+    parser.add_argument("--sweep", action="store_true", help=f"also {' '.join(map(str, SWEEP))} SMs at {SWEPT_TOKENS} tokens")
+    parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, 10 iterations")
+    parser.add_argument("--peer", choices=PEERS, action="append", default=[], help="another library, if it is installed")
+    parser.add_argument("--plot", type=Path, help="file for a plot of GB/s over tokens; that of the overlap goes to overlap.png beside it")
+    parser.set_defaults(is_overlap=False)
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for what makes no sense."""
+    options.on_gpu = options.backend == "nvlink" or (options.backend == "collective" and torch.cuda.device_count() > 0)
+    resolve_ranks(options)
+    options.num_tokens = sorted(set(options.num_tokens or _default_tokens(options)))
+    options.iterations = options.iterations or (10 if options.quick else 30)
+    for n in options.num_ranks:
+        if n < 1 or options.num_experts % n:
+            raise ValueError(f"--num-experts {options.num_experts} must be a multiple of --num-ranks {n}")
+    if not 1 <= options.num_topk <= options.num_experts or min(options.num_tokens) < 1 or options.iterations < 1:
+        raise ValueError(
+            f"--num-topk {options.num_topk} must be 1 to --num-experts {options.num_experts}, --num-tokens and --iterations at least 1"
+        )
+    if min(options.gemm) < 1:
+        raise ValueError(f"--gemm {' '.join(map(str, options.gemm))} must be three sizes of at least 1")
+    if options.peer and not options.on_gpu:
+        raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
+    options.overlap_tokens = options.num_tokens if options.is_overlap else [_one_size(options)] if options.backend == "nvlink" else []
+    options.num_tokens = [] if options.is_overlap else options.num_tokens
+    options.num_sms_of = {num_tokens: _num_sms(options, num_tokens) for num_tokens in options.num_tokens}
+
+
+def _default_tokens(options: argparse.Namespace) -> tuple[int, ...]:
+    if options.quick:
+        return QUICK_TOKENS
+    return (OVERLAP_TOKENS if options.is_overlap else TOKENS)["cuda" if options.on_gpu else "cpu"]
+
+
+def _one_size(options: argparse.Namespace) -> int:
+    """Of what is measured at one size only."""
+    return SWEPT_TOKENS if SWEPT_TOKENS in options.num_tokens else max(options.num_tokens)
+
+
+def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
+    """Numbers of SMs to measure with; the sweep and the copy engine at one size only."""
+    chosen: list[int | None] = list(options.num_sms or [None])
+    if num_tokens == _one_size(options):
+        chosen += SWEEP if options.sweep else ()
+        chosen += [0] if options.backend == "nvlink" and options.num_sms is None else []
+    return list(dict.fromkeys(chosen))
+
+
+def run(options: argparse.Namespace) -> list[Report]:
+    """One report per number of ranks."""
+    for name in options.peer:
+        load_peer(name)
+    if options.plot is not None:
+        load_pyplot()
+        if options.plot.name == "overlap.png" and not options.is_overlap:
+            raise ValueError(f"--plot {options.plot}: overlap.png is the name of the other figure; give another")
+    resolve(options)
+    return start(measure, options)
+
+
+def main(options: argparse.Namespace) -> None:
+    try:
+        reports = run(options)
+    except (EPError, ValueError) as error:
+        sys.exit(str(error))
+    if config.launched_rank():
+        return  # rank 0 reports
+    records, overlaps = records_of(reports, options), overlap_report.records_of(reports, options)
+    write_json(options.json, records + overlaps)
+    if records:
+        show(records)
+        if options.plot is not None:
+            plot(options.plot, records)
+    if overlaps:
+        overlap_report.show(reports, overlaps)
+        if options.plot is not None:
+            overlap_report.plot(options.plot if options.is_overlap else options.plot.with_name("overlap.png"), reports)
+    failures = [failure for report in reports for failure in report.failures]
+    if failures:
+        sys.exit("not timed, because it failed or its results are wrong:\n" + "\n".join(failures))

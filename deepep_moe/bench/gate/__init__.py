@@ -1,0 +1,1 @@
+"""The gate, on the CPU and on a GPU."""

@@ -1,0 +1,113 @@
+"""What the gate is measured against: sigmoid scores with a bias, as DeepSeek-V3 has them. All give weights or the dense pair."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepep_moe import ops
+from deepep_moe.errors import BackendUnavailableError
+
+SCALING = 2.5
+
+
+class Shape(NamedTuple):
+    """Of one measurement; names as in `deepep_moe.ops.gate`."""
+
+    num_tokens: int
+    num_experts: int
+    num_topk: int
+    num_groups: int
+    topk_groups: int
+
+
+Gate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(logits, expert_bias) -> (differentiable weights, indices or map): `[num_tokens, num_topk]`, or `[num_tokens, num_experts]` if dense."""
+
+
+def torch_gate(
+    logits: Tensor, num_topk: int, num_groups: int, topk_groups: int, expert_bias: Tensor, routed_scaling_factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What training frameworks do with PyTorch operators in fp32, with the outputs of `ops.gate`."""
+    num_tokens, num_experts = logits.shape
+    scores = logits.float().sigmoid()
+    selection = scores + expert_bias
+    if topk_groups < num_groups:
+        group_scores = selection.view(num_tokens, num_groups, -1).topk(2, dim=2).values.sum(dim=2)
+        chosen = group_scores.topk(topk_groups, dim=1, sorted=False).indices
+        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, False)
+        selection = selection.masked_fill(excluded.repeat_interleave(num_experts // num_groups, dim=1), -torch.inf)
+    topk_idx = selection.topk(num_topk, dim=1).indices
+    topk_weights = scores.gather(1, topk_idx)
+    topk_weights = topk_weights / (topk_weights.sum(dim=1, keepdim=True) + 1e-20) * routed_scaling_factor
+    return topk_idx, topk_weights, torch.bincount(topk_idx.view(-1), minlength=num_experts)
+
+
+def ours(shape: Shape, dense: bool) -> Gate:
+    options: dict[str, Any] = {
+        "num_groups": shape.num_groups, "topk_groups": shape.topk_groups, "routed_scaling_factor": SCALING,
+    }  # fmt: skip
+
+    def gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        if not dense:
+            output = ops.gate(logits, shape.num_topk, expert_bias=bias, **options)
+            return output.topk_weights, output.topk_idx
+        full = ops.gate_full(logits, shape.num_topk, dense=True, expert_bias=bias, **options)
+        return full.probs, full.routing_map  # type: ignore[return-value]
+
+    return gate
+
+
+def operators(shape: Shape, dense: bool) -> Gate:
+    def gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        topk_idx, topk_weights, _ = torch_gate(logits, shape.num_topk, shape.num_groups, shape.topk_groups, bias, SCALING)
+        if not dense:
+            return topk_weights, topk_idx
+        probs = torch.zeros_like(logits, dtype=topk_weights.dtype).scatter(1, topk_idx, topk_weights)
+        return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, topk_idx, True)
+
+    return gate
+
+
+def compiled(shape: Shape, dense: bool) -> Gate:
+    torch.compiler.reset()  # the code of earlier shapes counts against a limit, beyond which nothing is compiled
+    return torch.compile(operators(shape, dense), dynamic=False)
+
+
+def megatron(shape: Shape, dense: bool) -> Gate:
+    """Megatron-Core's PyTorch path."""
+    return _foreign("megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function", shape, dense)
+
+
+def transformer_engine(shape: Shape, dense: bool) -> Gate:
+    """Transformer Engine's fused router."""
+    return _foreign("transformer_engine.pytorch.router", "fused_topk_with_score_function", shape, dense)
+
+
+def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate:
+    """Both take the same arguments and give the dense pair, from which those who want lanes pick them. Raises BackendUnavailableError where
+    it cannot be imported."""
+    try:
+        route = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a library that it links is not there
+        raise BackendUnavailableError(f"{type(error).__name__}: {error}") from error
+    groups = (shape.num_groups, shape.topk_groups) if shape.topk_groups < shape.num_groups else (None, None)
+
+    def gate(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        probs, routing_map = route(
+            logits, topk=shape.num_topk, use_pre_softmax=False, num_groups=groups[0], group_topk=groups[1], scaling_factor=SCALING,
+            score_function="sigmoid", expert_bias=bias,
+        )  # fmt: skip
+        return (probs, routing_map) if dense else probs.topk(shape.num_topk, dim=1)
+
+    return gate
+
+
+BASELINES: dict[str, Callable[[Shape, bool], Gate]] = {
+    "torch operators": operators,
+    "torch.compile": compiled,
+    "Megatron-Core": megatron,
+    "Transformer Engine": transformer_engine,
+}

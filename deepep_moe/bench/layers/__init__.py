@@ -1,0 +1,1 @@
+"""MoE layers of Megatron-Core and DeepSpeed, with our exchange and with theirs."""

@@ -1,0 +1,292 @@
+"""Benchmark of Megatron-Core's MoELayer, forward and backward, with our dispatcher and with Megatron-Core's own.
+
+In one run, in turns, on the same inputs, router and experts: "exchange" is what lies between the router and the layer's output, permutes
+included and experts left out (rows return as they came); "layer" is the whole layer with SwiGLU experts (Megatron-Core's SequentialMLP).
+Without TransformerEngine Megatron-Core's permutes are not fused, so two more baselines stand beside its own: "rows alone" sends the rows of
+`alltoall` by all_to_all_single and does nothing else; "rows, gathers" adds its permutes at one gather each, all counts known beforehand.
+Results of all dispatchers are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead of it.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe.bench.common.records import record, write_json
+from deepep_moe.bench.common.timing import Timer
+from deepep_moe.bench.exchange.cpu import DTYPES
+from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, slowest, times_of
+from deepep_moe.testing import run_ranks
+
+OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
+DISPATCHERS = (OURS, "alltoall", "allgather")
+_WARMUP = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--backend", help="of deepep_moe.Buffer; default nvlink on GPUs, auto on the CPU")
+    parser.add_argument("--num-ranks", type=int, help="expert-parallel size; default all GPUs, on the CPU 2")
+    defaults = [("num-tokens", 4096), ("hidden", 4096), ("ffn-hidden", 2048), ("num-topk", 8), ("num-experts", 64), ("repeats", 20)]
+    for name, default in defaults:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+
+
+# ---- what is timed ----
+
+
+class Rows:
+    """The rows of `alltoall`, one per (token, expert): there and back in the forward, and again in the backward.
+
+    With `permutes`, one gather brings them into the order of their experts, one into that of the experts here, and back; the last one
+    adds up the rows of a token.
+    """
+
+    def __init__(self, x: Tensor, routing_map: Tensor, num_ranks: int, *, permutes: bool):
+        experts, tokens = routing_map.t().nonzero(as_tuple=True)
+        counts = x.new_empty(num_ranks, routing_map.shape[1], dtype=torch.int64)
+        dist.all_gather(list(counts), experts.bincount(minlength=routing_map.shape[1]))
+        counts = counts.view(num_ranks, num_ranks, -1)  # from rank, to rank, of its experts
+        self.sent, self.received = counts[dist.get_rank()].sum(1).tolist(), counts[:, dist.get_rank()].sum(1).tolist()
+        self.x = x.detach().view(len(routing_map), -1)
+        self.there, self.here = (self.x.new_ones(sum(rows), self.x.shape[1]) for rows in (self.sent, self.received))
+        self.permutes, self.tokens, self.output = permutes, tokens, self.x
+        self.of_token = tokens.argsort(stable=True).view(len(routing_map), -1)
+        arriving = torch.arange(counts.shape[2], device=x.device).repeat(num_ranks)
+        self.to_expert = arriving.repeat_interleave(counts[:, dist.get_rank()].flatten()).argsort(stable=True)
+        self.from_expert = self.to_expert.argsort()
+
+    def forward(self) -> None:
+        there = _gather(self.x, self.tokens) if self.permutes else self.there
+        dist.all_to_all_single(self.here, there, self.received, self.sent)
+        here = _gather(_gather(self.here, self.to_expert), self.from_expert) if self.permutes else self.here
+        dist.all_to_all_single(self.there, here, self.sent, self.received)
+        if self.permutes:
+            self.output = torch.nn.functional.embedding_bag(self.of_token, self.there, mode="sum")
+
+    backward = forward
+
+    def clear(self) -> None:
+        """Nothing to clear."""
+
+
+def _gather(rows: Tensor, idx: Tensor) -> Tensor:
+    """In words of 8 bytes, which PyTorch copies at the speed of the memory."""
+    return rows.view(torch.int64).index_select(0, idx).view(rows.dtype)
+
+
+def make_inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """x and the output's gradient, [num_tokens, 1, hidden]."""
+    generator = torch.Generator().manual_seed(rank)
+    shape, dtype = (options.num_tokens, 1, options.hidden), DTYPES[options.dtype]
+    x, cotangent = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    return x.requires_grad_(), cotangent
+
+
+def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
+    """By what is timed and by dispatcher."""
+    from deepep_moe.integrations.megatron.harness.layers import echo_experts, exchange
+
+    with torch.no_grad():
+        probs, routing_map = layers[OURS].router(x)
+    probs.requires_grad_()
+    exchanges: dict[str, Any] = {
+        name: Pass(partial(exchange, layer.token_dispatcher, x, routing_map, probs, echo_experts), cotangent, {"input": x, "probs": probs})
+        for name, layer in layers.items()
+    }
+    exchanges[ALONE] = Rows(x, routing_map, num_ranks, permutes=False)
+    exchanges[GATHERS] = Rows(x, routing_map, num_ranks, permutes=True)
+    whole = {
+        name: Pass(partial(_run_layer, layer, x), cotangent, {"input": x} | dict(layer.named_parameters()))
+        for name, layer in layers.items()
+    }
+    return {"exchange": exchanges, "layer": whole}
+
+
+def _run_layer(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
+def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
+    """Bytes this rank has to send in a dispatch: a row for each other rank that a token goes to."""
+    goes = routing_map.view(len(routing_map), num_ranks, -1).any(2)
+    return (int(goes.sum()) - int(goes[:, dist.get_rank()].sum())) * row_bytes
+
+
+# ---- comparison ----
+
+
+def kind_of(name: str) -> str:
+    """ "experts.local_experts.3.linear_fc1.weight" -> "experts"."""
+    return name.split(".")[0]
+
+
+def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By baseline, then by kind of result: the largest difference from ours."""
+    ours = passes[OURS].results()
+    found: dict[str, dict[str, float]] = {}
+    for baseline in DISPATCHERS[1:]:
+        kinds = found.setdefault(baseline, {})
+        for name, expected in passes[baseline].results().items():
+            value = difference(ours[name].float(), expected.float())
+            kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), value) if value == value else value
+    return found
+
+
+# ---- timing ----
+
+
+@dataclass
+class Measured:
+    """Of one rank."""
+
+    backend: str
+    hardware: str
+    versions: str
+    permutes_are_fused: bool
+    """Megatron-Core's."""
+    link_bytes: int
+    differences: dict[str, dict[str, dict[str, float]]]
+    """By what is timed, baseline, kind of result."""
+    times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
+    """By what is timed and dispatcher: an entry per turn, as `times_of` returns it."""
+
+
+def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
+    """What one rank does: build, compare, time in turns."""
+    from deepep_moe.integrations.megatron.harness.layers import permutes_are_fused, sharing_layers
+    from deepep_moe.integrations.megatron.harness.ranks import model_parallel
+
+    bound = {"num_max_tokens_per_rank": options.num_tokens, "backend": options.backend}
+    with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:
+        sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
+        layers = sharing_layers(DISPATCHERS, ep=num_ranks, dtype=DTYPES[options.dtype], seed=1, **sizes)
+        x, cotangent = make_inputs(options, rank, device)
+        passes = make_passes(layers, x, cotangent, num_ranks)
+        differences = {what: compare(of_one) for what, of_one in passes.items()}
+        with torch.no_grad():
+            sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
+        backend = layers[OURS].token_dispatcher.buffer.backend
+        measured = Measured(backend, *describe("megatron-core", device, num_ranks), permutes_are_fused(), sent, differences)
+        timer = Timer(device)
+        gc.collect()
+        gc.freeze()  # collections stay short
+        for turn in range(_WARMUP + options.repeats):
+            for what, of_one in passes.items():
+                for name, timed in of_one.items():
+                    times = times_of(timed, timer)
+                    if turn >= _WARMUP:
+                        measured.times.setdefault((what, name), []).append(times)
+        return measured
+
+
+# ---- report ----
+
+
+def tolerance(options: argparse.Namespace) -> float:
+    """Most that dispatchers may differ, relative to the largest entry: they add up to top-k terms in different orders and precisions.
+
+    `alltoall` adds them in the rows' dtype: a rounding of half an eps per term.
+    """
+    return options.num_topk * torch.finfo(DTYPES[options.dtype]).eps / 2
+
+
+def worst(ranks: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
+    """Differences: the maximum over ranks, NaN before all."""
+    return {
+        what: {
+            baseline: {kind: max((rank.differences[what][baseline][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
+            for baseline, kinds in baselines.items()
+        }
+        for what, baselines in ranks[0].differences.items()
+    }
+
+
+def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A record per thing timed, part and baseline."""
+    first, times, differences = ranks[0], slowest(ranks), worst(ranks)
+    dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
+    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
+    records = []
+    for what, baseline in times:
+        for part in PARTS if baseline != OURS else ():
+            num_bytes = max(rank.link_bytes for rank in ranks) * (4 if part == PARTS[2] else 2)
+            extra = {
+                "hardware": first.hardware,
+                "rival_versions": first.versions,
+                "rival_permutes_are_fused": first.permutes_are_fused,
+                "ffn_hidden": options.ffn_hidden if what == "layer" else None,
+                "differences": differences[what].get(baseline),
+            }
+            op = f"megatron {what} {part}"
+            records.append(
+                record(
+                    op, settings, times[what, OURS][part], num_bytes, baseline=baseline, baseline_times=times[what, baseline][part], **extra
+                )
+            )
+    return records
+
+
+def _cell(times: list[float]) -> str:
+    ordered = sorted(times)
+    return f"{statistics.median(ordered):9.0f} ({ordered[len(ordered) // 10]:.0f} to {ordered[len(ordered) * 9 // 10]:.0f})"
+
+
+def show(ranks: list[Measured], options: argparse.Namespace) -> None:
+    first, times = ranks[0], slowest(ranks)
+    print(f"{first.hardware}; {first.versions}")
+    print(
+        f"MoELayer, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {options.dtype} a rank, top-{options.num_topk} of "
+        f"{options.num_experts} experts, ffn {options.ffn_hidden}; deepep_moe backend {first.backend}; "
+        f"Megatron-Core's permutes are {'fused' if first.permutes_are_fused else 'not fused, as TransformerEngine is missing'}"
+    )
+    print(f"{'us, median (p10 to p90)':32}" + "".join(f"{part:>28}" for part in PARTS) + f"{'ours is faster':>18}")
+    for (what, name), of_one in times.items():
+        ours, both = times[what, OURS][PARTS[2]], of_one[PARTS[2]]
+        ratio = "" if name == OURS else f"{statistics.median(both) / statistics.median(ours):17.2f}x"
+        print(f"{what + ', ' + name:32}" + "".join(f"{_cell(of_one[part]):>28}" for part in PARTS) + ratio)
+    print(f"largest difference from deepep_moe, relative to the largest entry ({tolerance(options):.1e} is what rounding explains):")
+    for what, baselines in worst(ranks).items():
+        for baseline, kinds in baselines.items():
+            print(f"  {what}, {baseline}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in kinds.items()))
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Fill in what depends on the machine. Raises ValueError for options that do not fit."""
+    on_gpu = options.device == "cuda"
+    options.num_ranks = options.num_ranks or (torch.cuda.device_count() if on_gpu else 2)
+    options.backend = options.backend or ("nvlink" if on_gpu else "auto")
+    check_ranks(options.device, options.num_ranks)
+    if options.num_experts % options.num_ranks or not 0 < options.num_topk <= options.num_experts or options.repeats < 1:
+        raise ValueError(
+            f"--num-experts {options.num_experts} must be a multiple of --num-ranks {options.num_ranks}, --num-topk {options.num_topk} "
+            f"1 to the experts, --repeats {options.repeats} at least 1"
+        )
+
+
+def main(options: argparse.Namespace) -> None:
+    """Prints a table and writes the records to `--json`; exits with 1 where dispatchers disagree."""
+    try:
+        resolve(options)
+    except ValueError as error:
+        sys.exit(str(error))
+    ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900)
+    show(ranks, options)
+    write_json(options.json, records_of(ranks, options))
+    wrong = [
+        f"{what}, {baseline}: {kind} differs by {value:.1e}"
+        for what, baselines in worst(ranks).items()
+        for baseline, kinds in baselines.items()
+        for kind, value in kinds.items()
+        if not value <= tolerance(options)
+    ]
+    if wrong:
+        sys.exit(f"dispatchers disagree by more than rounding ({tolerance(options):.1e}): " + "; ".join(wrong))

@@ -1,0 +1,100 @@
+"""What the benchmarks of Megatron-Core's and DeepSpeed's layers share: passes, their times, their differences."""
+
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepep_moe.bench.common.records import cpu_name
+from deepep_moe.bench.common.timing import Mark, Timer
+
+PARTS = ("forward", "backward", "forward+backward")
+
+
+class Pass:
+    """A forward and a backward that can be run again and again. `leaves`: the tensors whose gradients are looked at."""
+
+    def __init__(self, forward: Callable[[], Tensor], cotangent: Tensor, leaves: dict[str, Tensor]):
+        self._forward, self._cotangent, self._leaves = forward, cotangent, leaves
+        self._output: Tensor | None = None
+
+    def forward(self) -> None:
+        self._output = self._forward()
+
+    def backward(self) -> None:
+        assert self._output is not None
+        self._output.backward(self._cotangent)
+
+    def clear(self) -> None:
+        """Nothing is left of the last run."""
+        self._output = None
+        for leaf in self._leaves.values():
+            leaf.grad = None
+
+    def results(self) -> dict[str, Tensor]:
+        """The output and all gradients of one run."""
+        self.clear()
+        self.forward()
+        self.backward()
+        assert self._output is not None
+        gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in self._leaves.items()}
+        results = {"output": self._output.detach()} | gradients
+        self.clear()
+        return results
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Largest distance, relative to the largest expected entry. NaN where either has one."""
+    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny) if expected.numel() else torch.ones(())
+    return float(((actual - expected).abs().max() / scale).item()) if expected.numel() else 0.0
+
+
+def times_of(timed: Any, timer: Timer) -> list[float]:
+    """Time one forward and one backward of a pass, in microseconds: forward, backward, both. Collective."""
+
+    def run(mark: Mark) -> None:
+        timed.forward()
+        mark()
+        timed.backward()
+        mark()
+
+    timed.clear()
+    forward, both = timer.marks_once(run)
+    timed.clear()
+    return [forward, both - forward, both]
+
+
+class Timed(Protocol):
+    """Of one rank."""
+
+    times: dict[tuple[str, str], list[list[float]]]
+    """By what is timed and who does it: an entry per turn, as `times_of` returns it."""
+
+
+def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """By what is timed and who does it, then by part: the maximum over ranks in every turn."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for key in ranks[0].times:
+        turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
+        found[key] = {part: [turn[i] for turn in turns] for i, part in enumerate(PARTS)}
+    return found
+
+
+def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, str]:
+    """Hardware, and versions of `package` and of what it runs on."""
+    versions = f"{package} {metadata.version(package)}, torch {torch.__version__}"
+    if device.type == "cpu":
+        return cpu_name(), versions
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}", f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def check_ranks(device: str, num_ranks: int) -> None:
+    """Raises ValueError where GPUs are asked for and too few are there."""
+    if device == "cuda" and not 0 < num_ranks <= torch.cuda.device_count():
+        raise ValueError(
+            f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {torch.cuda.device_count()}; "
+            "give --num-ranks, or --device cpu"
+        )

@@ -1,0 +1,1 @@
+"""Dispatch and combine of `LowLatencyBuffer`, on GPUs and on the CPU."""

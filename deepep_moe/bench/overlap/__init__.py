@@ -1,0 +1,1 @@
+"""Exchanges in two halves with GEMMs between them."""

@@ -1,0 +1,116 @@
+"""A buffer for layers that do not know beforehand how many tokens a rank has."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from deepep_moe.buffer import Buffer
+from deepep_moe.errors import EPPeerError
+
+_log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+_HEADROOM = 128  # bounds agreed at run time are rounded up to a multiple of it, so that slightly longer batches still fit
+_GROWTH = 1.5  # least factor between two bounds, so that all buffers take no more than three times the memory of the largest
+_MANY = 2**20  # the bound in tokens where memory does not depend on it
+
+
+class OutgrownError(ValueError):
+    """A rank has more tokens than the buffer has room for."""
+
+    @classmethod
+    def caused(cls, error: Exception) -> bool:
+        """Whether `error` is this error, or the EPPeerError of a rank whose peer raised it. A peer's error arrives as text only: the name
+        of its class, a colon and its message."""
+        return isinstance(error, cls) or f"{cls.__name__}: " in str(error)
+
+
+class ElasticBuffer:
+    """A `Buffer` of a group that is replaced by a larger one when a rank has more tokens than it has room for."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_tokens: int,
+        device: torch.device,
+        construct: Callable[[int], Buffer],
+        chosen: int | None,
+        option: str,
+    ):
+        """Construct the first buffer. Collective over `group`.
+
+        Args:
+            num_tokens: the tokens of this rank in the first forward.
+            device: where the tokens are. Buffers that move CPU tensors need no bound; a chosen bound holds there too.
+            construct: returns a buffer with room for that many tokens of a rank.
+            chosen: the user's bound in tokens, which is kept. None: the largest number of the first forward over all ranks, and more when
+                a rank has more.
+            option: what the user sets to choose the bound, for messages.
+        """
+        self._group, self._device, self._construct, self._chosen, self._option = group, device, construct, chosen, option
+        bound = chosen or (self._agree_on_bound(num_tokens) if _is_bounded(device) else _MANY)
+        self.buffer, self.num_max_tokens = construct(bound), bound
+        self._outgrown: list[Buffer] = []  # a backward may still need them
+
+    def dispatch(self, num_tokens: int, send: Callable[[Buffer], _Result]) -> tuple[Buffer, _Result]:
+        """Return the buffer and `send(buffer)`, a dispatch of this rank's `num_tokens` tokens. Collective over the group.
+
+        A rank may have more tokens than there is room for. If no bound was chosen, that rank refuses its dispatch, which tells the others.
+        All ranks then meet in the old buffer, construct a larger one and dispatch again. If a bound was chosen, that rank raises
+        OutgrownError and its peers raise EPPeerError. Raises what `send` and the construction raise.
+        """
+        try:
+            if num_tokens > self.num_max_tokens:
+                raise self.buffer.refused(self._too_many(num_tokens))
+            return self.buffer, send(self.buffer)
+        except (OutgrownError, EPPeerError) as error:
+            if self._chosen is not None or not OutgrownError.caused(error):
+                raise
+        self._meet()
+        self._grow(num_tokens)
+        return self.buffer, send(self.buffer)
+
+    def destroy(self) -> None:
+        """Destroy the buffer and those that it replaced."""
+        self.buffer.destroy()
+        while self._outgrown:
+            self._outgrown.pop().destroy()
+
+    def _meet(self) -> None:
+        """Dispatch nothing, in the layout that no layer uses.
+
+        A peer that refused the forward for a reason of its own does not come. Then this raises EPTimeoutError or EPMismatchError with its
+        rank, while the all-reduce that follows would wait as long as the process group does.
+        """
+        x = torch.empty(0, self.buffer.hidden, dtype=torch.float32, device=self._device)
+        topk_idx = torch.empty(0, self.buffer.num_topk, dtype=torch.int64, device=self._device)
+        self.buffer.dispatch(x, topk_idx, layout="rank")
+
+    def _grow(self, num_tokens: int) -> None:
+        self._outgrown.append(self.buffer)
+        bound = self._agree_on_bound(max(num_tokens, int(_GROWTH * self.num_max_tokens)))
+        if dist.get_rank(self._group) == 0:
+            _log.warning(
+                f"MoE layers make room for {bound} tokens of a rank: a rank has more than before. To make room only once, set "
+                f"{self._option} to the most tokens that a rank ever has"
+            )
+        self.buffer, self.num_max_tokens = self._construct(bound), bound
+
+    def _agree_on_bound(self, num_tokens: int) -> int:
+        """Return the largest `num_tokens` of the group, rounded up. Collective."""
+        largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return -(-int(largest.item()) // _HEADROOM) * _HEADROOM
+
+    def _too_many(self, num_tokens: int) -> OutgrownError:
+        return OutgrownError(
+            f"a forward has {num_tokens} tokens, but MoE layers have room for {self.num_max_tokens}; set {self._option} to the most tokens "
+            "that a rank ever has, or leave it out"
+        )
+
+
+def _is_bounded(device: torch.device) -> bool:
+    """Whether buffers need a bound. The memory of buffers that move CPU tensors does not depend on the number of tokens."""
+    return device.type != "cpu"

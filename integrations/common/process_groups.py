@@ -1,0 +1,39 @@
+"""Process groups for a run of an adapter: a default group over another backend, and a GPU for each rank."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def default_group(backend: str) -> Iterator[None]:
+    """Replace the default process group by one over `backend`, and leave none at the end. Collective."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    folder = [tempfile.mkdtemp(prefix="deepep_moe_") if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{folder[0]}/store", rank=rank, world_size=num_ranks)
+    yield
+    dist.destroy_process_group()
+    if rank == 0:
+        shutil.rmtree(str(folder[0]), ignore_errors=True)
+
+
+def take_gpu(undo: contextlib.ExitStack) -> torch.device:
+    """Make GPU r the device of rank r, and the default group one over NCCL until `undo`. Collective.
+
+    Raises ValueError where ranks outnumber GPUs.
+    """
+    rank, num_ranks, num_gpus = dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()
+    if num_ranks > num_gpus:
+        raise ValueError(
+            f"{num_ranks} ranks need a GPU each, but this process sees {num_gpus}; start fewer ranks, or make more GPUs visible"
+        )
+    torch.cuda.set_device(rank)
+    if dist.get_backend() != "nccl":
+        undo.enter_context(default_group("nccl"))
+    return torch.device("cuda", rank)

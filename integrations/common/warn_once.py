@@ -1,0 +1,23 @@
+"""Warnings that users see once."""
+
+import functools
+import logging
+
+import torch.distributed as dist
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def warn_once(message: str, *groups: "dist.ProcessGroup | None", on_all_ranks: bool = False) -> None:
+    """Log a warning, the first time only, on the first rank of all `groups`, or on every rank that calls with `on_all_ranks`.
+
+    Without groups rank 0 logs it. A layer's warning needs the groups of its pipeline stage, as rank 0 may be in one without such layers.
+    """
+    if on_all_ranks or is_first(*groups):
+        _log.warning(message)
+
+
+def is_first(*groups: "dist.ProcessGroup | None") -> bool:
+    """Return whether this rank is the first one of all `groups`. None stands for all ranks, and so do no groups."""
+    return not dist.is_initialized() or all(dist.get_rank(group) == 0 for group in groups or (None,))

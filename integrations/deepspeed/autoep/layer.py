@@ -1,0 +1,176 @@
+"""DeepSpeed's AutoEPMoELayer with another way for its tokens: expert-sorted rows through a shared `Buffer`."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from torch import Tensor
+
+from deepep_moe._C import MAX_TOPK
+from deepep_moe.buffer import Buffer
+from deepep_moe.handle import DispatchOutput
+from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.deepspeed.autoep.bias import move_with
+from deepep_moe.integrations.deepspeed.autoep.older import forward_around
+from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
+from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.native.layer import lengthened, widened, with_gradient
+from deepep_moe.telling import or_tell, tell
+from deepep_moe.torch_ops import weighed_sum
+
+# 0.19.7 and newer route tokens in a method of their own, for a library that takes over between router and shared experts.
+_ROUTE, _BACKEND = "_deepep_route", "deepep"
+
+
+class PackedAutoEPMoELayer(AutoEPMoELayer):
+    """An AutoEPMoELayer whose tokens go to their experts and back by dispatch and combine; everything else is DeepSpeed's.
+
+    Layers are made AutoEPMoELayers and given this class (`replace_moe_layers`), so modules, parameters, hooks and state dict are the
+    same objects. Where our dispatch cannot serve, DeepSpeed's own way is used, and one log line says why.
+    """
+
+    deepep_moe_plan: Plan
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        """hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16; returns what the replaced block of the model returns.
+
+        Collective over the layer's expert-parallel group, in which numbers of tokens may differ. Under activation checkpointing the
+        recomputation dispatches once more, on all ranks alike. Raises as `Buffer.dispatch`, as the router and as experts; of those the
+        peers raise EPPeerError.
+        """
+        if not isinstance(self, PackedAutoEPMoELayer):  # restored, and called by somebody who has kept this method
+            return AutoEPMoELayer.forward(self, hidden_states)
+        reason = why_own(self, hidden_states)
+        if reason is not None:
+            warn_once(f"AutoEP's own dispatch is used, without deepep_moe: {reason}", *groups_of(self))
+            return super().forward(hidden_states)
+        buffer = ready(self.ep_group, hidden_states.reshape(-1, hidden_states.shape[-1]), self.deepep_moe_plan).buffer
+        num_calls = buffer.num_calls
+        try:
+            if not hasattr(AutoEPMoELayer, _ROUTE):
+                return forward_around(self, hidden_states, self._route)
+            with _routing_by_method(self):
+                return super().forward(hidden_states)
+        except Exception as error:
+            tell(buffer, error, num_calls)
+            raise
+
+    def _deepep_route(self, tokens: Tensor, router_output: Any) -> Tensor:
+        """What AutoEP calls between the router and the shared experts: tokens [num_tokens, hidden] -> the same shape."""
+        if why_own(self, tokens) is not None:
+            return super()._deepep_route(tokens, router_output)
+        return self._route(tokens, router_output)
+
+    def _route(self, tokens: Tensor, router_output: Any) -> Tensor:
+        route = self._route_exact if self.deepep_moe_plan.options.exact else self._route_fast
+        return route(with_gradient(tokens), router_output.selected_experts, router_output.top_scores)
+
+    def _route_exact(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """A row per (token, expert) there and back, weighed and summed here as AutoEP does; experts see rows in AutoEP's order."""
+        num_tokens, num_topk = topk_idx.shape
+        rows = x.unsqueeze(1).expand(-1, num_topk, -1)
+        if self.score_apply == "pre":
+            rows = (rows.float() * topk_weights.unsqueeze(-1)).to(x.dtype)
+        buffer, out = self._dispatch(rows.reshape(-1, x.shape[1]).contiguous(), topk_idx.reshape(-1, 1), None, num_tokens)
+        y = or_tell(buffer, self._run_experts, out.recv_x, out)
+        combined = buffer.combine(y, out.handle).view(num_tokens, num_topk, x.shape[1])
+        if self.score_apply == "pre":
+            return combined.sum(1)
+        return weighed_sum(combined.transpose(0, 1), topk_weights.t())
+
+    def _route_fast(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """A row per (token, rank) there and back; the experts' rank weighs, and sums before it sends."""
+        topk_idx, topk_weights = lengthened(topk_idx, topk_weights, self.deepep_moe_plan.num_topk)
+        buffer, out = self._dispatch(x.contiguous(), topk_idx, topk_weights, len(x))
+        rows, weights = out.recv_x, out.recv_topk_weights
+        assert weights is not None  # they were sent
+        if self.score_apply == "pre":
+            rows, weights = (rows.float() * weights.unsqueeze(-1)).to(rows.dtype), None
+        return buffer.combine(or_tell(buffer, self._run_experts, rows, out), out.handle, weights)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose plan is a copy too."""
+        super().__setstate__(state)
+        self.deepep_moe_plan.layers.add(self)
+
+    def _dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Buffer, DispatchOutput]:
+        """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes]."""
+        plan = self.deepep_moe_plan
+        idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
+        send = methodcaller("dispatch", x, idx, topk_weights)
+        return ready(self.ep_group, x, plan).dispatch(num_tokens, send)
+
+    def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
+        """Without rows too, so that expert parameters have a gradient, and the dispatch its backward, on every rank."""
+        counts, num_rows = out.num_recv_tokens_per_expert[: self.num_local_experts], len(rows)  # a wider buffer's others are empty
+        if num_rows == 0:  # products grouped by expert have no backward then: the first gets a row of zeros, which is dropped
+            rows, counts = torch.nn.functional.pad(rows, (0, 0, 0, 1)), counts.clone()
+            counts[0] = 1
+        return self.experts(rows, counts)[:num_rows].contiguous()
+
+
+@contextlib.contextmanager
+def _routing_by_method(layer: PackedAutoEPMoELayer) -> Iterator[None]:
+    """Meanwhile AutoEP's forward calls `_deepep_route`, whichever backend the layer is configured for."""
+    configured = layer.comm_backend
+    layer.comm_backend = _BACKEND
+    try:
+        yield
+    finally:
+        layer.comm_backend = configured
+
+
+def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
+    """The reason that our dispatch cannot serve this layer and x [..., hidden], or None. The same on every rank of its group."""
+    options = layer.deepep_moe_plan.options
+    if layer.ep_size == 1:
+        return "autoep_size is 1, every rank has all experts"
+    if layer.ep_group is None:
+        return "the layer has no expert-parallel group; deepspeed.initialize makes one"
+    folding = getattr(layer, "folding_group_handles", None)
+    if folding is not None and folding.spec.tp_size > 1:
+        return f"the model is tensor parallel over {folding.spec.tp_size} ranks (autotp_size), which share their tokens"
+    if layer.combine_impl != "weighted_sum":
+        return f"combine_impl is {layer.combine_impl!r}, which this dispatch would bypass; leave it out"
+    if getattr(layer, "row_weighting_impl", "eager") != "eager":
+        return f"row_weighting_impl is {layer.row_weighting_impl!r}, which this dispatch would bypass; leave it out"
+    if (refused := why_not_rows(x)) is not None:
+        return refused
+    if not options.exact and layer.top_k > MAX_TOPK:
+        return f"top-{layer.top_k} is more than the {MAX_TOPK} experts of a token that fast mode serves; use exact=True"
+    return None
+
+
+def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> None:
+    """Give AutoEPMoELayers, their plans in the same order, our dispatch, and their routers our gate and a bias that moves with `engine`.
+
+    Raises ValueError, before anything is swapped, for a bias to move without an engine, or one that is a parameter.
+    """
+    if any(plan.options.expert_bias_update_rate is not None for plan in plans):
+        if engine is None:
+            raise ValueError("expert_bias_update_rate needs the steps of DeepSpeed's engine: give replace_moe_layers the engine")
+        for layer in layers:
+            check_bias(layer.router)
+        num_new = sum(not has_bias(layer.router) for layer in layers)
+        if num_new:
+            warn_once(
+                f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as they have none: checkpoints hold it "
+                "from now on, and the model without deepep_moe neither loads it (strict=False does) nor routes by it",
+                *groups_of(layers[0]),
+            )
+    for layer, plan in zip(layers, plans, strict=True):
+        swap_router(layer.router, plan.options, *groups_of(layer))
+        layer.__class__, layer.deepep_moe_plan = PackedAutoEPMoELayer, plan
+    if engine is not None:
+        move_with(engine, [layer.router for layer in layers if has_moving_bias(layer.router)])
+
+
+def restore(layers: Sequence[PackedAutoEPMoELayer]) -> None:
+    """Make them DeepSpeed's AutoEPMoELayers again, with its routers. Biases stay where they are, and move no more."""
+    for layer in layers:
+        restore_router(layer.router)
+        layer.__class__ = AutoEPMoELayer
+        layer.__dict__.pop("deepep_moe_plan", None)

@@ -1,0 +1,140 @@
+"""AutoEP's router with the gate of this library, and the bias that balances its experts."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from torch import Tensor
+
+from deepep_moe.integrations.common.warn_once import is_first, warn_once
+from deepep_moe.integrations.deepspeed.options import Options
+from deepep_moe.ops.gate import gate, why_not
+
+_BIAS = "e_score_correction_bias"  # DeepSeek-V3's name for it, in AutoEP's routers and in checkpoints of its models
+_GROUP_SCORE_TOPK = {"top2_sum": 2, "max": 1}
+
+
+class GatedRouter(TokenChoiceTopKRouter):
+    """A TokenChoiceTopKRouter that chooses by `deepep_moe.ops.gate` and counts, for the bias, what it chose.
+
+    Routers are made TokenChoiceTopKRouters and given this class, so parameters, hooks and state dict are the same objects.
+    """
+
+    deepep_moe_options: Options
+    deepep_moe_speaks: bool
+    """Whether this is the first rank of the layer's groups."""
+    deepep_moe_counts: Tensor | None = None
+    """[num_experts] int64: tokens of this rank that chose each expert in training since the bias moved last; None: no forward yet."""
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [num_tokens, hidden]; expert_bias [num_experts] or None, beside the router's own `e_score_correction_bias`.
+
+        Returns fp32 weights and int64 experts, both [num_tokens, top_k], and int32 [num_experts] tokens of each. Not collective.
+        Raises ValueError for logits that are not finite: on the CPU at once, on a GPU as `deepep_moe.ops.gate` says.
+        """
+        chosen = self._choose(x, expert_bias)
+        if self.training and has_moving_bias(self):  # a recomputed layer counts twice, all of its experts alike
+            counts = chosen[2].long()
+            self.deepep_moe_counts = counts if self.deepep_moe_counts is None else self.deepep_moe_counts + counts
+        return chosen
+
+    def _choose(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.deepep_moe_options.gate:
+            return super().forward(x, expert_bias)
+        reason = why_own_choice(self, x.device, x.dtype)
+        if reason is not None:
+            if self.deepep_moe_speaks:
+                warn_once(f"AutoEP's own router chooses, without the gate of deepep_moe: {reason}", on_all_ranks=True)
+            return super().forward(x, expert_bias)
+        biases = [bias.detach().float() for bias in (expert_bias, self.e_score_correction_bias) if bias is not None]
+        bias = torch.stack(biases).sum(0) if biases else None
+        out = gate(self.gate(x), expert_bias=bias, normalize=bool(self.route_norm), **gate_options(self))
+        return out.topk_weights, out.topk_idx, out.num_tokens_per_expert
+
+    def take_counts(self) -> Tensor:
+        """The counts since the last call, which start anew; zeros on a rank that has had no forward."""
+        counts, self.deepep_moe_counts = self.deepep_moe_counts, None
+        return torch.zeros(self.num_experts, dtype=torch.int64, device=self.gate.weight.device) if counts is None else counts
+
+
+def gate_options(router: Any) -> dict[str, Any]:
+    """A router's configuration as arguments of `gate`, without bias and normalization. Raises KeyError for an unknown group score."""
+    options = {"num_topk": router.top_k, "score_function": router.score_func, "routed_scaling_factor": router.route_scale}
+    if router.num_expert_groups is not None:
+        score_topk = _GROUP_SCORE_TOPK[router.group_score_func]
+        options |= {"num_groups": router.num_expert_groups, "topk_groups": router.num_limited_groups, "group_score_topk": score_topk}
+    return options
+
+
+def why_own_choice(router: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason that the gate cannot choose for a router whose tokens are on `device`, of `dtype`, or None."""
+    if router.score_func not in ("sigmoid", "softmax"):
+        return f"the gate does not know AutoEP's score function {router.score_func!r}"
+    if router.num_expert_groups is not None and (router.group_score_func not in _GROUP_SCORE_TOPK or router.num_limited_groups is None):
+        return f"the gate does not know groups scored by {router.group_score_func!r}, limited to {router.num_limited_groups}"
+    return why_not(device, dtype, router.num_experts, **gate_options(router))
+
+
+def has_moving_bias(router: Any) -> bool:
+    """Whether it is swapped, with the option that moves its bias."""
+    return isinstance(router, GatedRouter) and router.deepep_moe_options.expert_bias_update_rate is not None
+
+
+def swap_router(router: Any, options: Options, *groups: "dist.ProcessGroup | None") -> None:
+    """Make `router`, of a layer of these groups, a GatedRouter with these options, or one of DeepSpeed's where they ask for nothing of it.
+    Its bias has been checked."""
+    if (reason := why_own_router(router)) is not None:
+        warn_once(f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}", *groups)
+        return
+    if options.expert_bias_update_rate is not None:
+        _prepare_bias(router)
+    elif not options.gate:
+        restore_router(router)
+        return
+    router.__class__, router.deepep_moe_options = GatedRouter, options
+    router.deepep_moe_speaks = is_first(*groups)  # no groups, which copies could not have
+
+
+def restore_router(router: Any) -> None:
+    """Make a GatedRouter one of DeepSpeed's again. Its bias stays, as that is what tokens are routed by."""
+    if type(router) is GatedRouter:
+        router.__class__ = TokenChoiceTopKRouter
+        for name in ("deepep_moe_options", "deepep_moe_speaks", "deepep_moe_counts"):
+            router.__dict__.pop(name, None)
+
+
+def why_own_router(router: Any) -> str | None:
+    """The reason that it cannot be made a GatedRouter, or None."""
+    if type(router) not in (TokenChoiceTopKRouter, GatedRouter):
+        return f"deepep_moe knows deepspeed's TokenChoiceTopKRouter, and this is a {type(router).__name__}"
+    if "forward" in router.__dict__ and type(router) is not GatedRouter:
+        return "the router's forward was replaced; replace it after swapping"
+    return None
+
+
+def check_bias(router: Any) -> None:
+    """Raises ValueError where the bias of `router` is the optimizer's to move, or nobody would count what the router chooses."""
+    if (reason := why_own_router(router)) is not None:
+        raise ValueError(f"expert_bias_update_rate needs routers that count their choices: {reason}")
+    if isinstance(getattr(router, _BIAS, None), torch.nn.Parameter):
+        raise ValueError(
+            f"expert_bias_update_rate moves a router's {_BIAS}, but here it is a parameter, which the optimizer moves; "
+            "make it a buffer, as transformers 5 does, or leave the option out"
+        )
+
+
+def has_bias(router: Any) -> bool:
+    """Of its own, for the choice of experts."""
+    return getattr(router, _BIAS, None) is not None
+
+
+def _prepare_bias(router: Any) -> None:
+    """Give `router` an fp32 bias that training may move, zero where it has none."""
+    bias = getattr(router, _BIAS, None)
+    if bias is None:
+        if hasattr(router, _BIAS):
+            delattr(router, _BIAS)
+        router.register_buffer(_BIAS, torch.zeros(router.num_experts, dtype=torch.float32, device=router.gate.weight.device))
+    elif bias.dtype != torch.float32:
+        bias.data = bias.data.float()  # in bf16, steps of 0.001 would be lost in rounding

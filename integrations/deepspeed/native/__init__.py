@@ -1,0 +1,1 @@
+"""Layers of `deepspeed.moe.layer.MoE`."""

@@ -1,0 +1,186 @@
+"""The decisions of DeepSpeed's gates, without what only padded slots need.
+
+A `TopKGate` numbers the slots of every expert by scans along the tokens of a matrix [num_tokens, num_experts], which take a GPU longer than
+all else that it does, and packed rows need no slots. Here experts and weights come from the same random numbers, by the same operations on
+floating point numbers in the same order, so that decisions, weights, losses and gradients are the gate's own to the bit; tokens are
+counted in another way.
+
+That holds for gates whose source is known to do so (0.19.4 to 0.19.8). Any other, and a gate that somebody watches, decides itself.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.moe import sharded_moe
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from deepep_moe.integrations.deepspeed.native.top2 import Top2, has_kernels
+
+Decision = tuple[Tensor, Tensor, Tensor, Tensor]
+"""l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights of that shape,
+fp32."""
+_FUNCTIONS = ("top1gating", "top2gating", "topkgating", "_capacity", "gumbel_rsample", "multiplicative_jitter", "einsum")
+_KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}
+
+
+def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
+    """Is `decide(gate, x)` what this gate would decide? Not with masked tokens, nor where matrix products round its weights, nor with a
+    default dtype in which it would compute its capacity."""
+    return (
+        used_token is None
+        and torch.get_default_dtype() == torch.float32
+        and not torch.compiler.is_compiling()
+        and type(gate) is sharded_moe.TopKGate
+        and not is_watched(gate)
+        and not torch.is_autocast_enabled(x.device.type)
+        and (gate.k != 2 or _multiplies_exactly())
+        and knows_the_gate()
+    )
+
+
+def knows_the_gate() -> bool:
+    """Does `TopKGate` decide as here?"""
+    return is_known(sharded_moe.TopKGate.forward, *(getattr(sharded_moe, name, None) for name in _FUNCTIONS))
+
+
+def _multiplies_exactly() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # set for each backend by itself
+        return False
+
+
+def is_watched(gate: Any) -> bool:
+    """Would calling it do more than its class's forward: a hook, a timer, a forward of its own?"""
+    has_own = "forward" in gate.__dict__ or gate._compiled_call_impl is not None
+    return has_hooks(gate) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Of its own."""
+    state = module.__dict__
+    return bool(state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"])
+
+
+@functools.cache
+def is_known(*functions: Callable[..., Any] | None) -> bool:
+    """Are these the gate's forward and `_FUNCTIONS` of a version in `_KNOWN`, unpatched?"""
+    return digest(functions) in _KNOWN.values()
+
+
+def digest(functions: tuple[Any, ...]) -> str:
+    """Of their source; nothing where there is none, or where they wrap another's. Scripted and compiled functions have it in what they
+    were made of."""
+    made_of: list[Any] = [getattr(function, "_torchdynamo_inline", None) for function in functions]
+    if any(getattr(function, "__wrapped__", origin) is not origin for function, origin in zip(functions, made_of, strict=True)):
+        return ""
+    try:
+        source = "".join(inspect.getsource(origin or function) for function, origin in zip(functions, made_of, strict=True))
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def decide(gate: Any, x: Tensor) -> Decision:
+    """What the gate decides for x [num_tokens > 0, hidden], as long as it concerns this rank alone and its number of tokens: with a
+    least capacity of no more than them."""
+    rows = x.float()
+    if gate.noisy_gate_policy == "Jitter" and gate.training:
+        rows = sharded_moe.multiplicative_jitter(rows, device=x.device)
+    logits = torch.nn.functional.linear(rows, gate.wg.weight.float())
+    capacity = None
+    if gate.drop_tokens:
+        factor = gate.capacity_factor if gate.training else gate.eval_capacity_factor
+        capacity = capacity_of(*logits.shape, factor * gate.k, min(gate.min_capacity, len(x)))
+    if gate.k == 1:
+        return _decide_1(logits, capacity, noise=gate.noisy_gate_policy == "RSample" and gate.training, random=gate.use_rts)
+    if gate.k == 2:
+        return _decide_2(logits, capacity, noise=gate.top2_2nd_expert_sampling)
+    return _decide_k(logits, gate.k, capacity)
+
+
+@functools.lru_cache(maxsize=256)
+def capacity_of(num_tokens: int, num_experts: int, factor: float, least: int) -> int:
+    """Slots of an expert. In fp32, whose rounding decides where the quotient is nearly whole."""
+    return max(int(torch.ceil((num_tokens / num_experts) * torch.tensor(factor))), least)
+
+
+def _decide_1(logits: Tensor, capacity: int | None, *, noise: bool, random: bool) -> Decision:
+    """Each token's best expert; an expert with too many tokens takes those with the highest random numbers."""
+    gates, scores = logits.softmax(1), logits.detach()
+    if noise:
+        scores = scores + sharded_moe.gumbel_rsample(logits.shape, device=logits.device)
+    idx = (scores if noise else gates).argmax(1, keepdim=True)
+    mask = torch.zeros_like(scores).scatter_(1, idx, 1.0)
+    counts = mask.sum(0).long()
+    l_aux = torch.sum(gates.mean(0) * mask.mean(0)) * gates.shape[1]
+    order = _in_random_order(mask) if random else mask.long()  # without numbers, ties: as topk breaks them among integers
+    kept = _best(order, int(counts.max()) if capacity is None else capacity, is_sorted=True).gather(1, idx)
+    weights = gates.gather(1, idx) * kept
+    return l_aux, counts, idx.masked_fill(~kept, -1).t(), weights.t()
+
+
+def _in_random_order(mask: Tensor) -> Tensor:
+    """Random numbers in place of ones, drawn as the gate draws them: in the dtype that was the default when it first did."""
+    drawn = sharded_moe.exp_selection_uniform_map
+    if mask.device not in drawn:
+        low, high = (torch.tensor(value, device=mask.device) for value in (0.0, 1.0))
+        drawn[mask.device] = torch.distributions.Uniform(low, high).rsample
+    numbers = drawn[mask.device](mask.shape)
+    return mask.to(numbers.dtype) * numbers
+
+
+def _decide_2(logits: Tensor, capacity: int | None, *, noise: bool) -> Decision:
+    """Each token's best expert, and the best other one of noisy logits; all first choices come before all second ones, tokens in order."""
+    scores = logits.detach()
+    if noise:
+        scores = scores + sharded_moe.gumbel_rsample(logits.shape, device=logits.device)
+    return Top2.apply(logits, scores, capacity, _choose_2) if has_kernels(logits) else _choose_2(logits, scores, capacity)
+
+
+def _choose_2(logits: Tensor, scores: Tensor, capacity: int | None) -> Decision:
+    gates = logits.softmax(1)
+    first = gates.argmax(1, keepdim=True)
+    second = scores.scatter(1, first, float("-inf")).argmax(1, keepdim=True)
+    mask = torch.zeros_like(scores).scatter_(1, first, 1.0)
+    l_aux = torch.mean(gates.mean(0) * mask.mean(0)) * gates.shape[1] * gates.shape[1]
+    idx = torch.cat((first, second), 1)
+    weights = gates.gather(1, idx)
+    if capacity is None:
+        counts = mask.scatter_add_(1, second, torch.ones_like(second, dtype=mask.dtype)).sum(0).long()
+    else:
+        lanes = idx.t().reshape(1, -1)
+        chosen = torch.zeros(gates.shape[1], lanes.shape[1], dtype=torch.int32, device=idx.device).scatter_(0, lanes, 1)
+        places = chosen.cumsum(1, dtype=torch.int32)  # along memory, from 1
+        counts = places[:, -1].long()
+        kept = (places.gather(0, lanes) <= capacity).view(2, -1).t()
+        idx, weights = idx.masked_fill(~kept, -1), weights * kept
+    total = weights.sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+    return l_aux, counts, idx.t(), (weights / total).t()
+
+
+def _decide_k(logits: Tensor, k: int, capacity: int | None) -> Decision:
+    """Each token's k best experts; an expert with too many tokens takes those with the greatest gates."""
+    gates = logits.softmax(1)
+    best, idx = gates.topk(k, dim=1)
+    mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, idx, True)
+    counts = mask.sum(0)
+    num_experts = gates.shape[1]
+    l_aux = torch.mean(gates.mean(0) * mask.float().mean(0)) * num_experts * num_experts / k
+    if capacity is not None:
+        mask &= _best(torch.zeros_like(gates).scatter_(1, idx, best.detach()), capacity, is_sorted=False)
+    weights = gates * mask
+    weights = weights / weights.sum(1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
+    return l_aux, counts, idx.masked_fill(~mask.gather(1, idx), -1).t(), weights.gather(1, idx).t()
+
+
+def _best(scores: Tensor, num_tokens: int, *, is_sorted: bool) -> Tensor:
+    """[num_tokens, num_experts] bool: whether a token is among the `num_tokens` with the highest scores of an expert. is_sorted: as the
+    gate asks for them, since it may decide between equal ones."""
+    best = scores.topk(min(num_tokens, len(scores)), dim=0, sorted=is_sorted).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)

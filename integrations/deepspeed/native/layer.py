@@ -1,0 +1,187 @@
+"""DeepSpeed's MOELayer with another way for its tokens: packed rows through a shared `Buffer` instead of padded slots."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.sharded_moe import FIRST_ALLTOALL_TIMER, MOE_TIMER, SECOND_ALLTOALL_TIMER, MOELayer
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import Tensor
+
+from deepep_moe._C import MAX_TOPK
+from deepep_moe.buffer import Buffer
+from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.handle import DispatchHandle
+from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
+from deepep_moe.integrations.deepspeed.native.gates import has_hooks
+from deepep_moe.integrations.deepspeed.native.routing import Routing, route
+from deepep_moe.telling import or_tell
+
+_UNTIMED = contextlib.nullcontext()
+
+
+class PackedMOELayer(MOELayer):
+    """A MOELayer whose forward dispatches and combines; everything else, its state included, is DeepSpeed's.
+
+    Layers are made MOELayers and given this class (`replace_moe_layers`), so modules, parameters, hooks and state dict are the same
+    objects. Where packed rows cannot serve, DeepSpeed's forward runs, and one log line says why.
+    """
+
+    deepep_moe_plan: Plan | None = None
+
+    def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        """inputs: x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
+
+        Returns the shape of x in the dtype of the experts' outputs, and sets `l_aux` and `exp_counts`. Collective over the layer's
+        expert-parallel group, in which numbers of tokens may differ. Raises as `Buffer.dispatch`, as the gate and as experts; of those
+        the peers raise EPPeerError.
+        """
+        if not isinstance(self, PackedMOELayer):  # restored, and called by somebody who has kept this method
+            return MOELayer.forward(self, *inputs, **kwargs)
+        reason = why_stock(self, inputs[0])
+        if reason is not None:
+            warn_once(f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}", *groups_of(self))
+            return super().forward(*inputs, **kwargs)
+        used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
+        with self._timed(MOE_TIMER, "time_moe"):
+            x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
+            elastic = ready(self.ep_group, x, plan_of(self))
+            routing = or_tell(elastic.buffer, route, self.gate, x, used_token)
+            self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)  # as `self.l_aux = ...`, in less time
+            exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
+            return exchange(elastic, x, routing).view(inputs[0].shape)
+
+    def _exchange_exact(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
+        """A row per (lane, token) there and back, each copied as it is; weighed and summed here as DeepSpeed does.
+
+        Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
+        """
+        return self._exchange(elastic, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
+
+    def _exchange_fast(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
+        """A row per (rank, token) there and back; the experts' rank weighs and sums."""
+        idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
+        return self._exchange(elastic, x, idx, weights, None)
+
+    def _exchange(
+        self, elastic: ElasticBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None
+    ) -> Tensor:
+        """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, at_source: as
+        `dispatch_by_expert` has them."""
+        x, plan = x.contiguous(), plan_of(self)
+        idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
+
+        def send(buffer: Buffer) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
+            return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), at_source)
+
+        with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
+            buffer, (parts, recv_topk_weights, handle) = elastic.dispatch(x.shape[0], send)
+        outputs = or_tell(buffer, self._run_experts, parts)
+        with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
+            return combine_by_expert(buffer, outputs, recv_topk_weights, handle, at_source)
+
+    def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
+        """Every local expert, so that each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it; one without rows
+        sees a row of zeros, as experts take some row for granted that always get padded slots."""
+        outputs: list[Tensor] = []
+        for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=False):  # parts beyond this layer's experts are empty
+            has_rows = rows.numel() > 0
+            y = expert(rows if has_rows else torch.nn.functional.pad(rows, (0, 0, 0, 1)))
+            y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
+            outputs.append(y if has_rows else y[..., :0, :])
+        for rows in parts[len(outputs) :]:
+            outputs.append(outputs[0].new_empty(*outputs[0].shape[:-2], 0, rows.shape[-1]))
+        return outputs
+
+    def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
+        """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
+        return self._timing(timer, attribute) if self.wall_clock_breakdown else _UNTIMED
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose plan is a copy too."""
+        super().__setstate__(state)
+        if self.deepep_moe_plan is not None:
+            self.deepep_moe_plan.layers.add(self)
+
+    @contextlib.contextmanager
+    def _timing(self, timer: str, attribute: str) -> Iterator[None]:
+        self.timers(timer).start()
+        try:
+            yield
+        finally:
+            self.timers(timer).stop()
+        setattr(self, attribute, self.timers(timer).elapsed(reset=False))
+
+
+def plan_of(layer: PackedMOELayer) -> Plan:
+    """Return the layer's plan. A layer that was built with this class, and not swapped, gets the one with the default options."""
+    if layer.deepep_moe_plan is None:
+        layer.deepep_moe_plan = default_plan(layer.num_local_experts, layer.gate.k)
+        layer.deepep_moe_plan.layers.add(layer)
+    return layer.deepep_moe_plan
+
+
+def with_gradient(x: Tensor) -> Tensor:
+    """x, part of the backward on every rank or on none: a rank whose x needs no gradient, say of no tokens, is in the others' too."""
+    return x.detach().requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
+
+
+def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -> Tensor:
+    """Experts' numbers in a buffer with `num_buffer_experts` a rank, of which a layer with fewer uses the first of each rank."""
+    if num_local_experts == num_buffer_experts:
+        return topk_idx
+    idx = topk_idx.div(num_local_experts, rounding_mode="floor") * num_buffer_experts + topk_idx % num_local_experts
+    return torch.where(topk_idx < 0, topk_idx, idx)
+
+
+def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+    """Both [num_tokens, num_topk]: with lanes without expert, where a layer shares the buffer with one that has more."""
+    num_missing = num_topk - topk_idx.shape[1]
+    if num_missing > 0:
+        topk_idx = torch.nn.functional.pad(topk_idx, (0, num_missing), value=-1)
+        topk_weights = torch.nn.functional.pad(topk_weights, (0, num_missing))
+    return topk_idx, topk_weights
+
+
+def is_replaced(module: torch.nn.Module) -> bool:
+    """Was its forward replaced, on it or in the class that has it?"""
+    module_class: Any = type(module)
+    return "forward" in module.__dict__ or not _has_own(module_class, module_class.forward)
+
+
+@functools.cache
+def _has_own(module_class: Any, forward: Any) -> bool:
+    """Is the class's forward of the file that the class is of?"""
+    owner = next(base for base in module_class.__mro__ if "forward" in vars(base))
+    return bool(getattr(forward, "__globals__", {}).get("__name__") == owner.__module__)
+
+
+def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
+    """The reason that packed rows cannot serve this layer, or None. The same on every rank of its group."""
+    tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
+    if tensor_parallel > 1:
+        return f"the model is tensor parallel over {tensor_parallel} ranks (mpu), which share their tokens"
+    if layer.use_tutel:
+        return "the layer was made with use_tutel=True; leave it out"
+    if layer.ep_group is None:
+        return "the layer has no expert-parallel group; deepspeed.initialize makes one"
+    if type(layer.experts) is not Experts:  # of which a subclass may have a forward of its own
+        return f"experts are of {type(layer.experts).__name__}, not of deepspeed.moe.experts.Experts"
+    if is_replaced(layer.experts):
+        return "the forward of the experts together was replaced; replace those of single experts"
+    if has_hooks(layer.experts):
+        warn_once(
+            "hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those", on_all_ranks=True
+        )
+    if (refused := why_not_rows(x)) is not None:
+        return refused
+    most = min(MAX_TOPK, layer.num_local_experts * layer.ep_size)
+    if not plan_of(layer).options.exact and layer.gate.k > most:
+        return f"top-{layer.gate.k} is more than the {most} experts of a token that fast mode serves here; use exact=True"
+    return None

@@ -1,0 +1,85 @@
+"""What DeepSpeed's gates decide, as experts and weights per token, in every version."""
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.moe.sharded_moe import TopKGate
+from torch import Tensor
+
+from deepep_moe.integrations.deepspeed.native import gates
+
+
+class Routing(NamedTuple):
+    """The decision for this rank's tokens, lane by lane."""
+
+    topk_idx: Tensor
+    """[num_topk, num_tokens] int32 or int64 experts, -1 = dropped."""
+    topk_weights: Tensor
+    """[num_topk, num_tokens] fp32, with the gate's gradient; 0 where dropped."""
+    l_aux: Tensor
+    """The gate's load balancing loss, a scalar; 0 on a rank without tokens."""
+    exp_counts: Tensor
+    """[num_experts] int64: tokens that chose each expert, before any were dropped."""
+
+
+def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
+    """Ask a `TopKGate` about x [num_tokens, hidden]; used_token [num_tokens] or None, as the gate takes it. Not collective.
+
+    Decisions, weights, losses and random numbers are those of the installed version's gate: it is asked, or `gates` knows how it decides.
+    Ranks may hold any number of tokens, none too: there it is not asked, as it divides by their number.
+    """
+    if x.shape[0] == 0:
+        return _route_nothing(gate, x)
+    if gates.decides_alike(gate, x, used_token):
+        l_aux, exp_counts, topk_idx, topk_weights = gates.decide(gate, x)
+        return Routing(topk_idx, topk_weights, l_aux, exp_counts)
+    decided = _ask_alone(gate, x, used_token)
+    if has_sparse_routes(type(gate).forward):
+        l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
+        return Routing(topk_idx, topk_weights.float(), l_aux, exp_counts)  # under autocast einsum narrows them
+    l_aux, combine_weights, _, exp_counts = decided
+    # [num_tokens, num_experts]: a token has at most one slot in an expert. These versions weigh in the dtype of the rows.
+    weights = combine_weights.sum(-1).to(x.dtype).float()
+    topk_weights, topk_idx = weights.topk(gate.k, dim=1)
+    return Routing(topk_idx.masked_fill(topk_weights == 0, -1).t(), topk_weights.t(), l_aux, exp_counts)
+
+
+def ask(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
+    """What the gate returns to its layer."""
+    return gate(x, used_token, True, False) if has_sparse_routes(type(gate).forward) else gate(x, used_token)
+
+
+@functools.cache
+def has_sparse_routes(forward: Any) -> bool:
+    """Of a gate, in 0.19.4 and newer: the third argument asks for experts and weights per token, and a fourth is for Tutel."""
+    return "sparse_routes" in inspect.signature(forward).parameters
+
+
+def is_gate_unknown() -> bool:
+    """Must gates be called that name experts, as they decide in a way that `gates` does not know?"""
+    return has_sparse_routes(TopKGate.forward) and not gates.knows_the_gate()
+
+
+def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
+    """Ask the gate, as long as it concerns this rank alone and its number of tokens.
+
+    Without its group it does not agree on the fullest expert of all ranks, which only padding would need. Its least capacity is lowered
+    to the number of tokens, where it would refuse fewer: with either capacity no token is dropped.
+    """
+    plain = gate.__dict__  # past `Module.__setattr__`, which takes longer
+    saved = gate.ep_group, gate.min_capacity
+    plain["ep_group"], plain["min_capacity"] = None, min(gate.min_capacity, x.shape[0])
+    try:
+        return ask(gate, x, used_token)
+    finally:
+        plain["ep_group"], plain["min_capacity"] = saved
+
+
+def _route_nothing(gate: Any, x: Tensor) -> Routing:
+    """No decisions, connected to the gate's weight: its gradient is 0, and there, as ranks reduce gradients together."""
+    scores = torch.nn.functional.linear(x.float(), gate.wg.weight.float()).float().softmax(1)  # autocast narrows
+    topk_idx = torch.empty(gate.k, 0, dtype=torch.int32, device=x.device)
+    exp_counts = torch.zeros(scores.shape[1], dtype=torch.int64, device=x.device)
+    return Routing(topk_idx, scores[:, : gate.k].t(), scores.sum(), exp_counts)

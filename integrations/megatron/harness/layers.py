@@ -1,0 +1,94 @@
+"""MoE layers that differ only in their dispatcher, to compare dispatchers."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deepep_moe.integrations.megatron.plugin import selection
+
+
+def build_moe_layer(config: Any, *, seed: int) -> Any:
+    """Build a MoELayer of plain PyTorch modules on the current device, with weights drawn from `seed`."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+    torch.manual_seed(seed)  # routers draw their weights on the CPU
+    model_parallel_cuda_manual_seed(seed)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer = build_module(spec, config=config) if isinstance(spec, ModuleSpec) else spec(config=config)
+    layer.set_layer_number(1)
+    return layer.to(torch.cuda.current_device())
+
+
+def permutes_are_fused() -> bool:
+    """Return whether Megatron-Core's dispatchers permute rows in one kernel, which is TransformerEngine's."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def sharing_layers(
+    dispatchers: Sequence[str], *, ep: int, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype, seed: int
+) -> dict[str, Any]:
+    """Build a MoELayer of each dispatcher ("deepep_moe", "alltoall", "allgather"). All share one router and one set of SwiGLU experts."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    layers: dict[str, Any] = {}
+    for dispatcher in dispatchers:
+        config = TransformerConfig(
+            num_layers=1,
+            num_attention_heads=1,
+            hidden_size=hidden,
+            ffn_hidden_size=ffn_hidden,
+            moe_ffn_hidden_size=ffn_hidden,
+            num_moe_experts=num_experts,
+            moe_router_topk=num_topk,
+            moe_router_dtype="fp32",
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            bias_activation_fusion=False,
+            gradient_accumulation_fusion=False,
+            moe_permute_fusion=permutes_are_fused(),
+            expert_model_parallel_size=ep,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            **selection(dispatcher),
+        )
+        layers[dispatcher] = build_moe_layer(config, seed=seed)
+        first = layers[dispatchers[0]]
+        layers[dispatcher].router, layers[dispatcher].experts = first.router, first.experts
+    return layers
+
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def exchange(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Do what a MoELayer does between its router and its output, through any of Megatron-Core's dispatchers.
+
+    x [S, B, H], routing_map [T, E] bool, probs [T, E] -> [S, B, H]. `experts` takes rows [R, H], rows per expert, probs [R].
+    """
+    sent = dispatcher.dispatch_preprocess(x, routing_map, probs)
+    rows, rows_per_expert, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+    rows = dispatcher.combine_preprocess(experts(rows, rows_per_expert, row_probs))
+    return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
+
+
+class _Echo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, row_probs: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = row_probs.dtype
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, grad[:, 0].to(ctx.dtype)
+
+
+def echo_experts(rows: torch.Tensor, rows_per_expert: torch.Tensor, row_probs: torch.Tensor) -> torch.Tensor:
+    """Return the rows as they came, as experts that cost nothing. The first column of their gradient is the probs' gradient."""
+    return _Echo.apply(rows, row_probs)

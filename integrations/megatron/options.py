@@ -1,0 +1,14 @@
+"""What a user of the Megatron-Core adapter may choose: the arguments of `enable()`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `enable()`, checked."""
+
+    num_max_tokens_per_rank: int | None = None
+    backend: str = "auto"
+    expert_alignment: int = 1
+    gate: bool = True
+    num_sms: int | None = None
