@@ -213,7 +213,10 @@ with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
         cmdclass={"build_ext": BuildWithCuda},
         packages=[
             "deepep_moe",
-            "deepep_moe.backends",
+            "deepep_moe.group",
+            "deepep_moe.exchange",
+            "deepep_moe.exchange.backends",
+            "deepep_moe.low_latency",
             "deepep_moe.ops",
             "deepep_moe.reference",
             "deepep_moe.nn",

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepep_moe import autograd_module
+from deepep_moe import torch_module
 from deepep_moe._C import ROW_ALIGNMENT
-from deepep_moe.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.integrations.growing_buffer import GrowingBuffer
 from deepep_moe.integrations.say_once import say_once
@@ -84,8 +84,8 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     num_rows, lanes = (num_tokens * num_topk, 1) if options.exact else (num_tokens, num_topk)
     num_experts = num_local_experts * dist.get_world_size(group)
     buffer = Buffer(group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms)
-    if buffer.backend == "nvlink" and autograd_module.MODULE is None:
-        why_not = autograd_module.WHY_NOT
+    if buffer.backend == "nvlink" and torch_module.MODULE is None:
+        why_not = torch_module.WHY_NOT
         say_once(f"MoE layers with few experts a token wait for the host longer than they must: deepep_moe._autograd is {why_not}", group)
     return buffer
 

@@ -12,13 +12,13 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
 from deepep_moe._C import MAX_TOPK
-from deepep_moe.buffer import Buffer
-from deepep_moe.handle import DispatchOutput
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.failures import tell
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.growing_buffer import GrowingBuffer
 from deepep_moe.integrations.megatron.buffers import BufferRegistry
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
-from deepep_moe.telling import tell
 
 _NO_PADDING = (
     "deepep_moe sends no padding to reach a capacity, got moe_pad_expert_input_to_capacity=True; set it to False, also in inference "

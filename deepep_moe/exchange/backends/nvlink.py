@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
-from deepep_moe.backends.base import DTYPES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
-from deepep_moe.backends.streams import current_stream
+from deepep_moe import _C, torch_module
+from deepep_moe.device import DTYPES, current_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
-from deepep_moe.handle import DispatchHandle, HandleShape, PackedHandle
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.handle import DispatchHandle, HandleShape, PackedHandle
+from deepep_moe.group.settings import Settings
 
 DEFAULT_NUM_SMS, DEFAULT_NUM_SMS_OF_SUMS = 12, 14  # the latter for sums for several peers
 
@@ -170,8 +170,11 @@ class NvlinkBackend:
             self._communicator.copy(counts, call.slot_bytes, stream)
         return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle)
 
-    def by_expert(self, module: ModuleType, number: int, mode: Mode) -> Any:
-        """`ByExpert` of `module`, which is `deepep_moe._autograd`; None where copy engines send, or for a number that calls refuse."""
+    def by_expert(self, number: int, mode: Mode) -> Any:
+        """Return `ByExpert` of `torch_module`; None without it, where copy engines send, or for a number that calls refuse."""
+        module = torch_module.MODULE
+        if module is None:
+            return None
         if mode.num_sms is not None and not 0 < mode.num_sms <= self._communicator.num_multiprocessors:
             return None
         s = self.settings
