@@ -16,11 +16,11 @@ except ModuleNotFoundError as error:
         "with pip install -e .",
         name=error.name,
     ) from None
-from deepep_moe.buffer import Buffer, DispatchOutput, Layout
 from deepep_moe.event import Event
+from deepep_moe.exchange.buffer import Buffer, DispatchOutput, Layout
+from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.features import features
-from deepep_moe.handle import DispatchHandle
-from deepep_moe.low_latency import LowLatencyBuffer, LowLatencyHandle, LowLatencyOutput
+from deepep_moe.low_latency.buffer import LowLatencyBuffer, LowLatencyHandle, LowLatencyOutput
 
 __all__ = [
     "Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput",

@@ -1,6 +1,6 @@
 """What this build can do."""
 
-from deepep_moe import _C, autograd_module
+from deepep_moe import _C, torch_module
 
 
 def features() -> dict[str, bool | str]:
@@ -10,4 +10,4 @@ def features() -> dict[str, bool | str]:
     `found_nvshmem`, whether the build found them; `autograd`: True where the autograd functions in C++ are there and of this PyTorch, else
     why they are not.
     """
-    return {"version": _C.__version__, **_C.build_info(), "autograd": autograd_module.WHY_NOT or True}
+    return {"version": _C.__version__, **_C.build_info(), "autograd": torch_module.WHY_NOT or True}

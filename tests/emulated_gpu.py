@@ -109,8 +109,9 @@ def install() -> None:
     """Make this process believe in the device: its tensors lie in CPU memory."""
     import torch
 
-    from deepep_moe.backends import low_latency, nvlink, weigh
-    from deepep_moe.ops import balance, gate_operators
+    from deepep_moe import device
+    from deepep_moe.exchange.backends import nvlink
+    from deepep_moe.low_latency import nvlink as low_latency
 
     event = SimpleNamespace(record=lambda _: None, query=lambda: True, device=None)
     stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: event)
@@ -119,7 +120,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda device=None: stream
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.is_current_stream_capturing = lambda: False
-    gate_operators.GPU = balance.GPU = weigh.GPU = "cpu"
+    device.GPU = "cpu"
     nvlink.torch = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
     nvlink.torch.device = lambda *_: torch.device("cpu")
     nvlink.torch.cuda = SimpleNamespace(

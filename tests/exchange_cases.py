@@ -5,23 +5,23 @@ from dataclasses import dataclass, field
 import emulated_gpu
 import torch
 
-from deepep_moe import Buffer, autograd_module, reference
-from deepep_moe.backends.output_pool import OutputPool
+from deepep_moe import Buffer, reference, torch_module
+from deepep_moe.host_pool import HostPool
 
 
 def poison_outputs() -> None:
     """Fill every output with NaN before it is written: what nobody writes then shows."""
     torch._C._set_deterministic_algorithms(True)  # as torch.use_deterministic_algorithms, without its slow imports
     torch.utils.deterministic.fill_uninitialized_memory = True
-    if not hasattr(OutputPool, "clean_empty"):
-        OutputPool.clean_empty = OutputPool.empty
+    if not hasattr(HostPool, "clean_empty"):
+        HostPool.clean_empty = HostPool.empty
 
         def poisoned(self, shape, dtype):
             tensor = self.clean_empty(shape, dtype)
             tensor.view(torch.uint8).fill_(0xFF)
             return tensor
 
-        OutputPool.empty = poisoned
+        HostPool.empty = poisoned
 
 
 @dataclass
@@ -140,7 +140,7 @@ class InPython(str):
 def device_of(backend: str, rank: int) -> torch.device:
     """Where the tensors of `backend` lie; ranks share the GPUs there are."""
     if isinstance(backend, InPython):
-        autograd_module.MODULE = None
+        torch_module.MODULE = None
     if backend != "nvlink":
         return torch.device("cpu")
     if emulated_gpu.is_chosen():

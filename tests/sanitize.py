@@ -9,7 +9,7 @@ from low_latency_cases import make_buffer, run_case
 from test_by_expert import doubled, equal
 
 from deepep_moe import LowLatencyBuffer, ops, reference
-from deepep_moe.backends.nvlink import NvlinkBackend
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
 
 FEW_BLOCKS = 5

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepep_moe import Buffer, autograd_module, reference
-from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe import Buffer, reference, torch_module
 from deepep_moe.errors import BufferDestroyedError, EPPeerError
+from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.ops.weighted import weighted_sum
 from deepep_moe.testing import run_ranks
-from deepep_moe.torch_ops import weighed_sum
 
 NVLINK = (
     pytest.param("nvlink", marks=pytest.mark.gpu),
@@ -105,7 +105,7 @@ def equal(rank, num_ranks, backend, case, expert):
         else:
             assert_same(name, value, expected)
     is_readable = num_local < 33 and (expert in (doubled, ignored) or (expert is unlike and rank % 2 == 0))
-    is_native = backend == "nvlink" and autograd_module.MODULE is not None and is_readable
+    is_native = backend == "nvlink" and torch_module.MODULE is not None and is_readable
     assert ("deepep_moe::" in found[1][0].grad_fn.name()) is is_native
     if expert is doubled:
         received = reference.dispatch(xs, idxs, all_weights if case.with_weights else None, case.num_experts)
@@ -169,7 +169,7 @@ def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num
             y = [expert(part, s) for part, s in zip(parts, leaves[2], strict=True)]
             combined_x = combine_by_expert(buffer, y, recv_weights, handle, at_source)
             if not at_once:
-                combined_x = weighed_sum(combined_x.view(num_topk, num_tokens, case.hidden), leaves[1])
+                combined_x = weighted_sum(combined_x.view(num_topk, num_tokens, case.hidden), leaves[1])
             combined_x.backward(x)
         found.append([combined_x, *(leaf.grad for leaf in leaves)])
     for combined_x, grad_x, *grads in found[1:]:
@@ -306,7 +306,7 @@ def without_memory(rank, num_ranks, backend):
     buffer = Buffer(None, 4, case.hidden, 4, 2, backend="nvlink")
     if rank == 1:
         buffer._backend.handle_shape = fails  # in the place of the first allocation
-        buffer._by_expert = autograd_module.by_expert(buffer._backend, buffer._number, buffer._own_mode)
+        buffer._by_expert = buffer._backend.by_expert(buffer._number, buffer._own_mode)
     told = "rank 1 did not make its call: OutOfMemoryError: " if rank == 0 else ""
     with pytest.raises(EPPeerError if rank == 0 else torch.OutOfMemoryError, match=told + "nothing is left"):
         dispatch_by_expert(buffer, x, idx, weights)
@@ -407,8 +407,8 @@ def in_place(rank, num_ranks):
 
 @pytest.mark.gpu
 def test_experts_that_write_into_their_rows():
-    if autograd_module.MODULE is None:
-        pytest.skip(f"deepep_moe._torch is {autograd_module.WHY_NOT}")
+    if torch_module.MODULE is None:
+        pytest.skip(f"deepep_moe._torch is {torch_module.WHY_NOT}")
     run_ranks(in_place, 2)
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import Buffer
-from deepep_moe.backends.checks import check_device
 from deepep_moe.errors import (
     BackendUnavailableError,
     BufferDestroyedError,
@@ -19,6 +18,7 @@ from deepep_moe.errors import (
     EPPeerError,
     EPTimeoutError,
 )
+from deepep_moe.exchange.checks import check_device
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", "collective")
@@ -398,7 +398,7 @@ def test_backend_that_cannot_serve(backend, reason):
 
 def hides_its_memory(rank, num_ranks):
     """Another container or user: the path of rank 1's shared memory leads nowhere on rank 0."""
-    from deepep_moe.backends.shm import ShmBackend
+    from deepep_moe.exchange.backends.shm import ShmBackend
 
     ShmBackend.address = lambda self: ("/proc/1/fd/none", os.getpid())
     with pytest.raises(

@@ -15,9 +15,10 @@ from exchange_cases import assert_same, device_of, on_device
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_dispatch
 
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.backends.base import Settings
-from deepep_moe.backends.select import Introduction, make_low_latency_backend
 from deepep_moe.errors import BackendUnavailableError, BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.group.rendezvous import Introduction
+from deepep_moe.group.settings import Settings
+from deepep_moe.low_latency.select import make_backend
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -166,7 +167,7 @@ def test_bad_settings(changes, message):
 def test_advice_where_no_backend_can_serve(name, num_ranks, message):
     peers = [Introduction(None, name, {}, "here", rank, 1, "cpu:gloo", False) for rank in range(num_ranks)]
     with pytest.raises(BackendUnavailableError, match=f"no low-latency backend can serve, {message}$"):
-        make_low_latency_backend(name, Settings(num_ranks, 0, 8, 16, 4 * num_ranks, 2, 20.0), peers, None, False)
+        make_backend(name, Settings(num_ranks, 0, 8, 16, 4 * num_ranks, 2, 20.0), peers, None, False)
 
 
 def test_attributes():

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from exchange_cases import assert_same, on_device
 from low_latency_cases import Case, Expected, check_dispatch, finish, make_buffer, run_case, start_dispatch
 
-from deepep_moe.backends.low_latency import ShmLowLatencyBackend
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import deepep_moe
-from deepep_moe import autograd_module, config
-from deepep_moe.bench.common import records as records_module
+from deepep_moe import config, torch_module
+from deepep_moe.bench import records as records_module
 from deepep_moe.testing import RankFailedError, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +73,7 @@ def test_features():
 def test_autograd_functions_of_another_build(monkeypatch):
     def why_not(**values):
         monkeypatch.setitem(sys.modules, "deepep_moe._torch", SimpleNamespace(**values) if values else None)
-        module, reason = autograd_module._load()
+        module, reason = torch_module._load()
         assert (module is None) is bool(reason)
         return reason
 

@@ -5,7 +5,7 @@ import torch
 from exchange_cases import assert_same, device_of
 
 from deepep_moe import _C, Buffer, reference
-from deepep_moe.backends.base import DTYPE_NAMES
+from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import EPPeerError
 from deepep_moe.ops import quantize_fp8
 from deepep_moe.testing import run_ranks

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from exchange_cases import device_of
 
-from deepep_moe import _C, ops, reference
+from deepep_moe import _C, device, ops, reference
 from deepep_moe.nn import Router
-from deepep_moe.ops import balance
 from deepep_moe.testing.launch import run_ranks
 
 
@@ -97,7 +96,7 @@ def test_update_expert_bias_by_hand():
 
 def test_update_expert_bias_without_kernels(monkeypatch):
     """On a GPU, with a build without nvcc."""
-    monkeypatch.setattr(balance, "GPU", "cpu")
+    monkeypatch.setattr(device, "GPU", "cpu")
     monkeypatch.delattr(_C, "gpu_update_expert_bias", raising=False)
     test_update_expert_bias_by_hand()
 

@@ -11,7 +11,7 @@ import torch
 from exchange_cases import device_of
 
 from deepep_moe import Buffer
-from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.testing import run_ranks
 
 ROUNDS = int(os.environ.get("DEEPEP_MOE_STRESS_ROUNDS", "100"))

@@ -5,8 +5,7 @@ import pytest
 import torch
 from exchange_cases import device_of
 
-from deepep_moe import torch_ops
-from deepep_moe.backends.weigh import weigh_backward, weighed_sum, weighed_sum_backward
+from deepep_moe.ops.weighted import scale_rows_backward, weighted_sum, weighted_sum_backward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,7 +19,7 @@ def device(request):
 def test_by_hand(device, dtype):
     grad, x = torch.ones(3, 8, dtype=dtype), torch.arange(24, dtype=dtype).view(3, 8)
     grad[1, 2] = -2
-    grad_x, grad_weights = weigh_backward(grad.to(device), x.to(device), torch.tensor([0.5, 2.0, 0.0], device=device))
+    grad_x, grad_weights = scale_rows_backward(grad.to(device), x.to(device), torch.tensor([0.5, 2.0, 0.0], device=device))
     assert grad_x.dtype == dtype and grad_weights.dtype == torch.float32
     assert grad_x.tolist() == [[0.5] * 8, [2.0, 2.0, -4.0, 2.0, 2.0, 2.0, 2.0, 2.0], [0.0] * 8]
     assert grad_weights.tolist() == [28.0, 92.0 - 30.0, 156.0]
@@ -32,7 +31,7 @@ def test_equals_the_definition(device, dtype, num_rows, hidden):
     generator = torch.Generator().manual_seed(hidden)
     grad, x = (torch.randn(num_rows, hidden, generator=generator).to(dtype) for _ in range(2))
     weights = torch.randn(num_rows, generator=generator)
-    grad_x, grad_weights = weigh_backward(grad.to(device), x.to(device), weights.to(device))
+    grad_x, grad_weights = scale_rows_backward(grad.to(device), x.to(device), weights.to(device))
     assert torch.equal(grad_x.cpu(), (grad.float() * weights[:, None]).to(dtype))
     expected = (grad.double() * x.double()).sum(1)
     bound = hidden * 2**-24 * (grad.double() * x.double()).abs().sum(1)  # of any order of the sum
@@ -46,17 +45,16 @@ def test_equals_the_definition(device, dtype, num_rows, hidden):
 def test_a_sum_by_hand(device, dtype):
     rows = torch.arange(32, dtype=dtype, device=device).view(2, 2, 8)
     weights = torch.tensor([[1.0, 2.0], [0.5, 0.0]], device=device)
-    sums = weighed_sum(rows, weights)
+    sums = weighted_sum(rows, weights)
     assert sums.dtype == dtype
     assert sums.tolist() == [[i + (16 + i) / 2 for i in range(8)], [2.0 * (8 + i) for i in range(8)]]
-    grad_rows, grad_weights = weighed_sum_backward(torch.ones_like(sums), rows, weights)
+    grad_rows, grad_weights = weighted_sum_backward(torch.ones_like(sums), rows, weights)
     assert grad_rows.dtype == dtype and grad_weights.dtype == torch.float32
     assert grad_rows.tolist() == [[[1.0] * 8, [2.0] * 8], [[0.5] * 8, [0.0] * 8]]
     assert grad_weights.tolist() == [[28.0, 92.0], [156.0, 220.0]]
 
 
 def test_second_derivative():
-    autograd = torch_ops.weighed_sum
     generator = torch.Generator().manual_seed(1)
     rows, weights = torch.randn(3, 5, 8, generator=generator).requires_grad_(), torch.rand(3, 5, generator=generator).requires_grad_()
 
@@ -64,7 +62,7 @@ def test_second_derivative():
         first = torch.autograd.grad(sums.square().sum(), (rows, weights), create_graph=True)
         return torch.autograd.grad(sum(grad.square().sum() for grad in first), (rows, weights))
 
-    for ours, plain in zip(second(autograd(rows, weights)), second((rows * weights.unsqueeze(-1)).sum(0)), strict=True):
+    for ours, plain in zip(second(weighted_sum(rows, weights)), second((rows * weights.unsqueeze(-1)).sum(0)), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
@@ -79,7 +77,7 @@ def test_sums_equal_the_definition(device, dtype, num_topk, num_tokens, hidden, 
     grad = torch.randn(num_tokens * hidden + 1, generator=generator).to(dtype)
     here = [torch.transpose(tensor.transpose(0, 1).contiguous(), 0, 1) if by_token else tensor for tensor in (rows, weights)]
     here = [tensor.to(device) for tensor in here]
-    sums = weighed_sum(*here).cpu()
+    sums = weighted_sum(*here).cpu()
     in_order = torch.zeros(num_tokens, hidden)
     for lane in range(num_topk):
         in_order += rows[lane] * weights[lane, :, None]
@@ -89,7 +87,7 @@ def test_sums_equal_the_definition(device, dtype, num_topk, num_tokens, hidden, 
     torch.testing.assert_close(sums, in_order.to(dtype))
 
     grad = grad.to(device)[1:].view(num_tokens, hidden)
-    grad_rows, grad_weights = (tensor.cpu() for tensor in weighed_sum_backward(grad, *here))
+    grad_rows, grad_weights = (tensor.cpu() for tensor in weighted_sum_backward(grad, *here))
     grad = grad.cpu()
     assert torch.equal(grad_rows, (grad.float() * weights.unsqueeze(-1)).to(dtype))
     products = grad.double() * rows.double()

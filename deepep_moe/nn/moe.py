@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepep_moe.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.failures import telling
 from deepep_moe.nn.router import Router
-from deepep_moe.telling import telling
 
 
 class SwiGLU(nn.Module):

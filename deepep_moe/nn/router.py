@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepep_moe.backends.checks import as_int, check_bool
+from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.ops.balance import update_expert_bias
 from deepep_moe.ops.gate import OPTIONS, GateOutput, check_options, gate
 

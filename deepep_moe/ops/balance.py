@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.ops.gate_operators import GPU, on_device
+from deepep_moe.device import current_stream, is_gpu, on_device
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def update_expert_bias(
     if group is not None:
         counts = counts.to(torch.int64, copy=True)
         dist.all_reduce(counts, group=group)
-    if expert_bias.device.type != GPU or not hasattr(_C, "gpu_update_expert_bias"):
+    if not is_gpu(expert_bias.device) or not hasattr(_C, "gpu_update_expert_bias"):
         expert_bias.add_(torch.sign(counts.sum(-1, keepdim=True, dtype=torch.int64) - counts.long() * counts.shape[-1]), alpha=update_rate)
         return
     num_experts = counts.shape[-1]
@@ -43,7 +43,7 @@ def update_expert_bias(
         _C.gpu_update_expert_bias(
             num_layers=counts.numel() // max(num_experts, 1), num_experts=num_experts, num_tokens_per_expert=counts.data_ptr(),
             is_int64=counts.dtype == torch.int64, expert_bias=expert_bias.data_ptr(), update_rate=update_rate,
-            stream=torch.cuda.current_stream(expert_bias.device).cuda_stream,
+            stream=current_stream(expert_bias.device),
         )  # fmt: skip
 
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import deepep_moe.ops.gate_operators  # noqa: F401 (it registers them)
 from deepep_moe import _C
-from deepep_moe.backends.checks import as_float, as_int, check_bool, check_is_tensor
-from deepep_moe.ops import gate_operators
-from deepep_moe.ops.gate_operators import DTYPES
-from deepep_moe.torch_ops import call
+from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor
+from deepep_moe.device import FLOATS, is_gpu
+from deepep_moe.library import call
 
 # Options that are checked, in the operators' order.
 OPTIONS = ("num_groups", "topk_groups", "group_score_topk", "score_function", "normalize", "routed_scaling_factor")
@@ -228,11 +228,11 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int
 
 
 def _check_kind(device: torch.device, dtype: torch.dtype, num_experts: int) -> None:
-    if dtype not in DTYPES:
+    if dtype not in FLOATS:
         raise TypeError(f"logits must be float32, bfloat16 or float16, got {dtype}; convert them with logits.float()")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"logits must be on the CPU or a CUDA device, got {device}")
-    if device.type != gate_operators.GPU:
+    if not is_gpu(device):
         return
     if not hasattr(_C, "gpu_gate_forward"):
         raise ValueError(f"logits are on {device} and this build has no CUDA kernels: build deepep_moe where nvcc is found")

@@ -1,6 +1,5 @@
 """The gate as PyTorch operators, with gradients and fake implementations; `deepep_moe.ops.gate` checks what comes here."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +8,11 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, config
+from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device
+from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
-from deepep_moe.torch_ops import call, register
 
-GPU = "cuda"  # the type of the devices that the CUDA kernels serve
 _EPSILON = 1e-20  # kWeightEpsilon of csrc/common/gate_params.h
-DTYPES = {torch.float32: _C.DType.float32, torch.bfloat16: _C.DType.bfloat16, torch.float16: _C.DType.float16}
-_LIBRARY = torch.library.Library("deepep_moe", "FRAGMENT")
 _SETTINGS = (
     "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
     "str score_function, bool normalize, float routed_scaling_factor, ScalarType index_dtype"
@@ -58,13 +55,13 @@ def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> t
 
 # ---- forward ----
 
-_LIBRARY.define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 7)})")
+define(f"gate({_SETTINGS}) -> (Tensor, Tensor, Tensor)")
+define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', '.join(['Tensor'] * 7)})")
 
 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
     logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
-    if logits.device.type == GPU:
+    if is_gpu(logits.device):
         topk_idx, topk_weights, counts, *_ = _launch(logits, expert_bias, mask, settings, False, 0, None)
         return topk_idx, topk_weights, counts
     return _gate_cpu(logits, expert_bias, mask, settings, None)
@@ -77,7 +74,7 @@ def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, 
     shares = _dense_shape(logits, has_shares, torch.float32)
     arguments = (logits, expert_bias, mask, tuple(settings))
     wanted = shares if has_shares else None
-    if logits.device.type == GPU:
+    if is_gpu(logits.device):
         topk_idx, topk_weights, counts, probs, routing_map, in_rank = _launch(*arguments, dense, num_ranks, wanted)
         return topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares
     topk_idx, topk_weights, counts = _gate_cpu(*arguments, wanted)
@@ -124,7 +121,7 @@ def _launch(
     probs, routing_map = _dense_shapes(logits, dense) if dense or num_ranks else (None, None)
     in_rank = logits.new_empty(logits.shape[0], num_ranks, dtype=torch.bool) if dense or num_ranks else None
     with on_device(logits):
-        stream = torch.cuda.current_stream(logits.device).cuda_stream
+        stream = current_stream(logits.device)
         key, counts, next_counts = _take_counts(logits, logits.shape[1] + num_ranks, stream)
         _C.gpu_gate_forward(
             _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), expert_bias=_ptr(expert_bias), mask=_ptr(mask),
@@ -148,11 +145,6 @@ def _take_counts(logits: Tensor, size: int, stream: int) -> tuple[tuple[Any, ...
     return key, counts, torch.empty_like(counts)
 
 
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the tensor's GPU the current one."""
-    return contextlib.nullcontext() if tensor.device.index in (None, torch.cuda.current_device()) else torch.cuda.device(tensor.device)
-
-
 def _gate_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, num_topk: int, *settings: Any) -> tuple[Tensor, ...]:
     return *_empty_outputs(logits, num_topk, settings[-1]), logits.new_empty(logits.shape[1], dtype=torch.int32)
 
@@ -167,7 +159,7 @@ def _gate_full_fake(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | N
 
 # ---- backward ----
 
-_LIBRARY.define(
+define(
     "gate_backward(Tensor? grad_topk_weights, Tensor? grad_probs, Tensor? grad_shares, Tensor logits, Tensor topk_idx, "
     "str score_function, bool normalize, float routed_scaling_factor) -> Tensor"
 )
@@ -234,12 +226,12 @@ def _gate_backward(
     logits, topk_idx = _contiguous(logits, topk_idx)  # type: ignore[assignment]
     grad_logits = torch.empty_like(logits)
     settings = (topk_idx.shape[1], 1, 1, 1, *weights, topk_idx.dtype)
-    if logits.device.type == GPU:
+    if is_gpu(logits.device):
         with on_device(logits):
             _C.gpu_gate_backward(
                 _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), topk_idx=topk_idx.data_ptr(),
                 grad_topk_weights=_ptr(grad_topk_weights), grad_probs=_ptr(grad_probs), grad_shares=_ptr(grad_shares),
-                grad_logits=grad_logits.data_ptr(), stream=torch.cuda.current_stream(logits.device).cuda_stream,
+                grad_logits=grad_logits.data_ptr(), stream=current_stream(logits.device),
             )  # fmt: skip
         return grad_logits
     if grad_probs is not None:

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
+from deepep_moe.exchange.buffer import Buffer
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

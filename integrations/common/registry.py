@@ -4,7 +4,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Hashable
 
-from deepep_moe.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepep_moe import autograd_module
+from deepep_moe import torch_module
 from deepep_moe._C import ROW_ALIGNMENT
-from deepep_moe.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import warn_once
@@ -87,7 +87,7 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     num_rows, lanes = (num_tokens * num_topk, 1) if options.exact else (num_tokens, num_topk)
     num_experts = num_local_experts * dist.get_world_size(group)
     buffer = Buffer(group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms)
-    if buffer.backend == "nvlink" and autograd_module.MODULE is None:
-        why_not = autograd_module.WHY_NOT
+    if buffer.backend == "nvlink" and torch_module.MODULE is None:
+        why_not = torch_module.WHY_NOT
         warn_once(f"MoE layers with few experts per token are slower than they could be: deepep_moe._torch is {why_not}", group)
     return buffer

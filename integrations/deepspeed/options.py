@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from deepep_moe.backends.checks import offered
-from deepep_moe.backends.select import BACKENDS
+from deepep_moe.exchange.backends.select import BACKENDS
+from deepep_moe.group.settings import offered
 
 SECTION = "deepep_moe"
 

@@ -12,13 +12,13 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
 from deepep_moe._C import MAX_TOPK
-from deepep_moe.buffer import Buffer
-from deepep_moe.handle import DispatchOutput
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.failures import tell
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
-from deepep_moe.telling import tell
 
 _NO_PADDING = (
     "`moe_pad_expert_input_to_capacity` is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "

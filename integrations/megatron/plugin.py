@@ -12,9 +12,11 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from deepep_moe.backends.checks import as_int, check_num_sms, offered
-from deepep_moe.backends.select import BACKENDS
+from deepep_moe.arguments import as_int
 from deepep_moe.errors import EPError
+from deepep_moe.exchange.backends.select import BACKENDS
+from deepep_moe.exchange.checks import check_num_sms
+from deepep_moe.group.settings import offered
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.patches import Patches

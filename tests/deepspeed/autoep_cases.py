@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from deepspeed_cases import recorded_gradients
 
-from deepep_moe.buffer import Buffer
+from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.deepspeed import replace_moe_layers
 
 VOCABULARY = 96

@@ -20,8 +20,8 @@ from deepspeed_cases import (
 )
 from torch import nn
 
-from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPPeerError
+from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.common import elastic_buffer
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
@@ -34,8 +34,8 @@ pytest.importorskip("deepspeed")
 def test_missing_autograd_functions_are_said(monkeypatch):
     monkeypatch.setattr(buffers, "Buffer", lambda *_, **__: SimpleNamespace(backend="nvlink"))
     monkeypatch.setattr(buffers.dist, "get_world_size", lambda _: 1)
-    monkeypatch.setattr(buffers.autograd_module, "MODULE", None)
-    monkeypatch.setattr(buffers.autograd_module, "WHY_NOT", "not built for this test")
+    monkeypatch.setattr(buffers.torch_module, "MODULE", None)
+    monkeypatch.setattr(buffers.torch_module, "WHY_NOT", "not built for this test")
     with logged() as lines:
         for _ in range(2):
             buffers._construct(None, 16, buffers.Options(), 2, 2, 8)

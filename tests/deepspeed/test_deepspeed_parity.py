@@ -23,7 +23,7 @@ from deepspeed_cases import (
 )
 from torch import nn
 
-from deepep_moe import autograd_module
+from deepep_moe import torch_module
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
 from deepep_moe.testing.launch import run_ranks
@@ -191,12 +191,12 @@ def test_ten_steps_equal_deepspeed_on_gpus():
 def _without_autograd_functions_worker(rank: int, num_ranks: int) -> None:
     from deepep_moe.integrations.common.registry import destroy_all
 
-    module = autograd_module.MODULE
-    assert module is not None, autograd_module.WHY_NOT
+    module = torch_module.MODULE
+    assert module is not None, torch_module.WHY_NOT
     with engine_ready("cuda"):
         for case in (Case(zero=2, k=2, use_residual=True), Case(zero=1, k=2, exact=False, drop_tokens=False), Case(zero=0, k=4)):
             runs = []
-            for autograd_module.MODULE in (module, None):
+            for torch_module.MODULE in (module, None):
                 runs.append(run_steps(build_engine(case, True), rank, num_tokens=64))
                 destroy_all()
             for name, want in runs[1].items():

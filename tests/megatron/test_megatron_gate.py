@@ -202,11 +202,10 @@ REFUSED = {
 
 def says_what_it_refuses(rank, num_ranks, name):
     """Tensors on the CPU stand for those of a GPU, which the gate of a build without nvcc does not serve, nor with many experts."""
-    from deepep_moe import _C
-    from deepep_moe.ops import gate_operators
+    from deepep_moe import _C, device
 
     switches, reason = REFUSED[name]
-    gate_operators.GPU = "cpu" if name != "small groups" else gate_operators.GPU
+    device.GPU = "cpu" if name != "small groups" else device.GPU
     if name == "no kernels" and hasattr(_C, "gpu_gate_forward"):
         del _C.gpu_gate_forward
     else:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepep_moe.bench.common.workload import Inputs, Operation, Shape
 from deepep_moe.errors import EPError
-from deepep_moe.handle import padded
+from deepep_moe.exchange.handle import padded
 
 
 def lanes_of_rank(topk_idx: Tensor, shape: Shape, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,7 +76,7 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
             try:
                 gate = make(shape, dense)
             except BackendUnavailableError as error:
-                _say_once(f"not measured: {baseline} ({error})")
+                _warn_once(f"not measured: {baseline} ({error})")
                 continue
             baseline_times = _times(gate, logits, bias, dense, repeats)
             for op, (kernel, called) in times.items():
@@ -89,7 +89,7 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepep_moe import autograd_module
+from deepep_moe import torch_module
 from deepep_moe.bench.common.records import record, spread, write_json
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.exchange.cpu import DTYPES
@@ -239,7 +239,7 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
         del kinds["gate"]  # experts that are all the same leave nothing of its gradient but rounding
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     hardware, versions = describe("deepspeed", device, num_ranks)
-    if device.type == "cuda" and autograd_module.MODULE is None:
+    if device.type == "cuda" and torch_module.MODULE is None:
         versions += ", deepep_moe without its autograd functions in C++"
     measured = Measured(all_buffers()[0].backend, hardware, versions, sent, differences)
     _time(passes, measured, options, device)

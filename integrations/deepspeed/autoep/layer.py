@@ -10,16 +10,16 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK
-from deepep_moe.buffer import Buffer
-from deepep_moe.handle import DispatchOutput
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.failures import or_tell, tell
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep.bias import move_with
 from deepep_moe.integrations.deepspeed.autoep.older import forward_around
 from deepep_moe.integrations.deepspeed.autoep.router import check_bias, has_bias, has_moving_bias, restore_router, swap_router
 from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.native.layer import lengthened, widened, with_gradient
-from deepep_moe.telling import or_tell, tell
-from deepep_moe.torch_ops import weighed_sum
+from deepep_moe.ops.weighted import weighted_sum
 
 # 0.19.7 and newer route tokens in a method of their own, for a library that takes over between router and shared experts.
 _ROUTE, _BACKEND = "_deepep_route", "deepep"
@@ -79,7 +79,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         combined = buffer.combine(y, out.handle).view(num_tokens, num_topk, x.shape[1])
         if self.score_apply == "pre":
             return combined.sum(1)
-        return weighed_sum(combined.transpose(0, 1), topk_weights.t())
+        return weighted_sum(combined.transpose(0, 1), topk_weights.t())
 
     def _route_fast(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """A row per (token, rank) there and back; the experts' rank weighs, and sums before it sends."""

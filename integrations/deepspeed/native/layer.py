@@ -13,15 +13,15 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK
-from deepep_moe.buffer import Buffer
-from deepep_moe.by_expert import combine_by_expert, dispatch_by_expert
-from deepep_moe.handle import DispatchHandle
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.exchange.failures import or_tell
+from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.native.gates import has_hooks
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
-from deepep_moe.telling import or_tell
 
 _UNTIMED = contextlib.nullcontext()
 

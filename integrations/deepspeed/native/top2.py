@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.streams import current_stream
-from deepep_moe.ops.gate_operators import on_device
+from deepep_moe.device import current_stream, on_device
 
 GPU = "cuda"  # the type of the devices that the kernels serve
 _ALL = 2**31  # tokens of an expert, where it takes all

@@ -1,62 +1,20 @@
 """Checks of the arguments of one call, before anything moves. Wrong types raise TypeError, wrong values ValueError."""
 
-import numbers
-import operator
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, config
-from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Settings
-from deepep_moe.handle import DispatchHandle
+from deepep_moe import _C
+from deepep_moe.arguments import check_is_tensor, check_tensor
+from deepep_moe.device import DTYPE_NAMES, FLOATS
+from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
+from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.group.settings import Settings
 
 MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = tuple(DTYPE_NAMES)
-NOT_BUILT = ("nvshmem",)
-"""Backends that are known by name and cannot serve: asked for, they say so; nothing offers them."""
-
-
-# ---- of single values ----
-
-
-def as_int(name: str, value: Any) -> int:
-    """A plain int, also of NumPy's. Raises TypeError for anything else, bools among it."""
-    if type(value) is int:
-        return value
-    if not isinstance(value, bool):
-        with suppress(TypeError):
-            return operator.index(value)
-    raise TypeError(f"{name} is {value!r}; it must be an int")
-
-
-def as_float(name: str, value: Any) -> float:
-    """A plain float, also of ints and of NumPy's. Raises TypeError for anything else, bools and tensors among it."""
-    if type(value) in (float, int):
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}; it must be a float")
-    return float(value)
-
-
-def check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}; it must be a bool")
-
-
-def check_is_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-
-
-def offered(backends: Iterable[str]) -> list[str]:
-    """Those of `backends` that are built: what a message may advise."""
-    return [name for name in backends if name not in NOT_BUILT]
 
 
 # ---- before an operator can be called at all ----
@@ -110,22 +68,6 @@ def check_quantizable(x: Any, x_scales: Tensor | None) -> None:
 
 
 # ---- of a call ----
-
-
-def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
-    any_strides: bool = False,
-) -> None:  # fmt: skip
-    check_is_tensor(name, tensor)
-    if tensor.dtype not in dtypes:
-        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
-    if not any_strides and not tensor.is_contiguous():
-        raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")
 
 
 def _check_address(name: str, tensor: Tensor | None) -> None:
@@ -228,14 +170,14 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     if isinstance(x, Tensor) and x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
     if args.parts is not None:  # which have the right shapes
-        check_tensor("x", x, tuple(x.shape), _SUMMED)
+        check_tensor("x", x, tuple(x.shape), FLOATS)
     elif isinstance(x, Tensor) and x.shape != (handle.num_rows, s.hidden):
         raise ValueError(
             f"x has shape {list(x.shape)}; it must be [{handle.num_rows}, {s.hidden}], a row for each one that the dispatch of this handle "
             "returned, in their order"
         )
     else:
-        _check_rows("x", x, handle.num_rows, s, _SUMMED)
+        _check_rows("x", x, handle.num_rows, s, FLOATS)
     if args.weights is not None and tuple(args.weights.shape) != (handle.num_rows,):
         raise ValueError(
             f"topk_weights has shape {list(args.weights.shape)}; it must be [{handle.num_rows}], one weight per row of x: "
@@ -250,31 +192,6 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
         _check_weights("at_source", args.at_source, (args.repeats, handle.num_tokens // args.repeats), x)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
     _check_weights("lane_values", args.lane_values, shape, x)
-
-
-# ---- settings of a buffer ----
-
-
-def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None) -> Settings:
-    """`s` with plain numbers and the deadline in force. Raises TypeError or ValueError."""
-    if backend not in backends:
-        raise ValueError(f"backend is {backend!r}; it must be one of {offered(backends)}")
-    plain = {}
-    for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
-        plain[name] = as_int(name, getattr(s, name))
-        if plain[name] < least:
-            raise ValueError(f"{name} is {plain[name]}; it must be at least {least}")
-    deadline = config.timeout_s() if timeout_s is None else timeout_s
-    if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
-        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
-    s = replace(s, timeout_s=float(deadline), **plain)
-    if s.hidden % (_C.ROW_ALIGNMENT // 4):
-        raise ValueError(f"hidden is {s.hidden}; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8")
-    if s.num_experts % s.num_ranks:
-        raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
-    if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
-        raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
-    return s
 
 
 def check_num_sms(num_sms: Any) -> None:

@@ -7,69 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
-from deepep_moe.handle import DispatchHandle
+from deepep_moe.exchange.handle import DispatchHandle
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "float8",
-    torch.float8_e5m2: "float8",
-}
-DTYPES = {dtype: getattr(_C.DType, name) for dtype, name in DTYPE_NAMES.items()}
 LAYOUTS = ("expert", "rank")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all ranks of a buffer agree on."""
-
-    num_ranks: int
-    rank: int
-    num_max_tokens_per_rank: int
-    hidden: int
-    num_experts: int
-    num_topk: int
-    timeout_s: float
-
-    @property
-    def num_local_experts(self) -> int:
-        return self.num_experts // self.num_ranks
-
-
-class Sizes:
-    """What a buffer says of its settings."""
-
-    _settings: Settings
-
-    @property
-    def num_ranks(self) -> int:
-        return self._settings.num_ranks
-
-    @property
-    def rank(self) -> int:
-        return self._settings.rank
-
-    @property
-    def hidden(self) -> int:
-        return self._settings.hidden
-
-    @property
-    def num_experts(self) -> int:
-        return self._settings.num_experts
-
-    @property
-    def num_local_experts(self) -> int:
-        return self._settings.num_local_experts
-
-    @property
-    def num_topk(self) -> int:
-        return self._settings.num_topk
-
-    @property
-    def num_max_tokens_per_rank(self) -> int:
-        return self._settings.num_max_tokens_per_rank
 
 
 @dataclass(frozen=True)
@@ -181,6 +121,11 @@ class Backend(Protocol):
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         """combined_x [num_tokens, hidden]; combined lane values [num_tokens, num_topk], None when not asked for."""
+        ...
+
+    def native_calls(self, number: int, mode: Mode) -> Any:
+        """Return what makes the plain calls by expert of the buffer `number` in C++ (`_torch.ByExpert`), in `mode`; None where nothing
+        does."""
         ...
 
     def recorded(self, *used: Any) -> "torch.cuda.Event | None":

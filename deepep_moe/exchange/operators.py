@@ -5,7 +5,7 @@ dispatch's backward is combine, combine's backward is a cached dispatch. What ba
 a weighted combine needs its rows for the gradient of the weights.
 
 Only calls that PyTorch traces go through the operators. The others go past its dispatcher: to an autograd function where a gradient is
-wanted, else straight to the buffer, in both cases with the handle as one object. A host that waits for a GPU's counts has no time to lose.
+wanted, else straight to the buffer, in both cases with the handle as one object (`deepep_moe.library`).
 """
 
 import weakref
@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepep_moe.backends import weigh
-from deepep_moe.backends.base import Rows, Weighing
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.handle import DispatchHandle
+from deepep_moe.exchange.backends.base import Rows, Weighing
+from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.library import call, define, is_traced, needs_gradients, register_operator
+from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
 
 if TYPE_CHECKING:
-    from deepep_moe.buffer import Buffer
+    from deepep_moe.exchange.buffer import Buffer
 
 live_buffers: "weakref.WeakValueDictionary[int, Buffer]" = weakref.WeakValueDictionary()
-_library = torch.library.Library("deepep_moe", "FRAGMENT")
-_PLAIN = (Tensor, torch.nn.Parameter)
-_eager: dict[str, tuple[Any, type[torch.autograd.Function] | None]] = {}
 _HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert, Tensor call"
 
 
@@ -41,35 +39,6 @@ def buffer_of(number: int) -> "Buffer":
     if buffer is None:
         raise BufferDestroyedError(f"buffer {number} is gone; keep the Buffer alive as long as its handles and graphs are used")
     return buffer
-
-
-def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
-    """The operator `name` with `tensors`, those that may need gradients or be of a class of their own, and further `arguments`."""
-    if is_traced(tensors):
-        return getattr(torch.ops.deepep_moe, name)(*tensors, *arguments)
-    implementation, function = _eager[name]
-    if function is not None and _needs_gradients(tensors):
-        return function.apply(*tensors, *arguments)
-    return implementation(*tensors, *arguments)
-
-
-def _needs_gradients(tensors: tuple[Tensor | None, ...]) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Does PyTorch trace or watch what is made of these?"""
-    return is_compiled(tensors) or torch._C._len_torch_dispatch_stack() > 0  # Dynamo knows the first only
-
-
-def is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Traced, and not merely watched by a mode, as one rank's operations may be."""
-    if torch.compiler.is_compiling():
-        return True
-    for tensor in tensors:  # noqa: SIM110, as `any` takes four times as long
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return True
-    return False
 
 
 # ---- handles ----
@@ -127,7 +96,7 @@ def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | Non
 
 def as_rows(grad: Tensor) -> Tensor:
     """As calls take it, wherever autograd has it from: contiguous, on a boundary where that can be seen."""
-    return grad.contiguous() if is_traced((grad,)) else weigh.aligned(grad)
+    return grad.contiguous() if is_traced((grad,)) else aligned(grad)
 
 
 # ---- dispatch ----
@@ -140,7 +109,7 @@ def dispatch(
     """`buffer._dispatch`, with gradients: recv_x, recv_x_scales, recv_topk_weights, the handle."""
     tensors, number = (x, x_scales, topk_idx, topk_weights), buffer._number
     if not is_traced(tensors):
-        if _needs_gradients(tensors):
+        if needs_gradients(tensors):
             return _Dispatch.apply(*tensors, number, layout, expert_alignment, num_recv_rows)
         rows, handle = buffer._dispatch(*tensors, layout, expert_alignment, num_recv_rows)
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
@@ -169,7 +138,7 @@ def _dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_wei
     return combine(buffer_of(handle.buffer_id), rows, None, None, values, handle)
 
 
-_library.define(
+define(
     "dispatch(Tensor x, Tensor? x_scales, Tensor topk_idx, Tensor? topk_weights, int buffer, str layout, int expert_alignment, "
     "SymInt num_recv_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -246,7 +215,7 @@ def dispatch_cached(
     """`buffer._dispatch_cached`, with gradients: recv_x, recv_x_scales, recv_topk_weights."""
     tensors = (x, x_scales, topk_weights)
     if not is_traced(tensors):
-        if _needs_gradients(tensors):
+        if needs_gradients(tensors):
             return _DispatchCached.apply(*tensors, handle)
         rows = buffer._dispatch_cached(*tensors, handle)
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
@@ -267,7 +236,7 @@ class _DispatchCached(torch.autograd.Function):
         return grad_x, None, grad_topk_weights, None
 
 
-_library.define(
+define(
     f"dispatch_cached(Tensor x, Tensor? x_scales, Tensor? topk_weights, {_HANDLE}, int buffer, str layout, int expert_alignment, "
     "SymInt num_rows) -> (Tensor, Tensor, Tensor)"
 )
@@ -309,7 +278,7 @@ def combine(
     """`buffer._combine`, with gradients: combined_x, combined lane values."""
     tensors = (x, weights, bias, lane_values)
     if not is_traced(tensors):
-        if _needs_gradients(tensors):
+        if needs_gradients(tensors):
             return _Combine.apply(*tensors, handle)
         return buffer._combine(*tensors, handle)
     combined_x, values = torch.ops.deepep_moe.combine(*tensors, *_arguments(handle))
@@ -354,13 +323,13 @@ def weighed_gradients(
     """Of x and of weights, from that of combined_x, whose rows `repeats` tokens share: worked out where rows arrive, if the backend can.
     where: the `_C.ExpertRows` that x is the first part of, only where `may_fuse`; without them x is all rows."""
     if may_fuse(buffer, grad):
-        weighing = Weighing(weights, x if where is not None else weigh.aligned(x), where)
+        weighing = Weighing(weights, x if where is not None else aligned(x), where)
         rows = buffer._dispatch_cached(grad, None, None, handle, weighing, repeats)
         return rows.recv_x, rows.grad_weights
     grad_x, _, _ = dispatch_cached(buffer, repeated(grad, repeats), None, None, handle)
     if torch.is_grad_enabled():
-        return _differentiable_weigh_backward(grad_x, x, weights)
-    return call("weigh_backward", (grad_x, x, weights))
+        return differentiable_scale_rows_backward(grad_x, x, weights)
+    return call("scale_rows_backward", (grad_x, x, weights))
 
 
 def may_fuse(buffer: "Buffer", grad: Tensor) -> bool:
@@ -373,7 +342,7 @@ def repeated(rows: Tensor, repeats: int) -> Tensor:
     return rows if repeats == 1 else rows.expand(repeats, *rows.shape).reshape(-1, rows.shape[1]).contiguous()  # a single row stays a view
 
 
-_library.define(
+define(
     f"combine(Tensor x, Tensor? weights, Tensor? bias, Tensor? lane_values, {_HANDLE}, int buffer, str layout, int expert_alignment, "
     "SymInt num_rows) -> (Tensor, Tensor)"
 )
@@ -408,70 +377,6 @@ def _combine_backward(ctx: Any, grad_combined_x: Any, grad_values: Any) -> tuple
     return *_combine_gradients(ctx, grad_combined_x, grad_values), *[None] * 9
 
 
-# ---- rows by weights ----
-
-
-def weighed_sum(rows: Tensor, weights: Tensor) -> Tensor:
-    """rows [num_topk, num_tokens, hidden] fp32, bf16 or fp16, weights [num_topk, num_tokens] fp32 -> [num_tokens, hidden], rows' dtype.
-
-    Products and their sum in fp32, rounded once; in forward and backward bit for bit `(rows * weights.unsqueeze(-1)).sum(0)` and the
-    cast that DeepSpeed 0.19.4 and newer has there. On GPUs, one pass each, that holds for sums of one and two lanes, more being added
-    in ascending order, and not for the gradient of weights, a sum over columns.
-    """
-    return _WeighedSum.apply(rows, weights)
-
-
-class _WeighedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        return weigh.weighed_sum(rows, weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weights = ctx.saved_tensors
-        if not torch.is_grad_enabled():
-            return weigh.weighed_sum_backward(grad, rows, weights)
-        return _differentiable_weigh_backward(grad, rows, weights)
-
-
-def _differentiable_weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """As `weigh_backward`, to be differentiated once more."""
-    wide = grad.float()
-    return (wide * weights.unsqueeze(-1)).to(x.dtype), (wide * x.float()).sum(-1)
-
-
-_library.define("weigh_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")
-
-
-def _fake_weigh_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weights)
-
-
-def _register_operator(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
-    if backward is not None:
-        torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)
-
-
-def register(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
-    """Make `implementation` that of the operator `name`, which is defined, and of `call`. `save`, `backward`: its gradient, if any."""
-    _register_operator(name, implementation, fake, save, backward)
-    if backward is None:
-        _eager[name] = implementation, None
-        return
-
-    def forward(ctx: Any, *inputs: Any) -> Any:  # a setup_context of its own costs PyTorch a look at signatures at every call
-        output = implementation(*inputs)
-        save(ctx, inputs, output)
-        return output
-
-    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    _eager[name] = implementation, type(name, (torch.autograd.Function,), parts)
-
-
-_register_operator("dispatch", _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)
-_register_operator("dispatch_cached", _dispatch_cached_operator, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
-_register_operator("combine", _combine_operator, _fake_combine, _save_combine, _combine_backward)
-register("weigh_backward", weigh.weigh_backward, _fake_weigh_backward)
+register_operator("dispatch", _dispatch_operator, _fake_dispatch, _save_dispatch, _dispatch_backward)
+register_operator("dispatch_cached", _dispatch_cached_operator, _fake_dispatch_cached, _save_dispatch_cached, _dispatch_cached_backward)
+register_operator("combine", _combine_operator, _fake_combine, _save_combine, _combine_backward)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from deepep_moe.low_latency import MAX_IN_FLIGHT, LowLatencyBuffer
+from deepep_moe.low_latency.buffer import MAX_IN_FLIGHT, LowLatencyBuffer
 
 T = TypeVar("T")
 

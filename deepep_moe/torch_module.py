@@ -1,19 +1,16 @@
-"""The optional module `deepep_moe._torch`: operations of rows by expert as autograd functions in C++ (csrc/torch).
+"""The optional module `deepep_moe._torch`, which links PyTorch: plain calls of a buffer, with their gradients, from C++ (csrc/torch).
 
-It is built where the build finds PyTorch and nvcc, for that PyTorch alone. Without it the same calls are made from Python: results are
+The build makes it where it finds PyTorch and nvcc, for that PyTorch alone. Without it the same calls are made from Python: results are
 equal to the bit, and the host takes longer, which shows where a layer's kernels take less than a millisecond.
 """
 
 import importlib
 import logging
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from deepep_moe import _C
-from deepep_moe.backends.base import Backend, Mode
-from deepep_moe.backends.nvlink import NvlinkBackend
 
 _REBUILD = (
     "to install deepep_moe again, by pip or with --no-build-isolation, builds it for the PyTorch that is there, 2.7 or newer, on a machine "
@@ -39,8 +36,3 @@ def _load() -> tuple[ModuleType | None, str]:
 MODULE, WHY_NOT = _load()
 if MODULE is None and not WHY_NOT.startswith("not built"):
     logging.getLogger(__name__).warning("deepep_moe._torch is %s", WHY_NOT)
-
-
-def native_calls(backend: Backend, number: int, mode: Mode) -> Any:
-    """`_torch.Calls` of the buffer `number`, whose plain calls run in `mode`; None where the module is not there or cannot serve."""
-    return backend.native_calls(MODULE, number, mode) if MODULE is not None and isinstance(backend, NvlinkBackend) else None

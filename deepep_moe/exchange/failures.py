@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from torch.utils.checkpoint import _StopRecomputationError
 
-from deepep_moe.buffer import Buffer
 from deepep_moe.errors import EPError
+from deepep_moe.exchange.buffer import Buffer
 
 _Result = TypeVar("_Result")
 

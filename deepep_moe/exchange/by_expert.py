@@ -1,6 +1,6 @@
 """Rows by expert: dispatch and combine of a tensor for each local expert, which none of the four calls of a forward and a backward joins.
 
-For layers whose experts run one by one. Calls that PyTorch traces go through the operators of `torch_ops`, of all rows.
+For layers whose experts run one by one. Calls that PyTorch traces go through the operators of `operators`, of all rows.
 """
 
 from collections.abc import Sequence
@@ -9,27 +9,26 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, autograd_module
-from deepep_moe.handle import DispatchHandle, PackedHandle
-from deepep_moe.torch_ops import (
+from deepep_moe import _C, torch_module
+from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
+from deepep_moe.exchange.operators import (
     as_rows,
     buffer_of,
     combine,
     dispatch,
     dispatch_cached,
-    is_compiled,
-    is_traced,
     keep_handle,
     kept,
     live_buffers,
     may_fuse,
     repeated,
     weighed_gradients,
-    weighed_sum,
 )
+from deepep_moe.library import is_compiled, is_traced
+from deepep_moe.ops.weighted import weighted_sum
 
 if TYPE_CHECKING:
-    from deepep_moe.buffer import Buffer
+    from deepep_moe.exchange.buffer import Buffer
 
 
 def dispatch_by_expert(
@@ -68,7 +67,7 @@ def combine_by_expert(
 ) -> Tensor:
     """A combine of such rows, after the experts, with gradients: combined_x [num_tokens, hidden].
 
-    topk_weights: what the dispatch returned. at_source: what it was given; the result is the `weighed_sum` of rows that come back as they
+    topk_weights: what the dispatch returned. at_source: what it was given; the result is the `weighted_sum` of rows that come back as they
     are.
 
     parts: [..., num_rows, hidden] of each local expert. They are read where they are if the backend can and they are alike, contiguous
@@ -87,7 +86,7 @@ def combine_by_expert(
     rows, where = _rows_of(buffer, handle, parts, may_stay=not (is_apart or is_unusual))
     if is_apart:
         combined_x, _ = combine(buffer, rows, topk_weights if at_source is None else None, None, None, handle)
-        return combined_x if at_source is None else weighed_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
+        return combined_x if at_source is None else weighted_sum(combined_x.view(*at_source.shape, buffer.hidden), at_source)
     if where is not None:
         return _CombineByExpert.apply(topk_weights, handle, where, source, *parts)
     return _CombineByExpert.apply(topk_weights, handle, None, source, rows.as_subclass(Tensor) if is_unusual else rows)
@@ -103,7 +102,9 @@ def _rows_of(buffer: "Buffer", handle: DispatchHandle, parts: Sequence[Tensor], 
     """All rows, joined; or, where they may stay and kernels can read them there, the first part and `_C.ExpertRows`, those that they `were`
     if saving has not moved them."""
     if may_stay and buffer._alive().fuses:
-        where = were if were is not None and were.lie_in(parts) else _C.ExpertRows.of(handle, parts, buffer.num_local_experts, buffer.hidden)
+        where = (
+            were if were is not None and were.lie_in(parts) else _C.ExpertRows.of(handle, parts, buffer.num_local_experts, buffer.hidden)
+        )
         if where is not None:
             return parts[0], where
     return buffer._or_refuse(_joined, parts, handle, buffer.hidden), None
@@ -215,7 +216,9 @@ def _native(number: int) -> Any:
     return None if buffer is None else buffer._native()
 
 
-def _handle_of(number: int, layout: str, expert_alignment: int, num_rows: int, num_tokens: int, memory: Tensor, numbers: Tensor) -> PackedHandle:
+def _handle_of(
+    number: int, layout: str, expert_alignment: int, num_rows: int, num_tokens: int, memory: Tensor, numbers: Tensor
+) -> PackedHandle:
     backend: Any = buffer_of(number)._alive()
     return PackedHandle(number, layout, expert_alignment, num_rows, backend.handle_shape(num_tokens, layout), memory, numbers)
 
@@ -237,7 +240,5 @@ def _native_combine_gradients(
     return _combine_by_expert_gradients(_handle_of(*handle), repeats, (1,) * max(0, num_leading), grad, weighed, None, is_joined=is_joined)
 
 
-if autograd_module.MODULE is not None:
-    autograd_module.MODULE.set_hooks(
-        plain=_native, dispatch_gradients=_native_dispatch_gradients, combine_gradients=_native_combine_gradients
-    )
+if torch_module.MODULE is not None:
+    torch_module.MODULE.set_hooks(plain=_native, dispatch_gradients=_native_dispatch_gradients, combine_gradients=_native_combine_gradients)

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPE_NAMES, LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
-from deepep_moe.backends.messages import exchange
-from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
+from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.handle import DispatchHandle, padded
+from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.handle import DispatchHandle, padded
+from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
+from deepep_moe.group.rendezvous import exchange
+from deepep_moe.group.settings import Settings
 
 _OPERATIONS = ("dispatch", "cached dispatch", "combine")
 _MESSAGE_BYTES = 512
@@ -63,7 +65,7 @@ def _reinterpret(rows: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
 
 
 class CollectiveBackend:
-    """Implements `deepep_moe.backends.base.Backend` over `group` (None: a single rank)."""
+    """Implements `deepep_moe.exchange.backends.base.Backend` over `group` (None: a single rank)."""
 
     name = "collective"
     device_types: tuple[str, ...] = ("cpu", "cuda")
@@ -131,6 +133,9 @@ class CollectiveBackend:
             self._combine(args, combined_x, lane_values)
 
         return combined_x, lane_values, move
+
+    def native_calls(self, number: int, mode: Mode) -> None:
+        """Its calls are made from Python."""
 
     def recorded(self, *used: Any) -> "torch.cuda.Event | None":
         if not any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in used):

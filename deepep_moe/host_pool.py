@@ -6,7 +6,7 @@ from torch import Tensor
 from deepep_moe import _C
 
 
-class OutputPool:
+class HostPool:
     """Tensors whose memory comes back with their last reference."""
 
     def __init__(self) -> None:

@@ -12,9 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe import autograd_module, config, torch_ops
-from deepep_moe.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings, Sizes, Weighing
-from deepep_moe.backends.checks import (
+from deepep_moe import config
+from deepep_moe.arguments import check_tensor
+from deepep_moe.device import current_stream
+from deepep_moe.errors import BufferDestroyedError, EPError
+from deepep_moe.event import Event
+from deepep_moe.exchange import operators
+from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Weighing
+from deepep_moe.exchange.backends.select import BACKENDS, make_backend
+from deepep_moe.exchange.checks import (
     MAX_ALIGNMENT,
     check_beside_handle,
     check_cached_dispatch,
@@ -26,17 +32,13 @@ from deepep_moe.backends.checks import (
     check_owner,
     check_quantizable,
     check_routing,
-    check_settings,
-    check_tensor,
     check_tensors,
 )
-from deepep_moe.backends.quantize import quantize_fp8
-from deepep_moe.backends.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
-from deepep_moe.backends.select import BACKENDS, introduce, join, make_backend
-from deepep_moe.backends.streams import current_stream
-from deepep_moe.errors import BufferDestroyedError, EPError
-from deepep_moe.event import Event
-from deepep_moe.handle import DispatchHandle, DispatchOutput, Layout, PackedHandle
+from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout, PackedHandle
+from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
+from deepep_moe.group.rendezvous import introduce, join
+from deepep_moe.group.settings import Settings, Sizes, check_settings
+from deepep_moe.ops.quant import quantize_fp8
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
@@ -120,8 +122,8 @@ class Buffer(Sizes):
         self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
         self._mode = self._own_mode = Mode(num_sms=num_sms)
-        self._native_calls = autograd_module.native_calls(self._backend, self._number, self._own_mode)
-        torch_ops.register_buffer(self._number, self)
+        self._native_calls = self._backend.native_calls(self._number, self._own_mode)
+        operators.register_buffer(self._number, self)
         if rank == 0:
             logger.info(
                 "Buffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, workspace of %.1f MiB per rank",
@@ -344,19 +346,19 @@ class Buffer(Sizes):
         if handle is not None:
             self._or_refuse(check_owner, handle, self._number)
             self._or_refuse(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
-            recv_x, scales, weights = torch_ops.dispatch_cached(self, x, x_scales, topk_weights, handle)
+            recv_x, scales, weights = operators.dispatch_cached(self, x, x_scales, topk_weights, handle)
         else:
             self._or_refuse(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
             assert topk_idx is not None  # checked
             bound = -1 if num_recv_rows is None else num_recv_rows
-            recv_x, scales, weights, handle = torch_ops.dispatch(self, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, bound)
+            recv_x, scales, weights, handle = operators.dispatch(self, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, bound)
         return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.num_recv_tokens_per_expert, handle, None, None)
 
     def _combine_now(self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None) -> Tensor:
         self._alive()
         self._or_refuse(check_tensors, x, topk_weights=topk_weights, bias=bias)
         self._or_refuse(check_owner, handle, self._number)
-        return torch_ops.combine(self, x, topk_weights, bias, None, handle)[0]
+        return operators.combine(self, x, topk_weights, bias, None, handle)[0]
 
     def _quantized(self, x: Tensor, x_scales: Tensor | None) -> tuple[Tensor, Tensor]:
         self._or_refuse(check_quantizable, x, x_scales)

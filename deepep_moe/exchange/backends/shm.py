@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.backends.base import DTYPES, CachedDispatchArgs, CombineArgs, DispatchArgs, Move, Rows, Settings
-from deepep_moe.backends.output_pool import OutputPool
-from deepep_moe.handle import DispatchHandle, padded
+from deepep_moe.device import DTYPES
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.handle import DispatchHandle, padded
+from deepep_moe.group.settings import Settings
+from deepep_moe.host_pool import HostPool
 
 # Outputs larger than this are written past the caches, which could not hold them anyway.
 _STREAMING_BYTES = 8 << 20
@@ -24,7 +26,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 class ShmBackend:
-    """Implements `deepep_moe.backends.base.Backend`. Construction is collective: see `connect`."""
+    """Implements `deepep_moe.exchange.backends.base.Backend`. Construction is collective: see `connect`."""
 
     name = "shm"
     device_types: tuple[str, ...] = ("cpu",)
@@ -47,7 +49,7 @@ class ShmBackend:
             timeout_s=settings.timeout_s,
         )
         self.workspace_bytes: int = self._communicator.workspace_bytes
-        self._pool = OutputPool()
+        self._pool = HostPool()
 
     def address(self) -> tuple[str, int]:
         """What peers need to open this rank's shared memory: its path and this process's id."""
@@ -134,6 +136,9 @@ class ShmBackend:
             _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_topk_weight_grads=with_values
         )
         return combined_x, lane_values, lambda: self._communicator.combine(signature, params)
+
+    def native_calls(self, number: int, mode: Mode) -> None:
+        """Its calls are made from Python."""
 
     def recorded(self, *used: Any) -> None:
         """Its asynchronous calls run on a thread."""

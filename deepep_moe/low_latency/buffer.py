@@ -13,26 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.backends.base import Settings, Sizes
-from deepep_moe.backends.checks import check_settings
-from deepep_moe.backends.low_latency import (
-    DESTROYED,
-    CombineCall,
-    DispatchCall,
-    LowLatencyBackend,
+from deepep_moe.errors import BufferDestroyedError, EPError
+from deepep_moe.event import Event
+from deepep_moe.group.rendezvous import introduce, join
+from deepep_moe.group.settings import Settings, Sizes, check_settings
+from deepep_moe.low_latency.base import DESTROYED, CombineCall, DispatchCall, LowLatencyBackend
+from deepep_moe.low_latency.checks import (
     check_combine,
     check_combine_input,
     check_dispatch,
     check_low_latency_settings,
     num_scale_columns,
 )
-from deepep_moe.backends.select import introduce, join, make_low_latency_backend
-from deepep_moe.errors import BufferDestroyedError, EPError
-from deepep_moe.event import Event
+from deepep_moe.low_latency.select import BACKENDS, make_backend
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
-_BACKENDS = ("auto", "shm", "nvlink")
 MAX_IN_FLIGHT = 2
 """Calls in a row of which none has been received: what a rank's workspace has room for."""
 
@@ -124,13 +120,13 @@ class LowLatencyBuffer(Sizes):
         error: Exception | None = None
         num_threads = 1
         try:
-            s = check_low_latency_settings(check_settings(s, backend, _BACKENDS, timeout_s))
+            s = check_low_latency_settings(check_settings(s, backend, BACKENDS, timeout_s))
             num_threads = config.num_threads(num_ranks)
         except (TypeError, ValueError) as refused:
             error = refused
         peers = introduce(s, backend, num_threads, error, group)
         self._settings = s
-        self._backend: LowLatencyBackend | None = make_low_latency_backend(backend, s, peers, group, mask_stalled)
+        self._backend: LowLatencyBackend | None = make_backend(backend, s, peers, group, mask_stalled)
         self.backend: str = self._backend.name
         self._number = next(_numbers)
         self._num_calls = 0

@@ -1,17 +1,17 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
-from deepep_moe.backends.base import DTYPES, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Settings
-from deepep_moe.backends.streams import current_stream
+from deepep_moe import _C, torch_module
+from deepep_moe.device import DTYPES, current_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
-from deepep_moe.handle import DispatchHandle, HandleShape, PackedHandle
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.handle import DispatchHandle, HandleShape, PackedHandle
+from deepep_moe.group.settings import Settings
 
 
 def _nothing() -> None:
@@ -19,7 +19,7 @@ def _nothing() -> None:
 
 
 class NvlinkBackend:
-    """Implements `deepep_moe.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
+    """Implements `deepep_moe.exchange.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
 
     A dispatch starts before this rank knows what it will receive: where the last two received about as many rows, its kernels have room
     for a sixteenth more (`recv_x` is then the first rows of that); else they send while the host waits for the number. A failure in a
@@ -125,8 +125,11 @@ class NvlinkBackend:
         self._communicator.combine(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
         return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle) if args.mode.is_split else _nothing
 
-    def native_calls(self, module: ModuleType, number: int, mode: Mode) -> Any:
-        """`Calls` of `module`, which is `deepep_moe._torch`, for calls of the buffer `number` that run in `mode`."""
+    def native_calls(self, number: int, mode: Mode) -> Any:
+        """Return `_torch.Calls` for the plain calls of the buffer `number`, which run in `mode`; None where the module is not built."""
+        module = torch_module.MODULE
+        if module is None:
+            return None
         s = self.settings
         return module.Calls(
             shim=self._communicator.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,

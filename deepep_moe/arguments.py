@@ -1,0 +1,54 @@
+"""Checks of single arguments. Wrong types raise TypeError, wrong values ValueError."""
+
+import numbers
+import operator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_int(name: str, value: Any) -> int:
+    """A plain int, also of NumPy's. Raises TypeError for anything else, bools among it."""
+    if type(value) is int:
+        return value
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{name} is {value!r}; it must be an int")
+
+
+def as_float(name: str, value: Any) -> float:
+    """A plain float, also of ints and of NumPy's. Raises TypeError for anything else, bools and tensors among it."""
+    if type(value) in (float, int):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; it must be a float")
+    return float(value)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be a bool")
+
+
+def check_is_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
+    any_strides: bool = False,
+) -> None:  # fmt: skip
+    check_is_tensor(name, tensor)
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
+    if not any_strides and not tensor.is_contiguous():
+        raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")

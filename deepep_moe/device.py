@@ -1,0 +1,38 @@
+"""Devices, streams and element types as native code takes them."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+
+GPU = "cuda"
+"""The type of the devices that the CUDA kernels serve."""
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+}
+DTYPES = {dtype: getattr(_C.DType, name) for dtype, name in DTYPE_NAMES.items()}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Element types that kernels compute with."""
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == GPU
+
+
+def current_stream(device: torch.device | None) -> int:
+    """Return the address of the device's current stream, 0 without a GPU. `torch.cuda.current_stream` makes an object of it, which takes
+    as long as a launch."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device is not None and device.type == "cuda" else 0
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make the tensor's GPU the current one meanwhile."""
+    return contextlib.nullcontext() if tensor.device.index in (None, torch.cuda.current_device()) else torch.cuda.device(tensor.device)

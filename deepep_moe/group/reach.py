@@ -1,0 +1,34 @@
+"""Which ranks can reach each other's memory, from what they told of themselves."""
+
+from deepep_moe import _C
+from deepep_moe.group.rendezvous import Introduction
+
+
+def are_on_gpus(peers: list[Introduction]) -> bool:
+    """Do all ranks see a GPU, in an NCCL group?"""
+    return all(peer.has_gpu and "nccl" in peer.group_backend for peer in peers)
+
+
+def why_not_shm(peers: list[Introduction]) -> str | None:
+    """The reason the shm backend cannot serve these ranks, or None."""
+    if len(peers) > _C.MAX_RANKS:
+        return f"it serves at most {_C.MAX_RANKS} ranks, this group has {len(peers)}"
+    hosts = {peer.host for peer in peers}
+    if len(hosts) > 1:
+        return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
+    if any(peer.group_backend != "none" and "cpu:" not in peer.group_backend for peer in peers):
+        return f"it moves CPU tensors, and the group is for GPU tensors only ({peers[0].group_backend})"
+    return None
+
+
+def why_not_nvlink(peers: list[Introduction]) -> str | None:
+    """The reason the nvlink backend cannot serve these ranks, or None."""
+    if not hasattr(_C, "NvlinkExchange"):
+        return "it was not compiled, as the build found no nvcc; install the CUDA toolkit and build again"
+    if len(peers) > _C.MAX_GPU_RANKS:
+        return f"it serves at most {_C.MAX_GPU_RANKS} ranks, this group has {len(peers)}"
+    hosts = {peer.host for peer in peers}
+    if len(hosts) > 1:
+        return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
+    without = [rank for rank, peer in enumerate(peers) if not peer.has_gpu]
+    return f"ranks {without} see no CUDA device" if without else None

@@ -1,0 +1,172 @@
+"""How the ranks of a group find each other: small messages with a deadline, which name the rank that stays silent.
+
+A buffer is made in three steps. `join` finds the group, `introduce` tells every rank what the others were given, and `connect` maps the
+memory of all ranks.
+"""
+
+import datetime
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe import config
+from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.group.settings import Settings
+
+_TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group
+
+
+class _Connectable(Protocol):
+    def address(self) -> Any:
+        """Return what peers need to reach this rank's memory."""
+        ...
+
+    def connect(self, addresses: list[Any]) -> None:
+        """Map the memory of all ranks; `addresses` by rank. Raises OSError, RuntimeError or ValueError where one cannot be reached."""
+        ...
+
+    def seal(self) -> None:
+        """Close this rank's memory to everybody else, once all ranks are connected."""
+        ...
+
+
+_Backend = TypeVar("_Backend", bound=_Connectable)
+
+
+@dataclass
+class Introduction:
+    """What a rank tells the others before a buffer is made."""
+
+    error: str | None  # its caller's mistake
+    backend: str
+    settings: dict[str, Any]
+    host: str
+    process_id: int
+    num_threads: int
+    group_backend: str
+    has_gpu: bool
+
+
+def host_id() -> str:
+    """The same for processes that can share memory: one kernel, one namespace of process ids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def join(group: "dist.ProcessGroup | None", what: str) -> "tuple[dist.ProcessGroup | None, int, int]":
+    """The group to make a `what` for (None: this process alone), its size and this process's rank in it. Raises TypeError, ValueError."""
+    if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; it must be a torch.distributed.ProcessGroup or None")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None and config.world_size() > 1:
+        raise ValueError(
+            f"this process is one of WORLD_SIZE={config.world_size()}, but torch.distributed is not initialized; "
+            f"call torch.distributed.init_process_group before creating a {what}"
+        )
+    num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    if rank < 0:
+        raise ValueError(f"this process is not a member of the group; create the {what} on the group's ranks only")
+    return group, num_ranks, rank
+
+
+def introduce(
+    settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None"
+) -> list[Introduction]:
+    """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
+    common = {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    group_backend = "none" if group is None else str(dist.get_backend_config(group))
+    own = Introduction(message, backend, common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
+    peers: list[Introduction] = gather_objects(own, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s)
+    if error is not None:
+        raise error
+    for rank, peer in enumerate(peers):
+        if peer.error is not None:
+            raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
+    for name in ("backend", *common):
+        values = [peer.backend if name == "backend" else peer.settings[name] for peer in peers]
+        if len(set(values)) > 1:
+            told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            raise EPMismatchError(f"ranks disagree on {name} ({told}); create the Buffer with the same value on every rank")
+    return peers
+
+
+def moves_cpu_tensors(group: "dist.ProcessGroup") -> bool:
+    """Does the group have a backend for CPU tensors, such as gloo?"""
+    return "cpu:" in str(dist.get_backend_config(group))
+
+
+def exchange(own: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: float) -> Tensor:
+    """`own` [n] of every rank, a CPU tensor of the same size on each: [num_ranks, n].
+
+    Raises EPTimeoutError naming the rank that died or did not answer in time. A group for GPU tensors only goes through the current
+    device and has no deadline but its own.
+    """
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if not moves_cpu_tensors(group):
+        gathered = torch.empty(num_ranks, len(own), dtype=own.dtype, device="cuda")
+        dist.all_gather_into_tensor(gathered, own.cuda(), group=group)
+        return gathered.cpu()
+    rows = own.repeat(num_ranks, 1)
+    works: list[tuple[int, Any]] = []
+    peer = rank
+    try:
+        for peer in [(rank + offset) % num_ranks for offset in range(1, num_ranks)]:
+            works.append((peer, dist.isend(own, group=group, group_dst=peer, tag=_TAG)))
+            works.append((peer, dist.irecv(rows[peer], group=group, group_src=peer, tag=_TAG)))
+        for peer, work in works:  # noqa: B007 (named in the error)
+            work.wait(datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise EPTimeoutError(
+            f"rank {rank}: rank {peer} did not deliver within {timeout_s:g} s; phase '{phase}', expected 1 message, seen 0; "
+            f"torch.distributed says: {error}",
+            rank=peer, phase=phase, expected=1, seen=0,
+        ) from error  # fmt: skip
+    return rows
+
+
+def gather_objects(value: Any, group: "dist.ProcessGroup | None", num_ranks: int, phase: str, timeout_s: float) -> list[Any]:
+    """`value` of every rank. Collective; raises as `exchange`."""
+    if group is None or num_ranks == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = exchange(torch.tensor([len(data)]), group, phase, timeout_s).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = data
+    rows = exchange(padded, group, phase, timeout_s)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
+    """Return the backend that `make` makes, with every rank's memory mapped, or the reason why some rank cannot reach another. The answer
+    is the same on every rank. Collective."""
+    failure: str | None = None
+    backend: _Backend | None = None
+    address: Any = None
+    try:
+        backend = make()
+        address = backend.address()
+    except (OSError, RuntimeError) as error:
+        failure = str(error)
+    gathered = gather_objects((failure, address), group, settings.num_ranks, "sharing of workspaces", settings.timeout_s)
+    if backend is not None and all(reason is None for reason, _ in gathered):
+        try:
+            backend.connect([address for _, address in gathered])
+        except (OSError, RuntimeError, ValueError) as error:
+            failure = str(error)
+    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            return f"on rank {rank}: {reason}"
+    assert backend is not None
+    backend.seal()
+    return backend

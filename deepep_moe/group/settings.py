@@ -1,0 +1,88 @@
+"""What all ranks of a buffer agree on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from deepep_moe import _C, config
+from deepep_moe.arguments import as_int
+
+NOT_BUILT = ("nvshmem",)
+"""Backends that are known by name and cannot serve: asked for, they say so; nothing offers them."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks of a buffer agree on."""
+
+    num_ranks: int
+    rank: int
+    num_max_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+    timeout_s: float
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
+
+
+class Sizes:
+    """What a buffer says of its settings."""
+
+    _settings: Settings
+
+    @property
+    def num_ranks(self) -> int:
+        return self._settings.num_ranks
+
+    @property
+    def rank(self) -> int:
+        return self._settings.rank
+
+    @property
+    def hidden(self) -> int:
+        return self._settings.hidden
+
+    @property
+    def num_experts(self) -> int:
+        return self._settings.num_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        return self._settings.num_local_experts
+
+    @property
+    def num_topk(self) -> int:
+        return self._settings.num_topk
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        return self._settings.num_max_tokens_per_rank
+
+
+def offered(backends: Iterable[str]) -> list[str]:
+    """Those of `backends` that are built: what a message may advise."""
+    return [name for name in backends if name not in NOT_BUILT]
+
+
+def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None) -> Settings:
+    """`s` with plain numbers and the deadline in force. Raises TypeError or ValueError."""
+    if backend not in backends:
+        raise ValueError(f"backend is {backend!r}; it must be one of {offered(backends)}")
+    plain = {}
+    for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
+        plain[name] = as_int(name, getattr(s, name))
+        if plain[name] < least:
+            raise ValueError(f"{name} is {plain[name]}; it must be at least {least}")
+    deadline = config.timeout_s() if timeout_s is None else timeout_s
+    if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
+        raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
+    s = replace(s, timeout_s=float(deadline), **plain)
+    if s.hidden % (_C.ROW_ALIGNMENT // 4):
+        raise ValueError(f"hidden is {s.hidden}; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8")
+    if s.num_experts % s.num_ranks:
+        raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
+    if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
+        raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
+    return s

@@ -1,0 +1,1 @@
+"""Dispatch and combine for small batches: `LowLatencyBuffer`, its backends, and double-batch overlap."""

@@ -1,0 +1,87 @@
+"""Backend `nvlink` of low latency: GPUs of one host that reach each other's memory (csrc/cuda/low_latency*.cu)."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.event import Event
+from deepep_moe.group.settings import Settings
+from deepep_moe.low_latency.base import CombineCall, DispatchCall, LowLatencyBackend, native_settings
+
+
+class NvlinkLowLatencyBackend(LowLatencyBackend):
+    """Enqueues on the caller's stream, or beside it."""
+
+    name = "nvlink"
+
+    def __init__(self, settings: Settings, mask_stalled: bool):
+        index = torch.cuda.current_device()
+        super().__init__(settings, _C.NvlinkLowLatency(device=index, **native_settings(settings, mask_stalled)))
+        self.device = torch.device("cuda", index)
+        self._own_stream: torch.cuda.Stream | None = None
+
+    def address(self) -> bytes:
+        """The CUDA IPC handle of this rank's workspace, and where its GPU is."""
+        return self._communicator.handle()
+
+    def connect(self, addresses: list[bytes]) -> None:
+        self._communicator.connect(addresses)
+
+    def seal(self) -> None:
+        """Nothing to close: CUDA's handles end with the allocation."""
+
+    def start_async(self, call: DispatchCall | CombineCall) -> Event:
+        current = torch.cuda.current_stream(self.device)
+        if self._own_stream is None:
+            self._own_stream = torch.cuda.Stream(self.device)
+        self._own_stream.wait_stream(current)
+        self._method(call)(self._params(call), True, True, self._own_stream.cuda_stream)
+        self._keep(call, self._own_stream)
+        recorded = torch.cuda.Event()
+        recorded.record(self._own_stream)
+        return Event(recorded=recorded)
+
+    def start(self, call: DispatchCall | CombineCall) -> Event:
+        self._move(call, True, False)
+        return Event(second_half=partial(self._receive, call, torch.cuda.current_stream(self.device)))
+
+    def _receive(self, call: DispatchCall | CombineCall, sent_on: torch.cuda.Stream) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if current != sent_on:
+            self._keep(call, current)
+        self._move(call, False, True)
+
+    def _keep(self, call: DispatchCall | CombineCall, stream: torch.cuda.Stream) -> None:
+        """The memory of the call's tensors is not used again before `stream` is through with it."""
+        for value in vars(call).values():
+            if isinstance(value, Tensor):
+                value.record_stream(stream)
+
+    def _move(self, call: DispatchCall | CombineCall, sends: bool, receives: bool) -> None:
+        self._method(call)(self._params(call), sends, receives, self._stream())
+
+    def has_failed(self, state: Tensor) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # a kernel finds out
+        call, failed = state[:16].view(torch.int64).tolist()  # as LowLatencyHandleLayout has them
+        return call ^ failed == self._communicator.failed_mark
+
+    def check(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays
+            super().check()
+
+    def mask(self, rank: int, masked: bool) -> None:
+        self._communicator.mask(rank, masked, self._stream())
+
+    def rejoin(self) -> None:
+        self._communicator.rejoin(self._stream())
+
+    def refuse(self, reason: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # nobody is in a call yet, and nobody may wait for a GPU now
+        self._communicator.refuse(reason, self._stream())
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream

@@ -1,0 +1,65 @@
+"""Backend `shm` of low latency: processes of one host, CPU tensors (csrc/cpu/low_latency.cpp)."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.event import Event
+from deepep_moe.group.settings import Settings
+from deepep_moe.host_pool import HostPool
+from deepep_moe.low_latency.base import CombineCall, DispatchCall, LowLatencyBackend, native_settings
+
+
+class ShmLowLatencyBackend(LowLatencyBackend):
+    """Sends on the caller's thread; receives there, or on a thread of its own."""
+
+    name = "shm"
+    device = torch.device("cpu")
+
+    def __init__(self, settings: Settings, mask_stalled: bool):
+        super().__init__(settings, _C.ShmLowLatency(**native_settings(settings, mask_stalled)))
+        self._executor: ThreadPoolExecutor | None = None
+        self._pool = HostPool()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._pool.empty(shape, dtype)
+
+    def address(self) -> tuple[str, int]:
+        """What peers need to open this rank's shared memory: its path and this process's id."""
+        return self._communicator.path, os.getpid()
+
+    def connect(self, addresses: list[tuple[str, int]]) -> None:
+        self._communicator.connect([path for path, _ in addresses], [pid for _, pid in addresses])
+
+    def seal(self) -> None:
+        self._communicator.seal()
+
+    def start_async(self, call: DispatchCall | CombineCall) -> Event:
+        self._move(call, True, False)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
+        return Event(self._executor.submit(self._move, call, False, True))
+
+    def _move(self, call: DispatchCall | CombineCall, sends: bool, receives: bool) -> None:
+        self._method(call)(self._params(call), sends, receives)
+
+    def mask(self, rank: int, masked: bool) -> None:
+        self._communicator.mask(rank, masked)
+
+    def rejoin(self) -> None:
+        self._communicator.rejoin()
+
+    def has_failed(self, state: Tensor) -> bool:
+        """As LowLatencyHandleLayout has it, no rank's tokens are known before they are received."""
+        return min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0
+
+    def refuse(self, reason: str) -> None:
+        self._communicator.refuse(reason)
+
+    def destroy(self) -> None:
+        if self._executor is not None and os.getpid() == self.process_id:
+            self._executor.shutdown(wait=True)
+        super().destroy()

@@ -1,0 +1,145 @@
+"""Rows times weights: the weighted sum over a token's rows that came back one by one, and the gradients of scaling rows before and after a
+combine.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device
+from deepep_moe.library import define, register
+
+# Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
+_BLOCK = 64
+
+
+# ---- weighted sum ----
+
+
+def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return `(rows * weights.unsqueeze(-1)).sum(0)`, computed in fp32 and rounded once. Differentiable in both.
+
+    rows: [num_topk, num_tokens, hidden] fp32, bf16 or fp16, on GPUs rows of whole 16 bytes. weights: [num_topk, num_tokens] fp32.
+    Returns [num_tokens, hidden] in the dtype of the rows.
+
+    Forward and backward are bit for bit those of this expression and the cast that DeepSpeed 0.19.4 and newer has there. On GPUs that
+    holds for sums of one and two lanes; more are added in ascending order. It does not hold there for the gradient of weights, a sum over
+    columns.
+    """
+    return _WeightedSum.apply(rows, weights)
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return _weighted_sum(rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return weighted_sum_backward(grad, rows, weights)
+        return differentiable_scale_rows_backward(grad, rows, weights)
+
+
+def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    sums = rows.new_empty(rows.shape[1:])
+    if _has_kernels(rows):
+        rows, weights, params = _ordered(rows, weights)
+        params.sums = sums.data_ptr()
+        with on_device(rows):
+            _C.gpu_weighted_sum(params, current_stream(rows.device))
+        return sums
+    for tokens in _blocks(rows):
+        sums[tokens] = (rows[:, tokens] * weights[:, tokens, None]).sum(0)
+    return sums
+
+
+def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and weights, from that of `weighted_sum`, [num_tokens, hidden] in the dtype of the rows; in fp32."""
+    if _has_kernels(rows):
+        rows, weights, params = _ordered(rows, weights)
+        grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
+        params.grad, params.grad_rows, params.grad_weights = grad.data_ptr(), grad_rows.data_ptr(), grad_weights.data_ptr()
+        with on_device(rows):
+            _C.gpu_weighted_sum_backward(params, current_stream(rows.device))
+        return grad_rows, grad_weights
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
+    for tokens in _blocks(rows):
+        wide = grad[tokens].float()
+        grad_rows[:, tokens] = wide * weights[:, tokens, None]
+        grad_weights[:, tokens] = (wide * rows[:, tokens]).sum(-1)
+    return grad_rows, grad_weights
+
+
+def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """Return rows and weights in one order, lane by lane or token by token, whichever the rows have; and params that say which."""
+    params = _C.GpuWeightedSumParams()
+    params.num_topk, params.num_tokens, params.hidden = rows.shape
+    params.lane_stride, params.token_stride, params.dtype = params.num_tokens, 1, DTYPES[rows.dtype]
+    by_token = rows.transpose(0, 1)
+    if by_token.is_contiguous() and not rows.is_contiguous():
+        params.lane_stride, params.token_stride = 1, params.num_topk
+        rows, weights = aligned(by_token).transpose(0, 1), weights.t().contiguous().t()
+    else:
+        rows, weights = aligned(rows), weights.contiguous()
+    params.rows, params.weights = rows.data_ptr(), weights.data_ptr()
+    return rows, weights, params
+
+
+# ---- gradients of scaled rows ----
+
+
+def scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and weights, from that of `x * weights[:, None]`; in fp32.
+
+    grad, x: [num_rows, hidden] contiguous, of the same dtype; on GPUs fp32, bf16 or fp16. weights: [num_rows] fp32.
+    Returns [num_rows, hidden] in x's dtype and [num_rows] fp32.
+    """
+    grad_x, grad_weights = torch.empty_like(grad), torch.empty_like(weights)
+    if not _has_kernels(grad):
+        for rows in _blocks(x):
+            wide = grad[rows].float()
+            grad_x[rows] = wide * weights[rows, None]
+            grad_weights[rows] = (wide * x[rows]).sum(1)
+        return grad_x, grad_weights
+    index = max(0, grad.get_device())
+    _C.gpu_scale_rows_backward(grad, x, weights, grad_x, grad_weights, DTYPES[grad.dtype], index, current_stream(grad.device))
+    return grad_x, grad_weights
+
+
+def differentiable_scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """As `scale_rows_backward`, to be differentiated once more."""
+    wide = grad.float()
+    return (wide * weights.unsqueeze(-1)).to(x.dtype), (wide * x.float()).sum(-1)
+
+
+def _fake_scale_rows_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weights)
+
+
+define("scale_rows_backward(Tensor grad, Tensor x, Tensor weights) -> (Tensor, Tensor)")
+register("scale_rows_backward", scale_rows_backward, _fake_scale_rows_backward)
+
+
+# ---- rows as kernels take them ----
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Return `rows` as kernels read them: contiguous, in whole pieces."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.data_ptr() % _C.ROW_ALIGNMENT else rows
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    return is_gpu(tensor.device) and hasattr(_C, "gpu_scale_rows_backward")
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    """Return slices of the last dimension but one."""
+    num_rows = rows.shape[-2]
+    step = _BLOCK if rows.device.type == "cpu" else max(1, num_rows)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
