@@ -1,0 +1,1 @@
+"""Time of the host in calls on a GPU."""

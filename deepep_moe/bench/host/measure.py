@@ -1,0 +1,132 @@
+"""Time of the host per eager call, by its own clock around a chain of calls that the device keeps up with.
+
+One process, one GPU, a group of one rank: what the host does is the same with peers, and nobody waits for them. A dispatch that waits for
+its counts waits for the device too, so few tokens are dispatched.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepep_moe import Buffer, LowLatencyBuffer, ops
+
+CHAIN = 16  # calls between two looks at the clock
+
+
+class Shape(NamedTuple):
+    num_tokens: int
+    hidden: int
+    num_experts: int
+    num_topk: int
+
+
+def chain_us(calls: Callable[[], Any], repeats: int, before: Callable[[], Any] | None = None, length: int = CHAIN) -> list[float]:
+    """Return microseconds per call of `repeats` chains; `calls` makes `length` calls. The device is idle when a chain begins."""
+    times = []
+    for i in range(3 + repeats):
+        given = before() if before is not None else None
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        made = calls() if before is None else calls(given)  # type: ignore[call-arg]
+        end = time.perf_counter()
+        torch.cuda.synchronize()
+        del made, given
+        if i >= 3:
+            times.append((end - begin) * 1e6 / length)
+    return times
+
+
+def _repeat(call: Callable[[], Any]) -> Callable[[], list[Any]]:
+    return lambda: [call() for _ in range(CHAIN)]
+
+
+def empty_operator_us(repeats: int) -> list[float]:
+    """The least that any operator costs: one that returns its argument, called from Python with a gradient wanted of nothing."""
+    x = torch.zeros(1, device="cuda")
+    return chain_us(_repeat(lambda: x.add(x)), repeats)
+
+
+def exchange_us(shape: Shape, repeats: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, list[float]]:
+    """Times of `Buffer`, by the name of the operation."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape.num_tokens, shape.hidden, generator=generator).to("cuda", dtype)
+    scores = torch.rand(shape.num_tokens, shape.num_experts, generator=generator)
+    weights, idx = (t.cuda() for t in scores.topk(shape.num_topk, dim=1))
+    buffer = Buffer(None, shape.num_tokens, shape.hidden, shape.num_experts, shape.num_topk, backend="nvlink")
+    out = buffer.dispatch(x, idx, weights)
+    row_weights = out.recv_topk_weights
+    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        out = buffer.dispatch(x, idx, leaf_weights)
+        return buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
+
+    def chain(length: int) -> Tensor:
+        y: Tensor = leaf
+        for _ in range(length):
+            y = layer(y)
+        return y
+
+    grad = torch.randn_like(x)
+
+    def backward(y: Tensor) -> None:
+        y.backward(grad)
+
+    times = {
+        "host layer forward": chain_us(lambda: chain(CHAIN), repeats),
+        "host layer forward alone": chain_us(lambda: chain(1), repeats, length=1),
+        "host layer backward": chain_us(backward, repeats, before=lambda: chain(CHAIN)),  # type: ignore[arg-type]
+        "host layer backward alone": chain_us(backward, repeats, before=lambda: chain(1), length=1),  # type: ignore[arg-type]
+    }
+    with torch.no_grad():
+        times["host dispatch"] = chain_us(_repeat(lambda: buffer.dispatch(x, idx, weights)), repeats)
+        times["host dispatch cached"] = chain_us(_repeat(lambda: buffer.dispatch(x, handle=out.handle)), repeats)
+        times["host combine"] = chain_us(_repeat(lambda: buffer.combine(out.recv_x, out.handle, row_weights)), repeats)
+    buffer.destroy()
+    return times
+
+
+def low_latency_us(shape: Shape, repeats: int) -> list[float]:
+    """A low-latency dispatch and its combine."""
+    x = torch.randn(shape.num_tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
+    weights, idx = torch.rand(shape.num_tokens, shape.num_experts, device="cuda").topk(shape.num_topk, dim=1)
+    buffer = LowLatencyBuffer(None, shape.num_tokens, shape.hidden, shape.num_experts, shape.num_topk, backend="nvlink")
+
+    def both() -> Tensor:
+        out = buffer.dispatch(x, idx, weights)
+        return buffer.combine(out.recv_x, out.handle)
+
+    with torch.no_grad():
+        times = chain_us(_repeat(both), repeats)
+    buffer.destroy()
+    return times
+
+
+def gate_us(gate: Callable[[Tensor, Tensor], Any], shape: Shape, repeats: int) -> list[float]:
+    """A gate with gradient, forward alone."""
+    logits = torch.randn(shape.num_tokens, shape.num_experts, device="cuda", requires_grad=True)
+    bias = torch.zeros(shape.num_experts, device="cuda")
+    return chain_us(_repeat(lambda: gate(logits, bias)), repeats)
+
+
+def own_gate(shape: Shape, dense: bool) -> Callable[[Tensor, Tensor], Any]:
+    """Our gate without groups, with the lanes alone or with the dense pair."""
+    if dense:
+        return lambda logits, bias: ops.gate_full(logits, shape.num_topk, dense=True, expert_bias=bias)
+    return lambda logits, bias: ops.gate(logits, shape.num_topk, expert_bias=bias)
+
+
+def all_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
+    """Every operation of this library."""
+    times = exchange_us(shape, repeats)
+    for dense in (False, True):
+        times["host gate dense" if dense else "host gate"] = gate_us(own_gate(shape, dense), shape, repeats)
+    return times | {"host low-latency": low_latency_us(shape, repeats)}
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {op: statistics.median(values) for op, values in times.items()}
