@@ -17,7 +17,7 @@ from deepep_moe.arguments import check_tensor
 from deepep_moe.device import current_stream
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
-from deepep_moe.exchange import operators
+from deepep_moe.exchange import by_expert, operators  # noqa: F401 (by_expert: gradients of calls from C++)
 from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, Weighing
 from deepep_moe.exchange.backends.select import BACKENDS, make_backend
 from deepep_moe.exchange.checks import (
