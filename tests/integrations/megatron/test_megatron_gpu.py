@@ -18,7 +18,7 @@ from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # (tokens, experts, top-k, dtype of the probs)
 ROUTINGS = [
     (5, 4, 2, torch.float32), (33, 64, 8, torch.float32), (7, 24, 3, torch.bfloat16), (9, 256, 8, torch.float64), (0, 8, 2, torch.float32),
@@ -61,7 +61,7 @@ def test_routing_kernels():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_routing_kernels_interpreted():
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", "import test_megatron_gpu; test_megatron_gpu.check_kernels('cpu')"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr

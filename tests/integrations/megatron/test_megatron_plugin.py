@@ -19,7 +19,7 @@ from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _backend_choices() -> tuple[str, ...]:

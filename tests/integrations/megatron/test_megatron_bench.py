@@ -15,7 +15,7 @@ from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = {"num_tokens": 12, "hidden": 32, "ffn_hidden": 16, "num_topk": 3, "num_experts": 4, "repeats": 2}
 
 

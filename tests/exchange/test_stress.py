@@ -1,6 +1,6 @@
 """Many random routings one after another: sizes from none to the bound, skewed, with lanes that choose nobody; in all types and layouts.
 
-`DEEPEP_MOE_STRESS_ROUNDS=10000 pytest -m gpu tests/test_stress.py` is the long run; the tests of every day make fewer rounds.
+`DEEPEP_MOE_STRESS_ROUNDS=10000 pytest -m gpu tests/exchange/test_stress.py` is the long run; the tests of every day make fewer rounds.
 """
 
 import os

@@ -201,7 +201,7 @@ def test_timeline_within_a_span():
 
 
 def test_example(tmp_path):
-    script = Path(__file__).parent.parent / "examples" / "overlap" / "decode.py"
+    script = Path(__file__).parents[2] / "examples" / "overlap" / "decode.py"
     sizes = "--num-layers 2 --hidden 64 --intermediate 16 --num-experts 4 --num-topk 2 --num-tokens 1 --context 4 --repeats 2"
     command = [sys.executable, str(script), *sizes.split(), "--out", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True)

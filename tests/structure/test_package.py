@@ -13,17 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_cases import RECORD_FIELDS
 
 import deepep_moe
 from deepep_moe import autograd_module, config
 from deepep_moe.bench import records as records_module
 from deepep_moe.testing import RankFailedError, run_ranks
 
-ROOT = Path(__file__).parent.parent
-RECORD_FIELDS = {
-    "op", "backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout", "us_median", "us_p10", "us_p90",
-    "bytes_moved", "gbps", "rival", "rival_us", "ratio", "hardware", "versions", "command",
-}  # fmt: skip
+ROOT = Path(__file__).parents[2]
 
 
 # ---- build ----

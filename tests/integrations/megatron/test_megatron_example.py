@@ -15,7 +15,7 @@ from deepep_moe.testing.launch import run_ranks
 pytest.importorskip("megatron.core")
 pytest.importorskip("matplotlib")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "megatron"
 STEPS = 30
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_bench import bench
-from test_package import RECORD_FIELDS
+from bench_cases import RECORD_FIELDS, bench
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.bench import low_latency, low_latency_measure, low_latency_operations, low_latency_report, low_latency_timing, operations

@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_package import RECORD_FIELDS
+from bench_cases import RECORD_FIELDS, bench
 
 from deepep_moe import Buffer
 from deepep_moe.bench import (
@@ -34,7 +33,7 @@ from deepep_moe.bench.overlap_report import Bar
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = [
     "--num-tokens",
     "8",
@@ -63,12 +62,6 @@ def options_of(*arguments: str, command=link) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     link.resolve(options)
     return options
-
-
-def bench(*arguments: str, launcher: tuple[str, ...] = (), command="link", backend="shm") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", *launcher, "deepep_moe.bench", command, "--backend", backend, *arguments]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 # ---- what it reports ----

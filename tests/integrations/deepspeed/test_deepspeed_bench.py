@@ -16,7 +16,7 @@ from deepep_moe.testing import run_ranks
 
 pytest.importorskip("deepspeed")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = {"num_tokens": 24, "hidden": 32, "ffn_hidden": 16, "num_topk": 2, "num_experts": 4, "num_layers": 2, "repeats": 2}
 PARTS = ("forward", "backward", "forward+backward")
 
