@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "emulation" / "site"
 VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
 ROOMS = ("common", "cpu", "cuda", "runtime", "bindings")
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-DDEEPEP_MOE_CUDA=1"]
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-U_FORTIFY_SOURCE", "-DDEEPEP_MOE_CUDA=1"]
 SUITES = {
     "exchange": ("tests/exchange",),
     "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py"),
@@ -28,13 +28,21 @@ def is_chosen() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
+def is_up_to_date(target: Path) -> bool:
+    """Whether `target` is newer than all that the compiler read for it, as it noted beside it, and than the flags."""
+    notes = target.with_suffix(".d")
+    if not target.exists() or not notes.exists():
+        return False
+    inputs = [Path(__file__), *map(Path, notes.read_text().replace("\\\n", " ").split()[1:])]
+    return all(path.exists() for path in inputs) and target.stat().st_mtime > max(path.stat().st_mtime for path in inputs)
+
+
 def compile_object(source: Path) -> Path:
     import pybind11
 
     target = SITE.parent / "objects" / f"{source.parent.name}-{source.name}.o"
     target.parent.mkdir(parents=True, exist_ok=True)
-    inputs = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *(ROOT / "tests" / "emulation").rglob("*.*"), source]
-    if target.exists() and target.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
+    if is_up_to_date(target):
         return target
     include = [ROOT / "tests" / "emulation", ROOT / "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
     macros = ['-DDEEPEP_MOE_VERSION="emulated"', "-DDEEPEP_MOE_FOUND_NVSHMEM=false", "-Wno-unknown-pragmas"]
@@ -43,7 +51,7 @@ def compile_object(source: Path) -> Path:
         from torch.utils.cpp_extension import include_paths
 
         macros += [f'-DDEEPEP_MOE_TORCH="{torch.__version__}"', *(f"-isystem{path}" for path in include_paths())]
-    command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-x", "c++", "-c", str(source), "-o", str(target)]
+    command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-x", "c++", "-MMD", "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
     return target
 

@@ -149,3 +149,13 @@ def run_case(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str, expe
     y, wait = start_combine(buffer, case, combine_rows(case, rank, out, expected), out.handle)
     wait()
     assert_same("combined_x", y, expected.combined[rank])
+
+
+# ---- any routing ----
+
+
+def check_cases(rank, _, backend, cases):
+    for case in cases:
+        buffer = make_buffer(case, backend, rank)
+        run_case(buffer, case, rank, backend)
+        buffer.destroy()

@@ -5,6 +5,8 @@ import functools
 import emulated_gpu
 import pytest
 import torch
+
+pytest.importorskip("hypothesis")
 from exchange_cases import device_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
