@@ -1,6 +1,7 @@
 """Shared fixtures. GPU tests run where the devices are and are skipped, saying so, where they are not."""
 
 import emulated_gpu
+import preload
 import pytest
 import torch
 
@@ -12,3 +13,9 @@ def pytest_collection_modifyitems(items):
         needed = marker.args[0] if marker else 1 if item.get_closest_marker("gpu") else 0
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {num_gpus}"))
+
+
+def pytest_runtestloop(session):
+    """Ranks fork from a process that has the test modules. Not beside GPUs: what a module asks of CUDA would be lost by the fork."""
+    if torch.cuda.device_count() == 0 and not session.config.option.collectonly:
+        preload.start_server({"pytest", "deepep_moe.testing"} | {item.module.__name__ for item in session.items})

@@ -3,10 +3,10 @@
 import sys
 
 import torch
+from by_expert_cases import doubled, equal
 from exchange_cases import Case, check_case, device_of
 from low_latency_cases import Case as LowLatencyCase
 from low_latency_cases import make_buffer, run_case
-from test_by_expert import doubled, equal
 
 from deepep_moe import LowLatencyBuffer, ops, reference
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend

@@ -46,6 +46,7 @@ struct Place {
 const Place& place();
 
 void yield();  // lets the block's other fibers, and other blocks, go on
+void pause();  // the same, of a thread that waits for what others do
 void sync_threads();
 const uint64_t* exchange(uint64_t value);  // [32] of all lanes of the warp, until the warp's next exchange but one
 void* shared_memory(size_t& bytes);        // of the block

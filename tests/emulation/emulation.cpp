@@ -1,6 +1,8 @@
 #include <fcntl.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -21,6 +23,11 @@ namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;
 constexpr int kUninitialized = 0xcd;
+// A block sleeps after as many rounds of its fibers in which all that ran waited for somebody else: there are more blocks than cores.
+constexpr int kIdleRounds = 8;
+constexpr timespec kNap{0, 50'000};
+// Votes of a warp since its last pause: with more of them it does not wait, it computes.
+constexpr int kVotesOfAWait = 8;
 
 [[noreturn]] void die(const char* what) {
     std::fprintf(stderr, "emulated GPU: %s\n", what);
@@ -40,8 +47,8 @@ struct Group {
 };
 
 struct Fiber {
-    ucontext_t context;
-    bool done = false;
+    jmp_buf registers;  // where it goes on. swapcontext would ask the kernel for the signal mask each time
+    bool has_begun = false;
     std::vector<Store> uncommitted;
     std::deque<Group> groups;
     std::vector<std::pair<void*, const void*>> copies;  // of 16 bytes
@@ -49,8 +56,9 @@ struct Fiber {
 
 struct Warp {
     uint64_t values[2][32];
-    int arrived = 0;
+    int arrived = 0, votes = 0;
     unsigned generation = 0;
+    uint32_t live = 0, runnable = 0;  // a bit for each lane
 };
 
 struct Load {
@@ -68,15 +76,25 @@ struct Block {
     std::vector<char> shared;
     char* shared_begin = nullptr;
     char* stacks = nullptr;
-    int current = 0, live = 0, at_barrier = 0;
+    int current = 0, live = 0, at_barrier = 0, idle_rounds = 0;
+    bool is_active = false, has_paused = false;  // in this round
     unsigned barrier_generation = 0;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     const std::function<void()>* body = nullptr;
 
     void run();
-    void go_on(bool finished);
+    void go_on();
+    void enter(Fiber& fiber);
+    int next_runnable();
+    void end_round();
+    Warp& warp() { return warps[current / 32]; }
+    uint32_t lane_bit() const { return uint32_t{1} << current % 32; }
     void release_barrier_if_full() {
-        if (live > 0 && at_barrier == live) at_barrier = 0, ++barrier_generation;
+        if (live == 0 || at_barrier != live) return;
+        at_barrier = 0;
+        ++barrier_generation;
+        is_active = true;
+        for (Warp& warp : warps) warp.runnable = warp.live;
     }
     bool holds(const void* pointer, size_t bytes) const {
         const char* begin = static_cast<const char*>(pointer);
@@ -103,29 +121,55 @@ void begin_fiber() {
         if (!group.is_read) die("a thread ends while its bulk stores may still read shared memory");
         write(group);
     }
-    self.done = true;
+    block->warp().live &= ~block->lane_bit();
+    block->warp().runnable &= ~block->lane_bit();
     --block->live;
     block->release_barrier_if_full();
-    block->go_on(true);
+    block->go_on();
 }
 
-// To the next fiber that has work, in turn; back to the scheduler when there is none.
-void Block::go_on(bool finished) {
-    Fiber& self = fibers[current];
-    if (live == 0) setcontext(&scheduler);
-    const int count = static_cast<int>(fibers.size());
-    int next = current;
-    do {
-        next = (next + 1) % count;
-        if (next == 0) sched_yield();
-    } while (fibers[next].done);
-    if (next == current && !finished) return;
+// Other blocks have their turn, at once or, where this one does nothing but wait, a little later.
+void Block::end_round() {
+    idle_rounds = has_paused && !is_active ? idle_rounds + 1 : 0;
+    is_active = has_paused = false;
+    if (idle_rounds < kIdleRounds)
+        sched_yield();
+    else
+        nanosleep(&kNap, nullptr);
+}
+
+// The next fiber, in turn, that does not wait for others of its block.
+int Block::next_runnable() {
+    const int num_warps = static_cast<int>(warps.size());
+    int index = current / 32;
+    const uint32_t later = warps[index].runnable & ~(lane_bit() | (lane_bit() - 1));
+    if (later != 0) return index * 32 + __builtin_ctz(later);
+    for (int step = 0; step <= num_warps; ++step) {
+        if (++index == num_warps) index = 0, end_round();
+        if (warps[index].runnable != 0) return index * 32 + __builtin_ctz(warps[index].runnable);
+    }
+    die("all threads of a block wait for each other");
+}
+
+void Block::enter(Fiber& fiber) {
+    if (fiber.has_begun) _longjmp(fiber.registers, 1);
+    fiber.has_begun = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack = {stacks + current * kStackBytes, 0, kStackBytes};
+    context.uc_link = nullptr;
+    makecontext(&context, begin_fiber, 0);
+    setcontext(&context);
+}
+
+void Block::go_on() {
+    if (live == 0) _longjmp(scheduler, 1);
+    const int before = current, next = next_runnable();
+    if (next == before) return;
+    if (_setjmp(fibers[before].registers) != 0) return;
     current = next;
     place.thread.x = static_cast<unsigned>(next);
-    if (finished)
-        setcontext(&fibers[next].context);
-    else
-        swapcontext(&self.context, &fibers[next].context);
+    enter(fibers[next]);
 }
 
 void Block::run() {
@@ -134,14 +178,10 @@ void Block::run() {
     stacks =
         static_cast<char*>(mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks == MAP_FAILED) die("no memory for stacks");
-    for (size_t i = 0; i < count; ++i) {
-        getcontext(&fibers[i].context);
-        fibers[i].context.uc_stack = {stacks + i * kStackBytes, 0, kStackBytes};
-        fibers[i].context.uc_link = nullptr;
-        makecontext(&fibers[i].context, begin_fiber, 0);
-    }
     live = static_cast<int>(count);
-    swapcontext(&scheduler, &fibers[0].context);
+    for (int i = 0; i < live; ++i) warps[i / 32].live |= uint32_t{1} << i % 32;
+    for (Warp& warp : warps) warp.runnable = warp.live;
+    if (_setjmp(scheduler) == 0) enter(fibers[0]);
     munmap(stacks, count * kStackBytes);
     if (!loads.empty()) die("a block ends with bulk loads that nobody waited for");
 }
@@ -150,24 +190,35 @@ void Block::run() {
 
 const Place& place() { return block->place; }
 
-void yield() { block->go_on(false); }
+void yield() { block->go_on(); }
+
+void pause() {
+    block->has_paused = true;
+    block->warp().votes = 0;
+    block->go_on();
+}
 
 void sync_threads() {
     const unsigned generation = block->barrier_generation;
     ++block->at_barrier;
+    block->warp().runnable &= ~block->lane_bit();
     block->release_barrier_if_full();
-    while (block->barrier_generation == generation) yield();
+    while (block->barrier_generation == generation) block->go_on();
 }
 
 const uint64_t* exchange(uint64_t value) {
-    Warp& warp = block->warps[block->current / 32];
+    Warp& warp = block->warp();
     const unsigned generation = warp.generation;
     warp.values[generation & 1][block->current % 32] = value;
     if (++warp.arrived == 32) {
         warp.arrived = 0;
         ++warp.generation;
+        warp.runnable = warp.live;
+        if (++warp.votes > kVotesOfAWait) block->is_active = true;
+    } else {
+        warp.runnable &= ~block->lane_bit();
     }
-    while (warp.generation == generation) yield();
+    while (warp.generation == generation) block->go_on();
     return warp.values[generation & 1];
 }
 
@@ -182,7 +233,7 @@ void launch(int blocks, int threads, size_t shared_bytes, const std::function<vo
             Block mine;
             mine.place = {{0}, {static_cast<unsigned>(index)}, {static_cast<unsigned>(threads)}, {static_cast<unsigned>(blocks)}};
             mine.fibers = std::vector<Fiber>(threads);
-            mine.warps = std::vector<Warp>(threads / 32);
+            mine.warps = std::vector<Warp>((threads + 31) / 32);
             mine.shared.assign(shared_bytes + 128, static_cast<char>(kUninitialized));
             mine.shared_begin = mine.shared.data() + (128 - reinterpret_cast<uintptr_t>(mine.shared.data()) % 128) % 128;
             mine.body = &body;

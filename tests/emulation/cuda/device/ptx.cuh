@@ -66,7 +66,7 @@ inline unsigned long long now_ns() {
     return static_cast<unsigned long long>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
 }
 
-inline void pause_ns(unsigned) { emulation::yield(); }
+inline void pause_ns(unsigned) { emulation::pause(); }
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_before() {}
 

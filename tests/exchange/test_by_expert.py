@@ -1,0 +1,437 @@
+"""Rows in a tensor for each expert: the same as in one tensor, to the bit, in results and gradients."""
+
+import contextlib
+import itertools
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from by_expert_cases import doubled, equal, folded, ignored, in_one_tensor, in_parts, shifted, strided, tagged, unlike, watched
+from exchange_cases import Case, InPython, assert_same, device_of, on_device, poison_outputs
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from deepep_moe import Buffer, torch_module
+from deepep_moe.errors import BufferDestroyedError, EPPeerError
+from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.ops.weighted import weighted_sum
+from deepep_moe.testing import run_ranks
+
+NVLINK = (
+    pytest.param("nvlink", marks=pytest.mark.gpu),
+    pytest.param(InPython("nvlink"), marks=pytest.mark.gpu, id="nvlink in Python"),
+)
+BACKENDS = ("shm", "collective", *NVLINK)
+MANY = 80  # experts of two ranks: more parts than kernels take
+
+
+def all_equal(rank, num_ranks, backend, cases):
+    for case in cases:
+        equal(rank, num_ranks, backend, case, doubled)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_are_the_rows_of_one_tensor(backend):
+    kinds = itertools.product((torch.float32, torch.bfloat16), (True, False))
+    cases = [Case([9, 0, 21], num_topk=4, dtype=dtype, pattern="masked", with_weights=weighed) for dtype, weighed in kinds]
+    run_ranks(all_equal, 3, backend, cases)
+
+
+@pytest.mark.parametrize("expert", (strided, shifted, folded, unlike, ignored), ids=lambda expert: expert.__name__)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_that_cannot_be_read_where_they_are(backend, expert):
+    run_ranks(equal, 2, backend, Case([9, 14], num_topk=4, dtype=torch.bfloat16), expert)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_few_and_many_experts(backend):
+    cases = [Case([9, 14], num_topk=2, num_experts=number, dtype=torch.bfloat16) for number in (2, 64, MANY)]
+    run_ranks(all_equal, 2, backend, cases)
+
+
+def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num_experts=6):
+    """A row for each expert of a token there and back, weighed where it comes back: as copies of x and a sum with gradients of its own."""
+    device_of(backend, rank)
+    poison_outputs()
+    num_tokens = (1, 0, 7)[rank]
+    case = Case([num_topk * count for count in (1, 0, 7)], num_topk=1, num_experts=num_experts, dtype=dtype)
+    rows, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    x, weights = rows[:num_tokens].contiguous(), torch.rand(num_topk, num_tokens, device=rows.device)
+    scale = torch.arange(1.0, 1 + num_experts // num_ranks, device=x.device).to(dtype) / 2
+    buffer = Buffer(None, max(case.num_tokens), case.hidden, num_experts, 1, backend=backend)
+    found = []
+    for at_once in (False, True, watched):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
+        at_source = leaves[1] if at_once else None
+        with watched(rank) if at_once is watched else contextlib.nullcontext():
+            given = leaves[0] if at_once else leaves[0].expand(num_topk, *x.shape).reshape(-1, case.hidden).contiguous()
+            parts, recv_weights, handle = dispatch_by_expert(buffer, given, idx, None, at_source=at_source)
+            y = [expert(part, s) for part, s in zip(parts, leaves[2], strict=True)]
+            combined_x = combine_by_expert(buffer, y, recv_weights, handle, at_source)
+            if not at_once:
+                combined_x = weighted_sum(combined_x.view(num_topk, num_tokens, case.hidden), leaves[1])
+            combined_x.backward(x)
+        found.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for combined_x, grad_x, *grads in found[1:]:
+        assert_same("combined_x", combined_x, found[0][0])
+        if num_topk <= 2:  # more are added in another order
+            assert_same("x.grad", grad_x, found[0][1])
+        torch.testing.assert_close([grad_x, *grads], found[0][1:], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def all_weighed_at_the_source(rank, num_ranks, backend, expert):
+    for dtype, num_topk in itertools.product((torch.float32, torch.bfloat16), (1, 2, 5)):
+        weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert)
+
+
+@pytest.mark.parametrize("expert", (doubled, strided, unlike, tagged), ids=lambda expert: expert.__name__)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_weighed_at_the_source(backend, expert):
+    run_ranks(all_weighed_at_the_source, 3, backend, expert)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("num_topk", "num_experts"), ((2, 120), (33, 6)))
+def test_more_experts_than_kernels_take(backend, num_topk, num_experts):
+    """On a rank: rows are joined; of a token: they are weighed after the combine."""
+    run_ranks(weighed_at_the_source, 3, backend, torch.float32, num_topk, doubled, num_experts)
+
+
+def of_weights_alone(rank, num_ranks, backend):
+    """Gradients as autograd may have them: of one entry for all, and between the boundaries of rows."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend)
+    parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, leaves[1])
+    recv_weights.sum().backward()
+    assert_same("x.grad", leaves[0].grad, torch.zeros_like(x))
+    assert_same("topk_weights.grad", leaves[1].grad, (idx >= 0).float())
+    parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, None)
+    combined_x = combine_by_expert(buffer, parts, None, handle)
+    torch.cat([x.new_zeros(3), combined_x.flatten()]).sum().backward()
+    assert_same("x.grad", leaves[0].grad, (idx >= 0).sum(1, keepdim=True).expand_as(x).float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_that_no_call_takes_as_they_are(backend):
+    run_ranks(of_weights_alone, 2, backend)
+
+
+def refused(rank, num_ranks, backend):
+    """What cannot be combined is refused on rank 1; rank 0 learns of it instead of waiting."""
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+    parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
+    one_more, one_fewer = torch.cat([parts[0], parts[0].new_zeros(1, case.hidden)]), parts[1][1:]
+    rows = rf"as many rows and columns as it was given, here {len(parts[0])} and {case.hidden}"
+    wrong = (
+        ([one_more, parts[1]], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
+        ([one_more, one_fewer], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
+        ([parts[0], None], TypeError, "the rows of local expert 1 must be a torch.Tensor, not NoneType"),
+        ([None, parts[1]], TypeError, "the rows of local expert 0 must be a torch.Tensor, not NoneType"),
+        ([parts[0][:, 1:], parts[1]], ValueError, rf"the rows of local expert 0 have shape .* {rows}"),
+        ([parts[0]], ValueError, "there are rows of 1 experts, and 2 local experts; give each one's"),
+    )
+    learns = pytest.raises(EPPeerError, match="rank 1 did not make its call")
+    for given, error, message in wrong:
+        with pytest.raises(error, match=message) if rank == 1 else learns if backend != "nvlink" else contextlib.nullcontext():
+            combine_by_expert(buffer, given if rank == 1 else parts, None, handle)
+        if backend == "nvlink":  # a combine waits for nothing: the next call learns of it
+            torch.cuda.synchronize()
+            dist.barrier()
+            with contextlib.nullcontext() if rank == 1 else learns:
+                combine_by_expert(buffer, parts, None, handle)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_cannot_be_combined(backend):
+    run_ranks(refused, 2, backend)
+
+
+def narrow(rank, num_ranks, backend):
+    """Rows that are whole pieces until the experts make them half as wide, as under autocast."""
+    device_of(backend, rank)
+    case = Case([4, 4], hidden=12, num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, 12, 4, 2, backend=backend)
+    parts, _, handle = dispatch_by_expert(buffer, x, idx, None)
+    with pytest.raises(ValueError, match="a row of x, 12 columns of bfloat16, has 24 bytes; it must be a multiple of 16"):
+        combine_by_expert(buffer, [part.bfloat16() for part in parts], None, handle)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_experts_make_too_narrow(backend):
+    run_ranks(narrow, 2, backend)
+
+
+def bad_routing(rank, num_ranks, backend):
+    """Rank 1's kernels find an expert that is none. The buffer is as good as before, for the call after."""
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+    wrong = idx.clone()
+    wrong[2, 1] = 4
+    expected = ValueError if rank == 1 else EPPeerError
+    message = r"topk_idx\[2, 1\] is 4; it must be -1 \(no expert\) or 0 to 3"
+    with pytest.raises(expected, match=message if rank == 1 else f"rank 1 did not make its call: .*{message}"):
+        dispatch_by_expert(buffer, x, wrong if rank == 1 else idx, weights)
+    dist.barrier()
+    scale = torch.tensor([0.5, 2.0], device=x.device)
+    assert_same("combined_x", in_parts(buffer, x, idx, weights, scale, doubled), in_one_tensor(buffer, x, idx, weights, scale, doubled))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bad_routing(backend):
+    run_ranks(bad_routing, 2, backend)
+
+
+def without_memory(rank, num_ranks, backend):
+    """What fails before a rank has entered its call, its peers learn."""
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, weights = on_device("nvlink", rank, *case.inputs(rank))
+    buffer = Buffer(None, 4, case.hidden, 4, 2, backend="nvlink")
+    if rank == 1:
+        buffer._backend.handle_shape = fails  # in the place of the first allocation
+        buffer._by_expert = buffer._backend.by_expert(buffer._number, buffer._own_mode)
+    told = "rank 1 did not make its call: OutOfMemoryError: " if rank == 0 else ""
+    with pytest.raises(EPPeerError if rank == 0 else torch.OutOfMemoryError, match=told + "nothing is left"):
+        dispatch_by_expert(buffer, x, idx, weights)
+
+
+def fails(*_, **__):
+    raise torch.OutOfMemoryError("nothing is left")
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_a_rank_without_memory(backend):
+    run_ranks(without_memory, 2, backend)
+
+
+def gone(rank, num_ranks, backend):
+    """A backward whose buffer is no more."""
+    device_of(backend, rank)
+    case = Case([4, 4], num_topk=2, num_experts=4)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    leaf, scale = x.clone().requires_grad_(), torch.tensor([0.5, 2.0], device=x.device)
+    for is_destroyed, message in ((True, "this buffer was destroyed; create a new Buffer"), (False, "buffer . is gone; keep the Buffer")):
+        buffer = Buffer(None, 4, case.hidden, 4, 2, backend=backend)
+        combined_x = in_parts(buffer, leaf, idx, weights, scale, doubled)
+        if is_destroyed:
+            buffer.destroy()
+        else:
+            del buffer
+        with pytest.raises(BufferDestroyedError, match=message):
+            combined_x.sum().backward()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_buffer_that_is_gone(backend):
+    run_ranks(gone, 2, backend)
+
+
+def by_copies(rank, num_ranks):
+    """Copy engines need numbers that only Python has."""
+    device_of("nvlink", rank)
+    buffer = Buffer(None, 4, 64, 4, 2, backend="nvlink", num_sms=0)
+    assert buffer._by_expert is None
+
+
+@pytest.mark.gpu
+def test_calls_by_copy_engines_are_of_python():
+    run_ranks(by_copies, 1)
+
+
+def shares_too_much(rank, num_ranks):
+    device_of("nvlink", rank)
+    case = Case([8, 8], num_topk=2, num_experts=4)
+    x, idx, _ = on_device("nvlink", rank, *case.inputs(rank))
+    buffer = Buffer(None, 8, case.hidden, 4, 2, backend="nvlink")
+    with pytest.raises(
+        ValueError, match="2 tokens share a row, of 8 in a buffer for top-2; at most 32 may, .* where a token has one expert"
+    ):
+        dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, at_source=torch.ones(2, 4, device=x.device))
+
+
+@pytest.mark.gpu
+def test_tokens_of_several_experts_share_no_rows():
+    run_ranks(shares_too_much, 2)
+
+
+def twice(rank, num_ranks, backend):
+    """A gradient of a gradient: rows are joined then, and equal those of the calls that know one tensor only."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend)
+    scale = torch.arange(1.0, 3.0, device=x.device)
+    found = []
+    for way in (in_one_tensor, in_parts):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(way(buffer, leaf, idx, None, scale, squared).sum(), leaf, create_graph=True)
+        grad.sum().backward()
+        found.append(leaf.grad)
+    assert_same("x.grad", found[1], found[0])
+
+
+def in_place(rank, num_ranks):
+    """Experts that write into their rows: in C++ each expert's are a tensor of their own for autograd, though they lie in one."""
+    device_of("nvlink", rank)
+    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, weights = on_device("nvlink", rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 2, backend="nvlink")
+    scale = torch.arange(1.0, 3.0, device=x.device)
+    found = []
+    for expert in (doubled, torch.Tensor.mul_):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
+        combined_x = in_parts(buffer, leaves[0], idx, leaves[1], leaves[2], expert)
+        combined_x.backward(x)
+        found.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad", "scale.grad"), found[1], found[0], strict=True):
+        assert_same(name, value, expected)
+
+
+@pytest.mark.gpu
+def test_experts_that_write_into_their_rows():
+    if torch_module.MODULE is None:
+        pytest.skip(f"deepep_moe._torch is {torch_module.WHY_NOT}")
+    run_ranks(in_place, 2)
+
+
+class Wrapped(torch.Tensor):
+    """A gradient without memory of its own, as quantizing and distributed tensors are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*tree_map_only(cls, lambda wrapped: wrapped.inner, args), **(kwargs or {}))
+
+
+def unusual(rank, num_ranks, backend):
+    """What calls in C++ decline, or must not take for it."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 6, case.hidden, 4, 1, backend=backend)
+    scale = torch.tensor([0.5, 2.0], device=x.device)
+
+    def run(hook=None):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        parts, recv_weights, handle = dispatch_by_expert(buffer, leaves[0], idx, leaves[1])
+        if hook is not None:
+            parts[0].register_hook(hook)
+        combined_x = combine_by_expert(buffer, [doubled(*pair) for pair in zip(parts, scale, strict=True)], recv_weights, handle)
+        if hook is not None:
+            combined_x.register_hook(hook)
+        combined_x.backward(x)
+        return combined_x, [leaf.grad for leaf in leaves]
+
+    plain, expected = run()
+    for name, got, grad in zip(("x.grad", "topk_weights.grad"), run(Wrapped)[1], expected, strict=True):
+        assert_same(name, got, grad)
+    torch.vmap(torch.sin)(torch.ones(2, 2))  # which leaves something in this thread, as torch.compile does
+    combined_x, _ = run()
+    assert_same("combined_x", combined_x, plain)
+    assert combined_x.grad_fn.name() == plain.grad_fn.name()
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_what_calls_in_cpp_decline(backend):
+    run_ranks(unusual, 2, backend)
+
+
+def top_1(backend, rank, **options):
+    """A buffer of two ranks, and this one's x and topk_idx."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=1, num_experts=4, dtype=torch.float32)
+    x, idx, _ = on_device(backend, rank, *case.inputs(rank))
+    return Buffer(None, 6, case.hidden, 4, 1, backend=backend, **options), x, idx
+
+
+def other_layouts(rank, num_ranks, backend):
+    """A handle whose rows are not by expert: its rows are joined, and weighed by no one."""
+    buffer, x, idx = top_1(backend, rank)
+    out = buffer.dispatch(x, idx, layout="rank")
+    parts = out.recv_x.split(out.handle.num_rows_per_expert_list)
+    assert_same("combined_x", combine_by_expert(buffer, parts, None, out.handle), torch.where(idx < 0, torch.zeros_like(x), x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_of_the_rank_layout(backend):
+    run_ranks(other_layouts, 2, backend)
+
+
+def bad_num_sms(rank, num_ranks, backend):
+    """A number for one rank's GPU only: its first call says so, to its peers too."""
+    buffer, x, idx = top_1(backend, rank, num_sms=100000 if rank == 1 else 4)
+    message = "num_sms is 100000; this GPU has"
+    with pytest.raises(ValueError, match=message) if rank == 1 else pytest.raises(EPPeerError, match=message):
+        dispatch_by_expert(buffer, x, idx, None)
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_multiprocessors_that_are_not_there(backend):
+    run_ranks(bad_num_sms, 2, backend)
+
+
+def kept_by_a_traceback(rank, num_ranks, backend):
+    """A destroyed buffer's memory goes, whoever keeps an error of its calls."""
+    buffer, x, idx = top_1(backend, rank)
+    with pytest.raises((ValueError, EPPeerError)) as kept:
+        dispatch_by_expert(buffer, x, idx + 4, None)
+    communicator = buffer._backend._communicator
+    buffer.destroy()
+    assert sys.getrefcount(communicator) == 2, "somebody keeps the communicator"  # beside this function and getrefcount
+    assert kept.value is not None
+
+
+@pytest.mark.parametrize("backend", NVLINK)
+def test_memory_of_a_destroyed_buffer(backend):
+    run_ranks(kept_by_a_traceback, 2, backend)
+
+
+def squared(rows, scale):
+    return rows * rows * scale
+
+
+@pytest.mark.parametrize("backend", ("shm", *NVLINK))
+def test_gradients_of_gradients(backend):
+    run_ranks(twice, 2, backend)
+
+
+def recomputed(rank, num_ranks, backend, use_reentrant):
+    """Under activation checkpointing a forward is made once more, its dispatch and combine too."""
+    device_of(backend, rank)
+    case = Case([6, 9], num_topk=2, num_experts=4, dtype=torch.bfloat16)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 9, case.hidden, 4, 2, backend=backend)
+    scale = torch.tensor([0.5, 2.0], device=x.device)
+    found = []
+    for call in (in_parts, partial(checkpoint, in_parts, use_reentrant=use_reentrant)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        combined_x = call(buffer, leaves[0], idx, leaves[1], scale, doubled)
+        combined_x.backward(x)
+        found.append([combined_x, *(leaf.grad for leaf in leaves)])
+    for name, value, expected in zip(("combined_x", "x.grad", "topk_weights.grad"), found[1], found[0], strict=True):
+        assert_same(name, value, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", (False, True))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activation_checkpointing(backend, use_reentrant):
+    run_ranks(recomputed, 2, backend, use_reentrant)

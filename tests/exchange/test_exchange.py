@@ -1,0 +1,312 @@
+"""Dispatch and combine against the reference, bit for bit, on every CPU backend."""
+
+import os
+
+import pytest
+import torch
+from exchange_cases import Case, assert_same, check_case, device_of, on_device, poison_outputs
+
+from deepep_moe import Buffer, reference
+from deepep_moe.testing import run_ranks
+
+LAYOUTS = ("expert", "rank")
+
+
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# ---- small enough to check by hand ----
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_rank_by_hand(backend):
+    poison_outputs()
+    device = device_of(backend, 0)
+    x = torch.arange(3 * 4, dtype=torch.float32, device=device).reshape(3, 4)
+    topk_idx = torch.tensor([[1, 0], [-1, 1], [-1, -1]], device=device)
+    topk_weights = torch.tensor([[0.5, 0.25], [0.0, 2.0], [0.0, 0.0]], device=device)
+    buffer = Buffer(None, 3, 4, 2, 2, backend=backend)
+    out = buffer.dispatch(x, topk_idx, topk_weights, expert_alignment=2)
+    assert out.recv_x.tolist() == [x[0].tolist(), [0.0] * 4, x[0].tolist(), x[1].tolist()]
+    assert out.recv_topk_weights.tolist() == [0.25, 0.0, 0.5, 2.0]
+    assert out.num_recv_tokens_per_expert.tolist() == [1, 2]
+    assert out.handle.num_rows_per_expert.tolist() == [2, 2]
+    y = buffer.combine(out.recv_x, out.handle, out.recv_topk_weights)
+    assert y.tolist() == [(0.75 * x[0]).tolist(), (2 * x[1]).tolist(), [0.0] * 4]
+    y = buffer.combine(out.recv_x, out.handle, bias=torch.ones(3, 4, device=device))
+    assert y.tolist() == [(2 * x[0] + 1).tolist(), (x[1] + 1).tolist(), [1.0] * 4]
+
+
+def two_ranks_by_hand(rank, _, backend):
+    device_of(backend, rank)
+    poison_outputs()
+    x = torch.full((2, 4), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
+    topk_idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [1, 0]]])[rank]  # rank 0 holds experts 0 and 1, rank 1 holds 2 and 3
+    x, topk_idx = on_device(backend, rank, x, topk_idx)
+    buffer = Buffer(None, 2, 4, 4, 2, backend=backend)
+    out = buffer.dispatch(x, topk_idx)
+    assert out.recv_x[:, 0].tolist() == [[1.0, 20.0, 20.0], [1.0, 2.0, 10.0, 2.0]][rank]
+    out = buffer.dispatch(x, topk_idx, layout="rank")
+    assert out.recv_x[:, 0].tolist() == [[1.0, 20.0], [1.0, 10.0, 2.0]][rank]
+    assert out.recv_topk_idx.tolist() == [[[0, -1], [1, 0]], [[-1, 0], [1, -1], [0, 1]]][rank]
+    y = buffer.combine(out.recv_x, out.handle)
+    assert y[:, 0].tolist() == [[2.0, 10.0], [2.0, 20.0]][rank]  # once per rank the token went to
+    counts = buffer.layout(topk_idx)
+    assert counts.num_tokens_per_rank.tolist() == [[1, 2], [1, 1]][rank]
+    assert counts.num_tokens_per_expert.tolist() == [[1, 0, 1, 1], [1, 1, 1, 1]][rank]
+    assert counts.is_token_in_rank.tolist() == [[[True, True], [False, True]], [[False, True], [True, False]]][rank]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks_by_hand(backend):
+    run_ranks(two_ranks_by_hand, 2, backend)
+
+
+# ---- against the reference ----
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", ([13], [9, 21], [5, 0, 17], [30, 1, 8, 0]), ids=str)
+def test_equals_reference(num_tokens, dtype, layout):
+    case = Case(num_tokens, dtype=dtype, layout=layout, expert_alignment=4, with_bias=True)
+    run_ranks(check_case, case.num_ranks, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", ("one_expert", "one_rank", "skewed", "masked", "nobody"))
+def test_uneven_routings(pattern, layout):
+    case = Case([40, 3, 0], pattern=pattern, layout=layout, dtype=torch.bfloat16, index_dtype=torch.int32)
+    run_ranks(check_case, case.num_ranks, case)
+
+
+@pytest.mark.parametrize("hidden", (8, 72, 2880, 7168))
+def test_hidden_sizes(hidden):
+    run_ranks(check_case, 2, Case([33, 20], hidden=hidden, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("num_ranks", (5, 6, 8))
+def test_more_ranks_than_cores(num_ranks):
+    run_ranks(check_case, num_ranks, Case([7] * num_ranks, num_experts=num_ranks * 2, num_topk=5))
+
+
+def test_no_tokens_anywhere():
+    run_ranks(check_case, 2, Case([0, 0]))
+
+
+@pytest.mark.parametrize("start_method", ("fork", "spawn"))
+def test_start_methods(start_method):
+    run_ranks(check_case, 2, Case([11, 6]), start_method=start_method)
+
+
+# ---- rings that wrap, several threads ----
+
+
+def large_case(rank, num_ranks, layout, num_threads):
+    """More rows than a ring holds, several channels: against collective, which the small cases tie to the reference."""
+    os.environ["DEEPEP_MOE_NUM_THREADS"] = str(num_threads)
+    case = Case([900 + 100 * r for r in range(num_ranks)], hidden=2048, num_experts=15, num_topk=6, dtype=torch.bfloat16, layout=layout)
+    x, idx, weights = case.inputs(rank)
+    results = []
+    for backend in ("shm", "collective"):
+        buffer = Buffer(None, 2000, case.hidden, case.num_experts, case.num_topk, backend=backend)
+        out = buffer.dispatch(x, idx, weights, layout=layout, expert_alignment=32)
+        row_weights = out.recv_topk_weights if layout == "expert" else None
+        results.append((out.recv_x.clone(), out.recv_topk_weights, buffer.combine(out.recv_x, out.handle, row_weights)))
+        assert backend == "collective" or buffer.num_channels == num_threads
+    for ours, other in zip(*results, strict=True):
+        assert_same("result", ours, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_threads", (1, 3))
+def test_rings_wrap(layout, num_threads):
+    run_ranks(large_case, 3, layout, num_threads)
+
+
+def repeated(rank, num_ranks, backend):
+    device_of(backend, rank)
+    case = Case([300, 200], hidden=512, num_topk=4, dtype=torch.bfloat16)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 300, 512, 12, 4, backend=backend)
+    first = None
+    for _ in range(50):
+        out = buffer.dispatch(x, idx, weights)
+        result = (out.recv_x, out.recv_topk_weights, buffer.combine(out.recv_x, out.handle, out.recv_topk_weights))
+        first = first or [tensor.clone() for tensor in result]
+        for ours, before in zip(result, first, strict=True):
+            assert_same("repetition", ours, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_run_repeats(backend):
+    run_ranks(repeated, 2, backend)
+
+
+# ---- handles, buffers, bounds, fp8, asynchronous calls ----
+
+
+def reuse_handle(rank, num_ranks, backend, layout):
+    device_of(backend, rank)
+    poison_outputs()
+    case = Case([6, 9], layout=layout, expert_alignment=4)
+    inputs = [case.inputs(r) for r in range(num_ranks)]
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
+    handle = buffer.dispatch(*on_device(backend, rank, *inputs[rank][:2]), layout=layout, expert_alignment=4).handle
+    for seed in range(3):
+        xs = [torch.randn(n, case.hidden, generator=torch.Generator().manual_seed(seed + n)) for n in case.num_tokens]
+        weights = [torch.rand(n, case.num_topk, generator=torch.Generator().manual_seed(seed + n)) for n in case.num_tokens]
+        expected = reference.dispatch(xs, [i[1] for i in inputs], weights, case.num_experts, layout=layout, expert_alignment=4)
+        x, weight = on_device(backend, rank, xs[rank], weights[rank])
+        out = buffer.dispatch(x, topk_weights=weight, handle=handle)
+        assert_same("recv_x", out.recv_x, expected[rank].recv_x)
+        assert_same("recv_topk_weights", out.recv_topk_weights, expected[rank].recv_topk_weights)
+        assert_same("recv_topk_idx", out.recv_topk_idx, expected[rank].recv_topk_idx)
+        combined = reference.combine([e.recv_x for e in expected], expected, case.num_tokens)
+        for _ in range(2):
+            assert_same("combined_x", buffer.combine(out.recv_x, handle), combined[rank])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_handle_is_reusable(backend, layout):
+    run_ranks(reuse_handle, 2, backend, layout)
+
+
+def several_buffers(rank, num_ranks):
+    small, large = Case([4, 7], hidden=16, num_experts=4, num_topk=2), Case([50, 20], hidden=128, num_experts=8, num_topk=3)
+    buffers = [Buffer(None, 50, case.hidden, case.num_experts, case.num_topk) for case in (small, large)]
+    outs = [buffer.dispatch(*case.inputs(rank)) for buffer, case in zip(buffers, (small, large), strict=True)]
+    for buffer, case, out in [*zip(buffers, (small, large), outs, strict=True)][::-1]:
+        inputs = [case.inputs(r) for r in range(num_ranks)]
+        expected = reference.dispatch(*map(list, zip(*inputs, strict=True)), case.num_experts)
+        assert_same("recv_x", out.recv_x, expected[rank].recv_x)
+        combined = reference.combine([e.recv_x for e in expected], expected, case.num_tokens)
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), combined[rank])
+
+
+def test_several_buffers_alive():
+    run_ranks(several_buffers, 2)
+
+
+def bounded(rank, num_ranks, backend, layout):
+    device_of(backend, rank)
+    poison_outputs()
+    case = Case([6, 9], layout=layout)
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    free = buffer.dispatch(x, idx, weights, layout=layout)
+    bound = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=100)
+    num_rows = len(free.recv_x)
+    assert bound.recv_x.shape == (100, case.hidden)
+    assert_same("rows", bound.recv_x[:num_rows], free.recv_x)
+    assert_same("weights", bound.recv_topk_weights[:num_rows], free.recv_topk_weights)
+    assert bound.recv_x[num_rows:].abs().sum() == 0 and bound.recv_topk_weights[num_rows:].abs().sum() == 0
+    if layout == "rank":
+        assert (bound.recv_topk_idx[num_rows:] == -1).all()
+    assert_same("combined_x", buffer.combine(bound.recv_x, bound.handle), buffer.combine(free.recv_x, free.handle))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bound_on_rows(backend, layout):
+    run_ranks(bounded, 2, backend, layout)
+
+
+def fp8_rows(rank, num_ranks, backend, layout, dtype):
+    device_of(backend, rank)
+    case = Case([6, 9], hidden=144, layout=layout)
+    inputs = [case.inputs(r) for r in range(num_ranks)]
+    xs = [x.to(dtype) for x, _, _ in inputs]
+    scales = [torch.rand(n, 2, generator=torch.Generator().manual_seed(n)) for n in case.num_tokens]
+    expected = reference.dispatch(
+        xs, [i for _, i, _ in inputs], [w for _, _, w in inputs], case.num_experts, layout=layout, expert_alignment=2, x_scales=scales
+    )[rank]
+    poison_outputs()
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend)
+    x, x_scales, idx, weight = on_device(backend, rank, xs[rank], scales[rank], *inputs[rank][1:])
+    out = buffer.dispatch(x, idx, weight, x_scales=x_scales, layout=layout, expert_alignment=2)
+    assert_same("recv_x", out.recv_x, expected.recv_x)
+    assert_same("recv_x_scales", out.recv_x_scales, expected.recv_x_scales)
+    assert_same("recv_topk_weights", out.recv_topk_weights, expected.recv_topk_weights)
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp8_rows_with_scales(backend, layout, dtype):
+    run_ranks(fp8_rows, 2, backend, layout, dtype)
+
+
+def asynchronous(rank, num_ranks, backend):
+    device_of(backend, rank)
+    case = Case([600, 400], hidden=256)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 600, case.hidden, case.num_experts, case.num_topk, backend=backend)
+    plain = buffer.dispatch(x, idx, weights)
+    expected = buffer.combine(plain.recv_x, plain.handle)
+    out = buffer.dispatch(x, idx, weights, async_op=True)
+    out.event.wait()
+    if backend == "nvlink":  # there `wait` holds the stream, not the host
+        torch.cuda.synchronize()
+    assert out.event.query() and out.hook is None
+    assert_same("recv_x", out.recv_x, plain.recv_x)
+    out = buffer.dispatch(x, handle=plain.handle, return_hook=True)
+    out.hook()
+    assert_same("recv_x", out.recv_x, plain.recv_x)
+    combined, event = buffer.combine(out.recv_x, out.handle, async_op=True)
+    again = buffer.combine(plain.recv_x, plain.handle)  # waits its turn
+    event.wait()
+    assert_same("combined_x", combined, expected)
+    assert_same("combined_x", again, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_asynchronous_calls(backend):
+    run_ranks(asynchronous, 2, backend)
+
+
+# ---- every value of the 16-bit formats ----
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_rounding_of_every_value(dtype):
+    """Products of all finite 16-bit values with odd weights round as PyTorch rounds them, subnormals and overflow included."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    x = values[values.isfinite()].reshape(-1, 16).contiguous()
+    buffer = Buffer(None, len(x), 16, 1, 1)
+    out = buffer.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int64))
+    assert_same("recv_x", out.recv_x, x)
+    for weight in (1.0, 1 / 3, 1e-3, 2.0**-11, 1.9999):
+        y = buffer.combine(out.recv_x, out.handle, torch.full((len(x),), weight))
+        assert_same(f"weight {weight}", y + 0.0, (torch.zeros(()) + weight * x.float()).to(dtype) + 0.0)
+
+
+def lane_by_lane(rank, num_ranks, backend, index_dtype):
+    """topk_idx and topk_weights that lie lane by lane, as gates have them that fill lanes one after another."""
+    device_of(backend, rank)
+    poison_outputs()
+    case = Case([5, 9], num_topk=3, index_dtype=index_dtype, pattern="masked")
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, 3, backend=backend)
+    by_lane = [tensor.t().contiguous().t() for tensor in (idx, weights)]
+    assert not any(tensor.is_contiguous() for tensor in by_lane)
+    for layout in ("expert", "rank"):
+        expected, found = (buffer.dispatch(x, *routing, layout=layout) for routing in ((idx, weights), by_lane))
+        for name in ("recv_x", "recv_topk_weights", "recv_topk_idx", "num_recv_tokens_per_expert"):
+            if getattr(expected, name) is not None:
+                assert_same(name, getattr(found, name), getattr(expected, name))
+        assert_same("handle.topk_idx", found.handle.topk_idx, expected.handle.topk_idx)
+        again = buffer.dispatch(x, topk_weights=by_lane[1], handle=found.handle)
+        assert_same("recv_topk_weights", again.recv_topk_weights, expected.recv_topk_weights)
+        y = expected.recv_x * 2
+        assert_same("combined_x", buffer.combine(y, found.handle), buffer.combine(y, expected.handle))
+
+
+@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64), ids=str)
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_routing_that_lies_lane_by_lane(backend, index_dtype):
+    run_ranks(lane_by_lane, 2, backend, index_dtype)

@@ -1,0 +1,209 @@
+"""What a call of the nvlink backend leaves behind when it fails: handles, hooks, rows that were on their way."""
+
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import assert_same
+from nvlink_cases import Unchecked, make_buffer
+
+from deepep_moe.errors import BufferDestroyedError, EPPeerError, EPTimeoutError
+from deepep_moe.testing import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def refuses_once(rank, num_ranks):
+    """Calls that wait for nothing learn of a refusal later. Who does makes the call all the same, so that it is nobody else's error."""
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx)
+    expected = buffer.combine(out.recv_x, out.handle)
+    if rank == 1:
+        with pytest.raises(TypeError, match="x has dtype float64; it must be"):
+            buffer.combine(out.recv_x.double(), out.handle)
+    else:
+        buffer.combine(out.recv_x, out.handle)
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(EPPeerError, match="rank 1 did not make its call: TypeError: x has dtype float64"):
+            buffer.combine(out.recv_x, out.handle)
+    else:
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+
+
+def test_errors_that_are_learned_later():
+    run_ranks(refuses_once, 2)
+
+
+WHY = r"topk_idx\[\d, \d\] is 4; it must be -1"
+
+
+FAILED = "the dispatch of this handle has failed, so nothing goes along it"
+
+
+def along_failed_dispatch(rank, num_ranks, call, how):
+    """A dispatch without waits on the host gives a handle before it has failed. Nothing goes along it, and its counts are zeros: whether
+    the call learns of the failure, somebody else has before, or nobody."""
+    buffer, x, idx = make_buffer(rank, timeout_s=60)
+    good = buffer.dispatch(x, idx)
+    expected = buffer.combine(good.recv_x, good.handle)
+    communicator = buffer._backend._communicator
+    learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
+    for _ in range(2):
+        out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
+        torch.cuda.synchronize()
+        dist.barrier()
+        assert out.handle.has_failed and not good.handle.has_failed and out.num_recv_tokens_per_expert.tolist() == [0, 0]
+        if how == "before":
+            with learns(match=WHY):
+                buffer.check()
+        if how == "nobody":
+            buffer._backend._communicator = Unchecked(communicator)
+        with learns(match=WHY) if how == "by the call" else nullcontext():
+            if call == "combine":
+                buffer.combine(torch.ones_like(out.recv_x), out.handle)
+            else:
+                buffer.dispatch(x, handle=out.handle)
+        torch.cuda.synchronize()
+        dist.barrier()
+        buffer._backend._communicator = communicator
+        if how != "by the call":
+            with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
+                buffer.check()
+        dist.barrier()
+        assert_same("combined_x", buffer.combine(good.recv_x, good.handle), expected)
+        torch.cuda.synchronize()
+        buffer.check()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("how", ("by the call", "before", "nobody"))
+@pytest.mark.parametrize("call", ("combine", "dispatch"))
+def test_along_failed_dispatch(call, how):
+    run_ranks(along_failed_dispatch, 2, call, how)
+
+
+def one_failed_handle(rank, num_ranks):
+    """Rows that did not come to one rank have no places there: it makes no call along their handle, and says so."""
+    buffer, x, idx = make_buffer(rank, timeout_s=60)
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    torch.cuda.synchronize()
+    buffer.check()
+    if rank == 0:
+        out.handle.recv_counts[0] |= -(2**31)  # as the kernel that waits for rows leaves it
+    buffer.combine(out.recv_x, out.handle)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with pytest.raises(
+        ValueError if rank == 0 else EPPeerError, match=FAILED if rank == 0 else f"rank 0 did not make its call: .*{FAILED}"
+    ):
+        buffer.check()
+    dist.barrier()
+
+
+def test_one_failed_handle():
+    run_ranks(one_failed_handle, 2)
+
+
+class SendsNothing(Unchecked):
+    """A communicator that enters dispatches, and that is all."""
+
+    def dispatch(self, *_):
+        pass
+
+
+def rows_that_do_not_come(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank, timeout_s=2)
+    if rank == 1:
+        buffer._backend._communicator = SendsNothing(buffer._backend._communicator)
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    torch.cuda.synchronize()
+    if rank == 0:
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within the deadline of 2000 ms; phase 'targets and weights'"):
+            buffer.check()
+        assert out.handle.has_failed
+    dist.barrier()
+
+
+def test_handle_of_rows_that_do_not_come():
+    run_ranks(rows_that_do_not_come, 2)
+
+
+def runs_out_of_memory(rank, num_ranks):
+    """Once rows are on their way, a rank that has no memory to receive them says so, and its own still arrive."""
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    buffer, x, idx = make_buffer(rank)
+    sent, rows = x.clone(), None
+    if rank == 0:
+        allocate = buffer._backend._receive_buffers
+        buffer._backend._receive_buffers = fail
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            buffer.dispatch(sent, idx)
+        buffer._backend._receive_buffers = allocate
+        sent.fill_(-7)
+    else:
+        rows = buffer.dispatch(x, idx).recv_x
+    out = buffer.dispatch(x, idx)
+    if rows is not None:
+        assert_same("recv_x", rows, out.recv_x)
+    assert_same("combined_x", buffer.combine(out.recv_x, out.handle), x * (idx >= 0).sum(1, keepdim=True))
+
+
+def test_out_of_memory_for_the_rows():
+    run_ranks(runs_out_of_memory, 2)
+
+
+def checks_between_halves(rank, num_ranks):
+    """Once its failure is raised, the second half of a call has nothing to wait for."""
+    buffer, x, idx = make_buffer(rank, timeout_s=30)
+    out = buffer.dispatch(x, idx)
+    expected = buffer.combine(out.recv_x, out.handle)
+    halves = (
+        lambda: buffer.combine(out.recv_x, out.handle, return_hook=True)[1],
+        lambda: buffer.dispatch(x, handle=out.handle, return_hook=True).hook,
+    )
+    for half in halves:
+        if rank == 1:
+            with pytest.raises(TypeError):
+                buffer.combine(out.recv_x.double(), out.handle)
+        else:
+            hook = half()
+            torch.cuda.synchronize()
+            with pytest.raises(EPPeerError, match="rank 1 did not make its call"):
+                buffer.check()
+            began = time.monotonic()
+            hook()
+            torch.cuda.synchronize()
+            assert time.monotonic() - began < 20
+        dist.barrier()
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+
+
+def test_check_between_two_halves():
+    run_ranks(checks_between_halves, 2)
+
+
+def hook_after_destroy(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx)
+    hook = buffer.combine(out.recv_x, out.handle, return_hook=True)[1]
+    torch.cuda.synchronize()
+    dist.barrier()
+    buffer.destroy()
+    with pytest.raises(BufferDestroyedError, match="destroyed before this call's hook"):
+        hook()
+
+
+def test_hook_after_destroy():
+    run_ranks(hook_after_destroy, 2)

@@ -1,0 +1,142 @@
+"""Calls of the nvlink backend in CUDA graphs."""
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from exchange_cases import assert_same, device_of
+from nvlink_cases import make_buffer
+
+from deepep_moe import Buffer
+from deepep_moe.testing import run_ranks
+
+pytestmark = pytest.mark.gpu
+LAYOUTS = ("expert", "rank")
+
+
+# ---- CUDA graphs ----
+
+
+def captured(rank, num_ranks, layout):
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", timeout_s=20)
+    x = torch.zeros(64, 128, device=device, requires_grad=True)
+    weights = torch.zeros(64, 2, device=device, requires_grad=True)
+    idx = torch.zeros(64, 2, dtype=torch.int64, device=device)
+
+    def step():
+        out = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=64 * 2 * num_ranks)
+        row_weights = out.recv_topk_weights if layout == "expert" else out.recv_topk_weights.sum(1)
+        y = buffer.combine(out.recv_x * 1.5, out.handle, row_weights)
+        return y, *torch.autograd.grad((y * y).sum(), (x, weights))
+
+    def draw(seed):
+        generator = torch.Generator(device=device).manual_seed(seed * 10 + rank)
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, generator=generator, device=device))
+            weights.copy_(torch.rand(weights.shape, generator=generator, device=device))
+            idx.copy_(torch.rand(64, 8, generator=generator, device=device).argsort(1)[:, :2])
+
+    draw(0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    for seed in range(1, 4):
+        draw(seed)
+        for result in results:
+            result.detach().fill_(float("nan"))
+        graph.replay()
+        for ours, eager in zip(results, step(), strict=True):
+            assert torch.equal(ours, eager)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cuda_graph(layout):
+    run_ranks(captured, 2, layout)
+
+
+def waits_in_a_capture(rank, num_ranks):
+    buffer, x, idx = make_buffer(rank)
+    rows = buffer.dispatch(x, idx).recv_x
+    torch.cuda.synchronize()
+    message = "waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.dispatch(x, idx)
+    out = buffer.dispatch(x, idx)
+    assert_same("recv_x", out.recv_x, rows)
+    message = "num_sms=0 cannot be captured in a CUDA graph: the host waits for the peers"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.combine(rows, out.handle, num_sms=0)
+    assert_same("combined_x", buffer.combine(rows, out.handle, num_sms=0), buffer.combine(rows, out.handle))
+
+
+def test_what_waits_is_no_part_of_a_cuda_graph():
+    run_ranks(waits_in_a_capture, 2)
+
+
+def captured_between_calls(rank, num_ranks):
+    """A call follows the buffer's last one on another stream, also when a graph was captured on a third in between."""
+    buffer, x, idx = make_buffer(rank)
+    streams, pool = [torch.cuda.Stream() for _ in range(3)], torch.cuda.graph_pool_handle()
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(streams[1]):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            out = buffer.dispatch(x, idx, num_recv_rows=16)
+            graph.capture_end()
+        return graph, out
+
+    for stream in streams:  # kernels that are loaded, and memory that is allocated, when they are used first may wait for the GPU
+        with torch.cuda.stream(stream):
+            buffer.dispatch(x, idx, num_recv_rows=16)
+    before = capture()[0]  # whose memory the next one takes
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(int(8e9))  # cycles: four seconds
+        first = buffer.dispatch(x, idx, num_recv_rows=16)
+    graph, captured = capture()
+    with torch.cuda.stream(streams[2]):
+        second = buffer.dispatch(x, idx, num_recv_rows=16)
+        done = torch.cuda.Event()
+        done.record()
+    time.sleep(0.2)
+    assert not streams[0].query(), "the first call has not ended, else this says nothing"
+    assert not done.query()
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    for out in (second, captured):
+        assert_same("recv_x", out.recv_x, first.recv_x)
+    before.reset()
+
+
+def test_cuda_graph_between_calls():
+    run_ranks(captured_between_calls, 1)
+
+
+def given_up_capture(rank, num_ranks):
+    """Calls that are captured on one rank only are not counted: calls made later find their handles again."""
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx, num_recv_rows=64)
+    expected = buffer.combine(out.recv_x, out.handle)
+    torch.cuda.synchronize()
+    gives_up = pytest.raises(RuntimeError, match="no more") if rank == 0 else nullcontext()
+    with gives_up, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        out = buffer.dispatch(x, idx, num_recv_rows=64)
+        if rank == 0:
+            raise RuntimeError("no more")
+        buffer.combine(out.recv_x, out.handle)
+    for _ in range(2):
+        out = buffer.dispatch(x, idx)
+        assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
+
+
+def test_cuda_graph_given_up_on_one_rank():
+    run_ranks(given_up_capture, 2)

@@ -1,0 +1,147 @@
+"""Memory of the nvlink backend and ranks that leave."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import assert_same, device_of
+from nvlink_cases import make_buffer
+
+from deepep_moe import Buffer
+from deepep_moe.errors import EPPeerError, EPTimeoutError
+from deepep_moe.testing import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+ROOM = 32768 * 8192 * 2  # bytes, less than the workspace of `large_buffer`; more than what else may happen on the device
+
+
+def large_buffer():
+    return Buffer(None, 32768, 8192, 4, 2, backend="nvlink", timeout_s=60)
+
+
+def memory_used(device):
+    """Bytes on the device, by all processes; of the emulated one what this process has allocated."""
+    if not emulated_gpu.is_chosen():
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:emulated-gpu-{os.getpid()}" in line)
+    return sum(int(end, 16) - int(begin, 16) for begin, end in (fields[0].split("-") for fields in maps))
+
+
+def memory_that_a_peer_may_write_to(rank, num_ranks):
+    device = device_of("nvlink", rank)
+    make_buffer(rank)[0].destroy()  # what the device needs besides
+    used = []
+
+    def measure():
+        dist.barrier()
+        used.append(memory_used(device))
+        dist.barrier()
+
+    measure()
+    buffer = large_buffer()
+    measure()
+    if rank == 1:
+        buffer.destroy()
+    measure()
+    if rank == 0:
+        buffer.destroy()
+    dist.barrier()
+    make_buffer(rank)[0].destroy()
+    measure()
+    assert used[1] - used[0] > ROOM
+    assert used[1] - used[2] < ROOM / 2, "rank 0 has not left"
+    assert used[3] - used[0] < ROOM / 2, "both have left, and another buffer was made since"
+
+
+def test_memory_stays_until_all_have_left():
+    run_ranks(memory_that_a_peer_may_write_to, 2)
+
+
+def memory_beside_dead_peer(rank, num_ranks):
+    device = device_of("nvlink", rank)
+    used = memory_used(device)
+    dist.barrier()
+    buffer = large_buffer()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert memory_used(device) - used > ROOM
+    buffer.destroy()
+    deadline = time.monotonic() + 30  # the driver takes back what the other process had, some time after its end
+    while memory_used(device) - used > ROOM / 2:
+        assert time.monotonic() < deadline, "rank 1 is gone"
+        time.sleep(0.1)
+
+
+def test_memory_goes_beside_dead_peer():
+    run_ranks(memory_beside_dead_peer, 2, expected_dead=[1])
+
+
+def leave(buffer, how):
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.destroy()
+
+
+def without_peer(rank, num_ranks, how, call):
+    """Rank 1 has left: the others notice it long before the deadline, in each call."""
+    buffer, x, idx = make_buffer(rank, timeout_s=300.0, num_experts=6)
+    out = buffer.dispatch(x, idx)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        return leave(buffer, how)
+    error, message = (
+        (EPTimeoutError, rf"rank {rank}: rank 1 did not deliver, its process \d+ is gone; phase 'entry into the call', expected 2, seen 1$")
+        if how == "killed"
+        else (EPPeerError, f"rank {rank}, waiting for entry into the call: rank 1 destroyed its buffer, or its process is ending")
+    )
+    began = time.monotonic()
+    with pytest.raises(error, match=message) as info:
+        if call == "dispatch":
+            buffer.dispatch(x, idx)
+        else:
+            buffer.combine(out.recv_x, out.handle)
+            torch.cuda.synchronize()
+            buffer.check()
+    assert info.value.rank == 1 and (x + 1).isfinite().all(), "the GPU stays usable"
+    with pytest.raises(error, match="rank 1"):
+        buffer.dispatch(x, idx)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("call", ("dispatch", "combine"))
+@pytest.mark.parametrize("how", ("killed", "destroyed"))
+def test_peer_that_is_gone(how, call):
+    run_ranks(without_peer, 3, how, call, expected_dead=[1] if how == "killed" else [])
+
+
+def last_call_of_peer(rank, num_ranks, how):
+    """Rank 1 is gone, but not before it has made a call: rank 0 receives that."""
+    buffer, x, idx = make_buffer(rank)
+    expected = buffer.dispatch(x, idx)
+    again = buffer.dispatch(x, handle=expected.handle, return_hook=True)
+    if rank == 1:
+        again.hook()
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        return leave(buffer, how)
+    time.sleep(2)
+    again.hook()
+    assert_same("recv_x", again.recv_x, expected.recv_x)
+    buffer.check()
+
+
+@pytest.mark.parametrize("how", ("killed", "destroyed"))
+def test_last_call_of_peer_that_is_gone(how):
+    run_ranks(last_call_of_peer, 2, how, expected_dead=[1] if how == "killed" else [])

@@ -1,0 +1,249 @@
+"""Ranks that leave, die, stall or are interrupted: the others learn it, and memory is freed."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from error_cases import BACKENDS, HIDDEN, IDX, X, make_buffer
+
+from deepep_moe import Buffer
+from deepep_moe.errors import (
+    EPError,
+    EPPeerError,
+    EPTimeoutError,
+)
+from deepep_moe.testing import run_ranks
+
+
+def absent_at_construction(rank, num_ranks):
+    if rank == 1:
+        time.sleep(4)
+        return
+    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within 1 s; phase 'construction of a Buffer'") as info:
+        make_buffer("auto", timeout_s=1.0)
+    assert info.value.rank == 1
+
+
+def test_peer_that_never_constructs():
+    run_ranks(absent_at_construction, 2)
+
+
+def fails_before_entry(rank, num_ranks):
+    """A rank that cannot even allocate its results tells the peers, and the ranks stay in step."""
+    buffer = make_buffer()
+    out = buffer.dispatch(X, IDX)
+    backend = buffer._alive()
+    allocate, backend.empty = backend.empty, backend.empty
+    if rank == 1:
+
+        def no_memory(shape, dtype):
+            raise MemoryError("no memory left")
+
+        backend.empty = no_memory
+    with pytest.raises(MemoryError if rank == 1 else EPPeerError, match="no memory left"):
+        buffer.combine(out.recv_x, out.handle)
+    backend.empty = allocate
+    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
+
+
+def test_failure_before_entry():
+    run_ranks(fails_before_entry, 2)
+
+
+def fails_on_the_thread(rank, num_ranks):
+    """An asynchronous failure that nobody waited for is raised by the next call; the handle leads nowhere."""
+    buffer = make_buffer(timeout_s=3.0)
+    buffer.dispatch(X, IDX)
+    if rank == 1:
+        buffer._run = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+        with pytest.raises(MemoryError):
+            buffer.dispatch(X, IDX, async_op=True)
+        return time.sleep(5)
+    out = buffer.dispatch(X, IDX, async_op=True)
+    with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPTimeoutError: .*rank 1 did not deliver"):
+        buffer.combine(torch.ones(out.handle.num_rows, HIDDEN), out.handle)
+    with pytest.raises(EPTimeoutError):
+        out.event.wait()
+
+
+def test_failure_on_the_thread():
+    run_ranks(fails_on_the_thread, 2)
+
+
+def changed_handle(rank, num_ranks):
+    buffer = make_buffer(timeout_s=1.0)
+    handle = buffer.dispatch(X, IDX).handle
+    handle.topk_idx.fill_(-1)
+    with pytest.raises(RuntimeError, match="its handle was changed after its dispatch"):
+        buffer.dispatch(X, handle=handle)
+
+
+def test_changed_handle():
+    run_ranks(changed_handle, 1)
+
+
+def interrupted(rank, num_ranks):
+    buffer = make_buffer(timeout_s=30.0)
+    if rank == 1:
+        return dist.barrier()  # does not enter the call
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    if os.fork() == 0:
+        time.sleep(1)
+        os.kill(os.getppid(), signal.SIGINT)
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        buffer.dispatch(X, IDX)
+    assert time.monotonic() - began < 20
+    dist.barrier()
+
+
+def test_interrupt():
+    run_ranks(interrupted, 2)
+
+
+def leaves_early(rank, num_ranks):
+    buffer = make_buffer()
+    buffer.dispatch(X, IDX)
+    if rank == 1:
+        buffer.destroy()
+    else:
+        with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer"):
+            buffer.dispatch(X, IDX)
+
+
+def test_peer_that_destroyed_its_buffer():
+    run_ranks(leaves_early, 2)
+
+
+# ---- peers that die or stall ----
+
+
+def check_timeout(culprit, call):
+    began = time.monotonic()
+    with pytest.raises(EPTimeoutError) as info:
+        call()
+    error = info.value
+    assert error.rank == culprit and f"rank {culprit}" in str(error), str(error)
+    assert error.phase and error.phase in str(error) and error.expected > error.seen >= 0, str(error)
+    assert time.monotonic() - began < 15
+
+
+EVERYWHERE = torch.tensor([[0, 2], [4, 1], [3, 5], [2, -1]])  # every one of three ranks gets tokens
+
+
+def dies(rank, num_ranks, backend, moment):
+    buffer = make_buffer(backend, timeout_s=30, num_experts=6)
+    out = buffer.dispatch(X, EVERYWHERE)
+    dist.barrier()
+    if rank == 1 and moment == "before a call":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and moment == "between the halves":
+        buffer._run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    check_timeout(1, lambda: buffer.dispatch(X, EVERYWHERE))
+    time.sleep(1)  # collective blames the first process it finds gone
+    return out.recv_x.shape
+
+
+@pytest.mark.parametrize("moment", ("before a call", "between the halves"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_peer_that_dies(backend, moment):
+    results = run_ranks(dies, 3, backend, moment, expected_dead=[1])
+    assert results[0] and results[2] and results[1] is None
+    assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]
+
+
+def stalls(rank, num_ranks, backend, moment):
+    buffer = make_buffer(backend, timeout_s=1.5, num_experts=6)
+    out = buffer.dispatch(X, EVERYWHERE)
+    if rank == 2 and moment == "between the halves":
+        move = buffer._run
+        buffer._run = lambda *args: (time.sleep(6), move(*args))
+    elif rank == 2:
+        time.sleep(6)
+    if rank == 2:
+        with pytest.raises((EPPeerError, EPTimeoutError)):
+            buffer.combine(out.recv_x, out.handle)
+            buffer.combine(out.recv_x, out.handle)
+    else:
+        check_timeout(2, lambda: buffer.combine(out.recv_x, out.handle))
+    time.sleep(0 if rank == 2 else 6)
+
+
+@pytest.mark.parametrize("moment", ("before a call", "between the halves"))
+def test_peer_that_stalls(moment):
+    run_ranks(stalls, 3, "shm", moment)
+
+
+def test_peer_that_stalls_collective():
+    run_ranks(stalls, 3, "collective", "before a call")
+
+
+def stops_in_the_middle(rank, num_ranks):
+    """Rank 2 stops with its rings half full; rank 1 finds out first and tells rank 0, who waits for rank 1 as well."""
+    hidden, num_tokens = 4096, 2000
+    buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=1.5)
+    x, idx = torch.ones(num_tokens, hidden), torch.arange(6).repeat(num_tokens, 1)
+    if rank == 2:
+        if os.fork() == 0:  # a process that stops its parent for a while
+            time.sleep(0.1)
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(5)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        with pytest.raises((EPPeerError, EPTimeoutError)):
+            while True:
+                buffer.dispatch(x, idx)
+    else:
+        with pytest.raises(EPTimeoutError) as info:
+            while True:
+                buffer.dispatch(x, idx)
+        assert info.value.rank == 2, str(info.value)
+        time.sleep(6)
+
+
+def test_peer_that_stops_in_the_middle():
+    run_ranks(stops_in_the_middle, 3)
+
+
+# ---- memory ----
+
+
+def test_workspace_formula():
+    """docs/design.md: header, two entries with their counts, and a ring per source and channel."""
+    from deepep_moe import _C
+
+    for num_ranks, num_channels, hidden in [(1, 1, 8), (2, 1, 2048), (8, 2, 7168), (64, 4, 7168)]:
+        got = _C.workspace_bytes(num_ranks=num_ranks, num_channels=num_channels, num_experts=256 * num_ranks, num_topk=8, hidden=hidden)
+        slot = -(-(8 * 8) // 64) * 64 + hidden * 4
+        ring = -(-max(2**20 // num_channels, 8 * (-(-slot // 64) * 64)) // 4096) * 4096
+        counts = 4 * num_channels * (num_ranks + 256 * num_ranks)
+        rest = got - num_ranks * num_channels * (ring + 128) - 2 * counts
+        assert 0 <= rest <= 20480
+
+
+def count_mappings() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("deepep_moe" in line and "memfd" in line for line in file)
+
+
+def frees_everything(rank, num_ranks):
+    before, files = count_mappings(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        buffer = make_buffer()
+        buffer.dispatch(X, IDX)
+        assert count_mappings() == before + num_ranks
+        buffer.destroy()
+    assert count_mappings() == before
+    buffer = make_buffer()
+    del buffer  # without destroy
+    assert count_mappings() == before
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_buffers_free_their_memory():
+    run_ranks(frees_everything, 2)
+    assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]

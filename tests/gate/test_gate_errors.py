@@ -1,0 +1,219 @@
+"""What the gate refuses, in Python and in its native functions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from exchange_cases import device_of
+from gate_cases import DTYPES, assert_close, assert_equal, assert_nearby, run
+
+from deepep_moe import _C, ops, reference
+
+# ---- the native functions by themselves
+
+
+def native_options(**changes):
+    options = {
+        "num_tokens": 100,
+        "num_experts": 12,
+        "num_topk": 3,
+        "num_groups": 4,
+        "topk_groups": 2,
+        "group_score_topk": 2,
+        "score_function": "sigmoid",
+        "normalize": True,
+        "routed_scaling_factor": 1.0,
+        "dtype": _C.DType.float32,
+        "index64": False,
+        "num_threads": 2,
+    }
+    return _C.GateOptions(**{**options, **changes})
+
+
+def test_native_functions_write_every_element_and_nothing_else():
+    logits = torch.randn(100, 12, generator=torch.Generator().manual_seed(4))
+    idx, weights = torch.full((102, 3), -77, dtype=torch.int32), torch.full((102, 3), math.nan)
+    counts = torch.full((14,), -77, dtype=torch.int32)
+    shares, grad_logits = torch.full((102, 12), math.nan), torch.full((102, 12), math.nan)
+    _C.gate_forward(
+        native_options(),
+        logits_ptr=logits.data_ptr(),
+        expert_bias_ptr=0,
+        mask_ptr=0,
+        topk_idx_ptr=idx[1:].data_ptr(),
+        topk_weights_ptr=weights[1:].data_ptr(),
+        num_tokens_per_expert_ptr=counts[1:].data_ptr(),
+        shares_ptr=shares[1:].data_ptr(),
+    )
+    expected = reference.gate(logits, 3, num_groups=4, topk_groups=2, index_dtype=torch.int32)
+    assert_equal((idx[1:-1], weights[1:-1], counts[1:-1]), expected)
+    assert_nearby("shares", shares[1:-1], reference.gate_shares(logits))
+    grad = torch.ones(100, 12)
+    for of_weights, of_shares in ((True, False), (False, True), (True, True)):
+        grad_logits[1:-1] = math.nan
+        _C.gate_backward(
+            native_options(),
+            logits_ptr=logits.data_ptr(),
+            topk_idx_ptr=idx[1:].data_ptr(),
+            grad_topk_weights_ptr=grad.data_ptr() if of_weights else 0,
+            grad_shares_ptr=grad.data_ptr() if of_shares else 0,
+            grad_logits_ptr=grad_logits[1:].data_ptr(),
+        )
+        assert not grad_logits[1:-1].isnan().any()
+    assert (idx[[0, -1]] == -77).all() and (counts[[0, -1]] == -77).all()
+    assert weights[[0, -1]].isnan().all() and shares[[0, -1]].isnan().all() and grad_logits[[0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("changes", [{"num_topk": 33}, {"num_topk": 0}, {"num_groups": 5}, {"num_groups": 0}, {"group_score_topk": 4}])
+def test_native_functions_refuse_what_would_leave_memory(changes):
+    with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12"):
+        _C.gate_backward(
+            native_options(**changes), logits_ptr=0, topk_idx_ptr=0, grad_topk_weights_ptr=0, grad_shares_ptr=0, grad_logits_ptr=0
+        )
+
+
+# ---- errors
+
+
+LOGITS = torch.zeros(4, 12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_topk": 13}, ValueError, "num_topk must be 1 to 12 for 12 experts, got 13"),
+        ({"num_topk": 0}, ValueError, "num_topk must be 1 to 12 for 12 experts, got 0"),
+        ({"logits": torch.zeros(4, 64), "num_topk": 33}, ValueError, "num_topk must be 1 to 32 for 64 experts, got 33"),
+        ({"num_groups": 5}, ValueError, "num_groups must divide the 12 experts, got 5"),
+        ({"num_groups": 4, "topk_groups": 5}, ValueError, "topk_groups must be 1 to num_groups, got 5 of 4 groups"),
+        ({"num_groups": 12}, ValueError, "1 groups of 1 experts are fewer than 2"),
+        ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk must be 1 to the 3 experts of a group, got 4"),
+        ({"score_function": "tanh"}, ValueError, "score_function must be one of sigmoid, sqrtsoftplus, softmax, softmax_topk, got 'tanh'"),
+        ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor must be finite, got nan"),
+        ({"num_topk": 2.0}, TypeError, "num_topk is 2.0; it must be an int"),
+        ({"num_topk": True}, TypeError, "num_topk is True; it must be an int"),
+        ({"num_groups": None}, TypeError, "num_groups is None; it must be an int"),
+        ({"topk_groups": "1"}, TypeError, "topk_groups is '1'; it must be an int"),
+        ({"group_score_topk": torch.tensor(2.0)}, TypeError, r"group_score_topk is tensor\(2.\); it must be an int"),
+        ({"routed_scaling_factor": None}, TypeError, "routed_scaling_factor is None; it must be a float"),
+        ({"routed_scaling_factor": torch.tensor(2.5)}, TypeError, r"routed_scaling_factor is tensor\(2.5000\); it must be a float"),
+        ({"normalize": "no"}, TypeError, "normalize is 'no'; it must be a bool"),
+        ({"normalize": None}, TypeError, "normalize is None; it must be a bool"),
+        ({"logits": LOGITS.numpy()}, TypeError, "logits must be a torch.Tensor, not ndarray"),
+        ({"expert_bias": [0.0] * 12}, TypeError, "expert_bias must be a torch.Tensor, not list"),
+        ({"mask": True}, TypeError, "mask must be a torch.Tensor, not bool"),
+        ({"logits": torch.zeros(12)}, ValueError, r"logits must be \[num_tokens, num_experts\], got shape \[12\]"),
+        ({"logits": LOGITS.double()}, TypeError, r"logits must be float32, bfloat16 or float16, got torch.float64; convert"),
+        ({"index_dtype": torch.int16}, TypeError, "index_dtype must be torch.int64 or torch.int32, got torch.int16"),
+        ({"expert_bias": torch.zeros(11)}, ValueError, r"expert_bias must have shape \[12\] to match logits, got \[11\]"),
+        ({"expert_bias": torch.zeros(12).bfloat16()}, TypeError, "expert_bias must be torch.float32, got torch.bfloat16"),
+        ({"expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias must be finite, got inf for expert 0"),
+        ({"mask": torch.zeros(4)}, TypeError, "mask must be torch.bool, got torch.float32"),
+        ({"logits": LOGITS.to("meta")}, ValueError, "logits must be on the CPU or a CUDA device, got meta"),
+        (
+            {"mask": torch.zeros(4, dtype=torch.bool, device="meta")},
+            ValueError,
+            r"mask must be on cpu as logits are, got meta; move it with .to\(logits.device\)",
+        ),
+    ],
+)
+def test_wrong_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        ops.gate(**{"logits": LOGITS, "num_topk": 2, **changes})
+
+
+def test_numbers_of_numpy_and_an_integer_factor():
+    numbers = dict(num_topk=np.int64(2), num_groups=np.int32(4), topk_groups=np.int64(2), group_score_topk=np.int64(1))
+    logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    for factor in (2, np.float32(2)):
+        taken = ops.gate(logits, **numbers, routed_scaling_factor=factor)
+        plain = {name: int(number) for name, number in numbers.items()}
+        for ours, theirs in zip(taken, ops.gate(logits, **plain, routed_scaling_factor=2.0), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_logits_are_named(value, dtype):
+    logits = torch.zeros(300, 20, dtype=dtype)
+    logits[211, 17] = logits[250, 3] = value
+    with pytest.raises(ValueError, match=rf"logits must be finite, got -?{abs(value)} for token 211, expert 17; look for"):
+        ops.gate(logits, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [5, -1])
+def test_wrong_number_of_ranks(num_ranks):
+    with pytest.raises(ValueError, match=f"num_ranks must divide the 12 experts, got {num_ranks}"):
+        ops.gate_full(LOGITS, 2, num_ranks=num_ranks)
+    for options, message in (
+        (dict(num_ranks=None), "num_ranks is None; it must be an int"),
+        (dict(dense=None), "dense is None; it must be a bool"),
+        (dict(shares=1), "shares is 1; it must be a bool"),
+        (dict(num_groups=None), "num_groups is None; it must be an int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ops.gate_full(LOGITS, 2, **options)
+    with pytest.raises(TypeError, match="gate_full has no argument groups"):
+        ops.gate_full(LOGITS, 2, groups=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_gpu_names_non_finite_logits_at_the_next_look(value, dtype):
+    device = device_of("nvlink", 0)
+    logits = torch.zeros(20, 24, dtype=dtype)
+    logits[11, 17] = value
+    message = rf"logits must be finite, got -?{abs(value)} for token 11, expert 17 in an earlier call of the gate on the GPU"
+
+    def route():
+        output = run(device, logits, 2, function=ops.gate_full, shares=True)
+        assert output.topk_idx[11].tolist() == [-1, -1] and output.topk_weights[11].tolist() == [0, 0]
+        torch.testing.assert_close(output.shares.sum(1), (torch.arange(20) != 11).float())
+        assert output.num_tokens_per_expert.tolist() == [19, 19] + [0] * 22
+
+    route()
+    with pytest.raises(ValueError, match=message):
+        ops.check_gate()
+    ops.check_gate()
+    route()
+    with pytest.raises(ValueError, match=message):
+        run(device, torch.zeros(1, 24), 2)
+    run(device, torch.zeros(1, 24), 2)
+    ops.check_gate()
+
+
+@pytest.mark.gpu
+def test_gpu_names_a_bias_that_is_not_finite():
+    device = device_of("nvlink", 0)
+    bias = torch.zeros(24)
+    bias[5] = math.nan
+    assert (run(device, torch.zeros(2, 24), 2, expert_bias=bias).topk_idx == -1).all()
+    with pytest.raises(ValueError, match="expert_bias must be finite, got nan for expert 5 in an earlier call of the gate on the GPU"):
+        ops.check_gate()
+
+
+@pytest.mark.gpu
+def test_gpu_refuses_too_many_experts():
+    with pytest.raises(ValueError, match="logits must have at most 1024 experts on a GPU, got 1025; move them with .cpu()"):
+        ops.gate(torch.zeros(2, 1025, device=device_of("nvlink", 0)), 2)
+
+
+@pytest.mark.gpu
+def test_gpu_takes_sums_with_the_bias_that_are_infinite():
+    logits, bias = torch.zeros(1, 8), torch.zeros(8)
+    logits[0, 3] = bias[3] = 3e38
+    options = {"score_function": "softmax_topk", "expert_bias": bias}
+    assert_close(run(device_of("nvlink", 0), logits, 2, **options), reference.gate(logits, 2, **options))
+    ops.check_gate()
+
+
+@pytest.mark.gpu
+def test_gpu_refuses_options_that_would_leave_memory():
+    device_of("nvlink", 0)
+    pointers = dict.fromkeys(("logits", "topk_idx", "grad_topk_weights", "grad_probs", "grad_shares", "grad_logits", "stream"), 0)
+    with pytest.raises(ValueError, match="gate options out of bounds: num_experts 1040, at most 1024 on a GPU"):
+        _C.gpu_gate_backward(native_options(num_experts=1040), **pointers)
+    with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12, num_topk 33"):
+        _C.gpu_gate_backward(native_options(num_topk=33), **pointers)

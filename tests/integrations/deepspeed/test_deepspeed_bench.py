@@ -1,0 +1,146 @@
+"""The benchmark of DeepSpeed's layer: its records and its refusals, on the CPU with tiny sizes."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed_cases import repeats_bits
+
+from deepep_moe.bench.layers import deepspeed as bench
+from deepep_moe.testing import run_ranks
+
+pytest.importorskip("deepspeed")
+
+ROOT = Path(__file__).parents[3]
+TINY = {"num_tokens": 24, "hidden": 32, "ffn_hidden": 16, "num_topk": 2, "num_experts": 4, "num_layers": 2, "repeats": 2}
+PARTS = ("forward", "backward", "forward+backward")
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    bench.resolve(options)
+    return options
+
+
+def run_tiny(tmp_path: Path, *more: str) -> tuple[str, list[dict]]:
+    """What the command with tiny sizes prints, and its records."""
+    arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.bench", "deepspeed", "--device", "cpu", *arguments, *more]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "records.json")], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = json.loads((tmp_path / "records.json").read_text())
+    for r in records:
+        assert (r["backend"], r["num_ranks"], r["num_tokens"], r["num_topk"], r["rival"]) == ("shm", 2, 24, 2, "deepspeed")
+        assert r["us_median"] > 0 and r["num_layers"] == 2
+        assert r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
+        row_bytes = 32 * {"float32": 4, "bfloat16": 2}[r["dtype"]]
+        assert r["bytes_moved"] % row_bytes == 0 and 0 < r["bytes_moved"] <= 24 * 2 * 4 * row_bytes
+    return done.stdout, records
+
+
+def test_records(tmp_path):
+    printed, records = run_tiny(tmp_path)
+    assert "exchange, exact" in printed and "layer, deepspeed" in printed
+    assert [r["op"] for r in records] == [
+        f"deepspeed {what} {mode} top-2 {dtype} {part}"
+        for dtype in ("fp32", "bf16")
+        for what in ("exchange", "layer", "communication")
+        for mode in ("exact", "fast")
+        for part in PARTS
+    ]
+    for r in records:
+        more = {"exchange": set(), "communication": {"gate"}, "layer": {"gate", "experts"}}
+        assert set(r["differences"]) == {"output", "input"} | more[r["op"].split()[1]]
+    if not repeats_bits():
+        return
+    exact = [r["differences"] for r in records if r["op"].split()[1:3] in (["exchange", "exact"], ["communication", "exact"])]
+    assert all(value == 0 for differences in exact for value in differences.values()), "to the bit, where experts change nothing"
+
+
+def test_records_of_autoep(tmp_path):
+    pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
+    printed, records = run_tiny(tmp_path, "--autoep", "--dtype", "fp32")
+    assert "autoep, exact" in printed and "AutoEP, ffn 16" in printed
+    assert [r["op"] for r in records] == [f"deepspeed autoep {mode} top-2 fp32 {part}" for mode in ("exact", "fast") for part in PARTS]
+    for r in records:
+        assert set(r["differences"]) == {"output", "input", "router", "experts"}
+        assert 0 <= max(r["differences"].values()) < 1e-5 and r["capacity_factor"] is None
+
+
+@pytest.mark.gpu
+def test_kernels_are_timed_on_a_gpu(tmp_path):
+    arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = options_of("--device", "cuda", "--num-ranks", "1", *arguments)
+    options.json = tmp_path / "records.json"
+    bench.main(options)
+    records = json.loads((tmp_path / "records.json").read_text())
+    for r in records:
+        timed = r["op"].endswith("forward+backward")
+        assert ("us_kernels" in r) == ("rival_us_kernels" in r) == timed
+        assert not timed or (0 < r["us_kernels"] < 1e6 and 0 < r["rival_us_kernels"] < 1e6)
+
+
+def _link_bytes_worker(rank: int, num_ranks: int) -> dict[str, int]:
+    # Of 4 experts, ranks have two each. Token 0 goes to both of rank 1, token 1 to one each, token 2 to one of rank 0 and is dropped.
+    return bench.link_bytes(torch.tensor([[2, 3], [0, 2], [1, -1]]), 2, 10)
+
+
+def test_link_bytes():
+    assert run_ranks(_link_bytes_worker, 2) == [{"exact": 30, "fast": 20}, {"exact": 20, "fast": 20}]
+
+
+def _measured(value: float, *times: list[float]) -> bench.Measured:
+    turns = {("exchange", kind): list(times) for kind in ("exact", "fast", "deepspeed")}
+    differences = {"exchange": {"exact": {"output": 0.0}, "fast": {"output": value}}}
+    return bench.Measured("shm", "here", "these", {"exact": 640, "fast": 320}, differences, turns)
+
+
+def test_the_slowest_rank_counts():
+    ranks = [_measured(0.0, [1.0, 5.0, 6.0], [3.0, 1.0, 4.0]), _measured(0.0, [2.0, 2.0, 4.0], [2.0, 2.0, 4.0])]
+    found = bench.slowest(ranks)["exchange", "exact"]
+    assert found == {"forward": [2.0, 3.0], "backward": [5.0, 2.0], "forward+backward": [6.0, 4.0]}
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_disagreement_fails(value, monkeypatch, capsys):
+    shape = bench.Shape(2, "bf16")
+    monkeypatch.setattr(bench, "run_ranks", lambda *_, **__: [{shape: _measured(0.0, [1.0] * 3)}, {shape: _measured(value, [1.0] * 3)}])
+    options = options_of("--device", "cpu")
+    options.json = None
+    with pytest.raises(SystemExit, match=r"top-2 bf16, exchange, fast: output differs by .*, more than rounding \(6.0e-02\)"):
+        bench.main(options)
+    assert "exchange, fast" in capsys.readouterr().out
+
+
+def test_autoep_says_what_it_needs(monkeypatch):
+    with pytest.raises(ValueError, match="--autoep needs --num-ranks 2 or more: on one rank AutoEP moves nothing"):
+        options_of("--device", "cpu", "--autoep", "--num-ranks", "1")
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--autoep needs transformers: pip install 'transformers>=5'"):
+        options_of("--device", "cpu", "--autoep")
+
+
+def test_options(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    options = options_of()
+    assert (options.device, options.num_ranks, options.num_tokens, options.hidden, options.num_experts) == ("cpu", 2, 4096, 1024, 16)
+    assert (options.num_topk, options.dtype, options.capacity_factor) == ([2], ["fp32", "bf16"], 1.25)
+    assert options.num_layers == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    options = options_of()
+    assert (options.device, options.num_ranks, options.backend, options.hidden, options.num_experts) == ("cuda", 4, "nvlink", 4096, 64)
+    assert (options.num_topk, options.dtype, options.num_layers) == ([2, 8], ["bf16"], 4)
+    with pytest.raises(ValueError, match="needs a GPU for each of 5 ranks, this machine has 4; give --num-ranks, or --device cpu"):
+        options_of("--num-ranks", "5")
+    with pytest.raises(ValueError, match=r"--num-experts 6 must be a multiple of --num-ranks 4, each of --num-topk \[2, 8\] 1 to the"):
+        options_of("--num-experts", "6")

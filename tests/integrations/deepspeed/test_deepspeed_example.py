@@ -1,0 +1,57 @@
+"""The training example: it learns, both ways learn the same, checkpoints go both ways, and it leaves the files it promises."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[3]
+STEPS = 16
+
+
+def _tutorial_worker(rank: int, num_ranks: int, script: str) -> tuple[str, float]:
+    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
+
+    with engine_ready():
+        names: dict = {}
+        exec(compile(script, "docs/deepspeed.md", "exec"), names)
+        return type(names["engine"].module.moe.deepspeed_moe).__name__, names["loss"].item()
+
+
+def test_the_tutorials_first_script_trains():
+    script = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deepspeed.md").read_text(), re.DOTALL)[0]
+    for layer, loss in run_ranks(_tutorial_worker, 2, script, timeout_s=200):
+        assert layer == "PackedMOELayer" and loss < 1.1, (layer, loss)
+
+
+def test_training_learns_and_equals_deepspeed(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "deepspeed" / "train.py"), "--steps", str(STEPS)]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss curves of deepep_moe and deepspeed agree" in done.stdout
+    losses = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("checkpoint saved by")]
+    assert len(losses) == 4 and losses[0] == losses[1] and losses[2] == losses[3], done.stdout
+
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["dispatcher"], r["step"]) for r in records] == [
+        (name, step) for name in ("deepep_moe", "deepspeed") for step in range(STEPS)
+    ]
+    assert max(map(float, losses)) < records[0]["loss"] - 1, "of trained weights, not of those that an engine begins with"
+    losses = [record["loss"] for record in records[:STEPS]]
+    assert abs(losses[0] - math.log(256)) < 0.2 and losses[-1] < losses[0] - 1.5
+    assert losses[0] == records[STEPS]["loss"], "the first step has the bits of DeepSpeed's"
+    for name in ("loss.png", "expert_load.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"deepep_moe", "deepspeed"}

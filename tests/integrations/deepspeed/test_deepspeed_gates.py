@@ -1,0 +1,280 @@
+"""The gates' decisions without slots: by hand, against DeepSpeed's gates to the bit, and whom they leave the decision to."""
+
+import functools
+
+import emulated_gpu
+import pytest
+import torch
+
+pytest.importorskip("hypothesis")
+from exchange_cases import device_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.moe import sharded_moe
+from deepspeed_cases import engine_ready, logged, make_moe
+
+from deepep_moe.integrations.deepspeed import replace_moe_layers
+from deepep_moe.integrations.deepspeed.native import gates, top2
+from deepep_moe.integrations.deepspeed.native.routing import ask, has_sparse_routes, route
+from deepep_moe.testing.launch import run_ranks
+
+pytestmark = pytest.mark.skipif(not has_sparse_routes(sharded_moe.TopKGate.forward), reason="DeepSpeed's gates name experts since 0.19.4")
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+NAMES = ("l_aux", "counts", "topk_idx", "topk_weights", "x.grad", "wg.grad", "random numbers after it")
+
+
+def make_gate(scores, **options):
+    """A gate that sees tokens as rows of the unit matrix, and so has these logits."""
+    num_experts, num_tokens = len(scores[0]), len(scores)
+    gate = sharded_moe.TopKGate(num_tokens, num_experts, min_capacity=0, **options)
+    gate.wg.weight.data.copy_(torch.tensor(scores).t())
+    return gate, torch.eye(num_tokens)
+
+
+def test_one_expert_by_hand():
+    """Without random numbers, and with room for 2 of its 3 tokens."""
+    gate, x = make_gate([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]], k=1, use_rts=False)
+    l_aux, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    share = torch.tensor([1.0, 0.0]).softmax(0)[0].item()
+    assert counts.tolist() == [3, 1]
+    assert sorted(topk_idx[0].tolist()) == [-1, 0, 0, 1] and topk_idx[0, 2] == 1, "room for 4 / 2 tokens"
+    torch.testing.assert_close(topk_weights[0], torch.where(topk_idx[0] < 0, 0.0, share))
+    mean = (3 * share + (1 - share)) / 4
+    torch.testing.assert_close(l_aux.item(), 2 * (mean * 3 / 4 + (1 - mean) / 4))
+
+
+def test_first_choices_come_before_second_ones_by_hand():
+    """Tokens want experts (0, 1), (0, 1), (1, 0), and there is room for 2 in each: the last one's second choice is left."""
+    gate, x = make_gate([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, 0.0]], k=2, top2_2nd_expert_sampling=False)
+    _, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    assert counts.tolist() == [3, 3, 0]
+    assert topk_idx.tolist() == [[0, 0, 1], [1, -1, -1]]
+    shares = torch.tensor([2.0, 1.0, 0.0]).softmax(0)
+    first = (shares[0] / (shares[0] + shares[1])).item()
+    torch.testing.assert_close(topk_weights, torch.tensor([[first, 1.0, 1.0], [1 - first, 0.0, 0.0]]))
+
+
+def test_the_greatest_gates_stay_by_hand():
+    """Three of three experts for each of two tokens, and room for one in each."""
+    gate, x = make_gate([[2.0, 1.0, 0.0], [0.0, 1.0, 3.0]], k=3, capacity_factor=0.5)
+    _, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    assert counts.tolist() == [2, 2, 2]
+    assert topk_idx.tolist() == [[0, 2], [1, -1], [-1, -1]], "expert 1 is worth more to the first token"
+    shares = torch.tensor([2.0, 1.0]).softmax(0)
+    torch.testing.assert_close(topk_weights, torch.tensor([[shares[0], 1.0], [shares[1], 0.0], [0.0, 0.0]]))
+
+
+def passes(gate, x, is_asked: bool, seed: int) -> list[torch.Tensor]:
+    """As NAMES."""
+    torch.manual_seed(seed)
+    x, gate.wg.weight.grad = x.clone().requires_grad_(), None
+    if is_asked:
+        l_aux, _, _, topk_idx, _, topk_weights, counts = ask(gate, x, None)
+    else:
+        assert gates.decides_alike(gate, x, None), "the speed of layers is that of a gate which is known"
+        l_aux, counts, topk_idx, topk_weights = gates.decide(gate, x)
+    cotangent = torch.randn(topk_weights.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
+    ((topk_weights * cotangent).sum() + l_aux).backward()
+    return [l_aux, counts, topk_idx.long(), topk_weights, x.grad, gate.wg.weight.grad, torch.rand(3, device=x.device)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    k=st.sampled_from((1, 2, 3, 8)),
+    num_experts=st.sampled_from((8, 12, 64)),
+    num_tokens=st.sampled_from((8, 17, 500, 4096)),
+    scale=st.sampled_from((1.0, 30.0)),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+    is_training=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "capacity_factor": st.sampled_from((0.3, 1, 1.25, 2.0)),
+            "eval_capacity_factor": st.sampled_from((0.5, 1.0)),
+            "min_capacity": st.sampled_from((0, 4, 8)),
+            "noisy_gate_policy": st.sampled_from((None, "Jitter", "RSample")),
+            "drop_tokens": st.booleans(),
+            "use_rts": st.booleans(),
+            "top2_2nd_expert_sampling": st.booleans(),
+        }
+    ),
+)
+def test_decisions_are_the_gates_to_the_bit(device, seed, k, num_experts, num_tokens, scale, dtype, is_training, options):
+    torch.manual_seed(seed)
+    gate = sharded_moe.TopKGate(16, num_experts, k=k, **options).to(device, dtype).train(is_training)
+    x = (torch.randn(num_tokens, 16) * scale).to(device, dtype)
+    for name, got, want in zip(NAMES, passes(gate, x, False, seed), passes(gate, x, True, seed), strict=True):
+        assert torch.equal(got, want), f"{name} is not what the gate has"
+        assert got.dtype == want.dtype, name
+
+
+def test_both_choices_of_a_single_expert_count():
+    gate, x = sharded_moe.TopKGate(16, 1, k=2, drop_tokens=False), torch.randn(5, 16)
+    for name, got, want in zip(NAMES, passes(gate, x, False, 1), passes(gate, x, True, 1), strict=True):
+        assert torch.equal(got, want), f"{name} is not what the gate has"
+
+
+def test_random_order_is_drawn_in_the_dtype_of_the_first_time(monkeypatch):
+    """As the gate does: in bf16 many numbers are equal."""
+    bounds = (torch.tensor(value, dtype=torch.bfloat16) for value in (0.0, 1.0))
+    monkeypatch.setitem(sharded_moe.exp_selection_uniform_map, torch.device("cpu"), torch.distributions.Uniform(*bounds).rsample)
+    gate, x = sharded_moe.TopKGate(16, 8, k=1, capacity_factor=0.5), torch.randn(600, 16)
+    for name, got, want in zip(NAMES, passes(gate, x, False, 1), passes(gate, x, True, 1), strict=True):
+        assert torch.equal(got, want), f"{name} is not what the gate has"
+
+
+def test_capacity_is_rounded_in_single_precision():
+    """100 * 0.3 are more than 30 there, and 100 * 1.1 are 110, which in double are 110.00000000000001."""
+    for num_tokens, num_experts, factor, want in ((100, 1, 0.3, 31), (100, 1, 1.1, 110), (4096, 64, 1.25, 80), (7, 10, 2, 4)):
+        theirs = sharded_moe._capacity(torch.zeros(num_tokens, num_experts), torch.tensor(factor), torch.tensor(4))
+        assert gates.capacity_of(num_tokens, num_experts, factor, 4) == int(theirs) == want
+
+
+# ---- top-2 in kernels ----
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    device = device_of("nvlink", 0)
+    if emulated_gpu.is_chosen():
+        monkeypatch.setattr(top2, "GPU", "cpu")
+    was_deterministic, was_only_warning = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN then
+    yield device
+    torch.use_deterministic_algorithms(was_deterministic, warn_only=was_only_warning)
+
+
+@pytest.mark.gpu
+def test_kernels_by_hand(gpu):
+    """As above: three tokens, room for 2 in each of experts 0 and 1."""
+    logits = torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, 0.0]], device=gpu)
+    assert top2.has_kernels(logits) and not top2.has_kernels(logits[:0])
+    _, counts, topk_idx, topk_weights = gates._decide_2(logits, 2, noise=False)
+    assert topk_idx.dtype == torch.int32 and counts.tolist() == [3, 3, 0]
+    assert topk_idx.tolist() == [[0, 0, 1], [1, -1, -1]]
+    first = logits[0].softmax(0)[:2]
+    first = (first[0] / first.sum()).item()
+    torch.testing.assert_close(topk_weights.cpu(), torch.tensor([[first, 1.0, 1.0], [1 - first, 0.0, 0.0]]))
+
+
+def gradients(outputs, logits, seed):
+    l_aux, _, _, topk_weights = outputs
+    cotangent = torch.randn(topk_weights.shape, generator=torch.Generator().manual_seed(seed)).to(logits.device)
+    which = ((l_aux, topk_weights), (1.7 * torch.ones_like(l_aux), cotangent))
+    return [
+        torch.autograd.grad(o, logits, g, retain_graph=True)[0] for o, g in (which, (which[0][0], which[1][0]), (which[0][1], cotangent))
+    ]
+
+
+@pytest.mark.gpu
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    num_tokens=st.sampled_from((1, 2, 31, 300, 5000)),
+    num_experts=st.sampled_from((1, 2, 7, 32, 100)),
+    room=st.sampled_from((None, 0.0, 0.3, 1.25)),
+    what=st.sampled_from(("random", "equal", "few values", "some infinite", "some nan")),
+    noise=st.booleans(),
+)
+def test_kernels_have_the_bits_of_operations(gpu, seed, num_tokens, num_experts, room, what, noise):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_tokens, num_experts, generator=generator) * (what != "equal")
+    logits = logits.round() if what == "few values" else logits
+    scores = logits + torch.randn(logits.shape, generator=generator) if noise else logits.clone()
+    if what.startswith("some"):
+        scores[torch.rand(scores.shape, generator=generator) < 0.3] = torch.nan if what == "some nan" else -torch.inf
+    logits, scores = logits.to(gpu).requires_grad_(), scores.to(gpu)
+    capacity = None if room is None else int(room * 2 * num_tokens / num_experts)
+    ours, theirs = top2.Top2.apply(logits, scores, capacity, None), gates._choose_2(logits, scores, capacity)
+    for name, got, want in zip(NAMES, ours, theirs, strict=False):
+        assert torch.equal(got, want.to(got.dtype)), f"{name} is not what operations make"
+    for got, want in zip(gradients(ours, logits, seed), gradients(theirs, logits, seed), strict=True):
+        if emulated_gpu.is_chosen():  # PyTorch divides on CPUs, and multiplies with the reciprocal on GPUs
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(got, want), "the gradient is not what operations make"
+
+
+@pytest.mark.gpu
+def test_kernels_have_a_second_derivative(gpu):
+    logits = torch.randn(40, 6, device=gpu, requires_grad=True)
+    seconds = []
+    for decided in (top2.Top2.apply(logits, logits.detach(), 9, gates._choose_2), gates._choose_2(logits, logits.detach(), 9)):
+        for i in (0, 3):
+            first = torch.autograd.grad(decided[i].square().sum(), logits, create_graph=True)[0]
+            seconds.append(torch.autograd.grad(first.square().sum(), logits, retain_graph=True)[0])
+    assert seconds[0].any() and seconds[1].any()
+    torch.testing.assert_close(seconds[:2], seconds[2:])
+
+
+class Other(sharded_moe.TopKGate):
+    pass
+
+
+@pytest.mark.parametrize(
+    "who", ["a hook", "a subclass", "its own forward", "a timer", "autocast", "tf32", "used_token", "another source", "a wrapper", "fp64"]
+)
+def test_who_decides(who, monkeypatch):
+    """A gate that does more than `decide` knows is called."""
+    calls, used = [], None
+    gate = (Other if who == "a subclass" else sharded_moe.TopKGate)(16, 8, k=2)
+    x = torch.randn(20, 16)
+    assert who == "a subclass" or gates.decides_alike(gate, x, None)
+    monkeypatch.setattr(gate, "wall_clock_breakdown", who == "a timer")
+    own = sharded_moe.top2gating
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        return own(*arguments, **options)
+
+    if who == "a hook":
+        gate.register_forward_hook(lambda *_: None)
+    elif who == "its own forward":
+        monkeypatch.setattr(gate, "forward", gate.forward)
+    elif who == "tf32":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    elif who == "used_token":
+        gate.k, used = 1, torch.ones(20, dtype=torch.bool)
+    monkeypatch.setattr(sharded_moe, "top2gating", counted)
+    if who == "a wrapper":
+        monkeypatch.setattr(sharded_moe, "top2gating", functools.wraps(own)(counted))
+    elif who != "another source":  # which the counting function has
+        monkeypatch.setattr(gates, "is_known", lambda *_: True)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if who == "fp64" else default)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=who == "autocast"):
+            assert not gates.decides_alike(gate, x, used)
+            route(gate, x, used)
+    finally:
+        torch.set_default_dtype(default)
+    assert len(calls) == (0 if who == "used_token" else 1)
+
+
+def _unknown_worker(rank: int, num_ranks: int) -> list[str]:
+    gates.knows_the_gate = lambda: False
+    with engine_ready(), logged() as messages:
+        replace_moe_layers(make_moe(ep=1))
+    return messages
+
+
+def test_gates_that_are_called_are_said():
+    assert run_ranks(_unknown_worker, 1) == [
+        [
+            "1 MoE layers dispatch through deepep_moe (exact mode)",
+            "DeepSpeed's gates are called, which takes longer: deepep_moe knows those of 0.19.4 to 0.19.8 only, and these differ",
+        ]
+    ]
+
+
+def test_a_wrapper_of_a_compiled_function_is_unknown():
+    """`_capacity` is scripted or compiled, as versions have it."""
+    own = sharded_moe._capacity
+    assert gates.digest((own,)) and not gates.digest((functools.wraps(own)(lambda *_: torch.tensor(1)),))

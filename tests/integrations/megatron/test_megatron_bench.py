@@ -1,0 +1,112 @@
+"""The benchmark of the layer: its records and its refusals, on the CPU with tiny sizes."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepep_moe.bench.layers import megatron
+from deepep_moe.testing import run_ranks
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[3]
+TINY = {"num_tokens": 12, "hidden": 32, "ffn_hidden": 16, "num_topk": 3, "num_experts": 4, "repeats": 2}
+
+
+def options_of(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    megatron.add_arguments(parser)
+    options = parser.parse_args(arguments)
+    megatron.resolve(options)
+    return options
+
+
+def test_records(tmp_path):
+    arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.bench", "megatron", "--device", "cpu", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "records.json")], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exchange, alltoall" in done.stdout and "layer, allgather" in done.stdout
+    records = json.loads((tmp_path / "records.json").read_text())
+    rivals = {"exchange": ["alltoall", "allgather", "rows alone", "rows, gathers"], "layer": ["alltoall", "allgather"]}
+    assert [(r["op"], r["rival"]) for r in records] == [
+        (f"megatron {what} {part}", rival)
+        for what in rivals
+        for rival in rivals[what]
+        for part in ("forward", "backward", "forward+backward")
+    ]
+    for r in records:
+        assert (r["backend"], r["num_ranks"], r["num_tokens"], r["dtype"], r["layout"]) == ("shm", 2, 12, "bfloat16", "expert")
+        assert r["us_median"] > 0 and r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
+        assert r["bytes_moved"] % 64 == 0 and 0 < r["bytes_moved"] <= 12 * 64 * 4
+        kinds = {"exchange": {"output", "input", "probs"}, "layer": {"output", "input", "router", "experts"}}
+        differences = r["differences"]
+        assert differences is None if r["rival"].startswith("rows") else set(differences) == kinds[r["op"].split()[1]]
+
+
+def rows_return(rank: int, num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(5 + rank, 1, 8, generator=generator)
+    routing_map = torch.rand(5 + rank, 6, generator=generator).argsort(1) < 3
+    rows = megatron.Rows(x, routing_map, num_ranks, permutes=True)
+    rows.forward()
+    rank_of_expert = torch.arange(6) // (6 // num_ranks)
+    assert rows.sent == [int(routing_map[:, rank_of_expert == r].sum()) for r in range(num_ranks)]
+    torch.testing.assert_close(rows.output, 3 * x[:, 0])
+
+
+def test_rows_of_the_rival_return():
+    run_ranks(rows_return, 2)
+
+
+def test_differences():
+    expected = torch.tensor([[2.0, -4.0], [0.0, 1.0]])
+    assert megatron.difference(expected, expected) == 0
+    assert megatron.difference(expected + torch.tensor([[0.0, 0.0], [1.0, 0.0]]), expected) == 0.25
+    assert megatron.difference(torch.full((2, 2), torch.nan), expected) != 0
+    assert megatron.difference(torch.zeros(0, 2), torch.zeros(0, 2)) == 0
+    assert megatron.kind_of("experts.local_experts.3.linear_fc1.weight") == "experts"
+
+
+def _measured(difference: float, *times: list[float]) -> megatron.Measured:
+    differences = {"exchange": {"alltoall": {"output": difference}, "allgather": {"output": 0.0}}}
+    turns = {("exchange", name): list(times) for name in ("deepep_moe", "alltoall")}
+    return megatron.Measured("shm", "here", "these", False, 640, differences, turns)
+
+
+def test_the_slowest_rank_counts():
+    ranks = [_measured(0.0, [1.0, 5.0, 6.0], [3.0, 1.0, 4.0]), _measured(0.0, [2.0, 2.0, 4.0], [2.0, 2.0, 4.0])]
+    assert megatron.slowest(ranks)["exchange", "alltoall"] == {
+        "forward": [2.0, 3.0], "backward": [5.0, 2.0], "forward+backward": [6.0, 4.0]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("difference", [0.5, float("nan")])
+def test_disagreement_fails(difference, monkeypatch, capsys):
+    ranks = [_measured(0.0, [1.0, 1.0, 2.0]), _measured(difference, [1.0, 1.0, 2.0])]
+    monkeypatch.setattr(megatron, "run_ranks", lambda *_, **__: ranks)
+    options = options_of("--device", "cpu")
+    options.json = None
+    with pytest.raises(SystemExit, match=r"dispatchers disagree by more than rounding \(3.1e-02\): exchange, alltoall: output differs"):
+        megatron.main(options)
+    assert "exchange, alltoall" in capsys.readouterr().out
+
+
+def test_options_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    options = options_of()
+    assert (options.num_ranks, options.backend, options.num_tokens, options.hidden) == (4, "nvlink", 4096, 4096)
+    assert (options.num_experts, options.num_topk, options.dtype) == (64, 8, "bf16")
+    with pytest.raises(ValueError, match="--num-experts 6 must be a multiple of --num-ranks 4"):
+        options_of("--num-experts", "6")
+    with pytest.raises(ValueError, match="needs a GPU for each of 5 ranks, this machine has 4"):
+        options_of("--num-ranks", "5")

@@ -1,0 +1,109 @@
+"""On GPUs: the kernels of the routing, the dispatcher against alltoall's, and a few steps of the example."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+
+from deepep_moe.integrations.common.process_groups import default_group
+from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.integrations.megatron.routing import topk_from_map, weights_at
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[3]
+# (tokens, experts, top-k, dtype of the probs)
+ROUTINGS = [
+    (5, 4, 2, torch.float32), (33, 64, 8, torch.float32), (7, 24, 3, torch.bfloat16), (9, 256, 8, torch.float64), (0, 8, 2, torch.float32),
+    (1, 3, 4, torch.float32),
+]  # fmt: skip
+
+
+def check_kernels(device: str) -> None:
+    """The kernels against the operators; a token of each routing has probs of 0, another one expert too many."""
+    from deepep_moe.integrations.megatron.routing_kernels import TopkFromDense
+
+    for num_tokens, num_experts, num_topk, dtype in ROUTINGS:
+        generator = torch.Generator().manual_seed(num_tokens)
+        counts = torch.randint(0, min(num_topk, num_experts) + 1, (num_tokens, 1), generator=generator)
+        order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
+        routing_map = (order < counts).to(device)
+        routing_map[-1:, : num_topk + 1] = True
+        probs = torch.rand(num_tokens, num_experts, generator=generator).to(device, dtype)
+        probs[:1] = 0
+        grad = torch.randn(num_tokens, num_topk, generator=generator).to(device)
+        ours, theirs = probs.clone().requires_grad_(), probs.clone().requires_grad_()
+        topk_idx, topk_weights = TopkFromDense.apply(routing_map, ours, num_topk)
+        expected_idx = topk_from_map(routing_map, num_topk)
+        assert torch.equal(topk_idx, expected_idx) and topk_idx.dtype == torch.int64
+        is_refused = (expected_idx >= num_experts).any(1)
+        expected_weights = weights_at(theirs, expected_idx)
+        assert topk_weights.dtype == torch.float32 and torch.equal(topk_weights[~is_refused], expected_weights[~is_refused])
+        topk_weights.backward(grad)
+        expected_weights.backward(grad)
+        assert ours.grad is not None and theirs.grad is not None
+        # Triton's interpreter cuts bf16 off where a GPU rounds.
+        tolerance = 2**-7 if device == "cpu" and dtype == torch.bfloat16 else 0
+        torch.testing.assert_close(ours.grad[~is_refused], theirs.grad[~is_refused], rtol=tolerance, atol=0)
+
+
+@pytest.mark.gpu
+def test_routing_kernels():
+    check_kernels("cuda")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_routing_kernels_interpreted():
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "import test_megatron_gpu; test_megatron_gpu.check_kernels('cpu')"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+
+
+def regrouped(rank: int, num_ranks: int) -> None:
+    before = dist.group.WORLD
+    with default_group("gloo"):
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, num_ranks) and dist.group.WORLD is not before
+        gathered = [torch.zeros(1) for _ in range(num_ranks)]
+        dist.all_gather(gathered, torch.full((1,), float(rank)))
+        assert torch.cat(gathered).tolist() == list(range(num_ranks))
+    assert not dist.is_initialized()
+
+
+def test_default_group_is_replaced():
+    run_ranks(regrouped, 2)
+
+
+def parity(rank: int, num_ranks: int, backend: str) -> str:
+    with model_parallel("cuda", ep=num_ranks, backend=backend) as sizes:
+        ours, theirs = (build_layer(layer_config(**sizes, **selection(name))) for name in ("deepep_moe", "alltoall"))
+        theirs.load_state_dict(ours.state_dict())
+        for num_rows in (5 + 40 * rank, 64):  # the first agrees on the bound
+            generator = torch.Generator().manual_seed(rank)
+            inputs = [torch.randn(num_rows, 2, HIDDEN, generator=generator).cuda() for _ in range(2)]
+            passes = [forward_backward(layer, *inputs) for layer in (ours, theirs)]
+            assert_same(*passes, f"{num_rows} rows, rank {rank}", tolerance=5e-6)
+        return ours.token_dispatcher.buffer.backend
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize("backend", ["nvlink", "collective"])
+def test_outputs_and_gradients_equal_alltoall_on_gpus(backend):
+    assert run_ranks(parity, 2, backend) == [backend] * 2
+
+
+@pytest.mark.multi_gpu(2)
+def test_example_on_gpus(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "megatron" / "train.py"), "--device", "cuda", "--num-ranks", "2"]
+    command += ["--steps", "8", "--compare", "alltoall", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nvlink" in done.stdout and "loss curves of deepep_moe and alltoall agree" in done.stdout

@@ -1,0 +1,314 @@
+"""Low-latency dispatch and combine against the reference, bit for bit."""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import assert_same, device_of, on_device
+from low_latency_cases import (
+    BLOCK,
+    Case,
+    Expected,
+    check_cases,
+    check_dispatch,
+    combine_rows,
+    make_buffer,
+    run_case,
+    start_combine,
+    start_dispatch,
+    unpack_scales,
+)
+
+from deepep_moe import LowLatencyBuffer, ops, reference
+from deepep_moe.testing import run_ranks
+
+BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+# ---- small enough to check by hand ----
+
+
+def two_ranks_by_hand(rank, _, backend):
+    """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3. Row r of expert e is received as value x, and goes back as 10 * x."""
+    device_of(backend, rank)
+    buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend, timeout_s=20)
+    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).contiguous()
+    idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [0, 1]]])[rank]
+    weights = torch.tensor([[[0.5, 0.25], [2.0, 9.0]], [[1.0, 1.0], [3.0, 0.0]]])[rank]
+    x, idx, weights = on_device(backend, rank, x, idx, weights)
+    out = buffer.dispatch(x, idx, weights)
+    counts = out.num_recv_tokens_per_expert.tolist()
+    assert counts == [[2, 1], [2, 2]][rank]
+    rows = [out.recv_x[expert, :count, 0].tolist() for expert, count in enumerate(counts)]
+    assert rows == [[[1.0, 4.0], [4.0]], [[1.0, 3.0], [2.0, 3.0]]][rank]
+    y = buffer.combine(out.recv_x * 10, out.handle)
+    assert y.tolist() == [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
+    y = buffer.combine(out.recv_x, buffer.dispatch(x, idx).handle)  # a plain sum
+    assert y[:, 0].tolist() == [[2.0, 2.0], [6.0, 8.0]][rank]
+
+
+def test_by_hand(backend):
+    run_ranks(two_ranks_by_hand, 2, backend)
+
+
+def test_one_rank_without_group(backend):
+    device_of(backend, 0)
+    buffer = LowLatencyBuffer(None, 3, 16, 2, 1, backend=backend)
+    assert "rank 0 of 1, 2 experts, top-1, hidden 16, 3 tokens" in repr(buffer)
+    assert (buffer.num_ranks, buffer.rank, buffer.num_local_experts, buffer.capacity) == (1, 0, 2, 3)
+    x, idx = on_device(backend, 0, torch.randn(3, 16), torch.tensor([[1], [-1], [1]]))
+    out = buffer.dispatch(x, idx)
+    assert out.num_recv_tokens_per_expert.tolist() == [0, 2] and torch.equal(out.recv_x[1, :2], x[[0, 2]])
+    y = buffer.combine(out.recv_x, out.handle)
+    assert torch.equal(y[[0, 2]], x[[0, 2]]) and not y[1].any()
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 3, 4, 8))
+def test_equals_reference(num_ranks, backend):
+    tokens = [24, 0, 7, 13, 1, 24, 3, 9][:num_ranks]
+    cases = [
+        Case(tokens, dtype=dtype, with_weights=with_weights, index_dtype=index_dtype, hidden=hidden, seed=num_ranks)
+        for (dtype, hidden) in zip(DTYPES, (72, 136, 4), strict=True)
+        for with_weights, index_dtype in ((True, torch.int64), (False, torch.int32))
+    ]
+    run_ranks(check_cases, num_ranks, backend, cases)
+
+
+def test_extreme_routings(backend):
+    cases = [
+        Case([24, 5, 24], num_topk=32, num_experts=48, masked=0.0, hidden=8),
+        Case([24, 24, 24], num_topk=1, num_experts=3, masked=0.0, hidden=8),
+        Case([6, 7, 8], masked=1.0),
+        Case([0, 0, 0]),
+        Case([1, 0, 1], max_tokens=1, num_experts=300, num_topk=20, hidden=2048),
+    ]
+    run_ranks(check_cases, 3, backend, cases)
+
+
+def test_long_rows_and_few_tokens(backend):
+    """Rows that a block of a GPU takes in several goes, and room for many more tokens than come."""
+    cases = [
+        Case([3, 5], hidden=16384),
+        Case([3, 5], hidden=16384, dtype=torch.float32, fp8=True, scale_format="ue8m0", wire="fp8"),
+        Case([2, 0], max_tokens=300, hidden=8),
+        Case([1, 290], max_tokens=300, hidden=128, fp8=True),
+    ]
+    run_ranks(check_cases, 2, backend, cases)
+
+
+@pytest.mark.parametrize("hidden", (128, 640))
+def test_fp8(hidden, backend):
+    """Rows quantized on the way; sums quantized on the way back. 640: the last word of packed scales is not full."""
+    cases = [
+        Case([24, 3, 11], hidden=hidden, dtype=dtype, fp8=True, scale_format=scale_format, wire=wire, seed=hidden)
+        for dtype in DTYPES
+        for scale_format, wire in (("fp32", "fp8"), ("ue8m0", None))
+    ]
+    cases.append(Case([5, 6, 7], hidden=hidden, wire="fp8", with_weights=False))
+    run_ranks(check_cases, 3, backend, cases)
+
+
+def hard_to_quantize(rank, _, backend):
+    """Powers of two times 448, ties, zeros, tiny and large rows; equal to `ops.quantize_fp8` and to its definition."""
+    case = Case([8], max_tokens=8, hidden=BLOCK, dtype=torch.float32, num_experts=1, num_topk=1)
+    x = torch.randn(8, BLOCK, generator=torch.Generator().manual_seed(1))
+    x[0] = 0
+    x[1, 0], x[2, 0], x[3, 0] = 448 * 2.0**5, 448 * 2.0**-5, 449
+    x[4] *= 1e-7
+    x[5] *= 1e30
+    x[6] = torch.arange(BLOCK) / 16 * 2.0**-6  # subnormals and ties
+    x[6, 0] = 448
+    x[7, 3] = -1e5
+    (x, idx) = on_device(backend, rank, x, torch.zeros(8, 1, dtype=torch.int64))
+    buffer = make_buffer(case, backend, rank)
+    out = buffer.dispatch(x, idx, fp8=True)
+    y, scales = ops.quantize_fp8(x)
+    assert_same("y", out.recv_x[0], y)
+    assert_same("scales", out.recv_x_scales[0], scales)
+    rounded = buffer.dispatch(x, idx, fp8=True, scale_format="ue8m0")
+    y, scales = reference.low_latency.round_scales(x.cpu())
+    assert_same("y", rounded.recv_x[0], y)
+    assert_same("exponents", rounded.recv_x_scales[0], scales.view(torch.int32) >> 23)
+
+
+def test_rows_that_are_hard_to_quantize(backend):
+    run_ranks(hard_to_quantize, 1, backend)
+
+
+def not_finite(rank, _, backend):
+    """Three rows of four blocks, the second with a value that is not finite: its block is not, and the others are as without it."""
+    case = Case([3], max_tokens=3, hidden=4 * BLOCK, dtype=torch.bfloat16, num_experts=1, num_topk=1)
+    buffer = make_buffer(case, backend, rank)
+    good = torch.randn(3, 4 * BLOCK, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for bad, scale_format in itertools.product((torch.nan, torch.inf, -torch.inf), ("fp32", "ue8m0")):
+        x = good.clone()
+        x[1, BLOCK + 5] = bad
+        rows = []
+        for sent in (x, good):
+            (sent, idx) = on_device(backend, rank, sent, torch.zeros(3, 1, dtype=torch.int64))
+            out = buffer.dispatch(sent, idx, fp8=True, scale_format=scale_format)
+            scales = unpack_scales(out.recv_x_scales[0].cpu(), scale_format, 4)
+            rows.append((out.recv_x[0].cpu().float().view(3, 4, BLOCK), scales))
+        others = torch.ones(3, 4, dtype=torch.bool)
+        others[1, 1] = False
+        for name, ours, theirs in zip(("y", "scales"), *rows, strict=True):
+            assert_same(f"{name} of other blocks", ours[others], theirs[others])
+        y, scales = rows[0]
+        assert not scales[1, 1].isfinite(), f"{bad} has the scale {scales[1, 1]} in {scale_format}"
+        assert not (y[1, 1, 5] * scales[1, 1]).isfinite()
+
+
+def test_what_is_not_finite_stays_in_its_block(backend):
+    run_ranks(not_finite, 1, backend)
+
+
+def within_bound(rank, num_ranks, backend):
+    """The documented bound of the fp8 wire, for one contribution to a token."""
+    case = Case([24] * num_ranks, num_topk=1, num_experts=num_ranks, masked=0.0, hidden=512, dtype=torch.float32, with_weights=False)
+    buffer = make_buffer(case, backend, rank)
+    out, _ = start_dispatch(buffer, case, rank, backend)
+    exact, wire = buffer.combine(out.recv_x, out.handle), buffer.combine(out.recv_x, out.handle, wire="fp8")
+    largest = exact.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True).clamp(min=1e-4).expand(-1, -1, BLOCK).flatten(1)
+    bound = torch.maximum(exact.abs() / 16, largest * 2**-10 / 448 * (1 + 1e-6))
+    assert ((wire - exact).abs() <= bound).all() and (wire != exact).any()
+
+
+def test_error_of_the_fp8_wire(backend):
+    run_ranks(within_bound, 2, backend)
+
+
+# ---- ways to call ----
+
+
+def two_in_flight(rank, _, backend):
+    cases = [Case([9, 24, 0], mode="hook", seed=seed) for seed in range(4)]
+    buffer = make_buffer(cases[0], backend, rank)
+    expected = [Expected(case) for case in cases]
+    for order in ((0, 1), (1, 0)):
+        started = [start_dispatch(buffer, case, rank, backend) for case in cases[:2]]
+        refusal = "the call before last was not received yet; call its hook"
+        with pytest.raises(ValueError, match=refusal):
+            start_dispatch(buffer, cases[2], rank, backend)
+        for index in order:
+            out, hook = started[index]
+            hook()
+            check_dispatch(cases[index], rank, out, expected[index])
+            if index == 1 and order[0] == 1:
+                with pytest.raises(ValueError, match=refusal):
+                    buffer.combine(out.recv_x, out.handle)
+        rows = [combine_rows(cases[index], rank, started[index][0], expected[index]) for index in range(2)]
+        back = [start_combine(buffer, cases[index], rows[index], started[index][0].handle) for index in range(2)]
+        for index in order:
+            back[index][1]()
+            assert_same("combined_x", back[index][0], expected[index].combined[rank])
+
+
+def test_two_calls_in_flight(backend):
+    run_ranks(two_in_flight, 3, backend)
+
+
+def overlapping(rank, _, backend):
+    """Double batching: while one batch is received, the other is sent."""
+    cases = [Case([20, 24], mode="hook", seed=seed) for seed in range(6)]
+    expected = [Expected(case) for case in cases]
+    buffer = make_buffer(cases[0], backend, rank)
+    last = None
+    for case, told in zip(cases, expected, strict=True):
+        out, hook = start_dispatch(buffer, case, rank, backend)
+        if last is not None:
+            last[1]()
+            assert_same("combined_x", last[0], last[2])
+        hook()
+        check_dispatch(case, rank, out, told)
+        last = (*start_combine(buffer, case, combine_rows(case, rank, out, told), out.handle), told.combined[rank])
+    last[1]()
+
+
+def test_overlapping_calls(backend):
+    run_ranks(overlapping, 2, backend)
+
+
+def many_calls(rank, num_ranks, backend):
+    """Ranks that are late in turn, through all turns several times, in all modes."""
+    draw = random.Random(rank)
+    cases = [
+        Case([draw_tokens % 25 for draw_tokens in (seed * 7, seed * 5 + 3, seed * 3 + 8)], fp8=seed % 3 == 0, wire=(None, "fp8")[seed % 2],
+             mode=("now", "hook", "async")[seed % 3], seed=seed, num_topk=4)
+        for seed in range(9)
+    ]  # fmt: skip
+    buffer = make_buffer(cases[0], backend, rank)
+    for case in cases:
+        time.sleep(draw.choice((0, 0, 0.02)))
+        run_case(buffer, case, rank, backend)
+
+
+def test_many_calls(backend):
+    run_ranks(many_calls, 3, backend)
+
+
+def other_ways(rank, _, backend):
+    case = Case([24, 6])
+    expected = Expected(case)
+    buffer = make_buffer(case, backend, rank)
+    out, _ = start_dispatch(buffer, case, rank, backend)
+    rows = buffer.combine_input(case.dtype)
+    assert rows.shape == out.recv_x.shape and rows is buffer.combine_input(case.dtype)
+    rows.copy_(combine_rows(case, rank, out, expected))
+    given = torch.empty_like(expected.combined[rank], device=rows.device)
+    for _ in range(2):  # along one handle
+        given.fill_(7)
+        assert buffer.combine(rows, out.handle, out=given) is given
+        assert_same("combined_x", given, expected.combined[rank])
+    doubled = buffer.combine((rows * 2).float(), out.handle)
+    assert doubled.dtype == torch.float32
+    assert torch.allclose(doubled, 2 * given.float(), rtol=0.02, atol=0.1)
+
+
+def test_out_and_combine_input_and_one_handle(backend):
+    run_ranks(other_ways, 2, backend)
+
+
+def counting(rank, _, backend):
+    case = Case([24, 6, 9])
+    buffer = make_buffer(case, backend, rank)
+    told = torch.tensor(Expected(case).received[rank].num_recv_tokens_per_expert)
+    dist.barrier()
+    for calls in (1, 2):
+        time.sleep(0.4 if rank == 2 else 0)
+        start_dispatch(buffer, case, rank, backend)
+        seen = buffer.statistics()
+        assert torch.equal(seen.num_tokens_per_expert.cpu(), told * calls)
+    assert seen.wait_ns.shape == (3,) and seen.num_dropped.item() == 0
+    if rank != 2:
+        assert seen.wait_ns[2] > 4e8 and seen.wait_ns[rank] < 2e8
+    buffer.reset_statistics()
+    assert not buffer.statistics().num_tokens_per_expert.any() and not buffer.statistics().wait_ns.any()
+
+
+def test_statistics(backend):
+    run_ranks(counting, 3, backend)
+
+
+def made_in_inference_mode(rank, _, backend):
+    device_of(backend, rank)
+    with torch.inference_mode():
+        buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend)
+    buffer.reset_statistics()
+    buffer.combine_input(torch.float32).fill_(1.0)
+    with torch.inference_mode():
+        buffer.combine_input(torch.float32).fill_(2.0)
+        buffer.reset_statistics()
+    assert not buffer.statistics().num_dropped.any()
+
+
+def test_a_buffer_outlives_the_inference_mode_it_was_made_in(backend):
+    run_ranks(made_in_inference_mode, 1, backend)

@@ -1,0 +1,336 @@
+"""Low-latency calls when something is wrong: bad arguments, different calls, ranks that are late, gone or come back."""
+
+import os
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import assert_same, on_device
+from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_dispatch
+from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
+
+from deepep_moe import LowLatencyBuffer
+from deepep_moe.errors import BufferDestroyedError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.testing import run_ranks
+
+# ---- ranks that do different things ----
+
+
+def different_calls(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    out = buffer.dispatch(x, idx)
+    me, you = f"rank {rank}", f"rank {1 - rank}"
+    texts = ("dispatch of float32", "dispatch of float32, sent as fp8")
+    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
+        buffer.dispatch(x, idx, fp8=rank == 1)
+        finish(buffer)
+    texts = ("dispatch of bfloat16, with topk_weights", "combine of float32, sent as fp8")
+    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}: {texts[rank]}; {you}: {texts[1 - rank]}$"):
+        if rank == 0:
+            buffer.dispatch(x.bfloat16(), idx, torch.ones(4, 2, device=x.device))
+        else:
+            buffer.combine(out.recv_x, out.handle, wire="fp8")
+        finish(buffer)
+    check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_different_calls(backend):
+    run_ranks(different_calls, 2, backend)
+
+
+def different_dispatches(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    outputs = [buffer.dispatch(x, idx) for _ in range(2)]
+    check_usable(buffer, x, idx)
+    me, you = (f"rank {who}: combine with the handle of call {who + 1}" for who in (rank, 1 - rank))
+    with pytest.raises(EPMismatchError, match=f"ranks make different calls: {me}; {you}$"):
+        buffer.combine(outputs[rank].recv_x, outputs[rank].handle)
+        finish(buffer)
+    assert torch.isfinite(buffer.combine(outputs[0].recv_x, outputs[0].handle)).all()
+    check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_handles_of_different_dispatches(backend):
+    run_ranks(different_dispatches, 2, backend)
+
+
+def refusing_on_and_on(rank, _, backend):
+    """Who refuses call after call does not get ahead of those who are still in the first, and all stay in step."""
+    buffer, x, idx = make(backend, rank)
+    for _ in range(7):
+        time.sleep(0.05 if rank == 1 else 0)
+        with pytest.raises(ValueError if rank == 0 else EPPeerError, match="scale_format is 'e8'"):
+            buffer.dispatch(x, idx, scale_format="e8" if rank == 0 else "fp32")
+            finish(buffer)
+    check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_refusals_in_a_row(backend):
+    run_ranks(refusing_on_and_on, 2, backend)
+
+
+def along_failed_dispatch(rank, _, learns_first):
+    """On a GPU a dispatch gives a handle before it has failed; what was not received has no place, so nothing goes along it."""
+    buffer, x, idx = make("nvlink", rank)
+    learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
+    for _ in range(2):
+        out = buffer.dispatch(x, idx + 1 if rank == 1 else idx)
+        torch.cuda.synchronize()
+        dist.barrier()
+        why = r"topk_idx\[[12], [01]\] is 4; it must be -1"
+        if learns_first:
+            with learns(match=why):
+                buffer.check()
+        with nullcontext() if learns_first else learns(match=why):
+            buffer.combine(out.recv_x, out.handle)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if learns_first:
+            with pytest.raises((ValueError, EPPeerError), match="the dispatch of this handle has failed, so nothing goes along it"):
+                buffer.check()
+        dist.barrier()
+        check_usable(buffer, x, idx)
+        buffer.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learns_first", (True, False))
+def test_combine_along_failed_dispatch(learns_first):
+    run_ranks(along_failed_dispatch, 2, learns_first)
+
+
+def refuses_and_leaves(rank, _, backend):
+    """Why a rank made no call is not lost when it leaves before a third one has come."""
+    case = replace(CASE, num_tokens=[4, 4, 4], num_experts=6)
+    buffer = make_buffer(case, backend, rank, timeout_s=60)
+    x, idx = on_device(backend, rank, X, IDX)
+    check_usable(buffer, x, idx)
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(TypeError, match="x has dtype float64"):
+            buffer.dispatch(x.double(), idx)
+        buffer.destroy()
+    if rank == 2:
+        time.sleep(2)
+    if rank != 1:
+        with pytest.raises(EPPeerError, match="rank 1 did not make its call: x has dtype float64"):
+            buffer.dispatch(x, idx)
+            finish(buffer)
+    dist.barrier()
+
+
+@on_every_backend
+def test_refusal_of_a_peer_that_left(backend):
+    run_ranks(refuses_and_leaves, 3, backend)
+
+
+def unreceived_handle(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    out = buffer.dispatch(x, idx, return_hook=True)
+    with pytest.raises(ValueError, match="handle is of a dispatch that was not received; call its hook"):
+        buffer.combine(out.recv_x, out.handle)
+    dist.barrier()  # both have refused, so neither has heard of the other's refusal
+    out.hook()
+    assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all()
+
+
+@on_every_backend
+def test_combine_before_the_hook(backend):
+    run_ranks(unreceived_handle, 2, backend)
+
+
+def fails_on_the_thread(rank, _, call):
+    """An asynchronous failure that nobody waited for is raised by the next call, once."""
+    case = replace(CASE, mode="async")
+    buffer = make_buffer(case, "shm", rank)
+    out = buffer.dispatch(X, IDX, async_op=True, fp8=rank == 1)
+    while not out.event.is_over():
+        time.sleep(0.01)
+    with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPMismatchError: ranks make different calls"):
+        if call == "dispatch":
+            buffer.dispatch(X, IDX)
+        else:
+            buffer.combine(torch.zeros(2, 16, 128), out.handle)
+    with pytest.raises(EPMismatchError):
+        out.event.wait()
+    run_case(buffer, case, rank, "shm")
+
+
+@pytest.mark.parametrize("call", ("dispatch", "combine"))
+def test_failure_on_the_thread(call):
+    run_ranks(fails_on_the_thread, 2, call)
+
+
+# ---- graphs ----
+
+
+def captured(rank, _):
+    """A capture that begins while an event was not waited for; a graph whose second half is on another stream."""
+    case = Case([24, 6])
+    expected, buffer = Expected(case), make_buffer(case, "nvlink", rank)
+    x, idx, weights = (tensor.cuda() for tensor in case.inputs(rank))
+    before, wait = start_dispatch(buffer, replace(case, mode="async"), rank, "nvlink")
+    torch.cuda.synchronize()
+    rows = combine_rows(case, rank, before, expected)
+    graphs, side = [torch.cuda.CUDAGraph() for _ in range(2)], torch.cuda.Stream()
+    with torch.cuda.graph(graphs[0]):
+        out = buffer.dispatch(x, idx, weights)
+    wait()
+    graphs[0].replay()
+    check_dispatch(case, rank, out, expected)
+    with torch.cuda.graph(graphs[1]):
+        out = buffer.dispatch(x, idx, weights, return_hook=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            out.hook()
+        torch.cuda.current_stream().wait_stream(side)
+        y = buffer.combine(rows, out.handle)
+    for _ in range(5):
+        y.fill_(float("nan"))
+        graphs[1].replay()
+        check_dispatch(case, rank, out, expected)
+        assert_same("combined_x", y, expected.combined[rank])
+
+
+@pytest.mark.gpu
+def test_cuda_graph_across_streams():
+    run_ranks(captured, 2)
+
+
+# ---- after the end ----
+
+
+def after_destroy(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    out, hook = buffer.dispatch(x, idx), buffer.dispatch(x, idx, return_hook=True).hook
+    finish(buffer)
+    dist.barrier()
+    buffer.destroy()
+    buffer.destroy()
+    assert "destroyed" in repr(buffer)
+    for call in (lambda: buffer.dispatch(x, idx), lambda: buffer.combine(out.recv_x, out.handle), lambda: buffer.masked_ranks, hook):
+        with pytest.raises(BufferDestroyedError, match="this LowLatencyBuffer was destroyed; create another"):
+            call()
+
+
+@on_every_backend
+def test_use_after_destroy(backend):
+    run_ranks(after_destroy, 2, backend)
+
+
+def leaves_early(rank, _, backend):
+    buffer, x, idx = make(backend, rank, timeout_s=300)
+    buffer.dispatch(x, idx)
+    if rank == 1:
+        return buffer.destroy()
+    began = time.monotonic()
+    with pytest.raises(EPPeerError, match="rank 1 destroyed its buffer, or its process is ending: .*every rank must make the same calls"):
+        buffer.dispatch(x, idx)
+        finish(buffer)
+    assert time.monotonic() - began < 60
+
+
+@on_every_backend
+def test_peer_that_destroyed_its_buffer(backend):
+    run_ranks(leaves_early, 2, backend)
+
+
+def forks(rank, _):
+    buffer, x, idx = LowLatencyBuffer(None, 4, 128, 4, 2), X, IDX
+    child = os.fork()
+    if child == 0:
+        try:
+            buffer.dispatch(x, idx)
+        except BufferDestroyedError as error:
+            os._exit(0 if "belongs to the process that created it" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check_usable(buffer, x, idx)
+
+
+def test_use_in_a_forked_process():
+    run_ranks(forks, 1)
+
+
+# ---- ranks that are late or gone ----
+
+
+def check_timeout(call, rank, phase, expected):
+    with pytest.raises(EPTimeoutError, match=f"rank {rank} did not deliver.*phase '{phase}', expected {expected}, seen") as info:
+        call()
+    error = info.value
+    assert (error.rank, error.phase, error.expected) == (rank, phase, expected) and 0 <= error.seen < expected
+
+
+def late(rank, _, backend):
+    case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2)
+    buffer = make_buffer(case, backend, rank, timeout_s=3.0)
+    run_case(buffer, case, rank, backend)
+    if rank == 2:
+        time.sleep(10)  # an emulated GPU is slow to look at its clock
+        start_dispatch(buffer, case, rank, backend)
+    else:
+        check_timeout(lambda: (start_dispatch(buffer, case, rank, backend), finish(buffer)), 2, "entry into the call", 3)
+    dist.barrier()
+    run_case(buffer, case, rank, backend)  # the late one has made the same calls, so all go on
+
+
+@on_every_backend
+def test_late_peer(backend):
+    run_ranks(late, 3, backend)
+
+
+def overtakes(rank, _):
+    """Rank 0 gives up on rank 1, and nobody looks before its next calls, as in a CUDA graph: rank 1 hears why its call cannot be made."""
+    buffer, x, idx = make("nvlink", rank, timeout_s=1.0 if rank == 0 else 20)
+    if rank == 0:
+        buffer._backend.check = lambda: None
+        for _ in range(5):
+            buffer.dispatch(x, idx)
+        torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(EPMismatchError, match="rank 0 is in call 5 already, rank 1 in call 1: rank 0 gave up waiting for a rank"):
+            buffer.dispatch(x, idx)
+            finish(buffer)
+    dist.barrier()
+
+
+@pytest.mark.gpu
+def test_peer_that_gave_up_and_went_on():
+    run_ranks(overtakes, 2)
+
+
+def dies(rank, _, backend, asynchronous):
+    case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2, mode="async" if asynchronous else "now")
+    buffer = make_buffer(case, backend, rank, timeout_s=300)
+    run_case(buffer, case, rank, backend)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, its process [0-9]+ is gone; phase 'entry into the call'") as info:
+        start_dispatch(buffer, case, rank, backend)[1]()
+        finish(buffer)
+    assert info.value.rank == 1 and time.monotonic() - began < 60
+
+
+@on_every_backend
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_peer_that_dies(asynchronous, backend):
+    run_ranks(dies, 3, backend, asynchronous, expected_dead=[1])
+
+
+def test_forgotten_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "one of WORLD_SIZE=2, but torch.distributed is not initialized; call .*init_process_group before creating a LowLatencyBuffer"
+    with pytest.raises(ValueError, match=message):
+        LowLatencyBuffer(None, 8, 16, 4, 2)

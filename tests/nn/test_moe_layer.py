@@ -1,0 +1,250 @@
+"""The MoE layer against the same layer written with loops, on one rank and on two."""
+
+import copy
+import pickle
+import runpy
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from deepep_moe import Buffer
+from deepep_moe.errors import EPPeerError
+from deepep_moe.nn import LocalExperts, MoELayer, Router, SwiGLU
+from deepep_moe.testing import run_ranks
+
+HIDDEN, NUM_EXPERTS, NUM_TOPK = 16, 4, 2
+
+
+def make_parts():
+    torch.manual_seed(0)
+    router = Router(HIDDEN, NUM_EXPERTS, NUM_TOPK, routed_scaling_factor=2.5)
+    return router, [SwiGLU(HIDDEN, 24) for _ in range(NUM_EXPERTS)], SwiGLU(HIDDEN, 24)
+
+
+def by_loops(router, experts, shared, x, mask=None):
+    rows = x.reshape(-1, HIDDEN)
+    idx, weights, _ = router(rows, mask)
+    routed = [
+        sum((w * experts[e](row[None])[0] for e, w in zip(lanes.tolist(), ws, strict=True) if e >= 0), torch.zeros(HIDDEN))
+        for row, lanes, ws in zip(rows, idx, weights, strict=True)
+    ]
+    return (torch.stack(routed) + shared(rows)).view(x.shape)
+
+
+def layer_on_ranks(rank, num_ranks, backend):
+    router, experts, shared = make_parts()
+    local = experts[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
+    layer = MoELayer(router, local, shared, num_max_tokens_per_rank=64, backend=backend, expert_alignment=4)
+    x = torch.randn(2, 5 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    mask = torch.zeros(x.shape[0] * x.shape[1], dtype=torch.bool)
+    mask[3] = True
+    y = layer(x, mask)
+    y.square().sum().backward()
+    own_grads = [p.grad.clone() for p in layer.expert_parameters()]
+    router_grad = router.weight.grad.clone()
+    dist.all_reduce(router_grad)
+    x_grad = x.grad.clone()
+
+    expected_grads = [torch.zeros_like(p) for p in layer.expert_parameters()]
+    router.zero_grad()
+    for other in range(num_ranks):
+        xo = torch.randn(2, 5 + other, HIDDEN, generator=torch.Generator().manual_seed(other), requires_grad=True)
+        masko = torch.zeros(xo.shape[0] * xo.shape[1], dtype=torch.bool)
+        masko[3] = True
+        for parameter in layer.expert_parameters():
+            parameter.grad = None
+        expected = by_loops(router, experts, shared, xo, masko)
+        expected.square().sum().backward()
+        for total, parameter in zip(expected_grads, layer.expert_parameters(), strict=True):
+            total += 0 if parameter.grad is None else parameter.grad
+        if other == rank:
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(x_grad, xo.grad)
+    for ours, expected in zip(own_grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(router_grad, router.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 4))
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_layer_equals_loops(num_ranks, backend):
+    run_ranks(layer_on_ranks, num_ranks, backend)
+
+
+def test_grouped_module_as_experts():
+    """Any module that takes rows and their counts."""
+
+    class Scale(torch.nn.Module):
+        def forward(self, x, num_rows_per_expert):
+            factors = torch.arange(1.0, NUM_EXPERTS + 1).repeat_interleave(num_rows_per_expert)
+            return x * factors[:, None]
+
+    router, _, _ = make_parts()
+    layer = MoELayer(router, Scale(), num_max_tokens_per_rank=8)
+    x = torch.randn(8, HIDDEN)
+    idx, weights, _ = router(x)
+    torch.testing.assert_close(layer(x), (weights * (idx + 1)).sum(1, keepdim=True) * x)
+    assert list(layer.expert_parameters()) == []
+
+
+def test_layers_share_a_buffer():
+    router, experts, shared = make_parts()
+    buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
+    layers = [MoELayer(router, experts, shared, buffer=buffer) for _ in range(2)]
+    x = torch.randn(8, HIDDEN)
+    torch.testing.assert_close(layers[1](layers[0](x)), by_loops(router, experts, shared, by_loops(router, experts, shared, x)))
+
+
+def test_compile_layer_fullgraph():
+    router, experts, shared = make_parts()
+    layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
+    x = torch.randn(8, HIDDEN)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # LocalExperts splits by counts; not needed from PyTorch 2.13
+        traced = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(traced, layer(x))
+
+
+def test_misfits():
+    router, experts, _ = make_parts()
+    with pytest.raises(ValueError, match=r"x has shape \[8, 32\]; its last dimension must be hidden, 16"):
+        MoELayer(router, experts)(torch.randn(8, 32))
+    transposed = torch.randn(HIDDEN, 8).t()
+    torch.testing.assert_close(MoELayer(router, experts)(transposed), MoELayer(router, experts)(transposed.contiguous()))
+    with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
+        MoELayer(router, experts[:3])
+    with pytest.raises(
+        ValueError, match=r"the buffer was made for hidden, num_experts, num_topk = \(16, 4, 1\), the router has \(16, 4, 2\)"
+    ):
+        MoELayer(router, experts, buffer=Buffer(None, 8, HIDDEN, NUM_EXPERTS, 1))
+    buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
+    with pytest.raises(ValueError, match="a buffer was given, which has its own num_max_tokens_per_rank, backend; leave them out"):
+        MoELayer(router, experts, buffer=buffer, num_max_tokens_per_rank=9, backend="shm")
+
+
+class Returns(torch.nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x, *_):
+        return self.change(x)
+
+
+def test_outputs_of_another_shape_or_dtype():
+    router, _, _ = make_parts()
+    x, same = torch.randn(8, HIDDEN), Returns(lambda rows: rows)
+    wide = Returns(lambda rows: torch.cat((rows, rows), 1))
+    with pytest.raises(
+        ValueError, match=r"the experts returned shape \[16, 32\] for rows of shape \[16, 16\]; the shapes must be the same"
+    ):
+        MoELayer(router, wide)(x)
+    with pytest.raises(ValueError, match=r"the shared expert returned shape \[8, 32\] for rows of shape \[8, 16\]"):
+        MoELayer(router, same, wide)(x)
+    strided, half = Returns(lambda rows: rows.t().contiguous().t()), Returns(lambda rows: rows.bfloat16())
+    assert torch.equal(MoELayer(router, strided, strided)(x), MoELayer(router, same, same)(x))
+    assert MoELayer(router, half, same)(x).dtype == torch.bfloat16, "the dtype is that of the experts' outputs"
+
+
+def failing_layer(rank, num_ranks):
+    """What fails on rank 1 is an error of both, and nobody waits; then all go on."""
+    router, experts, shared = make_parts()
+    layer = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
+    x = torch.randn(5, HIDDEN)
+    not_finite = torch.full_like(x, torch.nan) if rank == 1 else x
+    for given, hooked, why in (
+        (not_finite, None, "ValueError: logits must be finite"),
+        (x[:, : HIDDEN - rank], None, "ValueError: x has shape .5, 15.; its last dimension must be hidden, 16"),
+        (x, layer.experts.experts[1], "ArithmeticError: no module of rank 1"),
+        (x, layer.shared_expert, "ArithmeticError: no module of rank 1"),
+    ):
+
+        def fail(*_):
+            raise ArithmeticError("no module of rank 1")
+
+        hook = hooked.register_forward_pre_hook(fail) if hooked is not None and rank == 1 else None
+        error, message = (EPPeerError, f"rank 1 did not make its call: {why}") if rank == 0 else (Exception, why.split(": ", 1)[1])
+        began = time.monotonic()
+        with pytest.raises(error, match=message):
+            layer(given)
+        assert time.monotonic() - began < 60, "far from the deadline of 300 s"
+        if hook is not None:
+            hook.remove()
+        assert layer(x).isfinite().all()
+
+
+def test_peers_learn_what_failed():
+    run_ranks(failing_layer, 2)
+
+
+def test_copies_share_the_buffer_and_nobody_saves_it():
+    router, experts, shared = make_parts()
+    layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)
+    copied, x = copy.deepcopy(layer), torch.randn(5, HIDDEN)
+    assert copied.buffer is layer.buffer and copied.router.weight is not layer.router.weight
+    assert torch.equal(copied(x), layer(x))
+    with pytest.raises(TypeError, match="a Buffer is memory of running processes and cannot be saved; save the state_dict"):
+        pickle.dumps(layer)
+
+
+def in_ddp(rank, num_ranks):
+    """By the recipe of `expert_parameters`: routers alike, experts not, gradients those of one model that sees all tokens."""
+    router, experts, shared = make_parts()
+    model = MoELayer(router, experts[2 * rank : 2 * rank + 2], shared, num_max_tokens_per_rank=8)
+    before = [p.detach().clone() for p in model.expert_parameters()]
+    own = {id(p) for m in model.modules() if isinstance(m, MoELayer) for p in m.expert_parameters()}
+    names = [name for name, p in model.named_parameters() if id(p) in own]
+    names += [name for name, _ in model.named_buffers() if name.endswith("num_tokens_per_expert")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped = DistributedDataParallel(model)
+    for kept, parameter in zip(before, model.expert_parameters(), strict=True):
+        assert torch.equal(kept, parameter), "an expert became that of another rank"
+    x = torch.randn(num_ranks, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    wrapped(x[rank]).square().mean().backward()
+
+    router, experts, shared = make_parts()
+    by_loops(router, experts, shared, x.flatten(0, 1)).square().mean().backward()
+    torch.testing.assert_close(model.router.weight.grad, router.weight.grad)
+    expected = [p.grad for expert in experts[2 * rank : 2 * rank + 2] for p in expert.parameters()]
+    for parameter, grad in zip(model.expert_parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad / num_ranks, grad)
+
+
+def test_distributed_data_parallel():
+    run_ranks(in_ddp, 2)
+
+
+def counting_in_ddp(rank, num_ranks):
+    """Every rank keeps its own counts, over forwards without an update."""
+    model = MoELayer(Router(HIDDEN, NUM_EXPERTS, NUM_TOPK, expert_bias=True), torch.nn.Sequential(*make_parts()[1][:2]))
+    names = [name for name, _ in (*model.experts.named_parameters("experts"), *model.named_buffers()) if "bias" not in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapped, x = DistributedDataParallel(model), torch.randn(3 + rank, HIDDEN)
+    for _ in range(3):
+        wrapped(x).sum().backward()
+    assert model.router.num_tokens_per_expert.sum() == 3 * NUM_TOPK * len(x)
+
+
+def test_counts_of_ranks_stay_their_own_in_ddp():
+    run_ranks(counting_in_ddp, 2)
+
+
+def test_experts_without_rows_have_gradients():
+    experts = LocalExperts([SwiGLU(8, 8), SwiGLU(8, 8)])
+    experts(torch.randn(3, 8), torch.tensor([3, 0])).sum().backward()
+    assert all(parameter.grad is not None for parameter in experts.parameters())
+
+
+def test_example_learns():
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_moe.py"))
+    assert Path(example["__file__"]).read_text().count("\n") < 60
+    losses = run_ranks(train_example, 2)[0]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def train_example(rank, num_ranks):
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_moe.py"))
+    return example["train"](rank, num_ranks, 120)

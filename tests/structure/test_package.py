@@ -1,0 +1,282 @@
+"""What a newcomer meets first: the build, the README, the settings, the launcher, the benchmarks."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench_cases import RECORD_FIELDS
+
+import deepep_moe
+from deepep_moe import config, torch_module
+from deepep_moe.bench.common import records as records_module
+from deepep_moe.testing import RankFailedError, run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- build ----
+
+
+def test_isolated_build(tmp_path):
+    """`pip install .` works where pybind11 is not, and its main module links no PyTorch; the wheel holds every package. Where nvcc is, it
+    holds `_torch` for the PyTorch that pip installs into, which the build does not see."""
+    clean = tmp_path / "source"  # what was built before in this folder would be packed as well
+    shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns("build", "*.so", ".*", "runs", "*.egg-info", "__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--disable-pip-version-check", "-w", str(tmp_path), str(clean)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "wheel")
+    modules = {Path(name).name.split(".")[0]: tmp_path / "wheel" / name for name in names if name.endswith(".so")}
+    sources = {
+        str(Path("deepep_moe", *(["integrations"] if folder == "integrations" else []), path.relative_to(ROOT / folder)))
+        for folder in ("deepep_moe", "integrations")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    packed = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
+    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_torch.pyi"}
+    assert set(modules) == {"_C"} | ({"_torch"} if deepep_moe.features()["found_nvcc"] else set())
+    linked = subprocess.run(["ldd", str(modules["_C"])], capture_output=True, text=True, check=True).stdout
+    libraries = [line.split()[0] for line in linked.splitlines()]  # without the addresses, which differ from run to run
+    assert libraries and not re.search("torch|c10|cuda", " ".join(libraries)), linked
+    show = "import deepep_moe; print(deepep_moe.features()['autograd'])"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", show], capture_output=True, text=True, cwd=tmp_path / "wheel", env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert result.stdout.strip() == "True" if "_torch" in modules else result.stdout.startswith("not built"), result
+
+
+def test_features():
+    found = deepep_moe.features()
+    assert found["shm"] is True and found["collective"] is True and found["nvlink"] is found["found_nvcc"] and found["nvshmem"] is False
+    assert found["version"] == deepep_moe.__version__ and f'version = "{found["version"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert {"compiler", "found_nvcc", "found_nvshmem"} <= set(found)
+    if found["found_nvcc"]:
+        assert found["autograd"] is True  # as `make install` builds it
+    else:
+        assert found["autograd"].startswith("not built; to install deepep_moe again, by pip or with --no-build-isolation, builds it")
+
+
+def test_autograd_functions_of_another_build(monkeypatch):
+    def why_not(**values):
+        monkeypatch.setitem(sys.modules, "deepep_moe._torch", SimpleNamespace(**values) if values else None)
+        module, reason = torch_module._load()
+        assert (module is None) is bool(reason)
+        return reason
+
+    size = getattr(deepep_moe._C, "GPU_CALLS_BYTES", 0)
+    assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=size) == ""
+    assert (
+        why_not()
+        == "not built; to install deepep_moe again, by pip or with --no-build-isolation, builds it for the PyTorch that is there, "
+        "2.7 or newer, on a machine with nvcc"
+    )
+    assert why_not(TORCH_VERSION="1.0", GPU_CALLS_BYTES=size).startswith(f"built for torch 1.0, this is {torch.__version__}; to install")
+    assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=1).startswith("of another build than deepep_moe._C; to install")
+
+
+# ---- README ----
+
+
+def documents() -> str:
+    return readme() + "".join((ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "deepspeed.md"))
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def test_readme_python_runs():
+    blocks = re.findall(r"```python\n(.*?)```", readme(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert len(block.strip().splitlines()) <= 20
+        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu(2)])))
+def test_guide_script_runs(device, tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "moe.py").write_text(block)
+    to_files = ("--redirects", "1", "--log-dir", str(tmp_path))  # on one pipe lines of ranks may mix
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *to_files, str(tmp_path / "moe.py")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 0, result.stderr
+    backend = "nvlink" if device == "cuda" else "shm"
+    for rank in range(2):
+        (output,) = tmp_path.glob(f"*/attempt_0/{rank}/stdout.log")
+        line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows, gradient of x (\d+\.\d+)\n", output.read_text())
+        assert line and int(line[1]) > 0 and float(line[2]) > 0, output.read_text()
+
+
+def test_readme_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:^|`)make ([\w-]+)", documents(), flags=re.MULTILINE))
+    assert len(targets) >= 5 and not [t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.MULTILINE)], targets
+    modules = set(re.findall(r"python -m (deepep_moe\.bench(?: [a-z][\w-]+)?)(?=[ `])", documents()))
+    assert len(modules) >= 5
+    for module in modules:
+        result = subprocess.run([sys.executable, "-m", *module.split(), "--help"], capture_output=True, text=True, cwd=ROOT)
+        assert result.returncode == 0 and (" " not in module or module.split()[1] in result.stdout), f"{module}: {result.stderr}"
+
+
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+
+
+@pytest.mark.parametrize("file", sorted(MARKDOWN), ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_lead_somewhere(file):
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", file.read_text()):
+        if link.startswith("http"):
+            continue
+        target = file.parent / link if link else file
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.+)", target.read_text(), flags=re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], f"{link}#{anchor}"
+
+
+def shown(us: float) -> str:
+    return f"{us / 1e3:.1f} ms" if us >= 1e3 else f"{us:.0f} us" if us >= 10 else f"{us:.1f} us"
+
+
+def test_numbers_come_from_results():
+    """Rows of tables end in a comment "FILE OP / RIVAL", or "FILE NAME [graph] EPn [of num_tokens]" for GPUs, and repeat that record's
+    figures, those of kernels too; so do the sentences on memcpy, on graphs of 20 calls and on calls of the gate."""
+    rows = [line for line in documents().splitlines() if re.search(r"\| \d+\.\dx \|", line)]
+    rows = [row for row in rows if len(re.findall(r"\d+\.\dx", row)) < 3]  # a summary of other rows' ratios
+    assert len(rows) > 60 and all(re.search(r"<!-- \S+\.json .+ -->$", row) for row in rows)
+    for line in rows:
+        file, key = re.search(r"<!-- (\S+) (.+) -->", line).groups()
+        records = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        if found := re.fullmatch(r"(.+?)( graph)? EP(\d)(?: of (\d+))?", key):
+            name, graph, num_ranks, num_tokens = found.groups()
+            kind = {"num_tokens": 128, "half": "both", "graph": True} if graph else {"num_tokens": int(num_tokens or 4096), "num_sms": None}
+            kind |= {"name": name, "num_ranks": int(num_ranks)}
+            (record,) = [record for record in records if {field: record[field] for field in kind} == kind]
+            cells = [f"{record['us_median']:.0f} us", f"{record['rival_us']:.0f} us", f"{record['ratio']:.1f}x"]
+            if graph:
+                assert f"{record['us_graph_of_20']:.1f}" in re.search(r"20 calls in one graph take .+ us", documents())[0]
+        else:
+            op, rival = key.split(" / ")
+            (record,) = [record for record in records if (record["op"], record["rival"]) == (op, rival)]
+            cells = [shown(record["us_median"]), shown(record["rival_us"]), f"{record['ratio']:.1f}x"]
+            if "percent_of_memcpy" in record and op == "dispatch+combine":
+                assert f"run at {record['percent_of_memcpy']:.0f}% of its memcpy rate" in " ".join(documents().split())
+            if op == "gate dense":
+                called = f"takes {record['us_called']:.0f} us, and Megatron-Core's {record['rival_us_called']:.0f}."
+                assert called in " ".join(documents().split())
+            if line.count("|") == 8:
+                ours, theirs = record["us_kernels"], record["rival_us_kernels"]
+                cells += [shown(ours), shown(theirs), f"{theirs / ours:.1f}x"]
+        for cell in cells:
+            assert f"| {cell} |" in line, f"{cell} is not in {line}"
+
+
+@pytest.mark.skipif(not deepep_moe.features()["found_nvcc"], reason="the sizes of GPU workspaces are compiled with nvcc only")
+@pytest.mark.parametrize("name", ("megatron.md", "deepspeed.md"))
+def test_tables_of_memory(name):
+    """Ranks, hidden and tokens a rank, then GiB: of Megatron's layers, of DeepSpeed's in exact mode with top-2 and top-8, and fast."""
+    rows = re.findall(r"^\| (\d+), (\d+), (\d+) \| (.+) \|$", (ROOT / "docs" / name).read_text(), flags=re.MULTILINE)
+    assert len(rows) >= 4
+    for num_ranks, hidden, num_tokens, told in rows:
+        ways = ((8, 1),) if name == "megatron.md" else ((1, 2), (1, 8), (8, 1))
+        for (num_topk, num_rows), cell in zip(ways, told.split(" | "), strict=True):
+            sizes = {"num_ranks": int(num_ranks), "num_experts": 16 * int(num_ranks), "num_topk": num_topk, "hidden": int(hidden)}
+            found = deepep_moe._C.gpu_workspace_bytes(**sizes, num_max_tokens=num_rows * int(num_tokens)) / 2**30
+            assert found == pytest.approx(float(cell.removesuffix(" GiB")), rel=0.04), (num_ranks, hidden, num_tokens, cell)
+
+
+# ---- settings ----
+
+
+def test_settings(monkeypatch):
+    for name in ("DEEPEP_MOE_NUM_THREADS", "DEEPEP_MOE_TIMEOUT_S"):
+        monkeypatch.delenv(name, raising=False)
+    assert config.timeout_s() == 300 and 1 <= config.num_threads() <= 8 and config.num_threads(1000) == 1
+    monkeypatch.setenv("DEEPEP_MOE_NUM_THREADS", "3")
+    monkeypatch.setenv("DEEPEP_MOE_TIMEOUT_S", "2.5")
+    assert config.timeout_s() == 2.5 and config.num_threads() == 3
+    for value, message in [("many", "is not a number"), ("0", "out of range; give a number from 1 to 64"), ("1.5", "not a whole number")]:
+        monkeypatch.setenv("DEEPEP_MOE_NUM_THREADS", value)
+        with pytest.raises(ValueError, match=f"DEEPEP_MOE_NUM_THREADS=.*{message}"):
+            config.num_threads()
+
+
+def test_buffer_says_its_backend(caplog):
+    with caplog.at_level(logging.INFO, logger="deepep_moe"):
+        buffer = deepep_moe.Buffer(None, 4, 16, 4, 2)
+    assert buffer.backend == "shm" and [r.message for r in caplog.records if "backend shm, 1 ranks, 4 experts, top-2" in r.message]
+
+
+# ---- launcher ----
+
+
+def fails_on_one_rank(rank, num_ranks):
+    if rank == 1:
+        raise RuntimeError("no such luck")
+
+
+def dies_on_one_rank(rank, num_ranks):
+    if rank == 1:
+        os._exit(7)
+
+
+def test_launcher_reports_failures():
+    with pytest.raises(RankFailedError, match="(?s)rank 1 failed.*no such luck"):
+        run_ranks(fails_on_one_rank, 2)
+    with pytest.raises(RankFailedError, match="rank 1 failed: the process died with exit code 7"):
+        run_ranks(dies_on_one_rank, 2)
+
+
+# ---- benchmarks ----
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-tokens", "64", "--hidden", "32", "--repeats", "2"],
+        ["exchange", "--num-tokens", "64", "--hidden", "32", "--repeats", "2", "--layout", "rank", "--dtype", "fp32"],
+        ["gate", "--num-tokens", "64", "--repeats", "2"],
+    ],
+    ids=["default", "rank layout", "gate"],
+)
+def test_benchmarks_write_records(arguments, tmp_path):
+    file = tmp_path / "records.json"
+    command = [sys.executable, "-m", "deepep_moe.bench", *arguments, "--json", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    records = json.loads(file.read_text())
+    assert records
+    for record in records:
+        assert set(record) >= RECORD_FIELDS
+        assert record["us_p10"] <= record["us_median"] <= record["us_p90"]
+        assert record["ratio"] == pytest.approx(record["rival_us"] / record["us_median"])
+        assert record["command"].startswith("python -m deepep_moe.bench")
+        assert record["versions"]["commit"] == records_module.commit()
+
+
+def test_records_name_their_commit(monkeypatch):
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert records_module.commit.__wrapped__() in ((head, f"{head}+changes") if (ROOT / ".git").exists() else (None,))
+    monkeypatch.setenv("PATH", "")
+    assert records_module.commit.__wrapped__() is None
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda file: file.name)
+def test_committed_results_are_records(file):
+    for record in json.loads(file.read_text()):
+        assert set(record) >= RECORD_FIELDS

@@ -1,0 +1,128 @@
+"""The rooms of the project and which way their arrows point; docs/design.md has the picture."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# A room may import itself and those after it, but not the one beside it.
+PYTHON_ROOMS = [
+    ("examples",), ("deepep_moe.bench",), ("deepep_moe.integrations",), ("deepep_moe.nn",),
+    ("deepep_moe.exchange", "deepep_moe.low_latency"), ("deepep_moe.ops",), ("deepep_moe.group",),
+]  # fmt: skip
+# Every room may import these, and they import nothing but each other.
+FOUNDATION = {"_C", "arguments", "config", "device", "errors", "event", "features", "host_pool", "library", "torch_module"}
+APART = ("deepep_moe.reference", "deepep_moe.testing")
+CPP_ROOMS = {  # what each may include
+    "common": {"common"},
+    "cpu": {"common", "cpu"},
+    "cuda": {"common", "cuda"},
+    "runtime": {"common", "cpu", "cuda", "runtime"},
+    "bindings": {"common", "cpu", "cuda", "runtime", "bindings"},
+    "torch": {"common", "cuda", "runtime", "torch"},
+}
+
+
+def is_in(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def place_of(module: str) -> tuple[int, str] | None:
+    """The floor and the room."""
+    places = [(floor, room) for floor, rooms in enumerate(PYTHON_ROOMS) for room in rooms if is_in(module, room)]
+    return places[0] if places else None
+
+
+def python_modules():
+    folders = (("deepep_moe", "deepep_moe"), ("integrations", "deepep_moe.integrations"), ("examples", "examples"))
+    for folder, package in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if folder == "deepep_moe" and "integrations" in path.parts:
+                continue
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            yield path, ".".join([package, *parts]).removesuffix(".__init__")
+
+
+def imports_of(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relative to itself; name the module in full"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize(("path", "module"), list(python_modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_python_arrows(path, module):
+    own, is_foundation = place_of(module), module.removeprefix("deepep_moe.") in FOUNDATION
+    known = own is not None or is_foundation or module == "deepep_moe" or module.startswith(APART)
+    assert known, f"{module} is in no room and not part of the foundation"
+    for imported in imports_of(path):
+        theirs = place_of(imported)
+        if own is not None and theirs is not None:
+            points_down = own[0] < theirs[0] or own == theirs
+            assert points_down, f"{module} imports {imported}: the arrow points the wrong way"
+        if is_foundation and imported.startswith("deepep_moe."):
+            assert imported.split(".")[1] in FOUNDATION, f"{module} is part of the foundation and imports {imported}"
+        if module.startswith("examples"):
+            continue
+        if imported.startswith(APART):
+            assert module.startswith((*APART, "deepep_moe.bench")), f"{module} imports {imported}"
+        foreign = {"megatron", "deepspeed", "transformer_engine", "apex", "nvidia"}
+        if imported.split(".")[0] in foreign:
+            assert module.startswith("deepep_moe.integrations"), f"{module} imports {imported}; frameworks live in integrations"
+
+
+def test_cpp_arrows():
+    for path in (path for path in (ROOT / "csrc").rglob("*.*") if path.is_file()):
+        room = path.relative_to(ROOT / "csrc").parts[0]
+        included = {Path(name).parts for name in re.findall(r'#include "([^"]+)"', path.read_text())}
+        for parts in included:
+            assert len(parts) > 1 and parts[0] in CPP_ROOMS[room], f"{path} includes {'/'.join(parts)}"
+        if room == "runtime" and path.parent.name != "runtime":  # the sides of the runtime do not know each other
+            others = {parts for parts in included if parts[0] == "runtime" and len(parts) > 2 and parts[1] != path.parent.name}
+            assert not others, f"{path} includes {others}"
+        if room not in ("bindings", "torch"):
+            assert "pybind11" not in path.read_text(), f"{path}: pybind11 belongs to bindings"
+        if room != "torch":
+            assert not re.search(r"#include <(torch|ATen|c10)/", path.read_text()), f"{path}: PyTorch belongs to csrc/torch"
+
+
+def test_only_config_reads_the_environment():
+    for path, module in python_modules():
+        # The launcher prepares the environment of the ranks it starts, and so does the example that starts some.
+        if module not in ("deepep_moe.config", "deepep_moe.testing.launch", "examples.megatron.train", "examples.deepspeed.train"):
+            assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), f"{module} reads the environment"
+
+
+def test_import_brings_no_framework():
+    code = (
+        "import sys, deepep_moe; print([m for m in sys.modules if m.split('.')[0] in ('megatron', 'deepspeed', 'nvshmem', 'transformers')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "[]"
+
+
+def test_stub_names_what_the_module_has():
+    from deepep_moe import _C
+
+    stub = ast.parse((ROOT / "deepep_moe" / "_C.pyi").read_text())
+    typed = {node.name for node in stub.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    typed |= {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    gpu_only = {name for name in typed if name.lower().startswith(("gpu", "max_gpu", "nvlink", "expertrows", "exchangeshim", "shim"))}
+    if not _C.build_info()["nvlink"]:
+        typed -= gpu_only
+    present = {name for name in dir(_C) if not name.startswith("__")} | {"__version__"}
+    assert typed == present
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef) and node.name in present:
+            members = {m.target.id if isinstance(m, ast.AnnAssign) else m.name for m in node.body if not isinstance(m, ast.Expr)}
+            members = {name for name in members if not name.startswith("_")}
+            there = {name for name in vars(getattr(_C, node.name)) if not name.startswith("_")}
+            assert members <= there, f"{node.name}: {members - there} are not in the module"
+            unknown = {n for n in there - members if n not in ("name", "value", "mro")}
+            assert not unknown, f"{node.name}: {unknown} are not in the stub"

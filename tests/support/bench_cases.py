@@ -1,0 +1,18 @@
+"""The benchmarks as a user starts them, and what every record has."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RECORD_FIELDS = {
+    "op", "backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout", "us_median", "us_p10", "us_p90",
+    "bytes_moved", "gbps", "rival", "rival_us", "ratio", "hardware", "versions", "command",
+}  # fmt: skip
+
+
+def bench(*arguments: str, launcher: tuple[str, ...] = (), command="link", backend="shm") -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *launcher, "deepep_moe.bench", command, "--backend", backend, *arguments]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)

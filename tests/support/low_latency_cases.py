@@ -1,0 +1,161 @@
+"""Routings for the tests of low-latency calls, and the comparison with the reference that runs on every rank."""
+
+from dataclasses import dataclass
+
+import torch
+from exchange_cases import assert_same, device_of, poison_outputs
+
+from deepep_moe import LowLatencyBuffer, reference
+
+BLOCK = 128
+
+
+@dataclass
+class Case:
+    """One routing of all ranks. `num_tokens` has an element per rank."""
+
+    num_tokens: list[int]
+    max_tokens: int = 24
+    hidden: int = 128
+    num_experts: int = 24
+    num_topk: int = 3
+    dtype: torch.dtype = torch.bfloat16
+    index_dtype: torch.dtype = torch.int64
+    masked: float = 0.2  # share of lanes without expert
+    with_weights: bool = True
+    fp8: bool = False
+    scale_format: str = "fp32"
+    wire: str | None = None
+    mode: str = "now"  # or "async", "hook"
+    seed: int = 0
+    without: int | None = None  # a masked rank: its tokens do not come, its experts are not reached
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens)
+
+    def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x, topk_idx, topk_weights; magnitudes differ from block to block."""
+        generator = torch.Generator().manual_seed(self.seed * 101 + rank)
+        n = self.num_tokens[rank]
+        x = torch.randn(n, self.hidden, generator=generator) * 10 ** torch.randint(-6, 3, (n, self.hidden), generator=generator).sign()
+        idx = torch.rand(n, self.num_experts, generator=generator).argsort(dim=1)[:, : self.num_topk]
+        idx = torch.where(torch.rand(idx.shape, generator=generator) < self.masked, -1, idx)
+        return x.to(self.dtype), idx.to(self.index_dtype), torch.rand(n, self.num_topk, generator=generator)
+
+    def inputs_that_count(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, idx, weights = self.inputs(rank)
+        if self.without is not None:
+            is_lost = idx // (self.num_experts // self.num_ranks) == self.without
+            idx = torch.full_like(idx, -1) if rank == self.without else torch.where(is_lost, -1, idx)
+        return x, idx, weights
+
+    def expert_outputs(self, rank: int, num_rows: int) -> torch.Tensor:
+        return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(self.seed + rank + 77)).to(self.dtype)
+
+
+class Expected:
+    """What the reference says of a case."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        inputs = [case.inputs_that_count(rank) for rank in range(case.num_ranks)]
+        xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+        self.received = reference.low_latency.dispatch(
+            xs, idxs, weights if case.with_weights else None, case.num_experts, fp8=case.fp8, is_rounded=case.scale_format == "ue8m0"
+        )
+        self.outputs = [case.expert_outputs(rank, len(there.recv_x)) for rank, there in enumerate(self.received)]
+        self.combined = reference.low_latency.combine(self.outputs, self.received, case.num_tokens, fp8=case.wire == "fp8")
+
+
+def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuffer:
+    device_of(backend, rank)
+    poison_outputs()
+    buffer = LowLatencyBuffer(
+        None, case.max_tokens, case.hidden, case.num_experts, case.num_topk, backend=backend, **({"timeout_s": 60} | options)
+    )
+    assert buffer.backend == backend and buffer.capacity == case.num_ranks * case.max_tokens
+    return buffer
+
+
+def finish(buffer):
+    """On a GPU, errors of calls show when the host looks."""
+    if buffer.backend == "nvlink":
+        torch.cuda.synchronize()
+        buffer.check()
+
+
+def start_dispatch(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str):
+    """The dispatch of a case, and a function that waits for it."""
+    x, idx, weights = (tensor.to(device_of(backend, rank)) for tensor in case.inputs(rank))
+    out = buffer.dispatch(
+        x, idx, weights if case.with_weights else None, fp8=case.fp8, scale_format=case.scale_format, async_op=case.mode == "async",
+        return_hook=case.mode == "hook",
+    )  # fmt: skip
+    return out, out.hook or (out.event.wait if out.event is not None else lambda: None)
+
+
+def start_combine(buffer: LowLatencyBuffer, case: Case, x: torch.Tensor, handle, out: torch.Tensor | None = None):
+    """The combine of a case, and a function that waits for it."""
+    result = buffer.combine(x, handle, out=out, wire=case.wire, async_op=case.mode == "async", return_hook=case.mode == "hook")
+    if case.mode == "now":
+        return result, lambda: None
+    return result[0], result[1] if case.mode == "hook" else result[1].wait
+
+
+def unpack_scales(scales: torch.Tensor, scale_format: str, num_blocks: int) -> torch.Tensor:
+    """[num_rows, num_blocks] fp32 of what a dispatch returns for one expert."""
+    if scale_format == "fp32":
+        return scales
+    exponents = torch.stack([scales >> 8 * place & 0xFF for place in range(4)], dim=-1).flatten(-2)
+    assert not exponents[:, num_blocks:].any(), "blocks that are not there"
+    return (exponents[:, :num_blocks] << 23).to(torch.int32).view(torch.float32)
+
+
+def check_dispatch(case: Case, rank: int, out, expected: Expected) -> None:
+    mine = expected.received[rank]
+    counts = out.num_recv_tokens_per_expert.tolist()
+    assert counts == mine.num_recv_tokens_per_expert
+    first = 0
+    for expert, count in enumerate(counts):
+        rows, behind = out.recv_x[expert, :count], out.recv_x[expert, count:]
+        assert_same(f"rows of expert {expert}", rows, mine.recv_x[first : first + count])
+        assert behind.float().isnan().all(), f"expert {expert}: something lies behind its {count} rows"
+        if case.fp8:
+            scales = unpack_scales(out.recv_x_scales[expert, :count].cpu(), case.scale_format, case.hidden // BLOCK)
+            assert_same(f"scales of expert {expert}", scales, mine.recv_x_scales[first : first + count])
+        first += count
+    assert (out.recv_x_scales is not None) == case.fp8
+    if case.fp8:
+        assert out.recv_x_scales.stride(1) == 1 and out.recv_x_scales.dtype == (torch.float32, torch.int32)[case.scale_format == "ue8m0"]
+
+
+def combine_rows(case: Case, rank: int, out, expected: Expected) -> torch.Tensor:
+    """[num_local_experts, capacity, hidden] for combine: the outputs of the case, NaN where nothing was received."""
+    x = torch.full(out.recv_x.shape, float("nan"), dtype=case.dtype)
+    first = 0
+    for expert, count in enumerate(out.num_recv_tokens_per_expert.tolist()):
+        x[expert, :count] = expected.outputs[rank][first : first + count]
+        first += count
+    return x.to(out.recv_x.device)
+
+
+def run_case(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str, expected: Expected | None = None) -> None:
+    """Dispatch and combine in `buffer`; every result must equal the reference's bits."""
+    expected = expected or Expected(case)
+    out, wait = start_dispatch(buffer, case, rank, backend)
+    wait()
+    check_dispatch(case, rank, out, expected)
+    y, wait = start_combine(buffer, case, combine_rows(case, rank, out, expected), out.handle)
+    wait()
+    assert_same("combined_x", y, expected.combined[rank])
+
+
+# ---- any routing ----
+
+
+def check_cases(rank, _, backend, cases):
+    for case in cases:
+        buffer = make_buffer(case, backend, rank)
+        run_case(buffer, case, rank, backend)
+        buffer.destroy()

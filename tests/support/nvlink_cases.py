@@ -1,0 +1,29 @@
+"""A small buffer of the nvlink backend, with rows and a routing."""
+
+import torch
+from exchange_cases import device_of
+
+from deepep_moe import Buffer
+
+# ---- errors ----
+
+IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]
+
+
+def make_buffer(rank, timeout_s=20.0, num_experts=4):
+    device = device_of("nvlink", rank)
+    buffer = Buffer(None, 8, 16, num_experts, 2, backend="nvlink", timeout_s=timeout_s)
+    return buffer, torch.randn(4, 16, device=device), torch.tensor(IDX, device=device)
+
+
+class Unchecked:
+    """A communicator whose failures nobody looks at before the next call, as in a CUDA graph."""
+
+    def __init__(self, communicator):
+        self.communicator = communicator
+
+    def __getattr__(self, name):
+        return getattr(self.communicator, name)
+
+    def check(self):
+        pass
