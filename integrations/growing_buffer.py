@@ -56,7 +56,7 @@ class GrowingBuffer:
         """
         try:
             if num_tokens > self.num_max_tokens:
-                raise self.buffer.refused(self._too_many(num_tokens))
+                raise self.buffer.refuse(self._too_many(num_tokens))
             return self.buffer, send(self.buffer)
         except (OutgrownError, EPPeerError) as error:
             if self._chosen is not None or OutgrownError.__name__ not in f"{type(error).__name__}: {error}":

@@ -204,7 +204,7 @@ def fails_before_entry(rank, num_ranks):
     """A rank that cannot even allocate its results tells the peers, and the ranks stay in step."""
     buffer = make_buffer()
     out = buffer.dispatch(X, IDX)
-    backend = buffer._alive()
+    backend = buffer.calls.backend
     allocate, backend.empty = backend.empty, backend.empty
     if rank == 1:
 
@@ -416,7 +416,7 @@ def test_shared_memory_that_cannot_be_opened():
 def test_device_of_another_backend():
     buffer = make_buffer()
     with pytest.raises(ValueError, match="x is on meta; backend 'shm' moves tensors on cpu"):
-        check_device(torch.empty(2, HIDDEN, device="meta"), buffer._alive())
+        check_device(torch.empty(2, HIDDEN, device="meta"), buffer.calls.backend)
 
 
 # ---- after the end ----

@@ -105,7 +105,7 @@ def changing_num_sms(rank, num_ranks):
     x = torch.randn(50, 128, device=device)
     idx = torch.rand(50, 8, device=device).argsort(1)[:, :2].contiguous()
     out = buffer.dispatch(x, idx)
-    all_of_them = buffer._backend._communicator.num_multiprocessors
+    all_of_them = buffer.calls.backend._communicator.num_multiprocessors
     for num_sms in (1, 0, all_of_them, 3, None):
         again = buffer.dispatch(x, handle=out.handle, num_sms=num_sms)
         assert torch.equal(again.recv_x, out.recv_x)
@@ -407,8 +407,8 @@ def refusing_on_and_on(rank, num_ranks):
     """Rank 1 refuses call after call while the others wait for rank 0: none of its refusals may count as tokens."""
     buffer, x, idx = make_buffer(rank, timeout_s=15.0, num_experts=256)
     buffer.dispatch(x, idx)
-    communicator = buffer._backend._communicator
-    buffer._backend._communicator = Unchecked(communicator)
+    communicator = buffer.calls.backend._communicator
+    buffer.calls.backend._communicator = Unchecked(communicator)
     time.sleep((2, 1, 0, 0)[rank])
     for _ in range(3 if rank == 1 else 1):
         buffer.dispatch(x, idx + (1000 if rank == 1 else 0), num_recv_rows=8 * num_ranks)
@@ -461,7 +461,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     good = buffer.dispatch(x, idx)
     expected = buffer.combine(good.recv_x, good.handle)
-    communicator = buffer._backend._communicator
+    communicator = buffer.calls.backend._communicator
     learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
     for _ in range(2):
         out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
@@ -472,7 +472,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
             with learns(match=WHY):
                 buffer.check()
         if how == "nobody":
-            buffer._backend._communicator = Unchecked(communicator)
+            buffer.calls.backend._communicator = Unchecked(communicator)
         with learns(match=WHY) if how == "by the call" else nullcontext():
             if call == "combine":
                 buffer.combine(torch.ones_like(out.recv_x), out.handle)
@@ -480,7 +480,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
                 buffer.dispatch(x, handle=out.handle)
         torch.cuda.synchronize()
         dist.barrier()
-        buffer._backend._communicator = communicator
+        buffer.calls.backend._communicator = communicator
         if how != "by the call":
             with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
                 buffer.check()
@@ -529,7 +529,7 @@ class SendsNothing(Unchecked):
 def rows_that_do_not_come(rank, num_ranks):
     buffer, x, idx = make_buffer(rank, timeout_s=2)
     if rank == 1:
-        buffer._backend._communicator = SendsNothing(buffer._backend._communicator)
+        buffer.calls.backend._communicator = SendsNothing(buffer.calls.backend._communicator)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
     torch.cuda.synchronize()
     if rank == 0:
@@ -552,11 +552,11 @@ def runs_out_of_memory(rank, num_ranks):
     buffer, x, idx = make_buffer(rank)
     sent, rows = x.clone(), None
     if rank == 0:
-        allocate = buffer._backend._receive_buffers
-        buffer._backend._receive_buffers = fail
+        allocate = buffer.calls.backend._receive_buffers
+        buffer.calls.backend._receive_buffers = fail
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             buffer.dispatch(sent, idx)
-        buffer._backend._receive_buffers = allocate
+        buffer.calls.backend._receive_buffers = allocate
         sent.fill_(-7)
     else:
         rows = buffer.dispatch(x, idx).recv_x
@@ -688,7 +688,7 @@ def scales_of_whole_pieces(rank, num_ranks, bulk_copies):
     poison_outputs()
     xs, idxs = zip(*(Case([40, 23], hidden=1024, num_experts=8, num_topk=4).inputs(r)[:2] for r in range(num_ranks)), strict=True)
     buffer = Buffer(None, 40, 1024, 8, 4, backend="nvlink", timeout_s=60)
-    buffer._backend.tuning.uses_bulk_copies = bulk_copies
+    buffer.calls.backend.tuning.uses_bulk_copies = bulk_copies
     out = buffer.dispatch(xs[rank].to(device), idxs[rank].to(device), fp8=True, expert_alignment=8)
     rows, scales = zip(*(reference.quantize_fp8(x) for x in xs), strict=True)
     expected = reference.dispatch(rows, idxs, None, 8, expert_alignment=8, x_scales=scales)[rank]

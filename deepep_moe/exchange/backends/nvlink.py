@@ -7,10 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, torch_module
+from deepep_moe import _C, device, torch_module
 from deepep_moe.device import DTYPES, current_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
-from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.base import (
+    NO_FUSION,
+    CachedDispatchArgs,
+    Capabilities,
+    CombineArgs,
+    DispatchArgs,
+    Fusion,
+    Mode,
+    Move,
+    Rows,
+    RowScaling,
+)
 from deepep_moe.exchange.handle import DispatchHandle, HandleShape, PackedHandle
 from deepep_moe.group.settings import Settings
 
@@ -30,11 +41,6 @@ class NvlinkBackend:
     """
 
     name = "nvlink"
-    device_types: tuple[str, ...] = ("cuda",)
-    num_channels = 1
-    moves_on_thread = False  # kernels are asynchronous by themselves
-    can_split = True
-    fuses = True
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -49,7 +55,10 @@ class NvlinkBackend:
             num_max_tokens=max(1, settings.num_max_tokens_per_rank),
             timeout_s=settings.timeout_s,
         )
-        self.num_handle_numbers = 1 + 2 * settings.num_ranks + settings.num_local_experts
+        self.capabilities = Capabilities(
+            device_types=(device.GPU,), can_split=True, can_fuse=True,
+            num_handle_numbers=1 + 2 * settings.num_ranks + settings.num_local_experts,
+        )  # fmt: skip
         self.workspace_bytes: int = self._communicator.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
         self._handle_shape: HandleShape | None = None  # of the latest dispatch
@@ -132,10 +141,11 @@ class NvlinkBackend:
         rows = self._allocate(args, handle.layout, handle.num_rows)
         call = _C.GpuDispatchCall(handle, args.x, args.x_scales, None, args.topk_weights, DTYPES[args.x.dtype])
         call.receive_into(rows.recv_x, rows.recv_x_scales, None, rows.recv_topk_weights, False)
-        if args.weighing is not None:
-            w = args.weighing
-            rows.grad_weights = torch.empty_like(w.weights)
-            call.weigh(w.weights, w.x, w.parts, rows.grad_weights, DTYPES[args.x.dtype])
+        fusion = args.fusion or NO_FUSION
+        scaling = fusion.scaling
+        if scaling is not None:
+            rows.grad_weights = torch.empty_like(scaling.weights)
+            call.weigh(scaling.weights, scaling.x, fusion.expert_rows, rows.grad_weights, DTYPES[args.x.dtype])
         stream = self._enter_along(handle, call, args.mode)
         return rows, self._dispatch_move(args, call, num_sms, stream, rows, handle, counts)
 
@@ -154,21 +164,21 @@ class NvlinkBackend:
     # ---- combine ----
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        s, handle = self.settings, args.handle
+        s, handle, fusion = self.settings, args.handle, args.fusion or NO_FUSION
         num_sms = self._num_sms(args.mode, self._default_num_sms_of_sums(handle.layout))
         counts = self._counts(handle, num_sms, is_dispatch=False)
-        combined_x = self._empty((handle.num_tokens // args.repeats, s.hidden), args.x.dtype)
-        lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        weights = args.weights if args.at_source is None else None
-        inputs = args.x, args.parts, weights, args.bias, args.lane_values, args.at_source
-        call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype], num_sms == 0)
+        combined_x = self._empty((handle.num_tokens // fusion.tokens_per_row, s.hidden), args.x.dtype)
+        topk_weight_grads = None if args.topk_weight_grads is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
+        weights = args.weights if fusion.source_weights is None else None
+        inputs = args.x, fusion.expert_rows, weights, args.bias, args.topk_weight_grads, fusion.source_weights
+        call = _C.GpuCombineCall(handle, *inputs, combined_x, topk_weight_grads, DTYPES[args.x.dtype], num_sms == 0)
         stream = self._enter_along(handle, call, args.mode)
         if num_sms > 0 and not args.mode.is_split:
-            return combined_x, lane_values, partial(self._communicator.combine, call, num_sms, stream)
+            return combined_x, topk_weight_grads, partial(self._communicator.combine, call, num_sms, stream)
         self._communicator.start_combine(call, num_sms, stream)
         if num_sms == 0:
             self._communicator.copy(counts, call.slot_bytes, stream)
-        return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle)
+        return combined_x, topk_weight_grads, partial(self._end, args, call, combined_x, topk_weight_grads, handle)
 
     def by_expert(self, number: int, mode: Mode) -> Any:
         """Return `ByExpert` of `torch_module`; None without it, where copy engines send, or for a number that calls refuse."""
@@ -183,7 +193,7 @@ class NvlinkBackend:
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
             num_sms_of_sums=self._num_sms(mode, self._default_num_sms_of_sums("expert")), device=self.device,
             shape_of=partial(self.handle_shape, layout="expert"), current_stream=partial(current_stream, self.device),
-            abort=self._abort_for,
+            abort=self._refuse_for,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -199,13 +209,13 @@ class NvlinkBackend:
             return error
         return None
 
-    def abort(self, message: str) -> None:
+    def refuse(self, message: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
         self._communicator.refuse(message, current_stream(self.device))
 
-    def _abort_for(self, error: Exception) -> None:
-        self.abort(f"{type(error).__name__}: {error}")
+    def _refuse_for(self, error: Exception) -> None:
+        self.refuse(f"{type(error).__name__}: {error}")
 
     def destroy(self) -> None:
         self._communicator = None
@@ -228,7 +238,7 @@ class NvlinkBackend:
                     value.record_stream(stream)
             elif isinstance(value, DispatchHandle):
                 self._record(stream, *value.tensors)
-            elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs)):
+            elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs, Fusion, RowScaling)):
                 self._record(stream, *vars(value).values())
 
     def _enter(self, call: Any, mode: Mode) -> int:
@@ -305,7 +315,7 @@ class NvlinkBackend:
         """For the plan to fill, with room for all that may come."""
         shape = self.handle_shape(args.topk_idx.shape[0], args.layout)
         memory = self._empty((shape.starts[-1],), torch.int32)
-        call = torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu")
+        call = torch.empty(self.capabilities.num_handle_numbers, dtype=torch.int64, device="cpu")
         return PackedHandle(args.buffer_id, args.layout, args.expert_alignment, -1, shape, memory, call)
 
     def handle_shape(self, num_tokens: int, layout: str) -> HandleShape:
