@@ -129,7 +129,7 @@ def install() -> None:
         Stream=lambda device: stream,
         Event=lambda: event,
     )
-    nvlink.NvlinkBackend.device_types = ("cpu",)
+
     low_latency.torch = nvlink.torch
     low_latency.NvlinkLowLatencyBackend._keep = lambda *_: None
 

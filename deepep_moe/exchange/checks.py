@@ -8,7 +8,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.arguments import check_is_tensor, check_tensor
 from deepep_moe.device import DTYPE_NAMES, FLOATS
-from deepep_moe.exchange.backends.base import LAYOUTS, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
+from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import Settings
 
@@ -115,25 +115,26 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
 
 
 def check_device(x: Tensor, backend: Backend) -> None:
-    if isinstance(x, Tensor) and x.device.type not in backend.device_types:
-        raise ValueError(f"x is on {x.device}; backend {backend.name!r} moves tensors on {' or '.join(backend.device_types)}")
+    if isinstance(x, Tensor) and x.device.type not in backend.capabilities.device_types:
+        raise ValueError(f"x is on {x.device}; backend {backend.name!r} moves tensors on {' or '.join(backend.capabilities.device_types)}")
     if isinstance(x, Tensor) and backend.device is not None and x.device != backend.device:
         raise ValueError(f"x is on {x.device}; this buffer was made on {backend.device}, the current device then")
 
 
-def _check_shared_rows(repeats: int, num_tokens: int, s: Settings) -> None:
-    if s.num_topk != 1 or num_tokens % repeats or repeats > _C.MAX_TOPK:
+def _check_shared_rows(tokens_per_row: int, num_tokens: int, s: Settings) -> None:
+    if s.num_topk != 1 or num_tokens % tokens_per_row or tokens_per_row > _C.MAX_TOPK:
         raise ValueError(
-            f"{repeats} tokens share a row, of {num_tokens} in a buffer for top-{s.num_topk}; at most {_C.MAX_TOPK} may, as many for each "
-            "row, where a token has one expert"
+            f"{tokens_per_row} tokens share a row, of {num_tokens} in a buffer for top-{s.num_topk}; at most {_C.MAX_TOPK} may, as many "
+            "for each row, where a token has one expert"
         )
 
 
 def check_dispatch(args: DispatchArgs, s: Settings) -> None:
     _check_rows("x", args.x, None, s, _ALL)
-    num_tokens = args.x.shape[0] * args.repeats
-    if args.repeats > 1:
-        _check_shared_rows(args.repeats, num_tokens, s)
+    fusion = args.fusion or NO_FUSION
+    num_tokens = args.x.shape[0] * fusion.tokens_per_row
+    if fusion.tokens_per_row > 1:
+        _check_shared_rows(fusion.tokens_per_row, num_tokens, s)
     check_tensor("topk_idx", args.topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), args.x.device, any_strides=True)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
@@ -160,16 +161,16 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
     num_tokens = args.handle.num_tokens
-    _check_rows("x", args.x, num_tokens // args.repeats, s, _ALL)
+    _check_rows("x", args.x, num_tokens // (args.fusion or NO_FUSION).tokens_per_row, s, _ALL)
     _check_weights("topk_weights", args.topk_weights, (num_tokens, s.num_topk), args.x, any_strides=True)
     _check_scales(args.x, args.x_scales)
 
 
 def check_combine(args: CombineArgs, s: Settings) -> None:
-    handle, x = args.handle, args.x
+    handle, x, fusion = args.handle, args.x, args.fusion or NO_FUSION
     if isinstance(x, Tensor) and x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
-    if args.parts is not None:  # which have the right shapes
+    if fusion.expert_rows is not None:  # which have the right shapes
         check_tensor("x", x, tuple(x.shape), FLOATS)
     elif isinstance(x, Tensor) and x.shape != (handle.num_rows, s.hidden):
         raise ValueError(
@@ -187,11 +188,12 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     if args.bias is not None:
         check_tensor("bias", args.bias, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
         _check_address("bias", args.bias)
-    if args.repeats > 1 or args.at_source is not None:
-        _check_shared_rows(args.repeats, handle.num_tokens, s)
-        _check_weights("at_source", args.at_source, (args.repeats, handle.num_tokens // args.repeats), x)
+    if fusion.tokens_per_row > 1 or fusion.source_weights is not None:
+        n = fusion.tokens_per_row
+        _check_shared_rows(n, handle.num_tokens, s)
+        _check_weights("source_weights", fusion.source_weights, (n, handle.num_tokens // n), x)
     shape = (handle.num_rows,) if handle.layout == "expert" else (handle.num_rows, s.num_topk)
-    _check_weights("lane_values", args.lane_values, shape, x)
+    _check_weights("topk_weight_grads", args.topk_weight_grads, shape, x)
 
 
 def check_num_sms(num_sms: Any) -> None:

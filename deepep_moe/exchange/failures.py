@@ -1,9 +1,10 @@
-"""Telling the peers of a buffer that this rank fails between its calls, where they would wait for the next one."""
+"""Failures of a rank between its calls, where the peers of a buffer would wait for the next one."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from deepep_moe.errors import EPError
@@ -12,31 +13,24 @@ from deepep_moe.exchange.buffer import Buffer
 _Result = TypeVar("_Result")
 
 
-def or_tell(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Result:
-    """`function(*args)`, which makes no call of the buffer. If it fails the peers, who would wait for this rank, are told."""
+def notify_peers_on_failure(buffer: Buffer, function: Callable[..., _Result], *args: Any) -> _Result:
+    """Return `function(*args)`, which makes no call of the buffer or ends with one. If it fails before that call, the peers, which would
+    wait for it, raise EPPeerError with the same error."""
+    if torch.compiler.is_compiling():
+        return function(*args)
+    num_calls = buffer.num_calls
     try:
         return function(*args)
     except Exception as error:
-        tell(buffer, error)
+        notify_peers(buffer, error, num_calls)
         raise
 
 
-@contextlib.contextmanager
-def telling(buffer: Buffer) -> Iterator[None]:
-    """A block that ends with a call of the buffer, its only one. If the block fails before, the peers are told."""
-    num_calls = buffer.num_calls
-    try:
-        yield
-    except Exception as error:
-        tell(buffer, error, num_calls)
-        raise
-
-
-def tell(buffer: Buffer, error: Exception, num_calls: int | None = None) -> None:
-    """Lets the peers raise EPPeerError with this error in their next call of the buffer, unless this rank has made more than `num_calls` of
-    them, and so has told them itself."""
+def notify_peers(buffer: Buffer, error: Exception, num_calls: int | None = None) -> None:
+    """Let the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls` of
+    them, they know already."""
     if isinstance(error, _StopRecomputationError):  # by which checkpointing ends a recomputation
         return
     with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
         if num_calls is None or buffer.num_calls == num_calls:
-            buffer.refused(error)
+            buffer.refuse(error)

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from deepep_moe.event import Event
+from deepep_moe.group.settings import Settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,7 @@ def _of_tensors(buffer_id: int, layout: str, expert_alignment: int, num_rows: in
 
 @dataclass(frozen=True)
 class HandleShape:
-    """Of a `PackedHandle`."""
+    """The sizes of a `PackedHandle`."""
 
     num_tokens: int
     num_topk: int
@@ -103,6 +104,12 @@ class HandleShape:
     """Tokens received at most, 0 in the rank layout."""
     num_ranks: int
     num_local_experts: int
+
+    @staticmethod
+    def of(s: Settings, num_tokens: int, layout: str) -> "HandleShape":
+        """Return the shape for a dispatch of `num_tokens` tokens of this rank."""
+        num_slots = s.num_ranks * s.num_max_tokens_per_rank if layout == "expert" else 0
+        return HandleShape(num_tokens, s.num_topk, num_slots, s.num_ranks, s.num_local_experts)
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:

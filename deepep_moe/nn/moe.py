@@ -1,6 +1,5 @@
 """A mixture-of-experts layer on `Buffer` and `Router`, and the experts most models use."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.failures import telling
+from deepep_moe.exchange.failures import notify_peers_on_failure
+from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.nn.router import Router
 
 
@@ -121,24 +121,25 @@ class MoELayer(nn.Module):
         Collective over the buffer's group. Raises ValueError for another width or outputs of another shape, as `Buffer.dispatch`, and what
         router and experts raise; of those the peers raise EPPeerError.
         """
-        with self._telling():
-            if x.shape[-1] != self.router.hidden:
-                raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
-            rows = x.reshape(-1, self.router.hidden).contiguous()
-            topk_idx, topk_weights, _ = self.router(rows, mask)
-            out = self.buffer.dispatch(rows, topk_idx, topk_weights, expert_alignment=self.expert_alignment)
-        with self._telling():
-            is_local = isinstance(self.experts, LocalExperts)
-            y = self.experts(out.recv_x, out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert)
-            _check_shape("the experts", y, out.recv_x)
-            shared = None if self.shared_expert is None else self.shared_expert(rows)
-            if shared is not None:
-                _check_shape("the shared expert", shared, rows)
-                shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
-            return self.buffer.combine(y.contiguous(), out.handle, out.recv_topk_weights, bias=shared).view(x.shape)
+        rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
+        return notify_peers_on_failure(self.buffer, self._combine, rows, out).view(x.shape)
 
-    def _telling(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if torch.compiler.is_compiling() else telling(self.buffer)
+    def _dispatch(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, DispatchOutput]:
+        if x.shape[-1] != self.router.hidden:
+            raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
+        rows = x.reshape(-1, self.router.hidden).contiguous()
+        topk_idx, topk_weights, _ = self.router(rows, mask)
+        return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, expert_alignment=self.expert_alignment)
+
+    def _combine(self, rows: Tensor, out: DispatchOutput) -> Tensor:
+        is_local = isinstance(self.experts, LocalExperts)
+        y = self.experts(out.recv_x, out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert)
+        _check_shape("the experts", y, out.recv_x)
+        shared = None if self.shared_expert is None else self.shared_expert(rows)
+        if shared is not None:
+            _check_shape("the shared expert", shared, rows)
+            shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
+        return self.buffer.combine(y.contiguous(), out.handle, out.recv_topk_weights, bias=shared)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.

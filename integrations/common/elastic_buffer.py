@@ -63,7 +63,7 @@ class ElasticBuffer:
         """
         try:
             if num_tokens > self.num_max_tokens:
-                raise self.buffer.refused(self._too_many(num_tokens))
+                raise self.buffer.refuse(self._too_many(num_tokens))
             return self.buffer, send(self.buffer)
         except (OutgrownError, EPPeerError) as error:
             if self._chosen is not None or not OutgrownError.caused(error):

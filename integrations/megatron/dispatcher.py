@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.failures import tell
+from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
@@ -80,7 +80,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         try:
             return forward(layer, hidden_states, *args, **kwargs)
         except Exception as error:
-            tell(self.buffer, error, self._num_calls)
+            notify_peers(self.buffer, error, self._num_calls)
             raise
 
     def run_part(self, part: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return part(layer, *args, **kwargs)
         except Exception as error:
             if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # by which Megatron-Core leaves a layer that it captures
-                tell(buffer, error, num_calls)
+                notify_peers(buffer, error, num_calls)
             raise
 
     def _returned_from(self, buffer: Buffer) -> None:

@@ -184,6 +184,59 @@ def test_compile_with_inductor():
     run_ranks(compiled, 2, "shm", "inductor", "expert", timeout_s=300)
 
 
+def modes_of_calls(buffer):
+    """What the backend is told of every call from now on."""
+    backend, modes = buffer.calls.backend, []
+
+    def told(call):
+        def run(args):
+            modes.append(args.mode)
+            return call(args)
+
+        return run
+
+    for name in ("plan", "dispatch_cached", "combine"):
+        setattr(backend, name, told(getattr(backend, name)))
+    return modes
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_num_sms_reaches_the_backend(is_compiled):
+    """`num_sms` of a call holds for this call, in a compiled function too; gradients go by the buffer's."""
+    buffer = Buffer(None, 8, 8, 4, 2, num_sms=9)
+    modes, idx = modes_of_calls(buffer), torch.tensor([[0, 1], [2, -1]])
+
+    def layer(x):
+        out = buffer.dispatch(x, idx, num_sms=5)
+        again = buffer.dispatch(x, handle=out.handle, num_sms=6)
+        return buffer.combine(out.recv_x + again.recv_x, out.handle, num_sms=7) + buffer.combine(again.recv_x, out.handle)
+
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
+    run(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    told = [mode.num_sms for mode in modes]
+    assert told[:4] == [5, 6, 7, 9] and len(told) > 4 and set(told[4:]) == {9}
+    assert not any(mode.is_async or mode.is_split for mode in modes)
+
+
+def test_asynchronous_calls_stay_outside_graphs():
+    buffer = Buffer(None, 8, 8, 4, 2)
+    modes, idx = modes_of_calls(buffer), torch.tensor([[0, 1], [2, -1]])
+
+    def layer(x):
+        out = buffer.dispatch(x * 2, idx, num_sms=5, async_op=True)
+        out.event.wait()
+        combined_x, hook = buffer.combine(out.recv_x, out.handle, return_hook=True)
+        hook()
+        return combined_x + 1
+
+    x = torch.arange(16.0).view(2, 8)
+    assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+    assert [(mode.num_sms, mode.is_async, mode.is_split) for mode in modes] == [(5, True, False), (None, False, True)] * 2
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_asynchronous_call_outside_graph"):
+        torch.compile(layer, fullgraph=True, backend="eager")(x)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operators_pass_opcheck(layout):
     """torch.library.opcheck: schema, fake implementation, autograd registration."""
@@ -191,11 +244,11 @@ def test_operators_pass_opcheck(layout):
     x, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
     idx = torch.tensor([[0, 1], [2, -1], [3, 0], [-1, -1], [1, 2]])
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    number = buffer._number
-    torch.library.opcheck(torch.ops.deepep_moe.dispatch, (x, None, idx, weights, number, layout, 2, -1), test_utils=tests)
+    number, mode = buffer.calls.number, (-1, False, False)
+    torch.library.opcheck(torch.ops.deepep_moe.dispatch, (x, None, idx, weights, number, layout, 2, -1, *mode), test_utils=tests)
     handle = buffer.dispatch(x.detach(), idx, layout=layout, expert_alignment=2).handle
     tensors = (handle.topk_idx, handle.recv_row_idx, handle.recv_counts, handle.num_recv_tokens_per_expert, handle.call)
-    rest = (number, layout, 2, handle.num_rows)
+    rest = (number, layout, 2, handle.num_rows, *mode)
     torch.library.opcheck(torch.ops.deepep_moe.dispatch_cached, (x, None, weights, *tensors, *rest), test_utils=tests)
     rows = torch.randn(handle.num_rows, 8, requires_grad=True)
     row_weights = torch.rand(handle.num_rows, requires_grad=True)

@@ -64,12 +64,12 @@ def weighed_at_the_source(rank, num_ranks, backend, dtype, num_topk, expert, num
     found = []
     for at_once in (False, True, watched):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, weights, scale)]
-        at_source = leaves[1] if at_once else None
+        source_weights = leaves[1] if at_once else None
         with watched(rank) if at_once is watched else contextlib.nullcontext():
             given = leaves[0] if at_once else leaves[0].expand(num_topk, *x.shape).reshape(-1, case.hidden).contiguous()
-            parts, recv_weights, handle = dispatch_by_expert(buffer, given, idx, None, at_source=at_source)
+            parts, recv_weights, handle = dispatch_by_expert(buffer, given, idx, None, source_weights=source_weights)
             y = [expert(part, s) for part, s in zip(parts, leaves[2], strict=True)]
-            combined_x = combine_by_expert(buffer, y, recv_weights, handle, at_source)
+            combined_x = combine_by_expert(buffer, y, recv_weights, handle, source_weights)
             if not at_once:
                 combined_x = weighted_sum(combined_x.view(num_topk, num_tokens, case.hidden), leaves[1])
             combined_x.backward(x)
@@ -200,8 +200,8 @@ def without_memory(rank, num_ranks, backend):
     x, idx, weights = on_device("nvlink", rank, *case.inputs(rank))
     buffer = Buffer(None, 4, case.hidden, 4, 2, backend="nvlink")
     if rank == 1:
-        buffer._backend.handle_shape = fails  # in the place of the first allocation
-        buffer._by_expert = buffer._backend.by_expert(buffer._number, buffer._own_mode)
+        buffer.calls.backend.handle_shape = fails  # in the place of the first allocation
+        buffer.calls._native = buffer.calls.backend.by_expert(buffer.calls.number, buffer.calls.own_mode)
     told = "rank 1 did not make its call: OutOfMemoryError: " if rank == 0 else ""
     with pytest.raises(EPPeerError if rank == 0 else torch.OutOfMemoryError, match=told + "nothing is left"):
         dispatch_by_expert(buffer, x, idx, weights)
@@ -243,7 +243,7 @@ def by_copies(rank, num_ranks):
     """Copy engines need numbers that only Python has."""
     device_of("nvlink", rank)
     buffer = Buffer(None, 4, 64, 4, 2, backend="nvlink", num_sms=0)
-    assert buffer._by_expert is None
+    assert buffer.calls._native is None
 
 
 @pytest.mark.gpu
@@ -259,7 +259,7 @@ def shares_too_much(rank, num_ranks):
     with pytest.raises(
         ValueError, match="2 tokens share a row, of 8 in a buffer for top-2; at most 32 may, .* where a token has one expert"
     ):
-        dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, at_source=torch.ones(2, 4, device=x.device))
+        dispatch_by_expert(buffer, x[:4].contiguous(), idx, None, source_weights=torch.ones(2, 4, device=x.device))
 
 
 @pytest.mark.gpu
@@ -394,7 +394,7 @@ def kept_by_a_traceback(rank, num_ranks, backend):
     buffer, x, idx = top_1(backend, rank)
     with pytest.raises((ValueError, EPPeerError)) as kept:
         dispatch_by_expert(buffer, x, idx + 4, None)
-    communicator = buffer._backend._communicator
+    communicator = buffer.calls.backend._communicator
     buffer.destroy()
     assert sys.getrefcount(communicator) == 2, "somebody keeps the communicator"  # beside this function and getrefcount
     assert kept.value is not None

@@ -311,7 +311,7 @@ def test_shared_memory_that_cannot_be_opened():
 def test_device_of_another_backend():
     buffer = make_buffer()
     with pytest.raises(ValueError, match="x is on meta; backend 'shm' moves tensors on cpu"):
-        check_device(torch.empty(2, HIDDEN, device="meta"), buffer._alive())
+        check_device(torch.empty(2, HIDDEN, device="meta"), buffer.calls.backend)
 
 
 # ---- after the end ----

@@ -98,7 +98,7 @@ def changing_num_sms(rank, num_ranks):
     x = torch.randn(50, 128, device=device)
     idx = torch.rand(50, 8, device=device).argsort(1)[:, :2].contiguous()
     out = buffer.dispatch(x, idx)
-    all_of_them = buffer._backend._communicator.num_multiprocessors
+    all_of_them = buffer.calls.backend._communicator.num_multiprocessors
     for num_sms in (1, 0, all_of_them, 3, None):
         again = buffer.dispatch(x, handle=out.handle, num_sms=num_sms)
         assert torch.equal(again.recv_x, out.recv_x)
@@ -127,7 +127,7 @@ def scales_of_whole_pieces(rank, num_ranks, bulk_copies):
     poison_outputs()
     xs, idxs = zip(*(Case([40, 23], hidden=1024, num_experts=8, num_topk=4).inputs(r)[:2] for r in range(num_ranks)), strict=True)
     buffer = Buffer(None, 40, 1024, 8, 4, backend="nvlink", timeout_s=60)
-    buffer._backend.tuning.uses_bulk_copies = bulk_copies
+    buffer.calls.backend.tuning.uses_bulk_copies = bulk_copies
     out = buffer.dispatch(xs[rank].to(device), idxs[rank].to(device), fp8=True, expert_alignment=8)
     rows, scales = zip(*(reference.quantize_fp8(x) for x in xs), strict=True)
     expected = reference.dispatch(rows, idxs, None, 8, expert_alignment=8, x_scales=scales)[rank]

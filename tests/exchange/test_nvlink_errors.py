@@ -146,8 +146,8 @@ def refusing_on_and_on(rank, num_ranks):
     """Rank 1 refuses call after call while the others wait for rank 0: none of its refusals may count as tokens."""
     buffer, x, idx = make_buffer(rank, timeout_s=15.0, num_experts=256)
     buffer.dispatch(x, idx)
-    communicator = buffer._backend._communicator
-    buffer._backend._communicator = Unchecked(communicator)
+    communicator = buffer.calls.backend._communicator
+    buffer.calls.backend._communicator = Unchecked(communicator)
     time.sleep((2, 1, 0, 0)[rank])
     for _ in range(3 if rank == 1 else 1):
         buffer.dispatch(x, idx + (1000 if rank == 1 else 0), num_recv_rows=8 * num_ranks)

@@ -55,7 +55,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     good = buffer.dispatch(x, idx)
     expected = buffer.combine(good.recv_x, good.handle)
-    communicator = buffer._backend._communicator
+    communicator = buffer.calls.backend._communicator
     learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
     for _ in range(2):
         out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
@@ -66,7 +66,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
             with learns(match=WHY):
                 buffer.check()
         if how == "nobody":
-            buffer._backend._communicator = Unchecked(communicator)
+            buffer.calls.backend._communicator = Unchecked(communicator)
         with learns(match=WHY) if how == "by the call" else nullcontext():
             if call == "combine":
                 buffer.combine(torch.ones_like(out.recv_x), out.handle)
@@ -74,7 +74,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
                 buffer.dispatch(x, handle=out.handle)
         torch.cuda.synchronize()
         dist.barrier()
-        buffer._backend._communicator = communicator
+        buffer.calls.backend._communicator = communicator
         if how != "by the call":
             with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
                 buffer.check()
@@ -123,7 +123,7 @@ class SendsNothing(Unchecked):
 def rows_that_do_not_come(rank, num_ranks):
     buffer, x, idx = make_buffer(rank, timeout_s=2)
     if rank == 1:
-        buffer._backend._communicator = SendsNothing(buffer._backend._communicator)
+        buffer.calls.backend._communicator = SendsNothing(buffer.calls.backend._communicator)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
     torch.cuda.synchronize()
     if rank == 0:
@@ -146,11 +146,11 @@ def runs_out_of_memory(rank, num_ranks):
     buffer, x, idx = make_buffer(rank)
     sent, rows = x.clone(), None
     if rank == 0:
-        allocate = buffer._backend._receive_buffers
-        buffer._backend._receive_buffers = fail
+        allocate = buffer.calls.backend._receive_buffers
+        buffer.calls.backend._receive_buffers = fail
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
             buffer.dispatch(sent, idx)
-        buffer._backend._receive_buffers = allocate
+        buffer.calls.backend._receive_buffers = allocate
         sent.fill_(-7)
     else:
         rows = buffer.dispatch(x, idx).recv_x

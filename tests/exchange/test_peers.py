@@ -35,7 +35,7 @@ def fails_before_entry(rank, num_ranks):
     """A rank that cannot even allocate its results tells the peers, and the ranks stay in step."""
     buffer = make_buffer()
     out = buffer.dispatch(X, IDX)
-    backend = buffer._alive()
+    backend = buffer.calls.backend
     allocate, backend.empty = backend.empty, backend.empty
     if rank == 1:
 

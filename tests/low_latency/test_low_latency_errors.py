@@ -30,7 +30,7 @@ def bad_dispatches(rank, _, backend):
     buffer, x, idx = make(backend, rank)
     weights = torch.ones(4, 2, device=x.device)
     for changes, error, message in [
-        (dict(x=x.double()), TypeError, "x has dtype float64; it must be bfloat16 or float16 or float32"),
+        (dict(x=x.double()), TypeError, "x has dtype float64; it must be float32 or bfloat16 or float16"),
         (dict(x=[1.0]), TypeError, "x must be a torch.Tensor, not list"),
         (dict(x=x[0]), ValueError, r"x has shape \[128\]; it must be \[num_tokens, 128\]"),
         (dict(x=x[:, :64].contiguous()), ValueError, r"x has shape \[4, 64\]; it must be \[4, 128\]"),
@@ -152,7 +152,7 @@ def test_attributes():
     assert (buffer.num_max_tokens_per_rank, buffer.hidden, buffer.num_experts, buffer.num_topk) == (8, 20, 4, 2)
     with pytest.raises(AttributeError):
         buffer.hidden = 32
-    with pytest.raises(TypeError, match="combine's x has dtype float64; it must be bfloat16 or float16 or float32"):
+    with pytest.raises(TypeError, match="combine's x has dtype float64; it must be float32 or bfloat16 or float16"):
         buffer.combine_input(torch.float64)
     with pytest.raises(ValueError, match="rows of combine's x have 40 bytes and .* both must be multiples of 16"):
         buffer.combine_input(torch.float16)

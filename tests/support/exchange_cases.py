@@ -100,7 +100,7 @@ def check_case(rank: int, _: int, case: Case) -> None:
         buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
         assert buffer.backend == backend
         if backend == "nvlink" and not case.bulk_copies:
-            buffer._backend.tuning.uses_bulk_copies = False
+            buffer.calls.backend.tuning.uses_bulk_copies = False
         how = {"num_sms": case.num_sms, "async_op": case.mode == "async", "return_hook": case.mode == "hook"}
         x, idx, weight = (tensor.to(device) for tensor in inputs[rank])
         weight = weight if case.with_weights else None

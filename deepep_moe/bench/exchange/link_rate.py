@@ -23,7 +23,7 @@ def link_gbps(timer: Timer, iterations: int) -> float | None:
     if timer.is_gpu:
         hidden = 8192  # a slot of the workspace holds this many fp32 columns
         buffer = Buffer(None, num_bytes // hidden // 4, hidden, num_ranks, 1, backend="nvlink")
-        copy = partial(buffer._alive().copy_to, (dist.get_rank() + 1) % num_ranks, num_bytes)  # type: ignore[attr-defined]
+        copy = partial(buffer.calls.backend.copy_to, (dist.get_rank() + 1) % num_ranks, num_bytes)  # type: ignore[attr-defined]
     else:
         source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
         copy = partial(target.copy_, source)

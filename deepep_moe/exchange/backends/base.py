@@ -18,7 +18,33 @@ class Mode:
 
     is_async: bool = False  # beside the caller's stream or thread
     is_split: bool = False  # in two halves: the second is for the caller to start
-    num_sms: int | None = None  # multiprocessors that send, 0 = copy engines; backends without them do not look
+    num_sms: int | None = None  # SMs that send, 0 = copy engines; backends without them do not look
+
+
+@dataclass(frozen=True)
+class RowScaling:
+    """Rows on their way are gradients of `x * weights[:, None]`. They become gradients of x; those of weights come beside them."""
+
+    weights: Tensor  # [num_rows]
+    x: Tensor  # [num_rows, hidden], dtype of the rows; with `Fusion.expert_rows` the first of these tensors
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What a backend that can fuse does in its kernels, instead of a pass over all rows before or after the call."""
+
+    expert_rows: Any = None
+    """`_C.ExpertRows`: the rows of x lie in a tensor for each local expert (combine, and the x of a `RowScaling`)."""
+    tokens_per_row: int = 1
+    """Tokens t, t + n, t + 2n, ... share row t of n, where a token has one expert. A dispatch sends the row for each of them, a combine
+    sums their rows into it."""
+    source_weights: Tensor | None = None
+    """[tokens_per_row, num_tokens / tokens_per_row]: a combine weights rows at the source with these, and not with `weights`."""
+    scaling: RowScaling | None = None
+    """Of the rows of a cached dispatch."""
+
+
+NO_FUSION = Fusion()
 
 
 @dataclass
@@ -32,7 +58,7 @@ class DispatchArgs:
     expert_alignment: int
     num_recv_rows: int  # the caller's bound, or -1
     buffer_id: int  # for the handle
-    repeats: int = 1  # of all rows of x, one after another, where the backend fuses
+    fusion: Fusion | None = None
 
 
 @dataclass
@@ -42,17 +68,7 @@ class CachedDispatchArgs:
     x_scales: Tensor | None
     topk_weights: Tensor | None  # of any strides
     handle: DispatchHandle
-    weighing: "Weighing | None" = None  # where the backend fuses
-    repeats: int = 1  # of all rows of x, likewise
-
-
-@dataclass
-class Weighing:
-    """Rows on their way are gradients of `x * weights[:, None]`, and become that of x, with that of weights beside them."""
-
-    weights: Tensor  # [num_rows]
-    x: Tensor  # [num_rows, hidden], dtype of the rows
-    parts: Any  # as of `CombineArgs`
+    fusion: Fusion | None = None
 
 
 @dataclass
@@ -61,11 +77,9 @@ class CombineArgs:
     x: Tensor
     weights: Tensor | None  # [num_rows]
     bias: Tensor | None
-    lane_values: Tensor | None  # as recv_topk_weights lies
+    topk_weight_grads: Tensor | None  # as recv_topk_weights lies: brought back beside the rows
     handle: DispatchHandle
-    parts: Any = None  # `_C.ExpertRows`, where the backend fuses: rows lie in a tensor for each local expert, of which `x` is the first
-    repeats: int = 1  # where it fuses, of one expert a token: tokens whose rows are summed, t and those len(combined_x) after it
-    at_source: Tensor | None = None  # [repeats, num_tokens / repeats]: by which they are weighed before, and not by `weights`
+    fusion: Fusion | None = None
 
 
 @dataclass
@@ -75,7 +89,7 @@ class Rows:
     recv_x: Tensor
     recv_x_scales: Tensor | None
     recv_topk_weights: Tensor | None
-    grad_weights: Tensor | None = None  # [num_rows] fp32, with `Weighing`
+    grad_weights: Tensor | None = None  # [num_rows] fp32, with `RowScaling`
 
     def shrink(self, num_rows: int) -> None:
         """Keeps the first rows only, in place: views would be refused as operands of in-place operations where there are gradients."""
@@ -88,24 +102,31 @@ Move = Callable[[], None]
 """The second half of an operation: moves the rows. May run on another thread; where `Mode.is_split`, on another stream."""
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do."""
+
+    device_types: tuple[str, ...]
+    """Types of the devices whose tensors it moves."""
+    moves_on_thread: bool = False
+    """Asynchronous calls move their rows on the buffer's thread. Otherwise they are asynchronous by themselves or not at all."""
+    can_split: bool = False
+    """A call whose `Mode.is_split` leaves its second half to the caller."""
+    can_fuse: bool = False
+    """It takes a `Fusion`."""
+    num_channels: int = 1
+    """Columns of `DispatchHandle.recv_counts`."""
+    num_handle_numbers: int = 1
+    """Numbers in `DispatchHandle.call`."""
+
+
 class Backend(Protocol):
     """One way to move rows. Every method is collective over the buffer's group, in the same order on every rank."""
 
     name: str
-    device_types: tuple[str, ...]
-    """Of the tensors it moves."""
-    moves_on_thread: bool
-    """Do asynchronous calls move their rows on the buffer's thread? Otherwise they are asynchronous by themselves or not at all."""
-    can_split: bool
-    """Does a call whose `Mode.is_split` leave its second half to the caller?"""
-    fuses: bool
-    """Does it do by itself what would else be a pass over all rows: `DispatchArgs.repeats`, `CachedDispatchArgs.weighing`,
-    `CombineArgs.parts`?"""
+    capabilities: Capabilities
     device: torch.device | None
     """The one device of its tensors, where there is one."""
-    num_channels: int
-    num_handle_numbers: int
-    """Numbers in `DispatchHandle.call`."""
     workspace_bytes: int
 
     @property
@@ -120,12 +141,11 @@ class Backend(Protocol):
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]: ...
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        """combined_x [num_tokens, hidden]; combined lane values [num_tokens, num_topk], None when not asked for."""
+        """Return combined_x [num_tokens, hidden], and gradients of topk_weights [num_tokens, num_topk] if they were given."""
         ...
 
     def native_calls(self, number: int, mode: Mode) -> Any:
-        """Return what makes the plain calls by expert of the buffer `number` in C++ (`_torch.ByExpert`), in `mode`; None where nothing
-        does."""
+        """Return what makes the plain calls of the buffer `number` in C++ (`_torch.Calls`), in `mode`; None where nothing does."""
         ...
 
     def recorded(self, *used: Any) -> "torch.cuda.Event | None":
@@ -142,8 +162,8 @@ class Backend(Protocol):
         Raises EPTimeoutError, of a peer that may be gone: the present call is refused then."""
         ...
 
-    def abort(self, message: str) -> None:
-        """Tell the peers, who are or will be in the same call, that this rank does not make its call."""
+    def refuse(self, message: str) -> None:
+        """Tell the peers, which are or will be in the same call, that this rank does not make it."""
         ...
 
     def destroy(self) -> None: ...

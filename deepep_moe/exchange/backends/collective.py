@@ -17,7 +17,7 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.rendezvous import exchange
@@ -68,13 +68,8 @@ class CollectiveBackend:
     """Implements `deepep_moe.exchange.backends.base.Backend` over `group` (None: a single rank)."""
 
     name = "collective"
-    device_types: tuple[str, ...] = ("cpu", "cuda")
+    capabilities = Capabilities(device_types=("cpu", "cuda"))  # nothing on a thread: the group is the caller's, and may be in use
     device: torch.device | None = None
-    moves_on_thread = False  # the process group is the caller's, and may be in use
-    num_channels = 1
-    can_split = False
-    fuses = False
-    num_handle_numbers = 1
     workspace_bytes = 0
 
     def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", processes: list[tuple[str, int]]):
@@ -92,7 +87,7 @@ class CollectiveBackend:
         try:
             refuse_bad_routing(topk_idx, s.num_experts)
         except ValueError as error:
-            self.abort(str(error))
+            self.refuse(str(error))
             raise
         per_rank = is_token_in_rank(topk_idx, s.num_ranks, s.num_local_experts).sum(0)
         per_expert = num_tokens_per_expert(topk_idx, s.num_experts)
@@ -126,13 +121,13 @@ class CollectiveBackend:
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
         combined_x = args.x.new_empty(handle.num_tokens, s.hidden)
-        lane_values = None if args.lane_values is None else args.x.new_empty(handle.num_tokens, s.num_topk, dtype=torch.float32)
+        topk_weight_grads = None if args.topk_weight_grads is None else args.x.new_empty(handle.num_tokens, s.num_topk, dtype=torch.float32)
 
         def move() -> None:
             self._enter(self._entry(2, args.x, handle.layout, args))
-            self._combine(args, combined_x, lane_values)
+            self._combine(args, combined_x, topk_weight_grads)
 
-        return combined_x, lane_values, move
+        return combined_x, topk_weight_grads, move
 
     def native_calls(self, number: int, mode: Mode) -> None:
         """Its calls are made from Python."""
@@ -150,7 +145,7 @@ class CollectiveBackend:
     def take_failure(self) -> None:
         return None
 
-    def abort(self, message: str) -> None:
+    def refuse(self, message: str) -> None:
         entry = Entry(0, 1, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
             self._enter(entry, message=message)
@@ -214,13 +209,13 @@ class CollectiveBackend:
         return row_idx
 
     def _expert_side(self, args: CombineArgs) -> list[Tensor]:
-        """One row per token received, and its lane values when there are any."""
+        """One row per token received, and its gradients of topk_weights when there are any."""
         handle, num_tokens = args.handle, int(args.handle.recv_counts.sum())
         if handle.layout == "rank":
             x = args.x[:num_tokens]
             if args.weights is not None:
                 x = (args.weights[:num_tokens, None] * x.float()).to(x.dtype)
-            return [x] if args.lane_values is None else [x, args.lane_values[:num_tokens]]
+            return [x] if args.topk_weight_grads is None else [x, args.topk_weight_grads[:num_tokens]]
         total = args.x.new_zeros(num_tokens, self.settings.hidden, dtype=torch.float32)
         for lane in range(self.settings.num_topk):
             slots = (handle.recv_row_idx[:, lane] >= 0).nonzero().flatten()
@@ -228,14 +223,14 @@ class CollectiveBackend:
             term = args.x[rows].float()
             total[slots] = total[slots] + (term if args.weights is None else args.weights[rows, None] * term)
         x = total.to(args.x.dtype)
-        if args.lane_values is None:
+        if args.topk_weight_grads is None:
             return [x]
         there = handle.recv_row_idx >= 0
         values = torch.zeros(there.shape, dtype=torch.float32, device=x.device)
-        values[there] = args.lane_values[handle.recv_row_idx[there].long()]
+        values[there] = args.topk_weight_grads[handle.recv_row_idx[there].long()]
         return [x, values]
 
-    def _combine(self, args: CombineArgs, combined_x: Tensor, lane_values: Tensor | None) -> None:
+    def _combine(self, args: CombineArgs, combined_x: Tensor, topk_weight_grads: Tensor | None) -> None:
         s, handle = self.settings, args.handle
         destinations, tokens = self._sent(handle)
         counts = destinations.bincount(minlength=s.num_ranks).tolist()
@@ -244,11 +239,11 @@ class CollectiveBackend:
         for idx, rows in zip(tokens.split(counts), arrived[0].split(counts), strict=True):
             total[idx] = total[idx] + rows.float()
         combined_x.copy_(total if args.bias is None else total + args.bias.float())
-        if lane_values is not None:
-            lane_values.zero_()
+        if topk_weight_grads is not None:
+            topk_weight_grads.zero_()
             for rank, (idx, values) in enumerate(zip(tokens.split(counts), arrived[1].split(counts), strict=True)):
                 there = (handle.topk_idx[idx] >= 0) & (handle.topk_idx[idx] // s.num_local_experts == rank)
-                lane_values[idx] = torch.where(there, values, lane_values[idx])
+                topk_weight_grads[idx] = torch.where(there, values, topk_weight_grads[idx])
 
     # ---- messages ----
 
@@ -272,7 +267,7 @@ class CollectiveBackend:
 
     def _entry(self, operation: int, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
         if isinstance(args, CombineArgs):
-            alignment, bound, flags = args.handle.expert_alignment, -1, 4 * (args.lane_values is not None)
+            alignment, bound, flags = args.handle.expert_alignment, -1, 4 * (args.topk_weight_grads is not None)
         else:
             is_plan = isinstance(args, DispatchArgs)
             alignment = args.expert_alignment if is_plan else args.handle.expert_alignment  # type: ignore[union-attr]

@@ -6,10 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, torch_module
+from deepep_moe import _C, device, torch_module
 from deepep_moe.device import DTYPES, current_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
-from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.base import (
+    NO_FUSION,
+    CachedDispatchArgs,
+    Capabilities,
+    CombineArgs,
+    DispatchArgs,
+    Fusion,
+    Mode,
+    Move,
+    Rows,
+    RowScaling,
+)
 from deepep_moe.exchange.handle import DispatchHandle, HandleShape, PackedHandle
 from deepep_moe.group.settings import Settings
 
@@ -19,7 +30,7 @@ def _nothing() -> None:
 
 
 class NvlinkBackend:
-    """Implements `deepep_moe.exchange.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
+    """Implements `deepep_moe.backends.base.Backend`. Work is enqueued on the caller's current stream, or beside it.
 
     A dispatch starts before this rank knows what it will receive: where the last two received about as many rows, its kernels have room
     for a sixteenth more (`recv_x` is then the first rows of that); else they send while the host waits for the number. A failure in a
@@ -27,11 +38,6 @@ class NvlinkBackend:
     """
 
     name = "nvlink"
-    device_types: tuple[str, ...] = ("cuda",)
-    num_channels = 1
-    moves_on_thread = False  # kernels are asynchronous by themselves
-    can_split = True
-    fuses = True
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -46,11 +52,13 @@ class NvlinkBackend:
             num_max_tokens=max(1, settings.num_max_tokens_per_rank),
             timeout_s=settings.timeout_s,
         )
-        self.num_handle_numbers: int = self._communicator.num_handle_numbers
+        self.capabilities = Capabilities(
+            device_types=(device.GPU,), can_split=True, can_fuse=True,
+            num_handle_numbers=1 + 2 * settings.num_ranks + settings.num_local_experts,
+        )  # fmt: skip
         self.workspace_bytes: int = self._communicator.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
         self._handle_shape: HandleShape | None = None  # of the latest dispatch
-        self._shim: Any = None
 
     @property
     def num_calls(self) -> int:
@@ -79,7 +87,7 @@ class NvlinkBackend:
     # ---- dispatch ----
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
-        """The whole call: csrc/runtime/nvlink/exchange.h has the sequence, which calls `allocate` once or twice."""
+        """Make the whole call: csrc/runtime/nvlink/exchange.h has the sequence, which calls `allocate` once or twice."""
         handle = self._new_handle(args)
         call = _C.GpuDispatchCall(handle, args.x, args.x_scales, args.topk_idx, args.topk_weights, DTYPES[args.x.dtype], args.num_recv_rows)
         stream, rows, recv_topk_idx = self._stream_of(args.mode), None, None
@@ -99,31 +107,31 @@ class NvlinkBackend:
         if recv_topk_idx is not None and num_rows < len(recv_topk_idx):
             recv_topk_idx.resize_(num_rows, self.settings.num_topk)
         handle.complete(num_rows, recv_topk_idx, stream)
-        return rows, handle, partial(self._end, args, call, rows, handle) if args.mode.is_split else _nothing
+        return rows, handle, self._second_half(args, call, rows, handle)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
-        handle = args.handle
+        handle, fusion = args.handle, args.fusion or NO_FUSION
         rows = self._allocate(args, handle.layout, handle.num_rows)
         call = _C.GpuDispatchCall(handle, args.x, args.x_scales, None, args.topk_weights, DTYPES[args.x.dtype])
         call.receive_into(rows.recv_x, rows.recv_x_scales, None, rows.recv_topk_weights, False)
-        if args.weighing is not None:
-            w = args.weighing
-            rows.grad_weights = torch.empty_like(w.weights)
-            call.scale(w.weights, w.x, w.parts, rows.grad_weights, DTYPES[args.x.dtype])
+        if fusion.scaling is not None:
+            weights, x = fusion.scaling.weights, fusion.scaling.x
+            rows.grad_weights = torch.empty_like(weights)
+            call.scale(weights, x, fusion.expert_rows, rows.grad_weights, DTYPES[args.x.dtype])
         self._communicator.dispatch_cached(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
-        return rows, partial(self._end, args, call, rows, handle) if args.mode.is_split else _nothing
+        return rows, self._second_half(args, call, rows, handle)
 
     # ---- combine ----
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
-        s, handle = self.settings, args.handle
-        combined_x = self._empty((handle.num_tokens // args.repeats, s.hidden), args.x.dtype)
-        lane_values = None if args.lane_values is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
-        weights = args.weights if args.at_source is None else None
-        inputs = args.x, args.parts, weights, args.bias, args.lane_values, args.at_source
-        call = _C.GpuCombineCall(handle, *inputs, combined_x, lane_values, DTYPES[args.x.dtype])
+        s, handle, fusion = self.settings, args.handle, args.fusion or NO_FUSION
+        combined_x = self._empty((handle.num_tokens // fusion.tokens_per_row, s.hidden), args.x.dtype)
+        topk_weight_grads = None if args.topk_weight_grads is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
+        weights = args.weights if fusion.source_weights is None else None
+        inputs = args.x, fusion.expert_rows, weights, args.bias, args.topk_weight_grads, fusion.source_weights
+        call = _C.GpuCombineCall(handle, *inputs, combined_x, topk_weight_grads, DTYPES[args.x.dtype])
         self._communicator.combine(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
-        return combined_x, lane_values, partial(self._end, args, call, combined_x, lane_values, handle) if args.mode.is_split else _nothing
+        return combined_x, topk_weight_grads, self._second_half(args, call, combined_x, topk_weight_grads, handle)
 
     def native_calls(self, number: int, mode: Mode) -> Any:
         """Return `_torch.Calls` for the plain calls of the buffer `number`, which run in `mode`; None where the module is not built."""
@@ -134,7 +142,7 @@ class NvlinkBackend:
         return module.Calls(
             shim=self._communicator.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
-            device=self.device, shape_of=self.handle_shape, current_stream=partial(current_stream, self.device), refuse=self._abort_for,
+            device=self.device, shape_of=self.handle_shape, current_stream=partial(current_stream, self.device), refuse=self._refuse_for,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -150,13 +158,13 @@ class NvlinkBackend:
             return error
         return None
 
-    def abort(self, message: str) -> None:
+    def refuse(self, message: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
         self._communicator.refuse(message, current_stream(self.device))
 
-    def _abort_for(self, error: Exception) -> None:
-        self.abort(f"{type(error).__name__}: {error}")
+    def _refuse_for(self, error: Exception) -> None:
+        self.refuse(f"{type(error).__name__}: {error}")
 
     def destroy(self) -> None:
         self._communicator = None
@@ -179,11 +187,11 @@ class NvlinkBackend:
                     value.record_stream(stream)
             elif isinstance(value, DispatchHandle):
                 self._record(stream, *value.tensors)
-            elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs)):
+            elif isinstance(value, (Rows, DispatchArgs, CachedDispatchArgs, CombineArgs, Fusion, RowScaling)):
                 self._record(stream, *vars(value).values())
 
     def _stream_along(self, handle: DispatchHandle, mode: Mode) -> int:
-        """The stream of a call along `handle`. The caller may drop the handle at once, also on another stream than its dispatch's."""
+        """Return the stream of a call along `handle`, which the caller may drop at once, on its dispatch's stream or another."""
         stream = self._stream_of(mode)
         if isinstance(handle, PackedHandle) and handle.stream not in (None, stream):
             self._record(torch.cuda.current_stream(self.device), handle)
@@ -202,19 +210,20 @@ class NvlinkBackend:
         if mode.is_async and not mode.is_split and self._own_stream is not None:
             self._own_stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _end(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, call: Any, *used: Any) -> None:
-        """The second half of a call; in split mode on the stream that is current by now. Holds the call's tensors until then, and has
-        their memory wait for that stream."""
-        if self._communicator is None:
-            raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
-        own = self._own_stream if args.mode.is_async and not args.mode.is_split else None
-        if own is None:
+    def _second_half(self, args: DispatchArgs | CachedDispatchArgs | CombineArgs, call: Any, *used: Any) -> Move:
+        """Return what is left of a call: nothing, or where it was split, its second half, on the stream that is current by then. That holds
+        the call's tensors, and has their memory wait for that stream."""
+        if not args.mode.is_split:
+            return _nothing
+
+        def finish() -> None:
+            if self._communicator is None:
+                raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
             self._record(torch.cuda.current_stream(self.device), args, *used)
-        stream = (own or torch.cuda.current_stream(self.device)).cuda_stream
-        if isinstance(args, CombineArgs):
-            self._communicator.end_combine(call, stream)
-        else:
-            self._communicator.end_dispatch(call, stream)
+            end = self._communicator.end_combine if isinstance(args, CombineArgs) else self._communicator.end_dispatch
+            end(call, current_stream(self.device))
+
+        return finish
 
     @staticmethod
     def _num_sms(mode: Mode) -> int:
@@ -229,7 +238,7 @@ class NvlinkBackend:
         """For the plan to fill, with room for all that may come."""
         shape = self.handle_shape(args.topk_idx.shape[0], args.layout)
         memory = self._empty((shape.starts[-1],), torch.int32)
-        call = torch.empty(self.num_handle_numbers, dtype=torch.int64, device="cpu")
+        call = torch.empty(self.capabilities.num_handle_numbers, dtype=torch.int64, device="cpu")
         return PackedHandle(args.buffer_id, args.layout, args.expert_alignment, -1, shape, memory, call)
 
     def handle_shape(self, num_tokens: int, layout: str) -> HandleShape:

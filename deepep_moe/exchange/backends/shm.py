@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPES
-from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
@@ -29,16 +29,12 @@ class ShmBackend:
     """Implements `deepep_moe.exchange.backends.base.Backend`. Construction is collective: see `connect`."""
 
     name = "shm"
-    device_types: tuple[str, ...] = ("cpu",)
     device: torch.device | None = None
-    moves_on_thread = True
-    can_split = False
-    fuses = False
-    num_handle_numbers = 1
 
     def __init__(self, settings: Settings, num_channels: int):
         self.settings = settings
         self.num_channels = num_channels
+        self.capabilities = Capabilities(device_types=("cpu",), moves_on_thread=True, num_channels=num_channels)
         self._communicator = _C.ShmExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank,
@@ -119,8 +115,8 @@ class ShmBackend:
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
         combined_x = self.empty((handle.num_tokens, s.hidden), args.x.dtype)
-        with_values = args.lane_values is not None
-        lane_values = torch.empty(handle.num_tokens, s.num_topk, dtype=torch.float32) if with_values else None
+        has_grads = args.topk_weight_grads is not None
+        topk_weight_grads = torch.empty(handle.num_tokens, s.num_topk, dtype=torch.float32) if has_grads else None
         params = _C.CombineParams()
         params.dtype = DTYPES[args.x.dtype]
         params.layout = getattr(_C.Layout, handle.layout)
@@ -129,13 +125,13 @@ class ShmBackend:
         params.recv_counts = _address(handle.recv_counts)
         params.recv_row_idx = _address(handle.recv_row_idx)
         params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
-        params.topk_weight_grads = _address(args.lane_values)
+        params.topk_weight_grads = _address(args.topk_weight_grads)
         params.topk_idx = _address(handle.topk_idx)
-        params.combined_x, params.combined_topk_weight_grads = _address(combined_x), _address(lane_values)
+        params.combined_x, params.combined_topk_weight_grads = _address(combined_x), _address(topk_weight_grads)
         signature = _C.Signature(
-            _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_topk_weight_grads=with_values
+            _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_topk_weight_grads=has_grads
         )
-        return combined_x, lane_values, lambda: self._communicator.combine(signature, params)
+        return combined_x, topk_weight_grads, lambda: self._communicator.combine(signature, params)
 
     def native_calls(self, number: int, mode: Mode) -> None:
         """Its calls are made from Python."""
@@ -149,7 +145,7 @@ class ShmBackend:
     def take_failure(self) -> None:
         return None
 
-    def abort(self, message: str) -> None:
+    def refuse(self, message: str) -> None:
         self._communicator.refuse(message)
 
     def destroy(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.failures import or_tell, tell
+from deepep_moe.exchange.failures import notify_peers, notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.autoep.bias import move_with
@@ -55,7 +55,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             with _routing_by_method(self):
                 return super().forward(hidden_states)
         except Exception as error:
-            tell(buffer, error, num_calls)
+            notify_peers(buffer, error, num_calls)
             raise
 
     def _deepep_route(self, tokens: Tensor, router_output: Any) -> Tensor:
@@ -75,7 +75,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         if self.score_apply == "pre":
             rows = (rows.float() * topk_weights.unsqueeze(-1)).to(x.dtype)
         buffer, out = self._dispatch(rows.reshape(-1, x.shape[1]).contiguous(), topk_idx.reshape(-1, 1), None, num_tokens)
-        y = or_tell(buffer, self._run_experts, out.recv_x, out)
+        y = notify_peers_on_failure(buffer, self._run_experts, out.recv_x, out)
         combined = buffer.combine(y, out.handle).view(num_tokens, num_topk, x.shape[1])
         if self.score_apply == "pre":
             return combined.sum(1)
@@ -89,7 +89,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         assert weights is not None  # they were sent
         if self.score_apply == "pre":
             rows, weights = (rows.float() * weights.unsqueeze(-1)).to(rows.dtype), None
-        return buffer.combine(or_tell(buffer, self._run_experts, rows, out), out.handle, weights)
+        return buffer.combine(notify_peers_on_failure(buffer, self._run_experts, rows, out), out.handle, weights)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, whose plan is a copy too."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
-from deepep_moe.exchange.failures import or_tell
+from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.warn_once import warn_once
@@ -52,7 +52,7 @@ class PackedMOELayer(MOELayer):
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
             elastic = ready(self.ep_group, x, plan_of(self))
-            routing = or_tell(elastic.buffer, route, self.gate, x, used_token)
+            routing = notify_peers_on_failure(elastic.buffer, route, self.gate, x, used_token)
             self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)  # as `self.l_aux = ...`, in less time
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
             return exchange(elastic, x, routing).view(inputs[0].shape)
@@ -70,21 +70,21 @@ class PackedMOELayer(MOELayer):
         return self._exchange(elastic, x, idx, weights, None)
 
     def _exchange(
-        self, elastic: ElasticBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, at_source: Tensor | None
+        self, elastic: ElasticBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
     ) -> Tensor:
-        """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, at_source: as
+        """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, source_weights: as
         `dispatch_by_expert` has them."""
         x, plan = x.contiguous(), plan_of(self)
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
 
         def send(buffer: Buffer) -> tuple[tuple[Tensor, ...], Tensor | None, DispatchHandle]:
-            return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), at_source)
+            return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), source_weights)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, (parts, recv_topk_weights, handle) = elastic.dispatch(x.shape[0], send)
-        outputs = or_tell(buffer, self._run_experts, parts)
+        outputs = notify_peers_on_failure(buffer, self._run_experts, parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
-            return combine_by_expert(buffer, outputs, recv_topk_weights, handle, at_source)
+            return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         """Every local expert, so that each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it; one without rows

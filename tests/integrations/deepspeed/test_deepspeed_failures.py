@@ -81,7 +81,7 @@ def _refusing_worker(rank: int, num_ranks: int) -> None:
         return buffer.dispatch(torch.empty(0, HIDDEN), topk_idx, layout="expert").recv_x
 
     def refuse(buffer):
-        raise buffer.refused(ValueError("for a reason of its own"))
+        raise buffer.refuse(ValueError("for a reason of its own"))
 
     assert dispatch(0, send_nothing)[1].shape == (0, HIDDEN)
     if rank == 0:

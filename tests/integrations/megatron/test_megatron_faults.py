@@ -268,10 +268,10 @@ def _num_sms_worker(rank: int, num_ranks: int) -> None:
     with model_parallel("cuda", ep=num_ranks, num_sms=6) as sizes:
         layer = our_layer(sizes)
         layer(torch.randn(4, 1, HIDDEN, device="cuda"))
-        assert layer.token_dispatcher.buffer._mode.num_sms == 6
+        assert layer.token_dispatcher.buffer.calls.own_mode.num_sms == 6
         layer.config.moe_flex_dispatcher_num_sms = 4
         layer(torch.randn(4, 1, HIDDEN, device="cuda"))
-        assert layer.token_dispatcher.buffer._mode.num_sms == 4
+        assert layer.token_dispatcher.buffer.calls.own_mode.num_sms == 4
 
 
 @pytest.mark.gpu

@@ -1,0 +1,240 @@
+"""The calls of one buffer: each is checked, planned and moved, or refused, so that all ranks stay in step.
+
+Operators and handles know a buffer by the number of its calls.
+"""
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from deepep_moe.errors import BufferDestroyedError, EPError
+from deepep_moe.event import Event
+from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_device, check_dispatch, check_num_sms
+from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.group.settings import Settings
+
+live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
+_Result = TypeVar("_Result")
+
+_num_forks = 0  # between the first process and this one
+
+
+def _forked() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def calls_of(number: int) -> "Calls":
+    """Return the calls that operators and handles know as `number`."""
+    calls = live_calls.get(number)
+    if calls is None:
+        raise BufferDestroyedError(f"buffer {number} is gone; keep the Buffer alive as long as its handles and graphs are used")
+    return calls
+
+
+class Calls:
+    """The calls of one buffer, one at a time."""
+
+    def __init__(self, backend: Backend, settings: Settings, num_sms: int | None):
+        self.settings, self.capabilities = settings, backend.capabilities
+        self.number = next(_numbers)
+        self.own_mode = Mode(num_sms=num_sms)
+        """In which gradients run, and calls that say nothing else."""
+        self._backend: Backend | None = backend
+        self._native = backend.native_calls(self.number, self.own_mode)
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Event | None = None
+        self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
+        self._process_id, self._num_forks = os.getpid(), _num_forks
+        live_calls[self.number] = self
+
+    # ---- what there is ----
+
+    @property
+    def backend(self) -> Backend:
+        """Raises BufferDestroyedError after `destroy`."""
+        if self._backend is None:
+            raise BufferDestroyedError("this buffer was destroyed; create a new Buffer")
+        return self._backend
+
+    @property
+    def is_destroyed(self) -> bool:
+        return self._backend is None
+
+    @property
+    def native(self) -> Any:
+        """`_torch.Calls` where the next call may be made there: nothing is in flight or to be raised."""
+        is_plain = self._pending is None and self._earlier_failure is None and self._num_forks == _num_forks
+        return self._native if is_plain else None
+
+    def mode_of(self, num_sms: int | None, is_async: bool = False, is_split: bool = False) -> Mode:
+        """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
+        if not (is_async or is_split) and num_sms is None:
+            return self.own_mode
+        self.refuse_on_failure(check_num_sms, num_sms)
+        return Mode(is_async, is_split, self.own_mode.num_sms if num_sms is None else num_sms)
+
+    # ---- calls ----
+
+    def dispatch(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle]:
+        backend = self._admit(check_dispatch, args)
+        rows, handle, move = self._refuse_unless_entered(backend.plan, args)
+        self._move(args.mode, move, args, rows, handle)
+        return rows, handle
+
+    def dispatch_cached(self, args: CachedDispatchArgs) -> Rows:
+        backend = self._admit(check_cached_dispatch, args)
+
+        def make() -> Rows:
+            rows, move = backend.dispatch_cached(args)
+            self._move(args.mode, move, args, rows)
+            return rows
+
+        return self._refuse_unless_entered(make)
+
+    def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
+        """Return combined_x, and the gradients of topk_weights where some were given."""
+        backend = self._admit(check_combine, args)
+
+        def make() -> tuple[Tensor, Tensor | None]:
+            combined_x, topk_weight_grads, move = backend.combine(args)
+            self._move(args.mode, move, args, combined_x, topk_weight_grads)
+            return combined_x, topk_weight_grads
+
+        return self._refuse_unless_entered(make)
+
+    def event(self, mode: Mode, *used: Any) -> Event | None:
+        """Return the event of the call just made, None where it was not asynchronous. `used`: its tensors, and what holds some."""
+        if not (mode.is_async or mode.is_split):
+            return None
+        return self._pending or Event(recorded=self.backend.recorded(*used))
+
+    def check(self) -> None:
+        """Raise what earlier calls have reported since."""
+        failure, self._earlier_failure = self._earlier_failure, None
+        if failure is not None:
+            raise failure
+        self.backend.check()
+
+    def destroy(self) -> None:
+        if self._backend is None:
+            return
+        if self._executor is not None and os.getpid() == self._process_id:
+            self._executor.shutdown(wait=True)
+        self._executor = None
+        if self._native is not None:
+            self._native.release()
+        backend, self._backend, self._native = self._backend, None, None
+        backend.destroy()
+
+    # ---- refusals ----
+
+    def refuse(self, error: Exception) -> Exception:
+        """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
+        `error`, to be raised."""
+        if not self._is_capturing():
+            self._wait_for_pending()
+        self.backend.refuse(f"{type(error).__name__}: {error}")
+        return error
+
+    def refuse_on_failure(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """Return the function's result. Refuse the call where the function finds wrong types or values, or lacks memory. (A context manager
+        takes longer.)"""
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError, torch.OutOfMemoryError) as error:
+            raise self.refuse(error) from None
+
+    def _refuse_unless_entered(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Return the function's result. Refuse the call where anything fails (memory, an interrupt) before this rank has entered it."""
+        backend = self.backend
+        before = backend.num_calls
+        try:
+            return function(*args)
+        except BaseException as error:
+            if backend.num_calls == before:
+                backend.refuse(f"{type(error).__name__}: {error}")
+            raise
+
+    def _admit(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:
+        """Return the backend, to make a call with `args`, which are right."""
+        backend = self.backend
+        self._refuse_other_process()
+        self._wait_for_pending()
+        self.refuse_on_failure(check_device, args.x, backend)
+        self.refuse_on_failure(check, args, self.settings)
+        try:
+            failure = backend.take_failure()
+        except EPError as error:
+            raise self.refuse(error) from None
+        if failure is not None and isinstance(args, (CachedDispatchArgs, CombineArgs)) and args.handle.has_failed:
+            raise self.refuse(failure)  # it is the failure of this handle, so no call can be made before it is raised
+        self._earlier_failure = failure or self._earlier_failure
+        return backend
+
+    def _refuse_other_process(self) -> None:
+        """The thread and the GPU of a buffer are not there in a process forked from its owner."""
+        if self._num_forks != _num_forks:
+            raise BufferDestroyedError(
+                f"this buffer belongs to process {self._process_id}, this is process {os.getpid()}, forked from it; "
+                "create a Buffer in each process"
+            )
+
+    # ---- asynchronous calls: on one thread of the buffer's own, in order, or as the backend has it ----
+
+    def _move(self, mode: Mode, move: Move, *keep_alive: Any) -> None:
+        """Move the rows, now or later. Until then the tensors that native code knows by address are held. Raises what an earlier call's
+        kernels have reported."""
+        can = self.capabilities
+        if mode.is_split and can.can_split:
+            half = partial(_second_half, move, keep_alive)
+            self._pending = Event(second_half=half, device=self.backend.device, is_captured=self._is_capturing())
+        elif not can.moves_on_thread or not (mode.is_async or mode.is_split):
+            move()
+        else:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
+            self._pending = Event(self._executor.submit(_second_half, move, keep_alive))
+        failure, self._earlier_failure = self._earlier_failure, None
+        if failure is not None:
+            event = self.event(mode, *keep_alive)
+            if event is not None:
+                event.wait()  # nobody will be given it
+            raise failure
+
+    def _is_capturing(self) -> bool:
+        return self.backend.device is not None and torch.cuda.is_current_stream_capturing()
+
+    def _wait_for_pending(self) -> None:
+        """Let the asynchronous call in flight finish. Raises EPError where it failed and nobody has looked: its results are not there."""
+        pending = self._pending
+        if pending is None:
+            return
+        if pending.is_half and pending.is_captured != self._is_capturing():
+            if not pending.is_captured:
+                raise ValueError(
+                    "a call of this buffer waits for its hook, and its rest cannot be part of a CUDA graph; call the hook before"
+                )
+            self._pending = None  # of a graph, whose capture has ended without it
+            return
+        error = pending.failure()
+        self._pending = None
+        if error is not None and not pending.seen:
+            raise self.refuse(EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")) from error
+
+
+def _second_half(move: Move, _keep_alive: Any) -> None:
+    move()
