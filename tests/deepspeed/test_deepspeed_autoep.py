@@ -438,7 +438,7 @@ def _replaced_forwards(rank: int, case: Case) -> None:
     warn_once.cache_clear()
     with logged() as messages:
         assert replace_moe_layers(engine) == 0
-    assert messages == ["2 MoE layers keep their forward, which was replaced on the layer or its class; swap them before that"] * (
+    assert messages == ["2 MoE layers keep their forward, which was replaced on the layer or its class; swap layers before that"] * (
         rank == 0
     )
     for layer in layers:

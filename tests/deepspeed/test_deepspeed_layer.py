@@ -394,7 +394,7 @@ def test_where_deepspeeds_forward_runs_one_line_says_why():
     assert reasons == [
         "the model is tensor parallel over 2 ranks (mpu), which share their tokens",
         "the layer was made with use_tutel=True; leave it out",
-        "experts are of OwnExperts, not of deepspeed.moe.experts.Experts",
+        "experts are OwnExperts, not deepspeed.moe.experts.Experts",
         "top-9 is more than the 8 experts of a token that fast mode serves here; use exact=True",
         "the hidden size is 30; in torch.float32 it must be a multiple of 4",
     ]
@@ -492,7 +492,7 @@ def _replaced_worker(rank: int, num_ranks: int) -> None:
                 changed = layer(x)[0]
             undo()
             torch.testing.assert_close(changed, 3 * plain)
-            reason = "the forward of the experts together was replaced; replace those of single experts"
+            reason = "the forward of the Experts module was replaced; replace the forwards of single experts"
             assert lines == [f"DeepSpeed's own MoE forward runs, without deepep_moe: {reason}"] * (rank == 0)
         hook = experts.register_forward_hook(lambda *_: None) if rank == 1 else None
         with logged() as lines:

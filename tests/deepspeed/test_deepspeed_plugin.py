@@ -120,7 +120,7 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
         wrapped.deepspeed_moe.forward = wrapped.deepspeed_moe.forward
         with logged() as messages:
             assert replace_moe_layers(wrapped) == 0
-        assert messages == ["1 MoE layers keep their forward, which was replaced on the layer or its class; swap them before that"] * (
+        assert messages == ["1 MoE layers keep their forward, which was replaced on the layer or its class; swap layers before that"] * (
             rank == 0
         )
         layers[0].deepspeed_moe.__class__ = Own
@@ -340,7 +340,7 @@ def _stages_worker(rank: int, num_ranks: int) -> None:
         data = [(torch.randn(2, 20, HIDDEN), torch.randn(2, 20, HIDDEN)) for _ in range(2)]
         assert torch.isfinite(engine.train_batch(iter(data)))
     swapped = "1 MoE layers dispatch through deepep_moe (exact mode)"
-    fallback = "DeepSpeed's own MoE forward runs, without deepep_moe: experts are of Own, not of deepspeed.moe.experts.Experts"
+    fallback = "DeepSpeed's own MoE forward runs, without deepep_moe: experts are Own, not deepspeed.moe.experts.Experts"
     assert messages == ([swapped, fallback] if is_second and engine.grid.get_data_parallel_rank() == 0 else []), messages
 
 
