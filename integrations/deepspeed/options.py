@@ -1,4 +1,4 @@
-"""What a user of the DeepSpeed adapter may choose: arguments of `replace_moe_layers`, keys of the section "deepep_moe" of ds_config."""
+"""The options of the DeepSpeed adapter: arguments of `replace_moe_layers`, and keys of the section "deepep_moe" of ds_config."""
 
 import dataclasses
 import math

@@ -70,7 +70,7 @@ class Timed(Protocol):
     """The times of one rank."""
 
     times: dict[tuple[str, str], list[list[float]]]
-    """By what is timed and who does it: an entry per turn, as `times_of` returns it."""
+    """Times by what is timed and who does it: an entry per turn, as `times_of` returns it."""
 
 
 def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[float]]]:
