@@ -1,12 +1,20 @@
-"""`python -m deepep_moe.bench [exchange | link | low-latency | overlap | gate | megatron | deepspeed] ...`: dispatch and combine on the
-CPU, on GPUs, of small batches, beside GEMMs; the gate; a layer of Megatron-Core, of DeepSpeed.
+"""`python -m deepep_moe.bench COMMAND ...`
 
-Where none is named: link with `--backend nvlink`, else exchange.
+exchange     dispatch and combine on the CPU
+link         dispatch and combine on GPUs
+low-latency  dispatch and combine of small batches
+overlap      dispatch and combine beside GEMMs
+gate         the gate
+megatron     a layer of Megatron-Core
+deepspeed    a layer of DeepSpeed
+
+Without a command, `--backend nvlink` means link, and everything else exchange.
 """
 
 import argparse
 import sys
 
+from deepep_moe.bench.common.records import add_json
 from deepep_moe.bench.exchange import cpu as exchange
 from deepep_moe.bench.exchange import nvlink as link
 from deepep_moe.bench.gate import command as gate
@@ -36,7 +44,7 @@ def main(arguments: list[str]) -> None:
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(command)
-        exchange.add_json(command)
+        add_json(command)
         command.set_defaults(main=module.main)
     options = parser.parse_args(_with_command(arguments))
     options.main(options)

@@ -1,1 +1,1 @@
-"""What the adapters share."""
+"""Buffers, warnings and process groups for all adapters."""

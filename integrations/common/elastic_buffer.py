@@ -22,8 +22,10 @@ class OutgrownError(ValueError):
 
     @classmethod
     def caused(cls, error: Exception) -> bool:
-        """Whether `error` is this error, or the EPPeerError of a rank whose peer raised it. A peer's error arrives as text only: the name
-        of its class, a colon and its message."""
+        """Return whether `error` is this error, or the EPPeerError of a rank whose peer raised it.
+
+        A peer's error arrives as text only: the name of its class, a colon and its message.
+        """
         return isinstance(error, cls) or f"{cls.__name__}: " in str(error)
 
 
@@ -112,5 +114,5 @@ class ElasticBuffer:
 
 
 def _is_bounded(device: torch.device) -> bool:
-    """Whether buffers need a bound. The memory of buffers that move CPU tensors does not depend on the number of tokens."""
+    """Return whether buffers need a bound. The memory of buffers that move CPU tensors does not depend on the number of tokens."""
     return device.type != "cpu"

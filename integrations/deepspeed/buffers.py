@@ -31,7 +31,7 @@ def why_not_rows(x: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What swapped layers that share buffers have in common: the options, the sizes of the largest of them, and the buffers."""
+    """The options, sizes and buffers that swapped layers share. The sizes are those of the largest layer."""
 
     options: Options
     num_local_experts: int

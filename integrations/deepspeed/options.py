@@ -1,4 +1,4 @@
-"""What a user may choose: arguments of `replace_moe_layers`, keys of the section "deepep_moe" of ds_config."""
+"""The options of the DeepSpeed adapter: arguments of `replace_moe_layers`, and keys of the section "deepep_moe" of ds_config."""
 
 import dataclasses
 import math
@@ -15,14 +15,14 @@ SECTION = "deepep_moe"
 class Options:
     """How swapped layers move their tokens. Raises ValueError for values out of bounds, TypeError for wrong types.
 
-    exact: rows come back one per (token, expert) and are weighed and summed as DeepSpeed does, so everything outside the experts repeats
-        its bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: experts' ranks weigh and add up the rows of a token first,
-        so a token crosses a link once per rank; equal within rounding.
+    exact: True: rows come back one per (token, expert), and this rank weights and sums them as DeepSpeed does. Everything outside the
+        experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: the experts' ranks weight and sum
+        the rows of a token first, so a token crosses a link once per rank. Results are equal within rounding.
     backend, num_sms: as for `deepep_moe.Buffer`.
-    num_max_tokens_per_rank: GPUs only: most tokens of one rank in a forward; None: room grows with them.
-    gate: AutoEP only: routers choose by `deepep_moe.ops.gate` where it can, with the same choice up to rounding.
-    expert_bias_update_rate: AutoEP only: balance experts without auxiliary loss, by a bias that moves this much per optimizer step
-        (DeepSeek-V3: 0.001); None: no bias moves.
+    num_max_tokens_per_rank: for GPUs only, the most tokens of a rank in a forward. None: buffers grow with the forwards.
+    gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
+    expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
+        (DeepSeek-V3: 0.001). None: no bias moves.
     """
 
     exact: bool = True
@@ -56,9 +56,9 @@ class Options:
 
 
 def options_of(ds_config: Mapping[str, Any]) -> Options | None:
-    """Those of the section "deepep_moe" of a ds_config; None where it has none or says `"enabled": false`.
+    """Return the options of the section "deepep_moe" of a ds_config, or None if there is no such section or it says `"enabled": false`.
 
-    Raises ValueError for keys that it does not know and TypeError or ValueError for values, naming the section.
+    Raises ValueError for unknown keys, and TypeError or ValueError for wrong values, with the name of the section.
     """
     if SECTION not in ds_config:
         return None

@@ -1,4 +1,4 @@
-"""Swap the MoE layers of a model, and swap them back."""
+"""Swap the MoE layers of a model for ours, and swap them back."""
 
 import functools
 import inspect
@@ -31,31 +31,32 @@ def replace_moe_layers(
     gate: bool = True,
     expert_bias_update_rate: float | None = None,
 ) -> int:
-    """Let the MoE layers of `model`, those of `deepspeed.moe.layer.MoE` and those that AutoEP made, move packed tokens through
-    deepep_moe. Returns how many.
+    """Let the MoE layers of `model` move packed tokens through deepep_moe, and return how many layers that are.
 
-    Before or after `deepspeed.initialize`, which makes AutoEP's layers, on every rank. Only the forward of the layers changes:
-    parameters, state dict, hooks, gates and their random numbers, optimizer groups and checkpoints stay. Again with other options: those
-    hold from the next forward on, no backward being under way. Layers of one call with a group and a width of rows in common share one
-    buffer, constructed at the first forward.
+    The layers are those of `deepspeed.moe.layer.MoE` and those that AutoEP made. Call this on every rank, before or after
+    `deepspeed.initialize`, which makes AutoEP's layers. Only the forward of the layers changes: parameters, state dict, hooks, gates and
+    their random numbers, optimizer groups and checkpoints stay. A call with other options, when no backward is under way, changes them
+    from the next forward on. Layers of one call that have a group and a width of rows in common share one buffer, which the first
+    forward constructs.
 
     Args:
         model: the module, or DeepSpeed's engine.
-        exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer; else
-            within rounding), and so do experts whose matrix products do without zeros between the rows. False: a token crosses a link
-            once per rank and is weighed there; within rounding, with less to move.
+        exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer; otherwise
+            results are equal within rounding), and so do experts whose matrix products do not depend on zeros between the rows. False: a
+            token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data moves.
         backend, num_sms: as for `deepep_moe.Buffer`.
-        num_max_tokens_per_rank: on GPUs, the most tokens one rank ever has in a forward; None: room for the largest of the first forward
-            over all ranks, rounded up to a multiple of 128, and for more once a rank has more. On CPUs there is no bound.
-        gate: AutoEP's routers choose by `deepep_moe.ops.gate`, in one pass; where it cannot, a log line says why, and they choose as
-            before, as with False. The choice is the same up to rounding.
-        expert_bias_update_rate: balance AutoEP's experts without auxiliary loss: after each optimizer step the bias of routers, their
-            `e_score_correction_bias`, moves by this much towards equal load (DeepSeek-V3: 0.001). `model` is then the engine. Routers
-            without such a bias get one of zeros, a buffer in checkpoints from then on. None: no bias moves.
+        num_max_tokens_per_rank: on GPUs, the most tokens that a rank ever has in a forward. None: the most of any rank in the first
+            forward, rounded up to a multiple of 128; buffers are replaced by larger ones when a rank has more. On CPUs there is no bound.
+        gate: let `deepep_moe.ops.gate` choose the experts for AutoEP's routers, in one pass. Where it cannot, a log line says why and the
+            routers choose by themselves, as with False. The choice is the same up to rounding.
+        expert_bias_update_rate: balance AutoEP's experts without auxiliary loss. After each optimizer step the bias of routers, their
+            `e_score_correction_bias`, moves by this much towards equal load (DeepSeek-V3: 0.001). `model` must be the engine. Routers
+            without such a bias get a bias of zeros, which checkpoints contain from then on. None: no bias moves.
 
     Raises:
-        ValueError, TypeError: wrong options; a bias to move is a parameter, or `model` no engine. EPError: DeepSpeed is older than 0.14.5.
-        ImportError: there is none.
+        ValueError, TypeError: an option is wrong, a bias to move is a parameter, or `model` is no engine.
+        EPError: DeepSpeed is older than 0.14.5.
+        ImportError: DeepSpeed is not installed.
     """
     return _replace(model, Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate))
 
@@ -89,14 +90,14 @@ def _replace(model: nn.Module, options: Options) -> int:
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Was its forward replaced before it was swapped, on it or in its class? Another class would change nothing then, or too much."""
+    """Return whether a layer's forward was replaced before it was swapped. Another class would then change nothing, or too much."""
     from deepep_moe.integrations.deepspeed.native.layer import is_replaced
 
     return getattr(layer, "deepep_moe_plan", None) is None and is_replaced(layer)
 
 
 def _autoep_layers(model: nn.Module) -> list[Any]:
-    """Those that AutoEP made, swapped or not. DeepSpeed older than 0.19.2 has none."""
+    """Return the layers that AutoEP made, swapped or not. DeepSpeed older than 0.19.2 has none."""
     found = [module for module in model.modules() if getattr(module, "_is_autoep_layer", False)]
     if not found:
         return []
@@ -118,7 +119,7 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
     if replaced:
         say(
             logging.WARNING,
-            f"{replaced} MoE layers keep their forward, which was replaced on the layer or its class; swap them before that",
+            f"{replaced} MoE layers keep their forward, which was replaced on the layer or its class; swap layers before that",
         )
     others = sorted({f"{type(layer).__name__} with {type(layer.gate).__name__}" for layer in left if not _has_own_forward(layer)})
     if others:
@@ -132,16 +133,19 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
     elif not left and getattr(model, "num_stages", 1) == 1:  # else another stage of the pipeline has them
         say(logging.WARNING, "this model has no MoE layers of DeepSpeed; those of AutoEP are there after deepspeed.initialize")
     if num_native and is_gate_unknown():
-        say(logging.INFO, "DeepSpeed's gates are called, and take longer: their source is none that deepep_moe knows (0.19.4 to 0.19.8)")
+        say(
+            logging.INFO,
+            "DeepSpeed's gates are called, which takes longer: deepep_moe knows those of 0.19.4 to 0.19.8 only, and these differ",
+        )
 
 
 def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:
-    """The plan of each layer: those of one group and width get the same, wide enough for all of them."""
+    """Return the plan of each layer. Layers of one group and width get the same plan, which is large enough for all of them."""
     widest: dict[Any, tuple[int, int]] = {}
     sizes = [_size(layer) for layer in layers]
     for key, num_local_experts, num_topk in sizes:
         most_local_experts, most_topk = widest.get(key, (0, 1))
-        served_topk = num_topk if options.exact or num_topk <= MAX_TOPK else 1  # with more a layer keeps its dispatch
+        served_topk = num_topk if options.exact or num_topk <= MAX_TOPK else 1  # a layer with more keeps its own dispatch
         widest[key] = max(num_local_experts, most_local_experts), max(served_topk, most_topk)
     plans = {key: Plan(options, *most) for key, most in widest.items()}
     return [plans[key] for key, _, _ in sizes]
@@ -152,18 +156,18 @@ def _plans_of(layers: Iterable[Any]) -> set[Plan]:
 
 
 def _size(layer: Any) -> tuple[tuple[str, int], int, int]:
-    """(Group and width of rows, experts of a rank, experts of a token) of a layer of either kind."""
+    """Return ((group, width of rows), experts of a rank, experts of a token) of a layer of either kind."""
     is_autoep = getattr(layer, "_is_autoep_layer", False)
     hidden, num_topk = (layer.hidden_size, layer.top_k) if is_autoep else (layer.gate.wg.in_features, layer.gate.k)
     return (layer.ep_group_name, hidden), layer.num_local_experts, num_topk
 
 
 def restore_moe_layers(model: nn.Module) -> int:
-    """Give the layers that `replace_moe_layers` swapped their own forward back, and AutoEP's routers their choice. Returns how many;
-    without such layers nothing happens. Biases that have moved stay, as the experts were trained with them.
+    """Give the layers that `replace_moe_layers` swapped their own forward back, and return how many layers that are.
 
-    With the last layer that shares it a buffer goes, so call it on every rank, when no backward is under way, and before the process
-    groups are destroyed.
+    AutoEP's routers choose by themselves again. Biases that have moved stay, as the experts were trained with them. A buffer is destroyed
+    with the last layer that shares it. So call this on every rank, when no backward is under way, and before the process groups are
+    destroyed.
     """
     from deepspeed.moe.sharded_moe import MOELayer
 
@@ -185,13 +189,14 @@ def restore_moe_layers(model: nn.Module) -> int:
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, same arguments and results, that honours the section "deepep_moe" of ds_config.
+    """Call `deepspeed.initialize` with the same arguments, and do what the section "deepep_moe" of ds_config asks for.
 
-    `{"enabled": true}` and any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank", "num_sms", "gate",
-    "expert_bias_update_rate". With `"enabled": false`, or without the section, which a log line says, nothing else happens than in
-    `deepspeed.initialize`.
+    The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
+    "num_sms", "gate", "expert_bias_update_rate". With `"enabled": false` nothing else happens than in `deepspeed.initialize`. The same
+    holds without the section, and a log line says so.
 
-    Raises as `deepspeed.initialize` and `replace_moe_layers`; ValueError for unknown keys of the section.
+    Returns what `deepspeed.initialize` returns. Raises what `deepspeed.initialize` and `replace_moe_layers` raise, and ValueError for
+    unknown keys of the section.
     """
     import deepspeed
 
@@ -207,8 +212,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _check_section(arguments: Mapping[str, Any]) -> None:
-    """Raises for a wrong section before the engine is built, where ds_config is a dictionary or a file."""
-    import hjson  # DeepSpeed reads its files so
+    """Raise for a wrong section before the engine is built, if ds_config is a dictionary or a file."""
+    import hjson  # as DeepSpeed reads its files
 
     config = arguments.get("config") or arguments.get("config_params") or getattr(arguments.get("args"), "deepspeed_config", None)
     if isinstance(config, str | os.PathLike) and os.path.isfile(config):
@@ -218,7 +223,7 @@ def _check_section(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_version() -> None:
-    """Raises EPError for a DeepSpeed older than supported; warns about one newer than tested."""
+    """Raise EPError for a DeepSpeed that is too old, and warn about one that is newer than the tested ones."""
     import deepspeed
 
     number = tuple(int(part) for part in re.findall(r"\d+", deepspeed.__version__)[:3])
@@ -229,8 +234,8 @@ def _check_version() -> None:
 
 
 def _say(level: int, message: str, model: nn.Module | None = None) -> None:
-    """On the first rank, or of a pipelined `model` on the first one of each stage."""
-    grid = getattr(model, "grid", None) or getattr(model, "_grid", None)  # of an engine, of a PipelineModule
+    """Log a message on the first rank, or on the first rank of each stage of a pipelined `model`."""
+    grid = getattr(model, "grid", None) or getattr(model, "_grid", None)  # an engine has `grid`, a PipelineModule `_grid`
     is_first = grid.get_data_parallel_rank() == 0 if grid is not None else not dist.is_initialized() or dist.get_rank() == 0
     if is_first:
         _log.log(level, message)

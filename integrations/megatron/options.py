@@ -1,4 +1,4 @@
-"""What a user of the Megatron-Core adapter may choose: the arguments of `enable()`."""
+"""The options of the Megatron-Core adapter, which are the arguments of `enable()`."""
 
 from dataclasses import dataclass
 

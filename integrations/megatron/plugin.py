@@ -134,7 +134,7 @@ def _keeping_the_choice(stock: Callable[..., None]) -> Callable[..., None]:
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self, _BACKEND_FIELD, None) == BACKEND_NAME and getattr(self, "moe_enable_deepep", False):
             raise ValueError(
-                f"`moe_enable_deepep` is True and puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave "
+                f"`moe_enable_deepep` is True, which puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave "
                 "moe_enable_deepep out (drop --moe-enable-deepep)"
             )
         stock(self, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""From Megatron-Core's dense routing to `topk_idx` and `topk_weights` in one Triton kernel, and back in another.
+"""Convert Megatron-Core's dense routing to `topk_idx` and `topk_weights` in one Triton kernel, and back in another.
 
-The same as `routing.topk_from_map` and `routing.weights_at`, which take a dozen launches. One program serves a few tokens; a chosen
-expert's lane is the number of chosen experts before it.
+The results are those of `routing.topk_from_map` and `routing.weights_at`, which take a dozen launches. One program serves a few tokens. A
+chosen expert's lane is the number of chosen experts before it.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-_TOKENS = 4  # of one program
+_TOKENS = 4  # tokens of one program
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _gather(
     chosen = (tl.load(map_ptr + tokens * E + experts, mask=inside, other=0) != 0).to(tl.int32)
     lane = tl.cumsum(chosen, axis=1) - 1
     count = tl.sum(chosen, axis=1)[:, None]
-    # An expert that is none, where a token has more than K: the dispatch refuses it and tells the peers.
+    # A token with more than K experts gets an invalid one. The dispatch refuses it and tells the peers.
     expert = tl.where((lane == 0) & (count > K), E, experts + tl.zeros_like(chosen))
     weight = tl.load(probs_ptr + tokens * E + experts, mask=inside, other=0.0).to(tl.float32)
     kept = (chosen != 0) & (lane < K)

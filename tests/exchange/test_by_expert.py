@@ -201,7 +201,7 @@ def without_memory(rank, num_ranks, backend):
     buffer = Buffer(None, 4, case.hidden, 4, 2, backend="nvlink")
     if rank == 1:
         buffer.calls.backend.handle_shape = fails  # in the place of the first allocation
-        buffer.calls._native = buffer.calls.backend.by_expert(buffer.calls.number, buffer.calls.own_mode)
+        buffer.calls._native = buffer.calls.backend.native_calls(buffer.calls.number, buffer.calls.own_mode)
     told = "rank 1 did not make its call: OutOfMemoryError: " if rank == 0 else ""
     with pytest.raises(EPPeerError if rank == 0 else torch.OutOfMemoryError, match=told + "nothing is left"):
         dispatch_by_expert(buffer, x, idx, weights)
@@ -239,16 +239,24 @@ def test_a_buffer_that_is_gone(backend):
     run_ranks(gone, 2, backend)
 
 
-def by_copies(rank, num_ranks):
-    """Copy engines need numbers that only Python has."""
-    device_of("nvlink", rank)
-    buffer = Buffer(None, 4, 64, 4, 2, backend="nvlink", num_sms=0)
-    assert buffer.calls._native is None
+def by_copies(rank, num_ranks, backend):
+    """The calls of a buffer whose rows copy engines send have the bits of those whose rows SMs send."""
+    device_of(backend, rank)
+    case = Case([5, 6], num_topk=2, num_experts=4, dtype=torch.float32)
+    x, idx, weights = on_device(backend, rank, *case.inputs(rank))
+    made = []
+    for num_sms in (None, 0):
+        buffer = Buffer(None, 6, case.hidden, 4, 2, backend=backend, num_sms=num_sms)
+        parts, recv_weights, handle = dispatch_by_expert(buffer, x, idx, weights)
+        made.append((*parts, combine_by_expert(buffer, parts, recv_weights, handle)))
+    for plain, copied in zip(*made, strict=True):
+        assert_same("rows", copied, plain)
 
 
 @pytest.mark.gpu
-def test_calls_by_copy_engines_are_of_python():
-    run_ranks(by_copies, 1)
+@pytest.mark.parametrize("backend", NVLINK)
+def test_calls_by_copy_engines(backend):
+    run_ranks(by_copies, 2, backend)
 
 
 def shares_too_much(rank, num_ranks):

@@ -106,6 +106,7 @@ void bind_exchange_calls(py::class_<NvlinkExchange, Unlocked<NvlinkExchange>>& e
             },
             call, num_sms, is_split, stream, released)
         .def("end_dispatch", &NvlinkExchange::end_dispatch, call, stream, released)
+        .def("enter", &NvlinkExchange::enter, call, stream, released)
         .def("end_combine", &NvlinkExchange::end_combine, call, stream, released);
 }
 

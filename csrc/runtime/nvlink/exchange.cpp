@@ -205,6 +205,11 @@ void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
     finish(call.params, as_stream(stream));
 }
 
+void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
+    const Step step(*this);
+    plan(call.plan, call.signature, as_stream(stream));
+}
+
 void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
     GpuPlanParams params{};
     params.cached = true;

@@ -55,6 +55,8 @@ public:
     // The second half of a call that was split, on the stream that is current by now.
     void end_dispatch(const GpuDispatchCall& call, uintptr_t stream);
     void end_combine(const GpuCombineCall& call, uintptr_t stream);
+    // Enters a call and goes no further, for tests of peers that wait in vain.
+    void enter(const GpuDispatchCall& call, uintptr_t stream);
     // Enters a call only to tell the peers that this rank does not make it.
     void refuse(const std::string& reason, uintptr_t stream);
 

@@ -1,1 +1,1 @@
-"""What several benchmarks share: times, records, checks."""
+"""Times, records, checks and the start of ranks, for several benchmarks."""

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark of exchanges: how many there are, how they start, and what each of them needs."""
+"""The ranks of a benchmark: how many there are, how they start, and what each of them has."""
 
 import argparse
 import sys

@@ -1,5 +1,6 @@
-"""What every benchmark measures with and writes: times, records, hardware."""
+"""The records that every benchmark writes: times, settings, hardware, versions and the command."""
 
+import argparse
 import functools
 import json
 import platform
@@ -16,11 +17,13 @@ import torch
 import deepep_moe
 
 _QUIET: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtypes of options `--dtype`."""
 SETTINGS = ("backend", "num_ranks", "num_tokens", "hidden", "num_topk", "num_experts", "dtype", "layout")
 
 
 def cpu_name() -> str:
-    """Model of this machine's CPU and how many of its cores this process may use."""
+    """Return the model of this machine's CPU and how many of its cores this process may use."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
@@ -29,7 +32,7 @@ def cpu_name() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """Of the checkout that this package lies in, with "+changes" where files differ from it; None outside of one, or without git."""
+    """Return the commit of this package's checkout, with "+changes" if files differ from it. None outside of a checkout, or without git."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
@@ -41,7 +44,7 @@ def commit() -> str | None:
 
 
 def spread(times: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile."""
+    """Return the median and the 10th and 90th percentiles."""
     ordered = sorted(times)
     return statistics.median(ordered), ordered[len(ordered) // 10], ordered[len(ordered) * 9 // 10]
 
@@ -56,11 +59,11 @@ def record(
     baseline_times: Sequence[float],
     **extra: Any,
 ) -> dict[str, Any]:
-    """One measurement in the form all benchmarks of the project share.
+    """Return one measurement in the form that all benchmarks of the project share.
 
-    Times are microseconds; `gbps` is bytes_moved (bytes of one rank) over the median; `ratio` is rival_us / us_median: how many times
-    faster than the baseline; None where there are no times of a baseline. Settings that do not apply are None. `extra` may say another
-    `hardware` than the CPU.
+    Times are microseconds. `gbps` is bytes_moved, the bytes of one rank, over the median. `rival` is the baseline and `ratio` is
+    rival_us / us_median: how many times faster than the baseline the call is, or None without times of a baseline. Settings that do not
+    apply are None. `extra` may name other `hardware` than the CPU.
     """
     (median, p10, p90), baseline_us = spread(times), statistics.median(baseline_times) if baseline_times else None
     return {
@@ -87,10 +90,14 @@ def record(
 
 
 def _without_files(arguments: list[str]) -> list[str]:
-    """What repeats a measurement; where its results went is of no interest."""
+    """Return the arguments that repeat a measurement, without the files that results went to."""
     names = ("--json", "--plot", "--output")
     kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before not in names]
     return [argument for argument in kept if argument.split("=")[0] not in names]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", "--output", type=Path, help="file to write the records to")
 
 
 def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:

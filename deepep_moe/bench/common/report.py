@@ -1,4 +1,4 @@
-"""Figures: matplotlib, and files of them."""
+"""Load matplotlib and save figures."""
 
 import importlib
 from pathlib import Path
@@ -8,7 +8,7 @@ from deepep_moe.errors import EPError
 
 
 def load_pyplot() -> Any:
-    """Raises EPError, with the fix, where matplotlib is missing."""
+    """Import and return matplotlib.pyplot. Raises EPError, with the fix, where matplotlib is missing."""
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")

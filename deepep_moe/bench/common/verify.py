@@ -1,4 +1,4 @@
-"""Is what is timed also right? Results of every operation against what they must be by definition, before it is timed."""
+"""Check results before a call is timed: compare them with what they must be by definition."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from deepep_moe.exchange.handle import padded
 
 
 def lanes_of_rank(topk_idx: Tensor, shape: Shape, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, lane, local expert) of every choice of topk_idx [num_tokens, num_topk] that falls on `rank`, by (expert, token)."""
+    """Return (tokens, lanes, local experts) of all entries of topk_idx [num_tokens, num_topk] on `rank`, in the order (expert, token)."""
     tokens, lanes = (topk_idx // shape.num_local_experts == rank).nonzero(as_tuple=True)
     experts = topk_idx[tokens, lanes] - rank * shape.num_local_experts
     order = experts.argsort(stable=True)
@@ -19,14 +19,14 @@ def lanes_of_rank(topk_idx: Tensor, shape: Shape, rank: int) -> tuple[Tensor, Te
 
 
 def _placed(rows: Tensor, target: Tensor, num_rows: int) -> Tensor:
-    """`rows` [n, columns] at the indices `target` of `num_rows` rows that are otherwise zero."""
+    """Put `rows` [n, columns] at the indices `target` of `num_rows` rows that are otherwise zero."""
     out = torch.zeros(num_rows, rows.shape[1] * rows.element_size(), dtype=torch.uint8, device=rows.device)
     out[target] = rows.view(torch.uint8)
     return out.view(rows.dtype)
 
 
 def expected_dispatch(inputs: Sequence[Inputs], shape: Shape, rank: int, layout: str, is_fp8: bool) -> dict[str, Tensor]:
-    """Tensors of the `DispatchOutput` of `rank`, where `inputs` are those of all ranks."""
+    """Return the tensors that the `DispatchOutput` of `rank` must have. `inputs` are those of all ranks."""
     idx, weights, scales = (torch.cat([getattr(i, name) for i in inputs]) for name in ("topk_idx", "topk_weights", "x_scales"))
     x = torch.cat([(i.x_fp8 if is_fp8 else i.x).view(torch.uint8) for i in inputs]).view(torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
     if layout == "rank":
@@ -52,7 +52,7 @@ def expected_dispatch(inputs: Sequence[Inputs], shape: Shape, rank: int, layout:
 
 
 def expected_combine(inputs: Inputs, shape: Shape, layout: str) -> Tensor:
-    """combined_x of the rank of `inputs`, where the rows are combined as they were dispatched; weighted in the expert layout."""
+    """Return the combined_x of the rank of `inputs` when rows are combined as they were dispatched, with weights in the expert layout."""
     x, ranks = inputs.x.float(), inputs.topk_idx // shape.num_local_experts
     total = torch.zeros_like(x)
     for rank in range(shape.num_ranks):
@@ -67,9 +67,9 @@ def expected_combine(inputs: Inputs, shape: Shape, layout: str) -> Tensor:
 
 
 def compare(what: str, found: Tensor, expected: Tensor, source: str = "the definition") -> None:
-    """Raises EPError unless the two are the same, bit for bit. `source`: of what is expected."""
+    """Raise EPError unless both tensors are equal bit for bit. `source` says where `expected` comes from."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        raise EPError(f"{what} is {found.dtype} {list(found.shape)}, it must be {expected.dtype} {list(expected.shape)}")
+        raise EPError(f"{what} is {found.dtype} {list(found.shape)}, and not {expected.dtype} {list(expected.shape)}")
     num_rows = len(expected)
     if num_rows == 0:
         return
@@ -80,7 +80,7 @@ def compare(what: str, found: Tensor, expected: Tensor, source: str = "the defin
 
 
 def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: int) -> bool:
-    """Make the call and compare its results bit for bit: True, or EPError. `inputs`: of all ranks. Collective."""
+    """Make the call and compare its results bit for bit. Return True or raise EPError. `inputs` are those of all ranks. Collective."""
     result = operation.call()
     if operation.op == "combine":
         compare("combined_x", result, expected_combine(inputs[rank], shape, operation.layout))
@@ -92,7 +92,7 @@ def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: i
 
 
 def close_to(what: str, found: Tensor, expected: Tensor) -> None:
-    """Raises EPError unless the two agree to a few roundings of bf16."""
+    """Raise EPError unless both tensors agree to a few roundings of bf16."""
     worst = float((found.float() - expected.float()).abs().max()) if len(expected) else 0.0
     largest = float(expected.float().abs().max()) if len(expected) else 0.0
     if not worst <= 0.03 * largest:

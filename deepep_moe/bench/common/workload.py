@@ -1,4 +1,4 @@
-"""What the exchange benchmarks run on: sizes, inputs, one timed call, and the rows that it sends over the link."""
+"""The workload of the exchange benchmarks: sizes, inputs, one timed call, and the rows that it sends over the link."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SCALE_BLOCK = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """What the ranks of a run share."""
+    """The sizes that the ranks of a run share."""
 
     num_ranks: int
     hidden: int
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one rank: random rows and a uniform random routing."""
+    """The inputs of one rank: random rows and a uniform random routing."""
 
     x: Tensor  # [num_tokens, hidden] bf16
     x_fp8: Tensor  # [num_tokens, hidden] float8_e4m3fn
@@ -44,7 +44,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape, num_tokens: int, rank: int, device: torch.device) -> Inputs:
-    """The same on every rank that asks for the inputs of `rank`."""
+    """Make the inputs of `rank`. Every rank that asks for them gets the same."""
     generator = torch.Generator(device).manual_seed(1000 + rank)
 
     def random(columns: int) -> Tensor:
@@ -58,15 +58,15 @@ def make_inputs(shape: Shape, num_tokens: int, rank: int, device: torch.device) 
 
 @dataclass(frozen=True)
 class Operation:
-    """One call, with what its record says of it."""
+    """One call, and what its record says of it."""
 
     op: str  # "dispatch", "cached dispatch" or "combine"
     dtype: str
     layout: str
-    row_bytes: int  # with scales
+    row_bytes: int  # scales included
     call: Callable[[], Any]
     num_sms: int | None = None
-    backend: str | None = None  # of a peer library; None: of the buffer
+    backend: str | None = None  # the name of another library; None stands for that of the buffer
 
     @property
     def name(self) -> str:
@@ -75,21 +75,21 @@ class Operation:
 
 
 def gather_counts(own: Tensor) -> Tensor:
-    """`own` of every rank, a CPU tensor of the same shape on each: [num_ranks, ...]. Collective."""
+    """Return `own` of every rank, a CPU tensor of one shape, as [num_ranks, ...]. Collective."""
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     return torch.stack(gathered)
 
 
 def tokens_per_rank(topk_idx: Tensor, shape: Shape) -> Tensor:
-    """[num_ranks] int64 on the CPU: how many of the tokens go to each rank."""
+    """Return how many of the tokens go to each rank, [num_ranks] int64 on the CPU."""
     return is_token_in_rank(topk_idx, shape.num_ranks, shape.num_local_experts).sum(0).cpu()
 
 
 def link_rows(num_tokens: Tensor) -> dict[str, int]:
-    """Most rows that one rank sends over the link, by operation, where num_tokens [num_ranks, num_ranks] go from rank to rank.
+    """Return, by operation, the most rows that one rank sends over the link, if num_tokens [num_ranks, num_ranks] go from rank to rank.
 
-    A token goes to a remote rank once, however many of its experts it chose; combine takes the same ways back.
+    A token goes to a remote rank once, however many of its experts it chose. Combine sends the same rows back.
     """
     remote = num_tokens.clone().fill_diagonal_(0)
     out, back = int(remote.sum(1).max()), int(remote.sum(0).max())

@@ -1,4 +1,4 @@
-"""What `dispatch` and `combine` are measured against."""
+"""Baselines of `dispatch` and `combine`: all-to-alls of rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from deepep_moe.bench.common.workload import Inputs, Shape, gather_counts
 
 
 class AllToAllRows:
-    """Every (token, expert) row through `all_to_all_single`, as dispatchers without de-duplication do it (Megatron-Core's `alltoall`); for
-    the rank layout every (token, rank) row.
+    """Sends every (token, expert) row by `all_to_all_single`, as dispatchers without de-duplication do (Megatron-Core's `alltoall`).
 
-    Permute the rows by expert, exchange counts, exchange rows, sort what arrives by expert; combine runs it backwards and adds the rows
-    up in their own dtype. The weights are the experts' affair there, so this combine has less to do than ours.
+    For the rank layout it sends every (token, rank) row. It permutes the rows by expert, exchanges counts and rows, and sorts the rows
+    that arrive by expert. Combine does the reverse and sums the rows in their own dtype. It has less to do than ours, as it applies no
+    weights: Megatron-Core's experts do.
     """
 
     name = "all-to-all of rows (gloo)"
@@ -25,7 +25,7 @@ class AllToAllRows:
         self.num_ranks, self.num_experts, self.layout = dist.get_world_size(), num_experts, layout
 
     def _order(self, topk_idx: Tensor) -> Tensor:
-        """Sets the token of each row, by target; returns the rows for each, [num_ranks, num_local_experts] or [num_ranks, 1]."""
+        """Set the token of each row, by target. Return the rows for each target, [num_ranks, num_local_experts] or [num_ranks, 1]."""
         if self.layout == "rank":
             goes = torch.zeros(self.num_ranks, len(topk_idx), dtype=torch.bool)
             goes.scatter_(0, topk_idx.t() // (self.num_experts // self.num_ranks), True)
@@ -36,7 +36,7 @@ class AllToAllRows:
         return flat.bincount(minlength=self.num_experts).view(self.num_ranks, -1)
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, _topk_weights: Tensor) -> Tensor:
-        """[num_rows, hidden], grouped by local expert or by source."""
+        """Return the rows that arrive, [num_rows, hidden], grouped by local expert or by source."""
         counts = self._order(topk_idx)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts)
@@ -50,7 +50,7 @@ class AllToAllRows:
         return rows[self.by_expert]
 
     def combine(self, rows: Tensor, num_tokens: int) -> Tensor:
-        """[num_tokens, hidden]: the sum of each token's rows."""
+        """Return the sum of each token's rows, [num_tokens, hidden]."""
         unsorted = rows
         if self.layout == "expert":
             unsorted = torch.empty_like(rows)
@@ -61,51 +61,51 @@ class AllToAllRows:
 
 
 def words(*columns: Tensor) -> Tensor:
-    """Rows of `columns`, each [num_rows, ...], side by side as words of 8 bytes, which every device permutes at the speed of its memory."""
+    """Put `columns`, each [num_rows, ...], side by side as words of 8 bytes, which every device permutes at the speed of its memory."""
     rows = torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(torch.int64)
 
 
 class PlannedRows:
-    """An all-to-all of rows with all counts known beforehand: no exchange of counts, no wait of the host, any device.
+    """An all-to-all of rows with all counts known beforehand, so that no counts are exchanged and no host waits. For any device.
 
-    A call that a training step must make is timed with its permutes; the bare exchange of rows is what remains if they cost nothing.
-    Weights and choices do not travel.
+    The whole calls include the permutes that a training step needs. `exchange` and `exchange_back` are the rows alone, as if the permutes
+    cost nothing. Weights and choices do not travel.
     """
 
     tokens: Tensor
-    """[num_sent] int64: whose row goes, by target."""
+    """[num_sent] int64: the token of each row that is sent, by target."""
 
     def __init__(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: "dist.ProcessGroup | None"):
-        """rows: [num_tokens, num_words] int64; how many go to, and come from, each rank."""
+        """Take rows [num_tokens, num_words] int64, and how many rows go to and come from each rank."""
         self.rows, self.sent, self.received, self.group = rows, sent, received, group
         self.sort()
         self.sending, self.arrived = rows.index_select(0, self.tokens), self._empty(sum(received))
 
     def sort(self) -> None:
-        """Where every row goes: sets `tokens`."""
+        """Decide where every row goes, and set `tokens`."""
         raise NotImplementedError
 
     def exchange(self) -> None:
-        """The rows alone, on their way out."""
+        """Send the rows alone."""
         dist.all_to_all_single(self.arrived, self.sending, self.received, self.sent, group=self.group)
 
     def exchange_back(self) -> None:
         dist.all_to_all_single(self.sending, self.arrived, self.sent, self.received, group=self.group)
 
     def cached_dispatch(self) -> Tensor:
-        """Permute by target, exchange: [num_rows, num_words], by source."""
+        """Permute by target and exchange. Return [num_rows, num_words], by source."""
         arrived = self._empty(sum(self.received))
         dist.all_to_all_single(arrived, self.rows.index_select(0, self.tokens), self.received, self.sent, group=self.group)
         return arrived
 
     def dispatch(self) -> Tensor:
-        """The same with the sort that a new routing needs."""
+        """Do the same after the sort that a new routing needs."""
         self.sort()
         return self.cached_dispatch()
 
     def _return(self, rows: Tensor) -> Tensor:
-        """`rows` as they arrived, back: [num_sent, hidden] bf16."""
+        """Send `rows` back as they arrived. Return [num_sent, hidden] bf16."""
         returned = self._empty(sum(self.sent))
         dist.all_to_all_single(returned, rows, self.sent, self.received, group=self.group)
         return returned.view(torch.bfloat16)
@@ -115,7 +115,7 @@ class PlannedRows:
 
 
 class PlannedByRank(PlannedRows):
-    """A row for every (token, rank), as the rank layout has them; combine adds up those of a token."""
+    """Sends a row for every (token, rank), as the rank layout has them. Combine sums the rows of a token."""
 
     name, layout = "all-to-all of (token, rank) rows", "rank"
 
@@ -130,7 +130,7 @@ class PlannedByRank(PlannedRows):
         self.offsets = by_token.sum(1).cumsum(0) - by_token.sum(1)
 
     def _goes(self) -> Tensor:
-        """[num_ranks, num_tokens] bool."""
+        """Return which tokens go to which rank, [num_ranks, num_tokens] bool."""
         goes = torch.zeros(self.num_ranks, self.target.shape[1], dtype=torch.bool, device=self.target.device)
         return goes.scatter_(0, self.target, True)
 
@@ -138,12 +138,12 @@ class PlannedByRank(PlannedRows):
         self.tokens = self._goes().nonzero_static(size=sum(self.sent))[:, 1]
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Back: exchange, sum over each token's rows: [num_tokens, hidden] bf16."""
+        """Exchange and sum over each token's rows. Return [num_tokens, hidden] bf16."""
         return torch.nn.functional.embedding_bag(self.lanes, self._return(rows), self.offsets, mode="sum")
 
 
 class PlannedByExpert(PlannedRows):
-    """A row for every (token, expert); combine weighs them."""
+    """Sends a row for every (token, expert). Combine returns their weighted sum."""
 
     name, layout = "all-to-all of rows", "expert"
 
@@ -165,17 +165,17 @@ class PlannedByExpert(PlannedRows):
         self.tokens = self.order // self.num_topk
 
     def cached_dispatch(self) -> Tensor:
-        """Permute by expert, exchange, sort by local expert: [num_rows, num_words]."""
+        """Permute by expert, exchange, and sort by local expert. Return [num_rows, num_words]."""
         return super().cached_dispatch().index_select(0, self.by_expert)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Back: unsort, exchange, unpermute, weighted sum over top-k: [num_tokens, hidden] bf16."""
+        """Unsort, exchange, unpermute, and sum over top-k with weights. Return [num_tokens, hidden] bf16."""
         lanes = self._return(rows.index_select(0, self.from_expert)).index_select(0, self.from_order)
         return torch.bmm(self.weights, lanes.view(-1, self.num_topk, lanes.shape[1])).squeeze(1)
 
 
 PLANNED: dict[str, type[PlannedByExpert] | type[PlannedByRank]] = {p.layout: p for p in (PlannedByExpert, PlannedByRank)}
-"""By layout."""
+"""The baseline of each layout."""
 
 
 def verify_baseline(baseline: PlannedByExpert | PlannedByRank, inputs: Sequence[Inputs], shape: Shape, rank: int) -> Tensor:

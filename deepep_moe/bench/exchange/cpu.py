@@ -1,8 +1,8 @@
 """Benchmark of dispatch and combine on the CPU.
 
-In one run, on the same routing: the backend asked for; `collective` over gloo; an all-to-all of every (token, expert) row; and the
-machine's memcpy rate with all ranks copying at once, which bounds them all. Turns alternate, so that a noisy machine is noisy for all.
-What is timed has been verified before.
+One run times, on the same routing, the backend that was asked for, `collective` over gloo, an all-to-all of every (token, expert) row, and
+memcpy with all ranks copying at once, whose rate bounds the others. They take turns, so that a noisy machine is noisy for all. Results are
+verified before they are timed.
 """
 
 import argparse
@@ -10,19 +10,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepep_moe import Buffer, config
-from deepep_moe.bench.common.records import record, write_json
+from deepep_moe.bench.common.records import DTYPES, record, write_json
 from deepep_moe.bench.exchange.baselines import AllToAllRows
 from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
@@ -67,8 +65,10 @@ def _baseline_pair(options: argparse.Namespace, inputs: tuple[torch.Tensor, ...]
 
 
 def _verify(pairs: dict[str, Pair], options: argparse.Namespace, inputs: tuple[torch.Tensor, ...]) -> int:
-    """One exchange of each: all dispatch the same rows, and combine to what they must be by definition. Returns the bytes that a rank must
-    read and write at least, in a dispatch as in a combine: each token once, each row once. Raises EPError."""
+    """Make one exchange of each pair. All must dispatch the same rows and combine to what the definition says, or this raises EPError.
+
+    Returns the bytes that a rank must at least read and write in a dispatch or a combine: each token once and each row once.
+    """
     x, topk_idx, topk_weights = inputs
     ranks = topk_idx.sort(1).values // (options.num_experts // options.num_ranks)
     num_copies = torch.full((len(x), 1), options.num_topk)
@@ -76,29 +76,29 @@ def _verify(pairs: dict[str, Pair], options: argparse.Namespace, inputs: tuple[t
         num_copies = 1 + (ranks[:, 1:] != ranks[:, :-1]).sum(1, keepdim=True)
     factors = dict.fromkeys(pairs, num_copies)
     if options.layout == "expert":
-        factors |= dict.fromkeys(("ours", "collective"), topk_weights.sum(1, keepdim=True))  # the baseline weighs nothing
+        factors |= dict.fromkeys(("ours", "collective"), topk_weights.sum(1, keepdim=True))  # the all-to-all applies no weights
     rows: dict[str, torch.Tensor] = {}
     for name, (dispatch, combine) in pairs.items():
         rows[name] = dispatch()
         if not torch.equal(rows[name], rows["ours"]):
             raise EPError(f"{name} dispatched other rows than ours")
         combined, expected = combine().float(), x.float() * factors[name]
-        tolerance = options.num_topk * torch.finfo(x.dtype).eps  # of the largest: sums of rounded rows
+        tolerance = options.num_topk * torch.finfo(x.dtype).eps  # relative to the largest entry, as sums of rounded rows
         if not torch.allclose(combined, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
             raise EPError(f"{name} combined to other sums than those of its rows")
     return x.nbytes + rows["ours"].nbytes
 
 
 def _slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """An exchange is over when its last rank is done: the maximum over ranks of every time."""
+    """Return the maximum over ranks of every time, as an exchange ends when its last rank is done."""
     table = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return dict(zip(times, table.tolist(), strict=True))
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
-    """Times in microseconds by step, and bytes touched, of one rank."""
-    torch.set_num_threads(config.num_threads(num_ranks))  # for the baselines and memcpy too
+    """Return the times of one rank in microseconds, by step, and the bytes that it touches."""
+    torch.set_num_threads(config.num_threads(num_ranks))  # baselines and memcpy use as many threads as we do
     inputs = _inputs(options, rank)
     buffer, ours = _buffer_pair(options.backend, options, inputs)
     other, collective = _buffer_pair("collective", options, inputs)
@@ -128,7 +128,7 @@ def _add(first: list[float], second: list[float]) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All records of one shape."""
+    """Return all records of one shape."""
     times, bytes_touched = run_ranks(measure, options.num_ranks, options, timeout_s=1800)[0]
     for name in ("ours", "collective", "all-to-all"):
         times[f"{name} dispatch+combine"] = _add(*(times[f"{name} {op}"] for op in OPS))
@@ -171,7 +171,3 @@ def main(options: argparse.Namespace) -> None:
     records = run(options)
     show(records)
     write_json(options.json, records)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", "--output", type=Path, help="file to write the records to")

@@ -1,4 +1,4 @@
-"""Other libraries in the same run: `--peer`."""
+"""DeepEP as a baseline in the same run: `--peer deep_ep`."""
 
 import importlib
 from functools import partial
@@ -12,14 +12,14 @@ from deepep_moe.bench.common.workload import Inputs, Operation, Shape
 from deepep_moe.errors import BackendUnavailableError
 
 PEERS = ("deep_ep",)
-_NUM_SMS = 24  # its own benchmark's
+_NUM_SMS = 24  # as in DeepEP's own benchmark
 
 
 def load_peer(name: str) -> Any:
-    """The package. Raises BackendUnavailableError, with the reason and the fix, where it cannot be imported."""
+    """Import and return the package. Raises BackendUnavailableError, with the reason and the fix, where that fails."""
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # OSError: a library that it links is not there
+    except (ImportError, OSError) as error:  # OSError: a library that the package links is missing
         raise BackendUnavailableError(
             f"--peer {name}: the package {name} is not importable here ({error}); install DeepEP, built for this PyTorch and CUDA, "
             "from https://github.com/deepseek-ai/DeepEP, or leave --peer out"
@@ -27,7 +27,7 @@ def load_peer(name: str) -> Any:
 
 
 class DeepEP:
-    """`deep_ep.Buffer` within one host: its layout kernel, dispatch and combine of bf16 rows, one per (token, rank)."""
+    """Runs `deep_ep.Buffer` within one host: its layout kernel, dispatch and combine of bf16 rows, one row per (token, rank)."""
 
     name = "deep_ep"
 
@@ -51,7 +51,7 @@ class DeepEP:
         )
 
     def operations(self, inputs: Inputs) -> list[Operation]:
-        """Checked to do the same work. Collective; raises EPError."""
+        """Return its calls, after a check that they do the same work. Collective; raises EPError."""
         idx = inputs.topk_idx.to(getattr(self.module, "topk_idx_t", torch.int64))
         arguments = inputs.x, idx, inputs.topk_weights
         recv_x, _, _, _, handle, _ = self._dispatch(*arguments)

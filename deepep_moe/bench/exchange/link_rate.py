@@ -1,4 +1,4 @@
-"""What the link gives the copy engine: the rate that dispatch and combine are measured against."""
+"""The rate of the copy engine over the link, which dispatch and combine are compared with."""
 
 import statistics
 from functools import partial
@@ -13,9 +13,9 @@ _BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 
 
 def link_gbps(timer: Timer, iterations: int) -> float | None:
-    """GB/s of one direction while every GPU copies a large block to its next neighbour; of the slowest. None for a single rank.
+    """Return the GB/s of one direction while every GPU copies a large block to its next neighbour, of the slowest GPU.
 
-    On the CPU: of memcpy with all ranks copying at once.
+    On the CPU it is the rate of memcpy while all ranks copy. A single rank has none and gets None.
     """
     num_ranks, num_bytes = dist.get_world_size(), _BYTES[timer.device.type]
     if num_ranks == 1:

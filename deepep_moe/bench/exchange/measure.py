@@ -1,4 +1,4 @@
-"""Measure on one rank: check, then time, every operation, its baselines, and exchanges beside GEMMs."""
+"""The work of one rank: check and then time every operation, its baselines, and exchanges beside GEMMs."""
 
 import argparse
 import gc
@@ -19,7 +19,7 @@ from deepep_moe.bench.overlap.measure import NUM_SMS, OPS, BesideGemms, Overlap
 
 @dataclass
 class Baseline:
-    """Times of the rows alone, and with the permutes that a layer needs around them."""
+    """Times of an all-to-all: of its rows alone, and with the permutes that a layer needs."""
 
     alone_us: list[float]
     permuted_us: list[float]
@@ -39,7 +39,7 @@ class Measurement:
     stream_us: list[float]
     call_us: list[float]
     link_bytes: int
-    """Sent over the link by the rank that sends most."""
+    """Bytes over the link of the rank that sends most."""
     workspace_bytes: int | None
     baseline: Baseline
 
@@ -49,12 +49,12 @@ class Report:
     num_ranks: int
     hardware: str
     transport: str
-    """Of the baselines."""
+    """The library that moves the rows of the baselines."""
     link_gbps: float | None
     measurements: list[Measurement] = field(default_factory=list)
     overlaps: list[Overlap] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """Operations whose results were wrong, or that raised; they are not timed."""
+    """Operations that raised or had wrong results, and so are not timed."""
 
 
 class ExchangeRank(Rank):
@@ -78,12 +78,12 @@ class ExchangeRank(Rank):
         return report
 
     def _measure(self, num_tokens: int) -> list[Measurement]:
-        """Every operation that is right, at one size."""
+        """Time every operation that is right, at one size."""
         everyone = self.everyones_inputs(num_tokens)
         inputs = everyone[self.rank]
         baselines = self._time_baselines(everyone)
         if self.timer.is_gpu:
-            torch.cuda.empty_cache()  # of the baselines' rows, which outnumber ours
+            torch.cuda.empty_cache()  # the baselines' rows take more memory than ours
         rows = link_rows(gather_counts(tokens_per_rank(inputs.topk_idx, self.shape)))
         buffer = self.new_buffer(num_tokens)
         self.say(f"{num_tokens} tokens, workspace {buffer.workspace_bytes / 2**20:.1f} MiB per rank")
@@ -101,7 +101,7 @@ class ExchangeRank(Rank):
         return measurements
 
     def _overlap(self, num_tokens: int) -> list[Overlap]:
-        """Every exchange that is right, with GEMMs between its halves."""
+        """Time every exchange that is right, with GEMMs between its halves."""
         if self.timer.is_gpu:
             torch.cuda.empty_cache()
         everyone, buffer, found = self.everyones_inputs(num_tokens), self.new_buffer(num_tokens), []
@@ -135,7 +135,7 @@ class ExchangeRank(Rank):
         )
 
     def _time_baselines(self, everyone: list[Inputs]) -> dict[tuple[str, str, str], Baseline]:
-        """By operation, dtype and layout."""
+        """Time the baseline of each operation, dtype and layout."""
         iterations, inputs, stream, found = self.options.iterations, everyone[self.rank], self.timer.stream, {}
         for layout, planned in PLANNED.items():
             for dtype, rows in (("float8_e4m3fn", words(inputs.x_fp8, inputs.x_scales)), ("bfloat16", words(inputs.x))):
@@ -150,5 +150,5 @@ class ExchangeRank(Rank):
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Report:
-    """One run of one rank, in a process whose default group moves CPU tensors. `device_idx`: its GPU, by default the rank."""
+    """Run one rank, in a process whose default group moves CPU tensors. `device_idx` is its GPU, by default the rank."""
     return ExchangeRank(rank, num_ranks, rank if device_idx is None else device_idx, options).run()

@@ -1,9 +1,9 @@
 """Benchmark of dispatch and combine on the GPUs of one host: `python -m deepep_moe.bench --backend nvlink`.
 
-Starts its own ranks, one per GPU, or uses those that torchrun started. Results are checked, then timed. In the same run: an all-to-all of
-every (token, expert) row over NCCL, with and without the permutes it needs, the rate at which the copy engines push over the link, and
-how much of an exchange hides behind GEMMs (`python -m deepep_moe.bench overlap --help`).
-"stream us" is what a call adds to a busy stream, "call us" counts the host's way to the first launch; both of the slowest rank.
+Starts its own ranks, one per GPU, or uses those that torchrun started. Results are checked, then timed. The same run times an all-to-all of
+every (token, expert) row over NCCL, with and without the permutes that it needs, the rate of the copy engines over the link, and how much
+of an exchange hides behind GEMMs (`python -m deepep_moe.bench overlap --help`).
+"stream us" is what a call adds to a busy stream. "call us" includes the host's time until the first launch. Both are of the slowest rank.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _NUM_SMS_HELP = f"SMs of every call, 0 for the copy engine; default the buffer's
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ...], default_tokens: str) -> None:
-    """What every benchmark on GPUs may be given."""
+    """Add the options that the benchmarks of exchanges on GPUs share."""
     parser.add_argument("--backend", choices=backends, default="nvlink")
     add_ranks_and_tokens(parser, default_tokens)
     for name, default in (("hidden", 7168), ("num-experts", 256), ("num-topk", 8), ("expert-alignment", 128)):
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for what makes no sense."""
+    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for values that do not fit."""
     options.on_gpu = options.backend == "nvlink" or (options.backend == "collective" and torch.cuda.device_count() > 0)
     resolve_ranks(options)
     options.num_tokens = sorted(set(options.num_tokens or _default_tokens(options)))
@@ -81,12 +81,12 @@ def _default_tokens(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _one_size(options: argparse.Namespace) -> int:
-    """Of what is measured at one size only."""
+    """Return the number of tokens for measurements that are made at one size only."""
     return SWEPT_TOKENS if SWEPT_TOKENS in options.num_tokens else max(options.num_tokens)
 
 
 def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
-    """Numbers of SMs to measure with; the sweep and the copy engine at one size only."""
+    """Return the numbers of SMs to measure with. The sweep and the copy engine are measured at one size only."""
     chosen: list[int | None] = list(options.num_sms or [None])
     if num_tokens == _one_size(options):
         chosen += SWEEP if options.sweep else ()
@@ -95,7 +95,7 @@ def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
 
 
 def run(options: argparse.Namespace) -> list[Report]:
-    """One report per number of ranks."""
+    """Return one report per number of ranks."""
     for name in options.peer:
         load_peer(name)
     if options.plot is not None:

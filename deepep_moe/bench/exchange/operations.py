@@ -8,7 +8,7 @@ from deepep_moe.bench.common.workload import Inputs, Operation, Shape
 
 
 def operations(buffer: Buffer, shape: Shape, inputs: Inputs, num_sms: int | None) -> list[Operation]:
-    """What a buffer does with `num_sms` SMs: None, its default; 0, the copy engine, looked at in bf16 and the expert layout only.
+    """Return the calls of a buffer with `num_sms` SMs. None is its default; 0 is the copy engine, in bf16 and the expert layout only.
 
     Collective: combine and the cached dispatch need the results of a dispatch.
     """

@@ -1,4 +1,4 @@
-"""Records, table and plot of `deepep_moe.bench.exchange.nvlink`."""
+"""Records, table and plot of the benchmark of exchanges on GPUs."""
 
 import argparse
 import statistics
@@ -12,7 +12,7 @@ from deepep_moe.bench.exchange.measure import Measurement, Report
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per measurement. The baseline of `ratio`: the all-to-all of as many rows as the layout has, with its permutes."""
+    """Return one record per measurement. The baseline is the all-to-all of as many rows as the layout has, with its permutes."""
     return [_record(report, measurement, options) for report in reports for measurement in report.measurements]
 
 
@@ -77,7 +77,7 @@ def _line(r: dict[str, Any]) -> str:
 
 
 def plot(path: Path, records: list[dict[str, Any]]) -> None:
-    """GB/s over tokens, a line per operation and EP size, at the buffer's own number of SMs (or the first of `--num-sms`)."""
+    """Plot GB/s over tokens, a line per operation and EP size, at the buffer's own number of SMs (or the first of `--num-sms`)."""
     pyplot = load_pyplot()
     num_sms = records[0]["num_sms"]
     lines: dict[tuple[str, int], list[tuple[int, float]]] = {}

@@ -1,4 +1,4 @@
-"""What the gate is measured against: sigmoid scores with a bias, as DeepSeek-V3 has them. All give weights or the dense pair."""
+"""Baselines of the gate, with sigmoid scores and a bias as in DeepSeek-V3. Each returns weights or the dense pair."""
 
 import importlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ SCALING = 2.5
 
 
 class Shape(NamedTuple):
-    """Of one measurement; names as in `deepep_moe.ops.gate`."""
+    """The sizes of one measurement, with the names of `deepep_moe.ops.gate`."""
 
     num_tokens: int
     num_experts: int
@@ -30,7 +30,7 @@ Gate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def torch_gate(
     logits: Tensor, num_topk: int, num_groups: int, topk_groups: int, expert_bias: Tensor, routed_scaling_factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What training frameworks do with PyTorch operators in fp32, with the outputs of `ops.gate`."""
+    """Do what training frameworks do with PyTorch operators in fp32, and return the outputs of `ops.gate`."""
     num_tokens, num_experts = logits.shape
     scores = logits.float().sigmoid()
     selection = scores + expert_bias
@@ -72,26 +72,28 @@ def operators(shape: Shape, dense: bool) -> Gate:
 
 
 def compiled(shape: Shape, dense: bool) -> Gate:
-    torch.compiler.reset()  # the code of earlier shapes counts against a limit, beyond which nothing is compiled
+    torch.compiler.reset()  # code of earlier shapes counts towards a limit, above which nothing is compiled
     return torch.compile(operators(shape, dense), dynamic=False)
 
 
 def megatron(shape: Shape, dense: bool) -> Gate:
-    """Megatron-Core's PyTorch path."""
+    """Return Megatron-Core's router in PyTorch operators."""
     return _foreign("megatron.core.transformer.moe.moe_utils", "topk_routing_with_score_function", shape, dense)
 
 
 def transformer_engine(shape: Shape, dense: bool) -> Gate:
-    """Transformer Engine's fused router."""
+    """Return Transformer Engine's fused router."""
     return _foreign("transformer_engine.pytorch.router", "fused_topk_with_score_function", shape, dense)
 
 
 def _foreign(module: str, function: str, shape: Shape, dense: bool) -> Gate:
-    """Both take the same arguments and give the dense pair, from which those who want lanes pick them. Raises BackendUnavailableError where
-    it cannot be imported."""
+    """Return a router of another library. Both libraries take the same arguments and return the dense pair; lanes are picked from it.
+
+    Raises BackendUnavailableError where the library cannot be imported.
+    """
     try:
         route = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, OSError) as error:  # OSError: a library that it links is not there
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a library that the package links is missing
         raise BackendUnavailableError(f"{type(error).__name__}: {error}") from error
     groups = (shape.num_groups, shape.topk_groups) if shape.topk_groups < shape.num_groups else (None, None)
 

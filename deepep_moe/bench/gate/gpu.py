@@ -1,4 +1,4 @@
-"""The gate on a GPU: time of its kernels, and as called."""
+"""Time the gate on a GPU: its kernels alone, and its calls with the host's part."""
 
 import functools
 import statistics
@@ -20,7 +20,7 @@ TOKENS, EXPERTS, GROUPS = (128, 512, 2048, 4096, 8192, 32768), (64, 256, 512), (
 
 
 def sweep(num_topk: int) -> Iterator[Shape]:
-    """The shapes of the full benchmark."""
+    """Yield the shapes of the full benchmark."""
     for num_tokens in TOKENS:
         for num_experts in EXPERTS:
             for num_groups, topk_groups in GROUPS:
@@ -28,7 +28,7 @@ def sweep(num_topk: int) -> Iterator[Shape]:
 
 
 def called_us(call: Callable[[], Any], repeats: int) -> float:
-    """Median wall time in microseconds from an idle device until it has the result."""
+    """Return the median wall time in microseconds from an idle device until the result is there."""
 
     def run() -> None:
         call()
@@ -45,21 +45,21 @@ def _backward(gate: Gate, logits: Tensor, bias: Tensor) -> Callable[[], Any]:
 
 
 def calls(gate: Gate, logits: Tensor, bias: Tensor, dense: bool) -> dict[str, Callable[[], Any]]:
-    """What is timed, by the name of the operation."""
+    """Return the calls that are timed, by the name of the operation."""
     suffix = " dense" if dense else ""
     return {f"gate{suffix}": lambda: gate(logits, bias), f"gate_backward{suffix}": _backward(gate, logits, bias)}
 
 
 def _bytes(op: str, logits: Tensor, num_topk: int) -> int:
-    """Each input and output once."""
+    """Return the bytes of each input and output, counted once."""
     lanes, pair = len(logits) * num_topk * (8 + 4), logits.numel() * (4 + 1)
     if op.startswith("gate_backward"):
-        return logits.nbytes + lanes  # of the logits only those of the lanes are read
+        return logits.nbytes + lanes  # it reads only the logits of the lanes
     return logits.nbytes + lanes + (pair if op.endswith("dense") else 0)
 
 
 def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) -> list[dict[str, Any]]:
-    """One record for each operation and baseline: kernel times, and `us_called`, `rival_us_called` with the host's part.
+    """Return one record for each operation and baseline: kernel times, and `us_called`, `rival_us_called` with the host's part.
 
     Operations: gate, gate_backward; "dense" with the pair of weights and map of all experts instead of lanes alone.
     """
@@ -76,7 +76,7 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
             try:
                 gate = make(shape, dense)
             except BackendUnavailableError as error:
-                _warn_once(f"not measured: {baseline} ({error})")
+                _print_once(f"not measured: {baseline} ({error})")
                 continue
             baseline_times = _times(gate, logits, bias, dense, repeats)
             for op, (kernel, called) in times.items():
@@ -89,7 +89,7 @@ def run(shape: Shape, dtype: torch.dtype, repeats: int, device: torch.device) ->
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def _print_once(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,15 +1,15 @@
 """Benchmark of DeepSpeed's MoE layer, forward and backward, with packed tokens through deepep_moe and with its own padded slots.
 
-In one run, in turns, on the same inputs, gate and experts: "exchange" is the layer with experts that cost nothing (rows return as they
-came), so gate, encoding, both all-to-alls and decoding are in it; "communication" is the same where the gate has decided before; "layer"
-has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers); "deepspeed" is the
-layer's own forward. Results are compared first. Times are of the slowest rank, for one of `--num-layers` that are run forward one after
-another and then backward, as in a model, where a backward's thread is woken once and not for each layer. On GPUs a profile of other runs
-says what kernels alone take.
+All kinds take turns in one run, on the same inputs, gate and experts. "exchange" is the layer with experts that cost nothing (rows return
+as they came), so it includes the gate, the encoding, both all-to-alls and the decoding. "communication" is the same with a gate that has
+decided before. "layer" has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers), and
+"deepspeed" is the layer's own forward. Results are compared first. Times are of the slowest rank, for one of `--num-layers` layers. These
+run forward one after another and then backward, as in a model, so that the backward's thread is woken only once. On GPUs a profile of
+other runs tells the time of the kernels alone.
 
-Without options: on the CPU, 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, in fp32 and bf16, a layer at a time; on GPUs, all of
-them, hidden 4096, top-2 and top-8 of 64 experts, in bf16, 4 layers at a time. With `--autoep`, whole layers that AutoEP makes of a
-Mixtral's, "autoep", instead; it needs transformers.
+The defaults on the CPU are 2 ranks, 4096 tokens, hidden 1024, top-2 of 16 experts, fp32 and bf16, a layer at a time. On GPUs they are all
+GPUs, hidden 4096, top-2 and top-8 of 64 experts, bf16, 4 layers at a time. `--autoep` times whole layers instead, "autoep", which AutoEP
+makes of a Mixtral's; it needs transformers.
 """
 
 import argparse
@@ -25,15 +25,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepep_moe import torch_module
-from deepep_moe.bench.common.records import record, spread, write_json
+from deepep_moe.bench.common.records import DTYPES, record, spread, write_json
 from deepep_moe.bench.common.timing import Timer
-from deepep_moe.bench.exchange.cpu import DTYPES
-from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, slowest, times_of
+from deepep_moe.bench.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
+from deepep_moe.bench.layers.passes import PARTS, check_ranks, describe, difference, slowest, times_of
 from deepep_moe.testing import run_ranks
 
 DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
 _WARMUP = 3
-_PROFILED = 5  # runs whose kernels are looked at
+_PROFILED = 5  # runs that are profiled
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "backend": "auto",
@@ -70,99 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-layers", type=int, help="timed in one forward and one backward, all with the same input; default 1, on GPUs 4"
     )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--autoep", action="store_true", help="a layer that AutoEP makes, of three matrices an expert and without capacity")
-
-
-class LayerPass(Pass):
-    """Forwards and backwards of a MoE layer, its loss for the balance included. Gates draw the same random numbers every time."""
-
-    num_layers = 1
-
-    def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
-        super().__init__(self._run, cotangent, {"input": x} | dict(layer.named_parameters()))
-        self._layer, self._x = layer, x
-        self._made: list[tuple[Tensor, Tensor]] = []
-
-    def _run(self) -> Tensor:
-        reseed(self._x.device)
-        self._made = [self._one() for _ in range(self.num_layers)]
-        return self._made[0][0]
-
-    def _one(self) -> tuple[Tensor, Tensor]:
-        """The output, and the loss for the balance."""
-        output, l_aux, _ = self._layer(self._x)
-        return output, l_aux
-
-    def backward(self) -> None:
-        outputs, losses = zip(*self._made, strict=True)
-        gradients = [self._cotangent] * len(outputs) + [torch.ones_like(loss) for loss in losses]
-        torch.autograd.backward([*outputs, *losses], gradients)
-
-    def clear(self) -> None:
-        super().clear()
-        self._made = []
-
-
-class OutputPass(LayerPass):
-    """The same, with no loss for the balance in the backward."""
-
-    def backward(self) -> None:
-        outputs = [output for output, _ in self._made]
-        torch.autograd.backward(outputs, [self._cotangent] * len(outputs))
-
-
-class AutoEPPass(OutputPass):
-    """Of layers that AutoEP makes, which take and return [1, num_tokens, hidden]."""
-
-    def _one(self) -> tuple[Tensor, Tensor]:
-        output = self._layer(self._x.unsqueeze(0))
-        return (output[0] if isinstance(output, tuple) else output).view(self._x.shape), self._x
-
-
-class CommunicationPass(OutputPass):
-    """The same without the gate: it has decided, and its weights are leaves."""
-
-    def __init__(self, layer: Any, x: Tensor, cotangent: Tensor):
-        from deepep_moe.integrations.deepspeed.native.routing import ask
-
-        super().__init__(layer, x, cotangent)
-        self._gate = layer.deepspeed_moe.gate
-        reseed(x.device)
-        self._decided = [_leaf(value) for value in ask(self._gate, x, None)]
-        self._leaves = {"input": x} | {f"gate.{i}": value for i, value in enumerate(self._decided) if _has_gradient(value)}
-
-    def _one(self) -> tuple[Tensor, Tensor]:
-        self._gate.forward = lambda *_: self._decided
-        try:
-            return super()._one()
-        finally:
-            del self._gate.forward
-
-    def results(self) -> dict[str, Tensor]:
-        """As of any pass; of weights in a table of all slots, as gates before 0.19.4 return them, where the slot has a token."""
-        found = super().results()
-        tables = {name: leaf for name, leaf in self._leaves.items() if leaf.dim() == 3}
-        return found | {name: found[name] * (leaf != 0) for name, leaf in tables.items()}
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if _has_gradient(value) else value
-
-
-def reseed(device: torch.device) -> None:
-    """The generators that gates draw from; `torch.manual_seed` takes a millisecond for those of all devices."""
-    torch.default_generator.manual_seed(dist.get_rank())
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(dist.get_rank())
+    parser.add_argument("--autoep", action="store_true", help="a layer that AutoEP makes, with three matrices an expert and no capacity")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One of the shapes of a run."""
+    """What differs between the measurements of a run."""
 
     num_topk: int
     dtype: str
@@ -173,28 +86,28 @@ class Shape:
 
 @dataclass
 class Measured:
-    """Of one rank and shape."""
+    """The measurements of one rank and shape."""
 
     backend: str
     hardware: str
     versions: str
     link_bytes: dict[str, int]
-    """Bytes this rank has to send in a dispatch, by mode."""
+    """Bytes that this rank must send in a dispatch, by mode."""
     differences: dict[str, dict[str, dict[str, float]]]
-    """By what is timed, mode, kind of result: the largest difference from DeepSpeed's."""
+    """The largest difference from DeepSpeed's results, by what is timed, mode and kind of result."""
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
-    """By what is timed and layer: an entry per turn, as `times_of` returns it."""
+    """Times by what is timed and kind of layer: an entry per turn, as `times_of` returns it."""
     kernel_us: dict[tuple[str, str], float] = field(default_factory=dict)
-    """On GPUs, likewise: what the kernels of a forward and a backward take, without the time between them."""
+    """On GPUs, the time of the kernels of a forward and a backward, without the time between them, by the same keys."""
 
 
 def kind_of(name: str) -> str:
-    """ "deepspeed_moe.experts.deepspeed_experts.3.up.weight" -> "experts"."""
+    """Return the kind of a result: "deepspeed_moe.experts.deepspeed_experts.3.up.weight" -> "experts"."""
     return name.removeprefix("deepspeed_moe.").split(".")[0]
 
 
 def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
-    """By mode, then by kind of result: the largest difference from DeepSpeed's."""
+    """Return the largest difference from DeepSpeed's results, by mode, then by kind of result."""
     expected = passes[DEEPSPEED].results()
     found: dict[str, dict[str, float]] = {}
     for mode in MODES:
@@ -206,7 +119,10 @@ def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
 
 
 def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict[str, int]:
-    """By mode: a row for each expert elsewhere, or for each other rank, that a token goes to. topk_idx [num_tokens, num_topk]."""
+    """Return the bytes of a dispatch of topk_idx [num_tokens, num_topk] over the link, by mode.
+
+    Exact mode sends a row for each remote expert of a token, fast mode one for each remote rank.
+    """
     ranks = topk_idx.div(num_local_experts, rounding_mode="floor")
     elsewhere = (topk_idx >= 0) & (ranks != dist.get_rank())
     per_rank = [((ranks == rank) & elsewhere).any(1).sum() for rank in range(dist.get_world_size())]
@@ -214,7 +130,7 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shape, Measured]:
-    """What one rank does: build, compare, time in turns."""
+    """Do the work of one rank: build layers, compare results, and time them in turns."""
     from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(options.device) as device:
@@ -236,7 +152,7 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
     passes, topk_idx = make(x, cotangent, options, settings)
     differences = {what: compare(of_one) for what, of_one in passes.items()}
     for kinds in differences.get("exchange", {}).values():
-        del kinds["gate"]  # experts that are all the same leave nothing of its gradient but rounding
+        del kinds["gate"]  # as all experts are the same, its gradient is only rounding
     sent = link_bytes(topk_idx, options.num_experts // num_ranks, options.hidden * x.element_size())
     hardware, versions = describe("deepspeed", device, num_ranks)
     if device.type == "cuda" and torch_module.MODULE is None:
@@ -250,11 +166,11 @@ def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespac
 
 
 Passes = dict[str, dict[str, LayerPass]]
-"""By what is timed, and kind of layer."""
+"""Passes by what is timed and kind of layer."""
 
 
 def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
-    """And the experts that tokens go to, [num_tokens, num_topk]."""
+    """Return the passes of DeepSpeed's own layers, and the experts of tokens, [num_tokens, num_topk]."""
     from deepep_moe.integrations.deepspeed.harness.layers import FeedForward, experts_of, sharing_layers
 
     layers = {
@@ -263,14 +179,14 @@ def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, se
     }
     passes: Passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
     passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
-    for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # copies of one, which a gate need not tell apart
+    for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # else copies of one
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     torch.manual_seed(dist.get_rank())
     return passes, experts_of(layers["exchange"][DEEPSPEED], x)
 
 
 def _autoep_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
-    """Likewise."""
+    """Return the passes of AutoEP's layers, and the experts of tokens, [num_tokens, num_topk]."""
     from deepep_moe.integrations.deepspeed.harness.layers import autoep_experts_of, autoep_layers
 
     layers = autoep_layers(ffn_hidden=options.ffn_hidden, **settings)
@@ -295,7 +211,7 @@ def _time(passes: Passes, measured: Measured, options: argparse.Namespace, devic
 
 
 def _kernel_us(timed: LayerPass) -> float:
-    """Of one layer. The shortest of some runs: kernels that wait for a peer take as long as it is late."""
+    """Return the time of the kernels of one layer, the shortest of some runs, as kernels that wait for a late peer take longer."""
     runs = []
     for _ in range(_PROFILED):
         timed.clear()
@@ -313,18 +229,20 @@ def _kernel_us(timed: LayerPass) -> float:
 
 
 def tolerance(shape: Shape) -> float:
-    """Most that results may differ, relative to the largest entry, and far less than a wrong row makes. DeepSpeed pads the rows of the
-    experts' matrix products, which regroups their sums; gradients of the gate are differences of such sums."""
+    """Return how much results may differ, relative to the largest entry, which is far less than the effect of a wrong row.
+
+    DeepSpeed pads the rows of the experts' matrix products, which regroups their sums. Gradients of the gate are differences of such sums.
+    """
     return {"fp32": 1e-4, "bf16": 6e-2}[shape.dtype]
 
 
 def fewest_kernel_us(ranks: list[Measured], what: str, kind: str) -> float:
-    """Of the rank whose kernels wait least for others."""
+    """Return the time of the kernels on the rank that waits least for others."""
     return min(rank.kernel_us[what, kind] for rank in ranks)
 
 
 def disagreements(ranks: list[Measured], shape: Shape) -> list[str]:
-    """What differs from DeepSpeed's by more than rounding; NaN does."""
+    """Return a line for each result that differs from DeepSpeed's by more than rounding, or is NaN."""
     return sorted(
         {
             f"{shape}, {what}, {mode}: {kind} differs by {value:.1e}, more than rounding ({tolerance(shape):.1e})"
@@ -338,7 +256,7 @@ def disagreements(ranks: list[Measured], shape: Shape) -> list[str]:
 
 
 def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A record per thing timed, mode and part."""
+    """Return a record per thing timed, mode and part."""
     first, times = ranks[0], slowest(ranks)
     dtype = str(DTYPES[shape.dtype]).removeprefix("torch.")
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
@@ -392,7 +310,7 @@ def _cell(times: list[float]) -> str:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in what depends on the machine. Raises ValueError for options that do not fit."""
+    """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
     num_gpus = torch.cuda.device_count()
     options.device = options.device or ("cuda" if num_gpus else "cpu")
     options.num_ranks = options.num_ranks or (num_gpus if options.device == "cuda" else 2)
@@ -419,7 +337,7 @@ def _check_autoep(num_ranks: int) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints a table per shape and writes the records to `--json`; exits with 1 where results disagree."""
+    """Print a table per shape and write the records to `--json`. Exit with 1 if results disagree."""
     try:
         resolve(options)
     except ValueError as error:

@@ -1,10 +1,10 @@
 """Benchmark of Megatron-Core's MoELayer, forward and backward, with our dispatcher and with Megatron-Core's own.
 
-In one run, in turns, on the same inputs, router and experts: "exchange" is what lies between the router and the layer's output, permutes
-included and experts left out (rows return as they came); "layer" is the whole layer with SwiGLU experts (Megatron-Core's SequentialMLP).
-Without TransformerEngine Megatron-Core's permutes are not fused, so two more baselines stand beside its own: "rows alone" sends the rows of
-`alltoall` by all_to_all_single and does nothing else; "rows, gathers" adds its permutes at one gather each, all counts known beforehand.
-Results of all dispatchers are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead of it.
+All dispatchers take turns in one run, on the same inputs, router and experts. "exchange" is what lies between the router and the layer's
+output, with permutes and without experts (rows return as they came). "layer" is the whole layer with SwiGLU experts (Megatron-Core's
+SequentialMLP). Without TransformerEngine Megatron-Core's permutes are not fused, so there are two more baselines. "rows alone" sends the
+rows of `alltoall` by all_to_all_single and does nothing else. "rows, gathers" adds its permutes at one gather each, with all counts known
+beforehand. Results of all dispatchers are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead.
 """
 
 import argparse
@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.bench.common.records import record, write_json
+from deepep_moe.bench.common.records import DTYPES, record, write_json
 from deepep_moe.bench.common.timing import Timer
-from deepep_moe.bench.exchange.cpu import DTYPES
 from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, slowest, times_of
 from deepep_moe.testing import run_ranks
 
@@ -44,17 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Rows:
-    """The rows of `alltoall`, one per (token, expert): there and back in the forward, and again in the backward.
+    """Sends the rows of `alltoall`, one per (token, expert), there and back in the forward, and again in the backward.
 
-    With `permutes`, one gather brings them into the order of their experts, one into that of the experts here, and back; the last one
-    adds up the rows of a token.
+    With `permutes`, a gather sorts the rows by expert before they are sent, another sorts those that arrive by local expert, and both are
+    undone on the way back. The last one sums the rows of a token.
     """
 
     def __init__(self, x: Tensor, routing_map: Tensor, num_ranks: int, *, permutes: bool):
         experts, tokens = routing_map.t().nonzero(as_tuple=True)
         counts = x.new_empty(num_ranks, routing_map.shape[1], dtype=torch.int64)
         dist.all_gather(list(counts), experts.bincount(minlength=routing_map.shape[1]))
-        counts = counts.view(num_ranks, num_ranks, -1)  # from rank, to rank, of its experts
+        counts = counts.view(num_ranks, num_ranks, -1)  # [from rank, to rank, local expert]
         self.sent, self.received = counts[dist.get_rank()].sum(1).tolist(), counts[:, dist.get_rank()].sum(1).tolist()
         self.x = x.detach().view(len(routing_map), -1)
         self.there, self.here = (self.x.new_ones(sum(rows), self.x.shape[1]) for rows in (self.sent, self.received))
@@ -75,16 +74,16 @@ class Rows:
     backward = forward
 
     def clear(self) -> None:
-        """Nothing to clear."""
+        """Do nothing, as no gradients are kept."""
 
 
 def _gather(rows: Tensor, idx: Tensor) -> Tensor:
-    """In words of 8 bytes, which PyTorch copies at the speed of the memory."""
+    """Gather rows in words of 8 bytes, which PyTorch copies at the speed of the memory."""
     return rows.view(torch.int64).index_select(0, idx).view(rows.dtype)
 
 
 def make_inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """x and the output's gradient, [num_tokens, 1, hidden]."""
+    """Return x and the output's gradient, [num_tokens, 1, hidden]."""
     generator = torch.Generator().manual_seed(rank)
     shape, dtype = (options.num_tokens, 1, options.hidden), DTYPES[options.dtype]
     x, cotangent = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
@@ -92,7 +91,7 @@ def make_inputs(options: argparse.Namespace, rank: int, device: torch.device) ->
 
 
 def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
-    """By what is timed and by dispatcher."""
+    """Return the passes by what is timed and by dispatcher."""
     from deepep_moe.integrations.megatron.harness.layers import echo_experts, exchange
 
     with torch.no_grad():
@@ -116,7 +115,7 @@ def _run_layer(layer: Any, x: Tensor) -> Tensor:
 
 
 def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
-    """Bytes this rank has to send in a dispatch: a row for each other rank that a token goes to."""
+    """Return the bytes that this rank must send in a dispatch: a row for each other rank that a token goes to."""
     goes = routing_map.view(len(routing_map), num_ranks, -1).any(2)
     return (int(goes.sum()) - int(goes[:, dist.get_rank()].sum())) * row_bytes
 
@@ -125,12 +124,12 @@ def link_bytes(routing_map: Tensor, row_bytes: int, num_ranks: int) -> int:
 
 
 def kind_of(name: str) -> str:
-    """ "experts.local_experts.3.linear_fc1.weight" -> "experts"."""
+    """Return the first part of a name: "experts.local_experts.3.linear_fc1.weight" -> "experts"."""
     return name.split(".")[0]
 
 
 def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By baseline, then by kind of result: the largest difference from ours."""
+    """Return the largest difference from ours, by baseline, then by kind of result."""
     ours = passes[OURS].results()
     found: dict[str, dict[str, float]] = {}
     for baseline in DISPATCHERS[1:]:
@@ -146,22 +145,22 @@ def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 @dataclass
 class Measured:
-    """Of one rank."""
+    """The measurements of one rank."""
 
     backend: str
     hardware: str
     versions: str
     permutes_are_fused: bool
-    """Megatron-Core's."""
+    """Whether Megatron-Core's permutes are fused."""
     link_bytes: int
     differences: dict[str, dict[str, dict[str, float]]]
-    """By what is timed, baseline, kind of result."""
+    """Differences by what is timed, baseline and kind of result."""
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
-    """By what is timed and dispatcher: an entry per turn, as `times_of` returns it."""
+    """Times by what is timed and dispatcher: an entry per turn, as `times_of` returns it."""
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
-    """What one rank does: build, compare, time in turns."""
+    """Do the work of one rank: build layers, compare results, and time them in turns."""
     from deepep_moe.integrations.megatron.harness.layers import permutes_are_fused, sharing_layers
     from deepep_moe.integrations.megatron.harness.ranks import model_parallel
 
@@ -192,15 +191,15 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
 
 
 def tolerance(options: argparse.Namespace) -> float:
-    """Most that dispatchers may differ, relative to the largest entry: they add up to top-k terms in different orders and precisions.
+    """Return how much dispatchers may differ, relative to the largest entry. They sum up to top-k terms in different orders and precisions.
 
-    `alltoall` adds them in the rows' dtype: a rounding of half an eps per term.
+    `alltoall` sums them in the rows' dtype, with a rounding of half an eps per term.
     """
     return options.num_topk * torch.finfo(DTYPES[options.dtype]).eps / 2
 
 
 def worst(ranks: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
-    """Differences: the maximum over ranks, NaN before all."""
+    """Return the differences, each the maximum over ranks. NaN counts as the largest."""
     return {
         what: {
             baseline: {kind: max((rank.differences[what][baseline][kind] for rank in ranks), key=lambda d: (d != d, d)) for kind in kinds}
@@ -211,7 +210,7 @@ def worst(ranks: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A record per thing timed, part and baseline."""
+    """Return a record per thing timed, part and baseline."""
     first, times, differences = ranks[0], slowest(ranks), worst(ranks)
     dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
@@ -260,7 +259,7 @@ def show(ranks: list[Measured], options: argparse.Namespace) -> None:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in what depends on the machine. Raises ValueError for options that do not fit."""
+    """Fill in the defaults that depend on the machine. Raises ValueError for options that do not fit."""
     on_gpu = options.device == "cuda"
     options.num_ranks = options.num_ranks or (torch.cuda.device_count() if on_gpu else 2)
     options.backend = options.backend or ("nvlink" if on_gpu else "auto")
@@ -273,7 +272,7 @@ def resolve(options: argparse.Namespace) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints a table and writes the records to `--json`; exits with 1 where dispatchers disagree."""
+    """Print a table and write the records to `--json`. Exit with 1 if dispatchers disagree."""
     try:
         resolve(options)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the benchmarks of Megatron-Core's and DeepSpeed's layers share: passes, their times, their differences."""
+"""Passes of a layer, their times and their differences, for the benchmarks of Megatron-Core's and DeepSpeed's layers."""
 
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -14,7 +14,7 @@ PARTS = ("forward", "backward", "forward+backward")
 
 
 class Pass:
-    """A forward and a backward that can be run again and again. `leaves`: the tensors whose gradients are looked at."""
+    """A forward and a backward that can be repeated. `leaves` are the tensors whose gradients are compared."""
 
     def __init__(self, forward: Callable[[], Tensor], cotangent: Tensor, leaves: dict[str, Tensor]):
         self._forward, self._cotangent, self._leaves = forward, cotangent, leaves
@@ -28,13 +28,13 @@ class Pass:
         self._output.backward(self._cotangent)
 
     def clear(self) -> None:
-        """Nothing is left of the last run."""
+        """Drop the output and the gradients of the last run."""
         self._output = None
         for leaf in self._leaves.values():
             leaf.grad = None
 
     def results(self) -> dict[str, Tensor]:
-        """The output and all gradients of one run."""
+        """Run once, and return the output and all gradients."""
         self.clear()
         self.forward()
         self.backward()
@@ -46,7 +46,7 @@ class Pass:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest distance, relative to the largest expected entry. NaN where either has one."""
+    """Return the largest distance, relative to the largest expected entry. It is NaN if either tensor has one."""
     scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny) if expected.numel() else torch.ones(())
     return float(((actual - expected).abs().max() / scale).item()) if expected.numel() else 0.0
 
@@ -67,14 +67,14 @@ def times_of(timed: Any, timer: Timer) -> list[float]:
 
 
 class Timed(Protocol):
-    """Of one rank."""
+    """The times of one rank."""
 
     times: dict[tuple[str, str], list[list[float]]]
-    """By what is timed and who does it: an entry per turn, as `times_of` returns it."""
+    """Times by what is timed and who does it: an entry per turn, as `times_of` returns it."""
 
 
 def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """By what is timed and who does it, then by part: the maximum over ranks in every turn."""
+    """Return the maximum over ranks in every turn, by what is timed and who does it, then by part."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for key in ranks[0].times:
         turns = [list(map(max, zip(*turn, strict=True))) for turn in zip(*(rank.times[key] for rank in ranks), strict=True)]
@@ -83,7 +83,7 @@ def slowest(ranks: Sequence[Timed]) -> dict[tuple[str, str], dict[str, list[floa
 
 
 def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, str]:
-    """Hardware, and versions of `package` and of what it runs on."""
+    """Return the hardware, and the versions of `package` and of what it runs on."""
     versions = f"{package} {metadata.version(package)}, torch {torch.__version__}"
     if device.type == "cpu":
         return cpu_name(), versions
@@ -92,7 +92,7 @@ def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, s
 
 
 def check_ranks(device: str, num_ranks: int) -> None:
-    """Raises ValueError where GPUs are asked for and too few are there."""
+    """Raise ValueError if GPUs are asked for and there are too few."""
     if device == "cuda" and not 0 < num_ranks <= torch.cuda.device_count():
         raise ValueError(
             f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {torch.cuda.device_count()}; "

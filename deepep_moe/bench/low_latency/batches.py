@@ -1,4 +1,4 @@
-"""Times of calls too short to be lined up one by one: rows of calls behind a busy device, and CUDA graphs."""
+"""Time calls that are too short to be lined up one by one: batches of calls behind a busy device, and CUDA graphs."""
 
 import statistics
 import time
@@ -13,30 +13,30 @@ import torch.distributed as dist
 from deepep_moe.bench.common.timing import Mark, Timer
 
 BATCH = 200
-"""Calls in a row that keep their ranks in step themselves."""
+"""Calls of a batch. They keep their ranks in step themselves."""
 GRAPH_CALLS = 20
-"""Of the graph whose mean has no events in it."""
-_DROP = 10  # calls at the begin of a batch, in which ranks find into step
-_GAP_US = 60.0  # between halves, in which the rows arrive
+"""Calls in the graph whose mean includes no events."""
+_DROP = 10  # the first calls of a batch, until ranks are in step
+_GAP_US = 60.0  # the time between halves, in which the rows arrive
 _FIRST_SLEEP_US, _LONGEST_SLEEP_US = 1e3, 1e5
 
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of the rank with the largest median, by call."""
+    """Microseconds of each call, of the rank with the largest median."""
 
     us: list[float]
     host_us: float | None = None
-    """Mean that the host needs for a call; None on the CPU, where it is the same."""
+    """Mean time of the host for a call. None on the CPU, where it is the same."""
     is_ahead: bool = True
-    """The host had queued each batch before the device began it."""
+    """Whether the host had queued each batch before the device began it."""
 
 
 class Batches:
-    """Measures calls that keep ranks in step: every rank makes the same ones, each waits for the peers' part. Collective.
+    """Times calls that keep ranks in step: every rank makes the same calls, and each call waits for the peers' part. Collective.
 
-    On a GPU in batches, behind a sleep that lasts until the host has queued the batch, with an event between each two calls: the time from
-    one to the next is that of the call and of one event. On the CPU the wall time of each call, begun by all ranks at the same moment.
+    On a GPU the device sleeps until the host has queued a batch, which has an event between each two calls. The time between two events
+    is that of a call and of one event. On the CPU it is the wall time of each call, which all ranks start at the same moment.
     """
 
     def __init__(self, timer: Timer):
@@ -57,7 +57,7 @@ class Batches:
         return of_slowest_rank([row[0] for row in rows], host_us, is_ahead)
 
     def halves(self, send: Callable[[], tuple[Any, Callable[[], None]]], iterations: int) -> tuple[Times, Times]:
-        """Of the half that sends, and of the half that receives, begun when the rows are there."""
+        """Time the half that sends, and the half that receives, which starts when the rows are there."""
 
         def marked(mark: Mark) -> None:
             result, hook = send()
@@ -77,17 +77,17 @@ class Batches:
         return of_slowest_rank(list(sent), host_us, is_ahead), of_slowest_rank(list(received), host_us, is_ahead)
 
     def event_us(self) -> float | None:
-        """From one event to the next with nothing between; part of every time on a GPU."""
+        """Return the time from one event to the next with nothing between, which is part of every time on a GPU."""
         return statistics.median(self.times(lambda: None, BATCH).us) if self.timer.is_gpu else None
 
     def graph(self, call: Callable[[], Any], num_calls: int = 1) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """A graph of `num_calls` calls, and the result of the last one."""
+        """Return a graph of `num_calls` calls, and the result of the last call."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.timer.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            result = call()  # what a first call on a stream allocates would not be allowed in a capture
+            result = call()  # a first call on a stream allocates what a capture must not
             self._stream.synchronize()
-            graph.capture_begin(capture_error_mode="thread_local")  # NCCL's watchdog goes on asking for its events
+            graph.capture_begin(capture_error_mode="thread_local")  # NCCL's watchdog thread keeps querying events
             try:
                 for _ in range(num_calls):
                     del result
@@ -106,14 +106,14 @@ class Batches:
                 pass
 
     def _rows(self, marked: Callable[[Mark], None], iterations: int, batch: int, drop: int) -> tuple[list[list[float]], float, bool]:
-        """Times from mark to mark, a row for each call; the host's mean time of a call; was it ahead of the device?"""
+        """Return the times from mark to mark, a row for each call, the host's mean time of a call, and whether the host was ahead."""
         rows: list[list[float]] = []
         sleep_us, all_ahead, hosts = _FIRST_SLEEP_US, True, []
         while len(rows) < iterations:
             found, host_us, was_ahead = self._batch(marked, min(batch, iterations - len(rows) + drop), sleep_us)
             state = torch.tensor([host_us, not was_ahead], dtype=torch.float64)
             dist.all_reduce(state, op=dist.ReduceOp.MAX)
-            if state[1] and sleep_us < _LONGEST_SLEEP_US:  # not counted, made again
+            if state[1] and sleep_us < _LONGEST_SLEEP_US:  # the batch is not counted, but repeated
                 sleep_us = min(max(2 * sleep_us, 1.5 * float(state[0])), _LONGEST_SLEEP_US)
                 continue
             all_ahead = all_ahead and not state[1]
@@ -147,7 +147,7 @@ class Batches:
 
 
 def of_slowest_rank(us: list[float], host_us: float | None = None, is_ahead: bool = True) -> Times:
-    """The times of the rank whose median is the largest; the maximum of each call would count every late event of any rank."""
+    """Return the times of the rank with the largest median. A maximum for each call would count every late event of any rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, Times(us, host_us, is_ahead))
     return max(everyone, key=lambda times: statistics.median(times.us))

@@ -1,9 +1,10 @@
 """Benchmark of low-latency dispatch and combine: `python -m deepep_moe.bench low-latency`.
 
 Starts its own ranks, one per GPU, or uses those that torchrun started; `--backend shm` needs no GPU. Results are checked to the bit, then
-timed: on GPUs each call as a CUDA graph of its own and eagerly, thousands in a row with the host far ahead and an event between each
-two; the half that sends, and the half that receives when the rows are there; on the CPU by the clock. In the same run: an all-to-all of
-every (token, expert) row with its permutes, and dispatch and combine of `Buffer`. Times are of the rank that is slowest in the median.
+timed. On GPUs each call is timed eagerly and as a CUDA graph of its own, thousands in a row, with the host far ahead and an event between
+each two calls. So are the half that sends, and the half that receives when the rows are there. On the CPU the host's clock times them. The
+same run times an all-to-all of every (token, expert) row with its permutes, and dispatch and combine of `Buffer`. Times are of the rank
+with the largest median.
 """
 
 import argparse
@@ -23,8 +24,8 @@ QUICK_TOKENS = (8, 128)
 HIDDEN = {"cuda": 7168, "cpu": 1024}
 MANY_ITERATIONS_TOKENS = 128
 ITERATIONS = {"cuda": (10_000, 1000), "cpu": (200, 200)}
-"""At `MANY_ITERATIONS_TOKENS`, and elsewhere."""
-_QUICK_SHARE = 10  # of the iterations, one in so many
+"""The iterations at `MANY_ITERATIONS_TOKENS` tokens, and elsewhere."""
+_QUICK_SHARE = 10  # `--quick` makes one of so many iterations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for what makes no sense."""
+    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for values that do not fit."""
     options.on_gpu = options.backend == "nvlink"
     device = "cuda" if options.on_gpu else "cpu"
     resolve_ranks(options)
@@ -68,7 +69,7 @@ def _iterations(options: argparse.Namespace, num_tokens: int, device: str) -> in
 
 
 def run(options: argparse.Namespace) -> list[Report]:
-    """One report per number of ranks."""
+    """Return one report per number of ranks."""
     if options.plot is not None:
         load_pyplot()
     resolve(options)

@@ -1,4 +1,4 @@
-"""What every rank of `deepep_moe.bench.low_latency.command` does: check, then time, every operation and what it is measured against."""
+"""The work of one rank: check and then time every operation and its baselines."""
 
 import argparse
 import gc
@@ -22,16 +22,16 @@ from deepep_moe.bench.low_latency.batches import GRAPH_CALLS, Batches, Times
 from deepep_moe.bench.low_latency.operations import LowLatencyOperation
 
 _LINK_ITERATIONS = 10
-_MOST_HALVES = 1000  # calls; halves pause in between
-_OTHER_ITERATIONS = 200  # of the all-to-all, at most
-_OTHER_BATCH, _OTHER_DROP = 25, 5  # with its many launches the host would run into the end of the device's queue
+_MOST_HALVES = 1000  # most calls in halves, which pause in between
+_OTHER_ITERATIONS = 200  # most calls of the all-to-all
+_OTHER_BATCH, _OTHER_DROP = 25, 5  # with more of its many launches the device's queue would be full
 _BUFFER_ITERATIONS = 30
 _GRAPH_REPLAYS = 30
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """All-to-all of every (token, expert) row, with its permutes."""
+    """Times of the all-to-all of every (token, expert) row, with its permutes."""
 
     eager: Times
     graph: Times | None
@@ -45,18 +45,18 @@ class Measurement:
     wire: str
     num_tokens: int
     link_bytes: int
-    """Of rows and scales, sent over the link by the rank that sends most."""
+    """Bytes of rows and scales over the link, of the rank that sends most."""
     workspace_bytes: int
     eager: Times
     graph: Times | None
     """None on the CPU."""
     graph_of_20_us: float | None
-    """Mean of a call in a graph of 20, which has no events in it."""
+    """Mean time of a call in a graph of 20 calls, which has no events in it."""
     send: Times
     receive: Times
     baseline: Baseline | None
     buffer_us: list[float] | None
-    """Of the same operation of `Buffer`, in the expert layout, by call, of the slowest rank."""
+    """Times of each call of the same operation of `Buffer`, in the expert layout, of the slowest rank."""
 
 
 @dataclass
@@ -64,14 +64,14 @@ class Report:
     num_ranks: int
     hardware: str
     transport: str
-    """Of the baseline."""
+    """The library that moves the rows of the baseline."""
     link_gbps: float | None
     num_sms: int | None
-    """A call holds all multiprocessors of a GPU."""
+    """All SMs of the GPU, as a call occupies them. None on the CPU."""
     event_us: float | None
     measurements: list[Measurement] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """Operations whose results were wrong, or that raised; they are not timed."""
+    """Operations that raised or had wrong results, and so are not timed."""
 
 
 class LowLatencyRank(Rank):
@@ -92,7 +92,7 @@ class LowLatencyRank(Rank):
         return report
 
     def _measure_size(self, num_tokens: int) -> list[Measurement]:
-        """Every operation that is right."""
+        """Time every operation that is right, at one size."""
         everyone, what = self.everyones_inputs(num_tokens), f"{num_tokens} tokens"
         baselines = self._time_all_to_all(everyone)
         buffers = self._time_buffer(everyone)
@@ -118,7 +118,7 @@ class LowLatencyRank(Rank):
             torch.cuda.empty_cache()
 
     def _checked(self, buffer: LowLatencyBuffer, attempt: Callable[[], Any]) -> Any:
-        """What `attempt` returns, and raises; on a GPU, what its kernels reported too."""
+        """Return what `attempt` returns. Raises what it raises, and on a GPU what its kernels reported."""
         result = attempt()
         if self.timer.is_gpu:
             torch.cuda.synchronize(self.device)
@@ -138,18 +138,18 @@ class LowLatencyRank(Rank):
         return Measurement(*what, eager, graph, of_20_us, send, receive, baseline, buffer_us)
 
     def _time_graphs(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float]:
-        """Of a graph of one call, whose last result is checked too, and the mean of a call in a graph of many."""
+        """Time a graph of one call, whose last result is checked too, and return the mean of a call in a graph of many."""
         graph, result = self.batches.graph(o.call)
         times = self.batches.times(graph.replay, iterations)
         many, _ = self.batches.graph(o.call, GRAPH_CALLS)
         replays = self.batches.times(many.replay, _GRAPH_REPLAYS, _GRAPH_REPLAYS + 2, 2)
-        o.check(result)  # after all that is collective: it may raise on one rank alone
+        o.check(result)  # last, as it may raise on one rank alone
         return times, statistics.median(replays.us) / GRAPH_CALLS
 
     # ---- what it is measured against ----
 
     def _time_all_to_all(self, everyone: list[Inputs]) -> dict[tuple[str, str], Baseline]:
-        """By operation and dtype, where it is right."""
+        """Time the all-to-all of each operation and dtype, where it is right."""
         inputs, made = everyone[self.rank], {}
         what, time = f"{len(inputs.x)} tokens", partial(self._time_baseline, len(inputs.x))
         baseline = PlannedByExpert(words(inputs.x), inputs, self.shape, self.group)
@@ -173,7 +173,7 @@ class LowLatencyRank(Rank):
         return Baseline(eager, None if captured is None else self.batches.times(captured[0].replay, iterations, _OTHER_BATCH, _OTHER_DROP))
 
     def _time_buffer(self, everyone: list[Inputs]) -> dict[tuple[str, str], list[float]]:
-        """Of `Buffer`, whose dispatch waits on the host for counts, so no graph holds it; by operation and dtype, where it works."""
+        """Time each operation and dtype of `Buffer` that is right, not in graphs, as its dispatch waits on the host for counts."""
         what, made = f"Buffer, {len(everyone[0].x)} tokens", {}
         buffer = self.new_buffer(len(everyone[0].x))
         for o in self.agreed(what, partial(operations, buffer, self.shape, everyone[self.rank], None)) or []:
@@ -187,5 +187,5 @@ class LowLatencyRank(Rank):
 
 @torch.no_grad()
 def measure(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Report:
-    """One run of one rank, in a process whose default group moves CPU tensors. `device_idx`: its GPU, by default the rank."""
+    """Run one rank, in a process whose default group moves CPU tensors. `device_idx` is its GPU, by default the rank."""
     return LowLatencyRank(rank, num_ranks, rank if device_idx is None else device_idx, options).measure_all()

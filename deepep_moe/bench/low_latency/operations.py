@@ -1,4 +1,4 @@
-"""The calls that `deepep_moe.bench.low_latency.command` times, and what they must return."""
+"""The calls of a `LowLatencyBuffer` that are timed, and what they must return."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from deepep_moe.bench.common.verify import compare, lanes_of_rank
 from deepep_moe.bench.common.workload import SCALE_BLOCK, Inputs, Shape
 
 Hook = Callable[[], None]
-_REFERENCE_TOKENS = 8  # up to which the reference itself, loops in Python, is quick enough
+_REFERENCE_TOKENS = 8  # most tokens for which the reference, loops in Python, is fast enough
 
 
 @dataclass(frozen=True)
 class LowLatencyOperation:
-    """One call, whole and in halves, with what its record says of it."""
+    """One call, whole and in halves, and what its record says of it."""
 
     op: str  # "dispatch" or "combine"
-    dtype: str  # of the rows that a dispatch returns, or a combine takes
-    wire: str  # "bf16" or "fp8": what travels
-    row_bytes: int  # that travel, with scales
+    dtype: str  # dtype of the rows that a dispatch returns or a combine takes
+    wire: str  # "bf16" or "fp8", in which the rows travel
+    row_bytes: int  # bytes of a row that travel, scales included
     call: Callable[[], Any]
     send: Callable[[], tuple[Any, Hook]]
     check: Callable[[Any], None]
-    """Raises EPError unless a result is right, to the bit."""
+    """It raises EPError unless a result is right to the bit."""
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class LowLatencyOperation:
 
 
 def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
-    """Dispatch and combine, each with rows in bf16 and in fp8 on the wire. Collective: combine needs the results of a dispatch."""
+    """Return dispatch and combine, each with bf16 and fp8 rows on the wire. Collective, as combine needs the results of a dispatch."""
     if len(everyone[0].x) <= _REFERENCE_TOKENS:
         confirm(everyone, shape, rank)
     mine, made = everyone[rank], []
@@ -58,12 +58,12 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
 
 
 def verify(operation: LowLatencyOperation) -> bool:
-    """Make the call, whole and in halves, and compare results: True, or EPError. Collective."""
+    """Make the call, whole and in halves, and check both results. Return True or raise EPError. Collective."""
     whole = operation.call()
     in_halves, hook = operation.send()
     hook()
     for result in (whole, in_halves):
-        operation.check(result)  # which may raise on one rank alone
+        operation.check(result)  # last, as it may raise on one rank alone
     return True
 
 
@@ -78,18 +78,18 @@ def _send_dispatch(dispatch: Callable[..., LowLatencyOutput]) -> tuple[LowLatenc
 
 
 def received(out: LowLatencyOutput) -> Tensor:
-    """[num_local_experts, capacity] bool: the rows that are there."""
+    """Return which rows have arrived, [num_local_experts, capacity] bool."""
     capacity = torch.arange(out.recv_x.shape[1], device=out.recv_x.device)
     return capacity < out.num_recv_tokens_per_expert[:, None]
 
 
 def _factors(shape: Shape, device: torch.device) -> Tensor:
-    """[num_experts] fp32, by which each expert multiplies: a row in the place of another shows."""
-    return (1 + torch.arange(shape.num_experts) / shape.num_experts).to(device)  # a GPU would round the quotients another way
+    """Return the factor by which each expert multiplies, [num_experts] fp32. They differ, so that a misplaced row shows."""
+    return (1 + torch.arange(shape.num_experts) / shape.num_experts).to(device)  # on the CPU, as a GPU rounds the quotients differently
 
 
 def expert_rows(out: LowLatencyOutput, shape: Shape, rank: int, rows: Tensor) -> Tensor:
-    """`rows` [num_local_experts, capacity, hidden] bf16, filled with what the experts make of a dispatch; NaN where nothing came."""
+    """Fill `rows` [num_local_experts, capacity, hidden] bf16 with the experts' outputs for a dispatch, and with NaN where no row came."""
     first = rank * shape.num_local_experts
     factors = _factors(shape, rows.device)[first : first + shape.num_local_experts]
     rows.fill_(float("nan"))
@@ -102,16 +102,16 @@ def expert_rows(out: LowLatencyOutput, shape: Shape, rank: int, rows: Tensor) ->
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.quant.quantize_fp8`, for `hidden` a multiple of 128, on any device: the same bits."""
+    """Return the bits of `reference.quant.quantize_fp8`, on any device, for `hidden` that is a multiple of 128."""
     blocks = x.float().unflatten(1, (-1, SCALE_BLOCK))
     largest = blocks.abs().amax(2, keepdim=True).clamp_min(1e-4)
-    limit = torch.full_like(largest, 448.0)  # GPUs divide by a number as they multiply by its inverse, which rounds twice
+    limit = torch.full_like(largest, 448.0)  # a tensor, as GPUs divide by a number by multiplying with its inverse, which rounds twice
     y = (blocks * (limit / largest)).clamp(-448, 448).to(torch.float8_e4m3fn)
     return y.flatten(1), (largest / limit)[:, :, 0]
 
 
 def expected_dispatch(everyone: Sequence[Inputs], shape: Shape, rank: int, wire: str) -> dict[str, Tensor]:
-    """What `rank` receives: the rows of each of its experts, one expert after the other, their scales in fp8, and counts."""
+    """Return what `rank` receives: the rows of its experts, one expert after the other, their scales in fp8, and counts."""
     tokens, _, experts = lanes_of_rank(torch.cat([i.topk_idx for i in everyone]), shape, rank)
     x = torch.cat([i.x for i in everyone])
     counts = experts.bincount(minlength=shape.num_local_experts).int()
@@ -132,7 +132,7 @@ def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
 
 
 def expected_combine(mine: Inputs, shape: Shape, wire: str) -> Tensor:
-    """[num_tokens, hidden] bf16 of the rank of `mine`, where experts multiply what they received by their factor."""
+    """Return the combined_x of the rank of `mine`, [num_tokens, hidden] bf16, when experts multiply their rows by their factor."""
     x, ranks = mine.x.float(), mine.topk_idx // shape.num_local_experts
     factors = _factors(shape, x.device)[mine.topk_idx]
     total = torch.zeros_like(x)
@@ -150,7 +150,7 @@ def expected_combine(mine: Inputs, shape: Shape, wire: str) -> Tensor:
 
 
 def confirm(everyone: Sequence[Inputs], shape: Shape, rank: int) -> None:
-    """Raises EPError unless `expected_dispatch` and `expected_combine` say what `deepep_moe.reference.low_latency` says of `rank`."""
+    """Raise EPError unless `expected_dispatch` and `expected_combine` equal `deepep_moe.reference.low_latency` for `rank`."""
     device = everyone[0].x.device
     x, idx, weights = ([getattr(i, name).cpu() for i in everyone] for name in ("x", "topk_idx", "topk_weights"))
     factors = _factors(shape, torch.device("cpu")).view(shape.num_ranks, -1)

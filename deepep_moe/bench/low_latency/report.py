@@ -1,4 +1,4 @@
-"""Records, table and plot of `deepep_moe.bench.low_latency.command`."""
+"""Records, table and plot of the low-latency benchmark."""
 
 import argparse
 import statistics
@@ -13,7 +13,7 @@ from deepep_moe.bench.low_latency.measure import Measurement, Report
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For every measurement one record of the call as a graph (not on the CPU), one eagerly, one of each half."""
+    """Return for every measurement a record of the call as a graph (not on the CPU), of the eager call, and of each half."""
     return [made for report in reports for m in report.measurements for made in _records(report, m, options)]
 
 
@@ -33,7 +33,7 @@ def _record(
         "backend": options.backend, "num_ranks": report.num_ranks, "num_tokens": m.num_tokens, "hidden": options.hidden,
         "num_topk": options.num_topk, "num_experts": options.num_experts, "dtype": m.dtype, "layout": "expert",
     }  # fmt: skip
-    link_bytes = 0 if half == "receive" else m.link_bytes  # they are there by then
+    link_bytes = 0 if half == "receive" else m.link_bytes  # its rows have arrived before
     median = statistics.median(times.us)
     buffer_us = statistics.median(m.buffer_us) if m.buffer_us and half == "both" else None
     extra = {
@@ -55,7 +55,7 @@ def _record(
     }
     name = None
     if baseline is not None:
-        in_bf16 = ", in bf16" if (m.op, m.wire) == ("combine", "fp8") else ""  # there is no other
+        in_bf16 = ", in bf16" if (m.op, m.wire) == ("combine", "fp8") else ""  # the all-to-all has no combine in fp8
         name = f"all-to-all of rows ({report.transport}) with permutes{in_bf16}"
     baseline_us = [] if baseline is None else baseline.us
     return record(m.op, settings, times.us, link_bytes, baseline=name, baseline_times=baseline_us, hardware=report.hardware, **extra)
@@ -110,7 +110,7 @@ def _line(found: dict[tuple[str, bool], dict[str, Any]]) -> str:
 
 
 def plot(path: Path, records: list[dict[str, Any]]) -> None:
-    """Microseconds over tokens, a line per operation and EP size; the baseline's thin."""
+    """Plot microseconds over tokens, a line per operation and EP size, and thin lines for the baseline."""
     pyplot = load_pyplot()
     is_graph = any(r["graph"] for r in records)
     lines: dict[tuple[str, int], list[dict[str, Any]]] = {}

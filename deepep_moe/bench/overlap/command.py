@@ -1,10 +1,10 @@
-"""How much of an exchange hides behind GEMMs: `python -m deepep_moe.bench overlap --backend nvlink`. The link's benchmark does it too.
+"""How much of an exchange hides behind GEMMs: `python -m deepep_moe.bench overlap --backend nvlink`. The command `link` measures it too.
 
-An exchange in two halves (`return_hook=True`) with equal GEMMs between them, which last about 1.5 times as long as its second half alone;
-beside it the exchange alone and the GEMMs alone. Once with copy engines (num_sms=0), which leave every SM to the GEMMs from the start's end
-to the hook, and once with the default number of SMs. All through the hook is checked, then timed: where on the stream each half and the
-GEMMs begin and end, on the slowest rank. The start of a dispatch counts with the host's wait for what it will receive, and where the stream
-has run dry by then, its GEMMs count with the way of the first one to the GPU.
+An exchange is made in two halves (`return_hook=True`), with equal GEMMs between them that last about 1.5 times as long as its second half
+alone. The exchange alone and the GEMMs alone are timed beside it. One run uses copy engines (num_sms=0), which leave every SM to the GEMMs
+between the halves; another uses the default number of SMs. Results are checked first. Then the times are taken at which each half and the
+GEMMs begin and end on the stream, on the slowest rank. The start of a dispatch includes the host's wait for the counts. If the stream has
+run dry by then, the GEMMs include the launch of the first one.
 """
 
 import argparse

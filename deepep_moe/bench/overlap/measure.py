@@ -1,4 +1,4 @@
-"""What every rank of `deepep_moe.bench.overlap.command` does: exchanges in two halves, with GEMMs between them and without."""
+"""The work of one rank: exchanges in two halves, with and without GEMMs between them."""
 
 import argparse
 import statistics
@@ -15,19 +15,19 @@ from deepep_moe.bench.common.verify import compare, verify
 from deepep_moe.bench.common.workload import Inputs, Operation, Shape, gather_counts, link_rows, tokens_per_rank
 
 OPS = ("dispatch", "combine")
-NUM_SMS = {"nvlink": (0, None)}  # of other backends None: they have none
-_CHAIN = 1.5  # times the hook's part alone that the GEMMs last, so that the rows have arrived before they end
+NUM_SMS = {"nvlink": (0, None)}  # other backends have no SMs
+_CHAIN = 1.5  # the GEMMs last so many times as long as the hook alone, so that rows arrive before they end
 _MAX_GEMMS = 500
-_NUM_OPERANDS = 4  # pairs that take turns, as those of experts do, so that a GEMM finds little in the cache
+_NUM_OPERANDS = 4  # pairs of operands take turns, as experts do, so that a GEMM finds little in the cache
 
 
 @dataclass
 class Schedule:
-    """Phases that follow each other on the stream, in microseconds of the slowest rank: [iterations][phases]."""
+    """Times of phases that follow each other on the stream, in microseconds of the slowest rank, [iterations][phases]."""
 
     phases: tuple[str, ...]
     ends: list[list[float]]
-    """From the begin of the first phase."""
+    """Times from the start of the first phase."""
     lengths: list[list[float]]
 
     @property
@@ -40,17 +40,17 @@ class Schedule:
 
 @dataclass
 class Overlap:
-    """One exchange, alone and with GEMMs between its halves. Figures are of medians."""
+    """One exchange, alone and with GEMMs between its halves. Figures are computed from medians."""
 
     op: str
     num_tokens: int
     num_sms: int | None
     backend: str
     gemm: tuple[int, int, int]
-    """Rows, columns, and depth of the sum."""
+    """Rows, columns and depth of a GEMM."""
     num_gemms: int
     link_bytes: int
-    """Sent over the link by the rank that sends most."""
+    """Bytes over the link of the rank that sends most."""
     workspace_bytes: int
     exchange: Schedule
     gemms: Schedule
@@ -62,12 +62,12 @@ class Overlap:
 
     @property
     def gemm_speed(self) -> float:
-        """Of the GEMMs beside the exchange, where 1 is their speed alone."""
+        """Return the speed of the GEMMs beside the exchange, where 1 is their speed alone."""
         return statistics.median(self.gemms.total) / statistics.median(self.both.length("GEMMs"))
 
     @property
     def hidden(self) -> float:
-        """The part of the exchange that costs no time beside the GEMMs."""
+        """Return the part of the exchange that costs no time beside the GEMMs."""
         exchange, gemms, both = (statistics.median(schedule.total) for schedule in (self.exchange, self.gemms, self.both))
         return (exchange + gemms - both) / exchange
 
@@ -80,7 +80,7 @@ class BesideGemms:
     """Exchanges of one buffer, bf16 in the expert layout, and the GEMMs beside them. Every method is collective."""
 
     def __init__(self, timer: Timer, buffer: Buffer, shape: Shape, everyone: Sequence[Inputs], rank: int, options: argparse.Namespace):
-        """everyone: the inputs of all ranks."""
+        """`everyone` has the inputs of all ranks."""
         self.timer, self.buffer, self.shape, self.everyone, self.rank = timer, buffer, shape, everyone, rank
         self.iterations: int = options.iterations
         self.inputs = everyone[rank]
@@ -89,11 +89,11 @@ class BesideGemms:
         random = partial(torch.randn, dtype=torch.bfloat16, device=timer.device)
         self.operands = [(random(rows, depth), random(depth, columns)) for _ in range(_NUM_OPERANDS)]
         self.product = random(rows, columns)
-        self.num_gemms = 0  # until an exchange was timed
+        self.num_gemms = 0  # set when an exchange was timed
         self.out = self._call("dispatch", None)
 
     def verify(self, op: str, num_sms: int | None) -> bool:
-        """Are the results through the hook, behind GEMMs, those of the plain call, and right? True, or EPError."""
+        """Check that results through the hook, after GEMMs, are right and equal the plain call's. Return True or raise EPError."""
         plain, split = self._call(op, num_sms), self._exchange(op, num_sms, _NUM_OPERANDS)
         verify(Operation(op, "bfloat16", "expert", 2 * self.shape.hidden, lambda: split), self.everyone, self.shape, self.rank)
         if op == "combine":
@@ -123,7 +123,7 @@ class BesideGemms:
         return self.buffer.dispatch(i.x, i.topk_idx, i.topk_weights, expert_alignment=alignment, num_sms=num_sms, **how)
 
     def _exchange(self, op: str, num_sms: int | None, num_gemms: int, mark: Mark = _unmarked) -> Any:
-        """In two halves, with GEMMs between them. Marks the end of each."""
+        """Make an exchange in two halves with GEMMs between them, and mark the end of each."""
         result = self._call(op, num_sms, return_hook=True)
         result, hook = result if op == "combine" else (result, result.hook)
         mark()
@@ -146,7 +146,7 @@ class BesideGemms:
         return Schedule(phases, slowest(ends), slowest(lengths))
 
     def _enough_gemms(self, hook: list[float]) -> int:
-        """The same on all ranks."""
+        """Return the number of GEMMs, which is the same on all ranks."""
         chain = self._schedule(("GEMMs",), partial(self._compute, _NUM_OPERANDS)).total
         wished = _CHAIN * statistics.median(hook) * _NUM_OPERANDS / statistics.median(chain)
         return min(max(round(wished), 1), _MAX_GEMMS)

@@ -1,4 +1,4 @@
-"""Records, table, timelines and figure of `deepep_moe.bench.overlap.command`."""
+"""Records, table, timelines and figure of exchanges beside GEMMs."""
 
 import argparse
 import statistics
@@ -12,28 +12,30 @@ from deepep_moe.bench.common.report import load_pyplot, save_figure
 from deepep_moe.bench.exchange.measure import Report
 from deepep_moe.bench.overlap.measure import Overlap, Schedule
 
-_WIDTH = 60  # of a timeline's longest bar
+_WIDTH = 60  # columns of a timeline
 _COLORS = {"start": "C0", "GEMMs": "C2", "hook": "C1"}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A phase between two moments, microseconds from the start."""
+    """A phase between two times, in microseconds from the start."""
 
     schedule: str
     phase: str
     begin: float
     end: float
     spread: tuple[float, float]
-    """10th and 90th percentile of its length."""
+    """10th and 90th percentiles of its length."""
 
 
 # ---- records ----
 
 
 def records_of(reports: list[Report], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per exchange with GEMMs between its halves. The baseline of `ratio`: the same two halves, then the
-    GEMMs; a plain call needs no halves and takes less."""
+    """Return one record per exchange with GEMMs between its halves.
+
+    The baseline of `ratio` is the same two halves, and then the GEMMs. A plain call, which has no halves, takes less time.
+    """
     return [_record(report, overlap, options) for report in reports for overlap in report.overlaps]
 
 
@@ -90,7 +92,7 @@ def _phases(prefix: str, schedule: Schedule) -> dict[str, float]:
 
 
 def bars_of(overlap: Overlap) -> list[Bar]:
-    """Of the exchange alone, of the GEMMs alone, and of both."""
+    """Return the bars of the exchange alone, of the GEMMs alone, and of both."""
     return _bars("exchange alone", overlap.exchange) + _bars("GEMMs alone", overlap.gemms) + _bars("both", overlap.both)
 
 
@@ -101,7 +103,7 @@ def _bars(name: str, schedule: Schedule) -> list[Bar]:
 
 
 def timeline(bars: Sequence[Bar], width: int = _WIDTH) -> list[str]:
-    """A line per bar: begin and end, the 10th and 90th percentile of its length, and a drawing where the last end is `width` columns."""
+    """Return a line per bar: its begin and end, the percentiles of its length, and a drawing in `width` columns for all bars."""
     scale = width / max(bar.end for bar in bars)
     lines, shown = [], ""
     for bar in bars:
@@ -122,7 +124,7 @@ _COLUMNS = (
 
 
 def show(reports: Sequence[Report], records: list[dict[str, Any]]) -> None:
-    """Timelines, then a table of `records`."""
+    """Print timelines, then a table of `records`."""
     first = records[0]
     rows, columns, depth = first["gemm"]
     print(f"{first['hardware']}; GEMMs of {rows} x {columns}, sums of {depth}, bf16, between start and hook of an exchange")
@@ -156,7 +158,7 @@ def _line(r: dict[str, Any]) -> str:
 
 
 def plot(path: Path, reports: Sequence[Report]) -> None:
-    """The timelines, one above the other."""
+    """Plot the timelines, one above the other."""
     pyplot = load_pyplot()
     shown = [(report, overlap) for report in reports for overlap in report.overlaps]
     figure, all_axes = pyplot.subplots(len(shown), figsize=(10, 1.7 * len(shown) + 1), layout="constrained", squeeze=False)

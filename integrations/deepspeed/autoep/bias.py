@@ -1,4 +1,4 @@
-"""Balancing AutoEP's experts without auxiliary loss (Wang et al. 2024, arXiv 2408.15664): a bias that moves with the optimizer."""
+"""Balance AutoEP's experts without auxiliary loss, by a bias that moves with the optimizer (Wang et al. 2024, arXiv 2408.15664)."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,13 +10,13 @@ import torch.distributed as dist
 from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, has_moving_bias
 from deepep_moe.ops.balance import update_expert_bias
 
-_STEP = "_take_model_step"  # of an optimizer: what both `step` and a pipeline engine's `train_batch` call
+_STEP = "_take_model_step"  # both `step` and a pipeline engine's `train_batch` call this method of the engine
 
 
 class StepWithBias:
-    """Stands where an engine's optimizer step is: does that, and then moves the biases of `routers`.
+    """Takes the place of an engine's optimizer step: makes the step, and then moves the biases of `routers`.
 
-    A step that DeepSpeed skips, as after an overflow in fp16, moves none; its counts go into the next one.
+    A step that DeepSpeed skips, as after an overflow in fp16, moves none. Its counts go into the next step.
     """
 
     def __init__(self, engine: Any, routers: Sequence[GatedRouter]):
@@ -33,13 +33,13 @@ class StepWithBias:
 def move_biases(routers: Sequence[GatedRouter], group: dist.ProcessGroup) -> None:
     """Move each router's bias by its `expert_bias_update_rate`, against the load over the ranks of `group` since the last call.
 
-    Collective: one all-reduce for all routers of as many experts and the same rate, which are stacked. Raises TypeError for biases that
-    are no longer fp32.
+    Collective, with one all-reduce for all routers that have the same number of experts and the same rate. Raises TypeError for biases
+    that are no longer fp32.
     """
 
     def kind(router: GatedRouter) -> tuple[int, float]:
         rate = router.deepep_moe_options.expert_bias_update_rate
-        assert rate is not None  # only such routers have a bias that moves
+        assert rate is not None  # a router without a rate has no bias that moves
         return router.num_experts, rate
 
     for (_, rate), alike in groupby(sorted(routers, key=kind), kind):
@@ -49,7 +49,7 @@ def move_biases(routers: Sequence[GatedRouter], group: dist.ProcessGroup) -> Non
         if narrow:
             raise TypeError(
                 f"e_score_correction_bias of routers has become {' and '.join(narrow)}, in which steps of {rate} are lost: the model was "
-                "cast after replace_moe_layers; call that again"
+                "cast after replace_moe_layers; call replace_moe_layers again"
             )
         stacked = torch.stack(biases)
         update_expert_bias(stacked, torch.stack([router.take_counts() for router in stack]), rate, group)
@@ -57,7 +57,7 @@ def move_biases(routers: Sequence[GatedRouter], group: dist.ProcessGroup) -> Non
 
 
 def move_with(engine: Any, routers: Sequence[GatedRouter]) -> None:
-    """From now on the steps of `engine` move the biases of `routers`, and no others; with none, they are DeepSpeed's own again."""
+    """Let the steps of `engine` move the biases of `routers` and no others. Without routers the steps are DeepSpeed's own again."""
     step = engine.__dict__.get(_STEP)
     if isinstance(step, StepWithBias):
         step.routers = routers

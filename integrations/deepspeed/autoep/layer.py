@@ -1,4 +1,4 @@
-"""DeepSpeed's AutoEPMoELayer with another way for its tokens: expert-sorted rows through a shared `Buffer`."""
+"""DeepSpeed's AutoEPMoELayer with expert-sorted rows through a shared `Buffer`."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -21,27 +21,27 @@ from deepep_moe.integrations.deepspeed.buffers import Plan, groups_of, ready, wh
 from deepep_moe.integrations.deepspeed.native.layer import lengthened, widened, with_gradient
 from deepep_moe.ops.weighted import weighted_sum
 
-# 0.19.7 and newer route tokens in a method of their own, for a library that takes over between router and shared experts.
+# 0.19.7 and newer route tokens in a method, so that a library can take over between router and shared experts.
 _ROUTE, _BACKEND = "_deepep_route", "deepep"
 
 
 class PackedAutoEPMoELayer(AutoEPMoELayer):
-    """An AutoEPMoELayer whose tokens go to their experts and back by dispatch and combine; everything else is DeepSpeed's.
+    """An AutoEPMoELayer whose forward dispatches and combines; everything else is DeepSpeed's.
 
-    Layers are made AutoEPMoELayers and given this class (`replace_moe_layers`), so modules, parameters, hooks and state dict are the
-    same objects. Where our dispatch cannot serve, DeepSpeed's own way is used, and one log line says why.
+    `replace_moe_layers` gives this class to layers that were made as AutoEPMoELayers, so modules, parameters, hooks and state dict are
+    the same objects. Where our dispatch cannot serve, DeepSpeed's own one runs, and one log line says why.
     """
 
     deepep_moe_plan: Plan
 
     def forward(self, hidden_states: Tensor) -> Any:
-        """hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16; returns what the replaced block of the model returns.
+        """Take hidden_states [batch, sequence, hidden] in fp32, bf16 or fp16, and return what the replaced block of the model returns.
 
         Collective over the layer's expert-parallel group, in which numbers of tokens may differ. Under activation checkpointing the
-        recomputation dispatches once more, on all ranks alike. Raises as `Buffer.dispatch`, as the router and as experts; of those the
-        peers raise EPPeerError.
+        recomputation dispatches once more, on all ranks alike. Raises what `Buffer.dispatch`, the router and the experts raise. When one
+        of these fails on this rank, the peers raise EPPeerError.
         """
-        if not isinstance(self, PackedAutoEPMoELayer):  # restored, and called by somebody who has kept this method
+        if not isinstance(self, PackedAutoEPMoELayer):  # it was restored, and somebody who kept this method calls it
             return AutoEPMoELayer.forward(self, hidden_states)
         reason = why_own(self, hidden_states)
         if reason is not None:
@@ -59,7 +59,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
             raise
 
     def _deepep_route(self, tokens: Tensor, router_output: Any) -> Tensor:
-        """What AutoEP calls between the router and the shared experts: tokens [num_tokens, hidden] -> the same shape."""
+        """tokens [num_tokens, hidden] -> the same shape. AutoEP calls this between the router and the shared experts."""
         if why_own(self, tokens) is not None:
             return super()._deepep_route(tokens, router_output)
         return self._route(tokens, router_output)
@@ -69,7 +69,10 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         return route(with_gradient(tokens), router_output.selected_experts, router_output.top_scores)
 
     def _route_exact(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """A row per (token, expert) there and back, weighed and summed here as AutoEP does; experts see rows in AutoEP's order."""
+        """Send a row per (token, expert) there and back, and weight and sum the rows here as AutoEP does.
+
+        Experts see rows in AutoEP's order.
+        """
         num_tokens, num_topk = topk_idx.shape
         rows = x.unsqueeze(1).expand(-1, num_topk, -1)
         if self.score_apply == "pre":
@@ -82,7 +85,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         return weighted_sum(combined.transpose(0, 1), topk_weights.t())
 
     def _route_fast(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """A row per (token, rank) there and back; the experts' rank weighs, and sums before it sends."""
+        """Send a row per (token, rank) there and back. The experts' rank weights and sums the rows of a token."""
         topk_idx, topk_weights = lengthened(topk_idx, topk_weights, self.deepep_moe_plan.num_topk)
         buffer, out = self._dispatch(x.contiguous(), topk_idx, topk_weights, len(x))
         rows, weights = out.recv_x, out.recv_topk_weights
@@ -92,21 +95,21 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
         return buffer.combine(notify_peers_on_failure(buffer, self._run_experts, rows, out), out.handle, weights)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose plan is a copy too."""
+        """Restore a copy of a layer, whose plan is a copy too."""
         super().__setstate__(state)
         self.deepep_moe_plan.layers.add(self)
 
     def _dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int) -> tuple[Buffer, DispatchOutput]:
-        """x [num_rows, hidden], topk_idx and topk_weights [num_rows, lanes]."""
+        """Dispatch x [num_rows, hidden] with topk_idx and topk_weights [num_rows, lanes]."""
         plan = self.deepep_moe_plan
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
         send = methodcaller("dispatch", x, idx, topk_weights)
         return ready(self.ep_group, x, plan).dispatch(num_tokens, send)
 
     def _run_experts(self, rows: Tensor, out: DispatchOutput) -> Tensor:
-        """Without rows too, so that expert parameters have a gradient, and the dispatch its backward, on every rank."""
-        counts, num_rows = out.num_recv_tokens_per_expert[: self.num_local_experts], len(rows)  # a wider buffer's others are empty
-        if num_rows == 0:  # products grouped by expert have no backward then: the first gets a row of zeros, which is dropped
+        """Run the experts, also without rows, so that their parameters get a gradient and the dispatch its backward on every rank."""
+        counts, num_rows = out.num_recv_tokens_per_expert[: self.num_local_experts], len(rows)  # a larger buffer's other experts are empty
+        if num_rows == 0:  # grouped matrix products then have no backward, so the first expert gets a row of zeros, which is dropped
             rows, counts = torch.nn.functional.pad(rows, (0, 0, 0, 1)), counts.clone()
             counts[0] = 1
         return self.experts(rows, counts)[:num_rows].contiguous()
@@ -114,7 +117,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
 
 @contextlib.contextmanager
 def _routing_by_method(layer: PackedAutoEPMoELayer) -> Iterator[None]:
-    """Meanwhile AutoEP's forward calls `_deepep_route`, whichever backend the layer is configured for."""
+    """Let AutoEP's forward call `_deepep_route`, whichever backend the layer is configured for."""
     configured = layer.comm_backend
     layer.comm_backend = _BACKEND
     try:
@@ -124,7 +127,7 @@ def _routing_by_method(layer: PackedAutoEPMoELayer) -> Iterator[None]:
 
 
 def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
-    """The reason that our dispatch cannot serve this layer and x [..., hidden], or None. The same on every rank of its group."""
+    """Return the reason why our dispatch cannot serve this layer and x [..., hidden], or None. It is the same on all ranks of its group."""
     options = layer.deepep_moe_plan.options
     if layer.ep_size == 1:
         return "autoep_size is 1, every rank has all experts"
@@ -145,20 +148,21 @@ def why_own(layer: PackedAutoEPMoELayer, x: Tensor) -> str | None:
 
 
 def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> None:
-    """Give AutoEPMoELayers, their plans in the same order, our dispatch, and their routers our gate and a bias that moves with `engine`.
+    """Give AutoEPMoELayers our dispatch, and their routers our gate and a bias that moves with the steps of `engine`.
 
-    Raises ValueError, before anything is swapped, for a bias to move without an engine, or one that is a parameter.
+    `plans` has the plan of each layer. Raises ValueError, before anything is swapped, for a bias to move without an engine, or one that is
+    a parameter.
     """
     if any(plan.options.expert_bias_update_rate is not None for plan in plans):
         if engine is None:
-            raise ValueError("expert_bias_update_rate needs the steps of DeepSpeed's engine: give replace_moe_layers the engine")
+            raise ValueError("expert_bias_update_rate needs the steps of DeepSpeed's engine; pass the engine to replace_moe_layers")
         for layer in layers:
             check_bias(layer.router)
         num_new = sum(not has_bias(layer.router) for layer in layers)
         if num_new:
             warn_once(
-                f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as they have none: checkpoints hold it "
-                "from now on, and the model without deepep_moe neither loads it (strict=False does) nor routes by it",
+                f"routers of {num_new} AutoEP layers are given an e_score_correction_bias, as they have none: checkpoints contain it "
+                "from now on, and the model without deepep_moe loads them only with strict=False and does not route by it",
                 *groups_of(layers[0]),
             )
     for layer, plan in zip(layers, plans, strict=True):
@@ -169,7 +173,7 @@ def swap(layers: Sequence[Any], plans: Sequence[Plan], engine: Any | None) -> No
 
 
 def restore(layers: Sequence[PackedAutoEPMoELayer]) -> None:
-    """Make them DeepSpeed's AutoEPMoELayers again, with its routers. Biases stay where they are, and move no more."""
+    """Make the layers DeepSpeed's AutoEPMoELayers again, with its routers. Biases keep their values and no longer move."""
     for layer in layers:
         restore_router(layer.router)
         layer.__class__ = AutoEPMoELayer

@@ -1,4 +1,4 @@
-"""The forward of AutoEP layers in DeepSpeed 0.19.2 to 0.19.6, which has no place for another dispatch."""
+"""The forward of AutoEP layers for DeepSpeed 0.19.2 to 0.19.6, whose own forward has no place for another dispatch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def forward_around(layer: Any, hidden_states: Tensor, route: Callable[[Tensor, Any], Tensor]) -> Any:
-    """Router, `route(tokens [num_tokens, hidden], router_output)`, shared experts; returns what the layer's own forward returns."""
+    """Run the router, `route(tokens [num_tokens, hidden], router_output)` and the shared experts; return what the layer's forward does."""
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     router_output = RouterOutput(*layer.router(tokens, layer.expert_bias))
     with torch.no_grad():
@@ -19,13 +19,13 @@ def forward_around(layer: Any, hidden_states: Tensor, route: Callable[[Tensor, A
         output = output.view(hidden_states.shape)
     if layer.shared_experts is not None:
         output = output + _shared_output(layer, tokens, hidden_states).reshape(output.shape)
-    # A hook on the router has left its logits there, where the model wants them.
+    # A hook on the router has stored its logits there for models that want them.
     logits, layer._cached_router_logits = layer._cached_router_logits, None
     return (output, logits) if layer.return_router_logits else output
 
 
 def _shared_output(layer: Any, tokens: Tensor, hidden_states: Tensor) -> Tensor:
-    """The shared experts' part, in whichever form of the input they take in the model."""
+    """Return the output of the shared experts, whose input has the shape that the model gives them."""
     gate = layer.shared_experts_gate
     x = tokens if layer.moe_output_shape == "flat" or gate is not None else hidden_states
     output: Tensor = layer.shared_experts(x)

@@ -16,25 +16,26 @@ _GROUP_SCORE_TOPK = {"top2_sum": 2, "max": 1}
 
 
 class GatedRouter(TokenChoiceTopKRouter):
-    """A TokenChoiceTopKRouter that chooses by `deepep_moe.ops.gate` and counts, for the bias, what it chose.
+    """A TokenChoiceTopKRouter that chooses by `deepep_moe.ops.gate` and counts its choices for the bias.
 
-    Routers are made TokenChoiceTopKRouters and given this class, so parameters, hooks and state dict are the same objects.
+    `swap_router` gives this class to routers that were made as TokenChoiceTopKRouters, so parameters, hooks and state dict are the same
+    objects.
     """
 
     deepep_moe_options: Options
     deepep_moe_speaks: bool
     """Whether this is the first rank of the layer's groups."""
     deepep_moe_counts: Tensor | None = None
-    """[num_experts] int64: tokens of this rank that chose each expert in training since the bias moved last; None: no forward yet."""
+    """[num_experts] int64: tokens of this rank that chose each expert in training since the bias moved last. None: no forward yet."""
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [num_tokens, hidden]; expert_bias [num_experts] or None, beside the router's own `e_score_correction_bias`.
+        """Choose experts for x [num_tokens, hidden]. expert_bias, [num_experts] or None, adds to the router's `e_score_correction_bias`.
 
-        Returns fp32 weights and int64 experts, both [num_tokens, top_k], and int32 [num_experts] tokens of each. Not collective.
+        Returns fp32 weights and int64 experts, both [num_tokens, top_k], and int32 [num_experts] tokens of each expert. Not collective.
         Raises ValueError for logits that are not finite: on the CPU at once, on a GPU as `deepep_moe.ops.gate` says.
         """
         chosen = self._choose(x, expert_bias)
-        if self.training and has_moving_bias(self):  # a recomputed layer counts twice, all of its experts alike
+        if self.training and has_moving_bias(self):  # a recomputed layer counts every expert twice
             counts = chosen[2].long()
             self.deepep_moe_counts = counts if self.deepep_moe_counts is None else self.deepep_moe_counts + counts
         return chosen
@@ -53,13 +54,13 @@ class GatedRouter(TokenChoiceTopKRouter):
         return out.topk_weights, out.topk_idx, out.num_tokens_per_expert
 
     def take_counts(self) -> Tensor:
-        """The counts since the last call, which start anew; zeros on a rank that has had no forward."""
+        """Return the counts since the last call and start anew. They are zeros on a rank without a forward."""
         counts, self.deepep_moe_counts = self.deepep_moe_counts, None
         return torch.zeros(self.num_experts, dtype=torch.int64, device=self.gate.weight.device) if counts is None else counts
 
 
 def gate_options(router: Any) -> dict[str, Any]:
-    """A router's configuration as arguments of `gate`, without bias and normalization. Raises KeyError for an unknown group score."""
+    """Return a router's configuration as arguments of `gate`, without bias and normalization. Raises KeyError for unknown group scores."""
     options = {"num_topk": router.top_k, "score_function": router.score_func, "routed_scaling_factor": router.route_scale}
     if router.num_expert_groups is not None:
         score_topk = _GROUP_SCORE_TOPK[router.group_score_func]
@@ -68,7 +69,7 @@ def gate_options(router: Any) -> dict[str, Any]:
 
 
 def why_own_choice(router: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason that the gate cannot choose for a router whose tokens are on `device`, of `dtype`, or None."""
+    """Return the reason why the gate cannot choose for a router whose tokens are on `device`, in `dtype`, or None."""
     if router.score_func not in ("sigmoid", "softmax"):
         return f"the gate does not know AutoEP's score function {router.score_func!r}"
     if router.num_expert_groups is not None and (router.group_score_func not in _GROUP_SCORE_TOPK or router.num_limited_groups is None):
@@ -77,13 +78,15 @@ def why_own_choice(router: Any, device: torch.device, dtype: torch.dtype) -> str
 
 
 def has_moving_bias(router: Any) -> bool:
-    """Whether it is swapped, with the option that moves its bias."""
+    """Return whether the router is swapped, with the option that moves its bias."""
     return isinstance(router, GatedRouter) and router.deepep_moe_options.expert_bias_update_rate is not None
 
 
 def swap_router(router: Any, options: Options, *groups: "dist.ProcessGroup | None") -> None:
-    """Make `router`, of a layer of these groups, a GatedRouter with these options, or one of DeepSpeed's where they ask for nothing of it.
-    Its bias has been checked."""
+    """Make the router of a layer of these groups a GatedRouter, or DeepSpeed's own router if the options ask for nothing that needs one.
+
+    The caller has checked its bias.
+    """
     if (reason := why_own_router(router)) is not None:
         warn_once(f"AutoEP's routers keep their own choice, without the gate of deepep_moe: {reason}", *groups)
         return
@@ -93,11 +96,11 @@ def swap_router(router: Any, options: Options, *groups: "dist.ProcessGroup | Non
         restore_router(router)
         return
     router.__class__, router.deepep_moe_options = GatedRouter, options
-    router.deepep_moe_speaks = is_first(*groups)  # no groups, which copies could not have
+    router.deepep_moe_speaks = is_first(*groups)  # the groups themselves cannot be copied with the router
 
 
 def restore_router(router: Any) -> None:
-    """Make a GatedRouter one of DeepSpeed's again. Its bias stays, as that is what tokens are routed by."""
+    """Make a GatedRouter DeepSpeed's own router again. Its bias stays, as tokens are routed by it."""
     if type(router) is GatedRouter:
         router.__class__ = TokenChoiceTopKRouter
         for name in ("deepep_moe_options", "deepep_moe_speaks", "deepep_moe_counts"):
@@ -105,7 +108,7 @@ def restore_router(router: Any) -> None:
 
 
 def why_own_router(router: Any) -> str | None:
-    """The reason that it cannot be made a GatedRouter, or None."""
+    """Return the reason why the router cannot be made a GatedRouter, or None."""
     if type(router) not in (TokenChoiceTopKRouter, GatedRouter):
         return f"deepep_moe knows deepspeed's TokenChoiceTopKRouter, and this is a {type(router).__name__}"
     if "forward" in router.__dict__ and type(router) is not GatedRouter:
@@ -114,27 +117,27 @@ def why_own_router(router: Any) -> str | None:
 
 
 def check_bias(router: Any) -> None:
-    """Raises ValueError where the bias of `router` is the optimizer's to move, or nobody would count what the router chooses."""
+    """Raise ValueError if the optimizer moves the bias of `router`, or if nobody would count what the router chooses."""
     if (reason := why_own_router(router)) is not None:
         raise ValueError(f"expert_bias_update_rate needs routers that count their choices: {reason}")
     if isinstance(getattr(router, _BIAS, None), torch.nn.Parameter):
         raise ValueError(
             f"expert_bias_update_rate moves a router's {_BIAS}, but here it is a parameter, which the optimizer moves; "
-            "make it a buffer, as transformers 5 does, or leave the option out"
+            "make it a buffer, as transformers 5 does, or leave expert_bias_update_rate out"
         )
 
 
 def has_bias(router: Any) -> bool:
-    """Of its own, for the choice of experts."""
+    """Return whether the router has a bias of its own for the choice of experts."""
     return getattr(router, _BIAS, None) is not None
 
 
 def _prepare_bias(router: Any) -> None:
-    """Give `router` an fp32 bias that training may move, zero where it has none."""
+    """Give `router` an fp32 bias that training may move. It is zero if the router had none."""
     bias = getattr(router, _BIAS, None)
     if bias is None:
         if hasattr(router, _BIAS):
             delattr(router, _BIAS)
         router.register_buffer(_BIAS, torch.zeros(router.num_experts, dtype=torch.float32, device=router.gate.weight.device))
     elif bias.dtype != torch.float32:
-        bias.data = bias.data.float()  # in bf16, steps of 0.001 would be lost in rounding
+        bias.data = bias.data.float()  # rounding to bf16 would lose steps of 0.001

@@ -1,1 +1,1 @@
-"""What the example, the benchmark and the tests run DeepSpeed with; a training script needs none of it."""
+"""Set-up of DeepSpeed for the example, the benchmark and the tests. A training script needs none of it."""

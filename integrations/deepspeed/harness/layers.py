@@ -1,4 +1,4 @@
-"""MoE layers that differ in how they move tokens only, to compare them with each other."""
+"""MoE layers that differ only in how they move tokens, to compare them."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def sharing_layers(
     expert: nn.Module, *, hidden: int, num_experts: int, num_topk: int, ep: int, capacity_factor: float, device: torch.device,
     dtype: torch.dtype, backend: str, num_max_tokens_per_rank: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """A `deepspeed.moe.layer.MoE` of each kind, with one gate and one set of copies of `expert` for all. Collective."""
+    """Build a `deepspeed.moe.layer.MoE` of each kind. All share one gate and one set of copies of `expert`. Collective."""
     from deepspeed.moe.layer import MoE
 
     layers: dict[str, Any] = {}
@@ -50,8 +50,10 @@ def autoep_layers(
     *, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, ep: int, device: torch.device, dtype: torch.dtype, backend: str,
     num_max_tokens_per_rank: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """A layer of each kind that AutoEP makes of a Mixtral's, all with the same weights and AutoEP's own choice. Collective; needs
-    transformers."""
+    """Build a layer of each kind, as AutoEP makes them of a Mixtral's, with the same weights and AutoEP's own routers.
+
+    Collective; needs transformers.
+    """
     import deepspeed
     from transformers import MixtralConfig
     from transformers.models.auto import AutoModelForCausalLM
@@ -78,7 +80,7 @@ def autoep_layers(
 
 
 def autoep_experts_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """The experts that its router chooses for x [1, num_tokens, hidden]: [num_tokens, num_topk]. Collective, as the layer runs."""
+    """Return the experts that its router chooses for x [1, num_tokens, hidden], [num_tokens, num_topk]. Collective, as the layer runs."""
     from deepspeed.module_inject.auto_ep_layer import RouterOutput
 
     chosen: list[torch.Tensor] = []
@@ -90,6 +92,6 @@ def autoep_experts_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def experts_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """The experts that a layer's gate chooses for x [num_tokens, hidden]: [num_tokens, num_topk], -1 = dropped."""
+    """Return the experts that a layer's gate chooses for x [num_tokens, hidden], [num_tokens, num_topk], -1 = dropped."""
     with torch.no_grad():
         return route(layer.deepspeed_moe.gate, x, None).topk_idx.t()

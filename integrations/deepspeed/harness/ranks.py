@@ -1,6 +1,6 @@
 """Set a rank up for DeepSpeed on the CPU or on a GPU, and take it down again.
 
-What the example, the benchmark and the tests share; a training script needs none of it.
+The example, the benchmark and the tests share this. A training script needs none of it.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ DEVICES = ("cpu", "cuda")
 
 @contextlib.contextmanager
 def engine_ready(device_type: str = "cpu") -> Iterator[torch.device]:
-    """DeepSpeed's communication over the ranks of torch.distributed, of which this process is one; yields the rank's device.
+    """Start DeepSpeed's communication over the ranks of torch.distributed, of which this process is one, and yield the rank's device.
 
-    "cpu" keeps the default process group, over gloo. "cuda" puts one over NCCL in its place, rank r on GPU r. At the end the shared
-    buffers are destroyed; DeepSpeed keeps its groups, so a process does this once.
+    "cpu" keeps the default process group, over gloo. "cuda" replaces it by one over NCCL, with rank r on GPU r. At the end the shared
+    buffers are destroyed. DeepSpeed keeps its groups, so a process can do this only once.
 
     Raises ValueError for another device type or too few GPUs.
     """
@@ -32,7 +32,7 @@ def engine_ready(device_type: str = "cpu") -> Iterator[torch.device]:
         yield device
         if device.type == "cuda":
             torch.cuda.synchronize()
-            dist.barrier(device_ids=[device.index])  # nobody's memory goes while a peer's kernel may write to it
+            dist.barrier(device_ids=[device.index])  # memory stays while a peer's kernel may write to it
         destroy_all()
 
 
@@ -42,7 +42,7 @@ def _set_up_cpu() -> torch.device:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     set_accelerator(CPU_Accelerator())
-    # Its all-reduce over shared memory is compiled for a minute when first used; gloo has one.
+    # DeepSpeed compiles its all-reduce over shared memory for a minute when it is first used. gloo has one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _quiet()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -59,7 +59,7 @@ def _set_up_gpu(undo: contextlib.ExitStack) -> torch.device:
 
 
 def _quiet() -> None:
-    """DeepSpeed logs every step of its own at INFO."""
+    """Silence DeepSpeed's INFO lines, which it logs for every step of its own."""
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)

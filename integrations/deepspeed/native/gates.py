@@ -1,11 +1,11 @@
-"""The decisions of DeepSpeed's gates, without what only padded slots need.
+"""Decide as DeepSpeed's gates do, without the work that only padded slots need.
 
-A `TopKGate` numbers the slots of every expert by scans along the tokens of a matrix [num_tokens, num_experts], which take a GPU longer than
-all else that it does, and packed rows need no slots. Here experts and weights come from the same random numbers, by the same operations on
-floating point numbers in the same order, so that decisions, weights, losses and gradients are the gate's own to the bit; tokens are
-counted in another way.
+A `TopKGate` numbers the slots of every expert by scans along the tokens of a matrix [num_tokens, num_experts]. On a GPU they take longer
+than the rest of the gate, and packed rows need no slots. Here experts and weights come from the same random numbers, by the same floating
+point operations in the same order, so decisions, weights, losses and gradients equal the gate's to the bit. Only the counting of tokens
+differs.
 
-That holds for gates whose source is known to do so (0.19.4 to 0.19.8). Any other, and a gate that somebody watches, decides itself.
+That holds for gates whose source is known (0.19.4 to 0.19.8). Any other gate, and a gate that somebody watches, is called.
 """
 
 import functools
@@ -22,15 +22,18 @@ from torch.nn.modules import module as torch_module
 from deepep_moe.integrations.deepspeed.native.top2 import Top2, has_kernels
 
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
-"""l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights of that shape,
-fp32."""
+"""l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights [num_topk,
+num_tokens] fp32."""
 _FUNCTIONS = ("top1gating", "top2gating", "topkgating", "_capacity", "gumbel_rsample", "multiplicative_jitter", "einsum")
 _KNOWN = {"0.19.4 to 0.19.7": "7537ab1b18ba5551", "0.19.8": "4224238c65e13fc0"}
 
 
 def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
-    """Is `decide(gate, x)` what this gate would decide? Not with masked tokens, nor where matrix products round its weights, nor with a
-    default dtype in which it would compute its capacity."""
+    """Return whether `decide(gate, x)` is what this gate would decide.
+
+    It is not with masked tokens, where matrix products round the gate's weights, or with a default dtype other than fp32, in which the
+    gate would compute its capacity.
+    """
     return (
         used_token is None
         and torch.get_default_dtype() == torch.float32
@@ -44,38 +47,40 @@ def decides_alike(gate: Any, x: Tensor, used_token: Tensor | None) -> bool:
 
 
 def knows_the_gate() -> bool:
-    """Does `TopKGate` decide as here?"""
+    """Return whether the installed `TopKGate` decides as the functions here do."""
     return is_known(sharded_moe.TopKGate.forward, *(getattr(sharded_moe, name, None) for name in _FUNCTIONS))
 
 
 def _multiplies_exactly() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # set for each backend by itself
+    except RuntimeError:  # the precision was set for each backend separately
         return False
 
 
 def is_watched(gate: Any) -> bool:
-    """Would calling it do more than its class's forward: a hook, a timer, a forward of its own?"""
+    """Return whether a call of the gate does more than its class's forward, because of a hook, a timer or a forward of its own."""
     has_own = "forward" in gate.__dict__ or gate._compiled_call_impl is not None
     return has_hooks(gate) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Of its own."""
+    """Return whether the module has hooks of its own."""
     state = module.__dict__
     return bool(state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"])
 
 
 @functools.cache
 def is_known(*functions: Callable[..., Any] | None) -> bool:
-    """Are these the gate's forward and `_FUNCTIONS` of a version in `_KNOWN`, unpatched?"""
+    """Return whether these are the gate's forward and `_FUNCTIONS` of a version in `_KNOWN`, unpatched."""
     return digest(functions) in _KNOWN.values()
 
 
 def digest(functions: tuple[Any, ...]) -> str:
-    """Of their source; nothing where there is none, or where they wrap another's. Scripted and compiled functions have it in what they
-    were made of."""
+    """Return a digest of the functions' source, or "" if there is no source or a function wraps another one.
+
+    Scripted and compiled functions keep their source in the function that they were made of.
+    """
     made_of: list[Any] = [getattr(function, "_torchdynamo_inline", None) for function in functions]
     if any(getattr(function, "__wrapped__", origin) is not origin for function, origin in zip(functions, made_of, strict=True)):
         return ""
@@ -87,8 +92,7 @@ def digest(functions: tuple[Any, ...]) -> str:
 
 
 def decide(gate: Any, x: Tensor) -> Decision:
-    """What the gate decides for x [num_tokens > 0, hidden], as long as it concerns this rank alone and its number of tokens: with a
-    least capacity of no more than them."""
+    """Return what the gate decides for x [num_tokens > 0, hidden] without a group and with a least capacity of no more than num_tokens."""
     rows = x.float()
     if gate.noisy_gate_policy == "Jitter" and gate.training:
         rows = sharded_moe.multiplicative_jitter(rows, device=x.device)
@@ -106,12 +110,12 @@ def decide(gate: Any, x: Tensor) -> Decision:
 
 @functools.lru_cache(maxsize=256)
 def capacity_of(num_tokens: int, num_experts: int, factor: float, least: int) -> int:
-    """Slots of an expert. In fp32, whose rounding decides where the quotient is nearly whole."""
+    """Return the slots of an expert, computed in fp32 as the gate does, because rounding decides where the quotient is nearly whole."""
     return max(int(torch.ceil((num_tokens / num_experts) * torch.tensor(factor))), least)
 
 
 def _decide_1(logits: Tensor, capacity: int | None, *, noise: bool, random: bool) -> Decision:
-    """Each token's best expert; an expert with too many tokens takes those with the highest random numbers."""
+    """Choose each token's best expert. An expert with too many tokens keeps those with the highest random numbers."""
     gates, scores = logits.softmax(1), logits.detach()
     if noise:
         scores = scores + sharded_moe.gumbel_rsample(logits.shape, device=logits.device)
@@ -119,14 +123,14 @@ def _decide_1(logits: Tensor, capacity: int | None, *, noise: bool, random: bool
     mask = torch.zeros_like(scores).scatter_(1, idx, 1.0)
     counts = mask.sum(0).long()
     l_aux = torch.sum(gates.mean(0) * mask.mean(0)) * gates.shape[1]
-    order = _in_random_order(mask) if random else mask.long()  # without numbers, ties: as topk breaks them among integers
+    order = _in_random_order(mask) if random else mask.long()  # without random numbers all tie, and topk on integers decides
     kept = _best(order, int(counts.max()) if capacity is None else capacity, is_sorted=True).gather(1, idx)
     weights = gates.gather(1, idx) * kept
     return l_aux, counts, idx.masked_fill(~kept, -1).t(), weights.t()
 
 
 def _in_random_order(mask: Tensor) -> Tensor:
-    """Random numbers in place of ones, drawn as the gate draws them: in the dtype that was the default when it first did."""
+    """Replace ones by random numbers, drawn as the gate draws them: in the dtype that was the default when it first drew."""
     drawn = sharded_moe.exp_selection_uniform_map
     if mask.device not in drawn:
         low, high = (torch.tensor(value, device=mask.device) for value in (0.0, 1.0))
@@ -136,7 +140,7 @@ def _in_random_order(mask: Tensor) -> Tensor:
 
 
 def _decide_2(logits: Tensor, capacity: int | None, *, noise: bool) -> Decision:
-    """Each token's best expert, and the best other one of noisy logits; all first choices come before all second ones, tokens in order."""
+    """Choose each token's best expert, and the best other expert by noisy logits. All first choices come before all second choices."""
     scores = logits.detach()
     if noise:
         scores = scores + sharded_moe.gumbel_rsample(logits.shape, device=logits.device)
@@ -165,7 +169,7 @@ def _choose_2(logits: Tensor, scores: Tensor, capacity: int | None) -> Decision:
 
 
 def _decide_k(logits: Tensor, k: int, capacity: int | None) -> Decision:
-    """Each token's k best experts; an expert with too many tokens takes those with the greatest gates."""
+    """Choose each token's k best experts. An expert with too many tokens keeps those with the largest gates."""
     gates = logits.softmax(1)
     best, idx = gates.topk(k, dim=1)
     mask = torch.zeros_like(gates, dtype=torch.bool).scatter_(1, idx, True)
@@ -180,7 +184,9 @@ def _decide_k(logits: Tensor, k: int, capacity: int | None) -> Decision:
 
 
 def _best(scores: Tensor, num_tokens: int, *, is_sorted: bool) -> Tensor:
-    """[num_tokens, num_experts] bool: whether a token is among the `num_tokens` with the highest scores of an expert. is_sorted: as the
-    gate asks for them, since it may decide between equal ones."""
+    """Return, as [num_tokens, num_experts] bool, whether a token is among the `num_tokens` with the highest scores of an expert.
+
+    `is_sorted` must be what the gate asks topk for, as it may decide between equal scores.
+    """
     best = scores.topk(min(num_tokens, len(scores)), dim=0, sorted=is_sorted).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)

@@ -1,4 +1,4 @@
-"""DeepSpeed's MOELayer with another way for its tokens: packed rows through a shared `Buffer` instead of padded slots."""
+"""DeepSpeed's MOELayer with packed rows through a shared `Buffer` instead of padded slots."""
 
 import contextlib
 import functools
@@ -29,20 +29,20 @@ _UNTIMED = contextlib.nullcontext()
 class PackedMOELayer(MOELayer):
     """A MOELayer whose forward dispatches and combines; everything else, its state included, is DeepSpeed's.
 
-    Layers are made MOELayers and given this class (`replace_moe_layers`), so modules, parameters, hooks and state dict are the same
+    `replace_moe_layers` gives this class to layers that were made as MOELayers, so modules, parameters, hooks and state dict are the same
     objects. Where packed rows cannot serve, DeepSpeed's forward runs, and one log line says why.
     """
 
     deepep_moe_plan: Plan | None = None
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor:
-        """inputs: x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
+        """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
 
-        Returns the shape of x in the dtype of the experts' outputs, and sets `l_aux` and `exp_counts`. Collective over the layer's
-        expert-parallel group, in which numbers of tokens may differ. Raises as `Buffer.dispatch`, as the gate and as experts; of those
-        the peers raise EPPeerError.
+        Returns the experts' outputs in the shape of x, in their dtype, and sets `l_aux` and `exp_counts`. Collective over the layer's
+        expert-parallel group, in which numbers of tokens may differ. Raises what `Buffer.dispatch`, the gate and the experts raise. When
+        one of these fails on this rank, the peers raise EPPeerError.
         """
-        if not isinstance(self, PackedMOELayer):  # restored, and called by somebody who has kept this method
+        if not isinstance(self, PackedMOELayer):  # it was restored, and somebody who kept this method calls it
             return MOELayer.forward(self, *inputs, **kwargs)
         reason = why_stock(self, inputs[0])
         if reason is not None:
@@ -58,22 +58,22 @@ class PackedMOELayer(MOELayer):
             return exchange(elastic, x, routing).view(inputs[0].shape)
 
     def _exchange_exact(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """A row per (lane, token) there and back, each copied as it is; weighed and summed here as DeepSpeed does.
+        """Send a row per (lane, token) there and back, copied as it is, and weight and sum the rows here as DeepSpeed does.
 
-        Lane before token is the order in which gates fill an expert's slots for k = 1 and 2, so experts see rows in DeepSpeed's order.
+        Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
         return self._exchange(elastic, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
 
     def _exchange_fast(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
-        """A row per (rank, token) there and back; the experts' rank weighs and sums."""
+        """Send a row per (rank, token) there and back. The experts' rank weights and sums the rows of a token."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
         return self._exchange(elastic, x, idx, weights, None)
 
     def _exchange(
         self, elastic: ElasticBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
     ) -> Tensor:
-        """x [num_tokens, hidden] -> the experts' outputs, weighed and summed, shaped as x. topk_idx, topk_weights, source_weights: as
-        `dispatch_by_expert` has them."""
+        """x [num_tokens, hidden] -> the weighted sums of the experts' outputs, shaped as x. topk_idx, topk_weights and source_weights are those
+        of `dispatch_by_expert`."""
         x, plan = x.contiguous(), plan_of(self)
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
 
@@ -87,8 +87,11 @@ class PackedMOELayer(MOELayer):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
-        """Every local expert, so that each has a gradient on every rank. They see [1, 1, num_rows, hidden] and return it; one without rows
-        sees a row of zeros, as experts take some row for granted that always get padded slots."""
+        """Run every local expert, so that each has a gradient on every rank.
+
+        An expert takes and returns [1, 1, num_rows, hidden]. One without rows gets a row of zeros, because experts that always see padded
+        slots may rely on having a row.
+        """
         outputs: list[Tensor] = []
         for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=False):  # parts beyond this layer's experts are empty
             has_rows = rows.numel() > 0
@@ -100,11 +103,11 @@ class PackedMOELayer(MOELayer):
         return outputs
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
-        """Milliseconds into `attribute` under `wall_clock_breakdown`, where the engine looks for them."""
+        """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them."""
         return self._timing(timer, attribute) if self.wall_clock_breakdown else _UNTIMED
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose plan is a copy too."""
+        """Restore a copy of a layer, whose plan is a copy too."""
         super().__setstate__(state)
         if self.deepep_moe_plan is not None:
             self.deepep_moe_plan.layers.add(self)
@@ -128,12 +131,12 @@ def plan_of(layer: PackedMOELayer) -> Plan:
 
 
 def with_gradient(x: Tensor) -> Tensor:
-    """x, part of the backward on every rank or on none: a rank whose x needs no gradient, say of no tokens, is in the others' too."""
+    """Return x with a gradient, so that every rank takes part in the backward, also a rank whose x needs none, say for lack of tokens."""
     return x.detach().requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
 
 
 def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -> Tensor:
-    """Experts' numbers in a buffer with `num_buffer_experts` a rank, of which a layer with fewer uses the first of each rank."""
+    """Renumber experts for a buffer with `num_buffer_experts` per rank. A layer with fewer uses the first ones of each rank."""
     if num_local_experts == num_buffer_experts:
         return topk_idx
     idx = topk_idx.div(num_local_experts, rounding_mode="floor") * num_buffer_experts + topk_idx % num_local_experts
@@ -141,7 +144,7 @@ def widened(topk_idx: Tensor, num_local_experts: int, num_buffer_experts: int) -
 
 
 def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
-    """Both [num_tokens, num_topk]: with lanes without expert, where a layer shares the buffer with one that has more."""
+    """Return both as [num_tokens, num_topk], with empty lanes added where the layer shares the buffer with one that has more."""
     num_missing = num_topk - topk_idx.shape[1]
     if num_missing > 0:
         topk_idx = torch.nn.functional.pad(topk_idx, (0, num_missing), value=-1)
@@ -150,20 +153,20 @@ def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[T
 
 
 def is_replaced(module: torch.nn.Module) -> bool:
-    """Was its forward replaced, on it or in the class that has it?"""
+    """Return whether a module's forward was replaced, on the module or in its class."""
     module_class: Any = type(module)
     return "forward" in module.__dict__ or not _has_own(module_class, module_class.forward)
 
 
 @functools.cache
 def _has_own(module_class: Any, forward: Any) -> bool:
-    """Is the class's forward of the file that the class is of?"""
+    """Return whether the forward comes from the module in which its class was defined."""
     owner = next(base for base in module_class.__mro__ if "forward" in vars(base))
     return bool(getattr(forward, "__globals__", {}).get("__name__") == owner.__module__)
 
 
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
-    """The reason that packed rows cannot serve this layer, or None. The same on every rank of its group."""
+    """Return the reason why packed rows cannot serve this layer, or None. It is the same on every rank of the layer's group."""
     tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
     if tensor_parallel > 1:
         return f"the model is tensor parallel over {tensor_parallel} ranks (mpu), which share their tokens"
@@ -171,10 +174,10 @@ def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:
         return "the layer was made with use_tutel=True; leave it out"
     if layer.ep_group is None:
         return "the layer has no expert-parallel group; deepspeed.initialize makes one"
-    if type(layer.experts) is not Experts:  # of which a subclass may have a forward of its own
-        return f"experts are of {type(layer.experts).__name__}, not of deepspeed.moe.experts.Experts"
+    if type(layer.experts) is not Experts:  # a subclass may have a forward of its own
+        return f"experts are {type(layer.experts).__name__}, not deepspeed.moe.experts.Experts"
     if is_replaced(layer.experts):
-        return "the forward of the experts together was replaced; replace those of single experts"
+        return "the forward of the Experts module was replaced; replace the forwards of single experts"
     if has_hooks(layer.experts):
         warn_once(
             "hooks on the Experts of a MoE layer do not run, as each expert is called by itself; put them on those", on_all_ranks=True

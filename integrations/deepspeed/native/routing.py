@@ -1,4 +1,4 @@
-"""What DeepSpeed's gates decide, as experts and weights per token, in every version."""
+"""Ask DeepSpeed's gates, of every version, for experts and weights per token."""
 
 import functools
 import inspect
@@ -15,9 +15,9 @@ class Routing(NamedTuple):
     """The decision for this rank's tokens, lane by lane."""
 
     topk_idx: Tensor
-    """[num_topk, num_tokens] int32 or int64 experts, -1 = dropped."""
+    """[num_topk, num_tokens] int32 or int64: experts, -1 = dropped."""
     topk_weights: Tensor
-    """[num_topk, num_tokens] fp32, with the gate's gradient; 0 where dropped."""
+    """[num_topk, num_tokens] fp32, 0 where dropped. Its gradient reaches the gate."""
     l_aux: Tensor
     """The gate's load balancing loss, a scalar; 0 on a rank without tokens."""
     exp_counts: Tensor
@@ -25,10 +25,10 @@ class Routing(NamedTuple):
 
 
 def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
-    """Ask a `TopKGate` about x [num_tokens, hidden]; used_token [num_tokens] or None, as the gate takes it. Not collective.
+    """Ask a `TopKGate` about x [num_tokens, hidden] and used_token, [num_tokens] or None. Not collective.
 
-    Decisions, weights, losses and random numbers are those of the installed version's gate: it is asked, or `gates` knows how it decides.
-    Ranks may hold any number of tokens, none too: there it is not asked, as it divides by their number.
+    Decisions, weights, losses and random numbers are those of the installed version's gate. Either the gate is called, or `gates` decides
+    as it does. A rank without tokens does not call the gate, which divides by their number.
     """
     if x.shape[0] == 0:
         return _route_nothing(gate, x)
@@ -40,35 +40,35 @@ def route(gate: Any, x: Tensor, used_token: Tensor | None) -> Routing:
         l_aux, _, _, topk_idx, _, topk_weights, exp_counts = decided
         return Routing(topk_idx, topk_weights.float(), l_aux, exp_counts)  # under autocast einsum narrows them
     l_aux, combine_weights, _, exp_counts = decided
-    # [num_tokens, num_experts]: a token has at most one slot in an expert. These versions weigh in the dtype of the rows.
+    # [num_tokens, num_experts], as a token has at most one slot in an expert. These versions weight in the dtype of the rows.
     weights = combine_weights.sum(-1).to(x.dtype).float()
     topk_weights, topk_idx = weights.topk(gate.k, dim=1)
     return Routing(topk_idx.masked_fill(topk_weights == 0, -1).t(), topk_weights.t(), l_aux, exp_counts)
 
 
 def ask(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
-    """What the gate returns to its layer."""
+    """Return what the gate returns to its layer."""
     return gate(x, used_token, True, False) if has_sparse_routes(type(gate).forward) else gate(x, used_token)
 
 
 @functools.cache
 def has_sparse_routes(forward: Any) -> bool:
-    """Of a gate, in 0.19.4 and newer: the third argument asks for experts and weights per token, and a fourth is for Tutel."""
+    """Return whether the gate can return experts and weights per token, as in 0.19.4 and newer. A fourth argument is for Tutel."""
     return "sparse_routes" in inspect.signature(forward).parameters
 
 
 def is_gate_unknown() -> bool:
-    """Must gates be called that name experts, as they decide in a way that `gates` does not know?"""
+    """Return whether gates that can name experts must be called, because `gates` does not know how they decide."""
     return has_sparse_routes(TopKGate.forward) and not gates.knows_the_gate()
 
 
 def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
-    """Ask the gate, as long as it concerns this rank alone and its number of tokens.
+    """Ask the gate without a group and with a least capacity of no more than this rank's tokens.
 
-    Without its group it does not agree on the fullest expert of all ranks, which only padding would need. Its least capacity is lowered
-    to the number of tokens, where it would refuse fewer: with either capacity no token is dropped.
+    Without its group the gate does not agree with other ranks on the fullest expert, which only padded slots need. The gate refuses fewer
+    tokens than its least capacity, so that is lowered to their number. No token is dropped with either capacity.
     """
-    plain = gate.__dict__  # past `Module.__setattr__`, which takes longer
+    plain = gate.__dict__  # not by `Module.__setattr__`, which takes longer
     saved = gate.ep_group, gate.min_capacity
     plain["ep_group"], plain["min_capacity"] = None, min(gate.min_capacity, x.shape[0])
     try:
@@ -78,7 +78,7 @@ def _ask_alone(gate: Any, x: Tensor, used_token: Tensor | None) -> Any:
 
 
 def _route_nothing(gate: Any, x: Tensor) -> Routing:
-    """No decisions, connected to the gate's weight: its gradient is 0, and there, as ranks reduce gradients together."""
+    """Return no decisions, but connected to the gate's weight: it gets a gradient of 0, as ranks reduce gradients together."""
     scores = torch.nn.functional.linear(x.float(), gate.wg.weight.float()).float().softmax(1)  # autocast narrows
     topk_idx = torch.empty(gate.k, 0, dtype=torch.int32, device=x.device)
     exp_counts = torch.zeros(scores.shape[1], dtype=torch.int64, device=x.device)

@@ -1,6 +1,6 @@
-"""Top-2 gating in kernels of a GPU, as one autograd function: the host of a layer with few experts a token has little time for more.
+"""Top-2 gating in GPU kernels, as one autograd function, because the host limits the speed of a layer with few experts per token.
 
-The same decisions, weights, loss and gradients, to the bit, as the operations in `gates` make.
+Decisions, weights, loss and gradients equal those of the operations in `gates` to the bit.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from deepep_moe import _C
 from deepep_moe.device import current_stream, on_device
 
 GPU = "cuda"  # the type of the devices that the kernels serve
-_ALL = 2**31  # tokens of an expert, where it takes all
+_ALL = 2**31  # the capacity of an expert that takes all tokens
 Decided = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -22,11 +22,11 @@ def has_kernels(logits: Tensor) -> bool:
 
 
 class Top2(torch.autograd.Function):
-    """`by_operations(logits, scores, capacity)`, which also has the second derivative.
+    """Computes `by_operations(logits, scores, capacity)`, which it calls for the second derivative only.
 
-    logits, scores: [num_tokens > 0, num_experts] fp32; scores are without gradient, the second choices are the best of them. capacity:
-    tokens of an expert, or None. Returns l_aux, counts [num_experts] int64, topk_idx [2, num_tokens] int32 with -1 for dropped, and
-    topk_weights [2, num_tokens] fp32.
+    logits and scores are [num_tokens > 0, num_experts] fp32. scores have no gradient, and the second choices are the best of them.
+    capacity is the most tokens of an expert, or None. Returns l_aux, counts [num_experts] int64, topk_idx [2, num_tokens] int32 with -1
+    for dropped, and topk_weights [2, num_tokens] fp32.
     """
 
     @staticmethod
