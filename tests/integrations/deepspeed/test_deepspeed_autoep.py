@@ -63,7 +63,9 @@ def _steps_worker(rank: int, num_ranks: int, cases: list[Case], device_type: str
     return worst
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, CASES), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+)
 def test_steps_equal_autoep(num_ranks, cases):
     """Logits, losses, every gradient, parameters after steps of AdamW: with recomputation, uneven numbers of tokens, ZeRO 0 to 3."""
     for name, value in run_ranks(_steps_worker, num_ranks, cases, timeout_s=400)[0].items():
@@ -94,6 +96,7 @@ def _checkpoint_worker(rank: int, num_ranks: int, folder: str) -> None:
             assert_equal(run_steps(engine, rank, case), want, f"{tag} checkpoint, rank {rank}", tolerance=case.tolerance)
 
 
+@pytest.mark.slow
 def test_checkpoints_both_ways(tmp_path):
     """What swapped layers have saved AutoEP loads, and the reverse, in the middle of a training."""
     run_ranks(_checkpoint_worker, 2, str(tmp_path), timeout_s=300)

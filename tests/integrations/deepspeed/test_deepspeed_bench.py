@@ -48,6 +48,7 @@ def run_tiny(tmp_path: Path, *more: str) -> tuple[str, list[dict]]:
     return done.stdout, records
 
 
+@pytest.mark.slow
 def test_records(tmp_path):
     printed, records = run_tiny(tmp_path)
     assert "exchange, exact" in printed and "layer, deepspeed" in printed
@@ -67,6 +68,7 @@ def test_records(tmp_path):
     assert all(value == 0 for differences in exact for value in differences.values()), "to the bit, where experts change nothing"
 
 
+@pytest.mark.slow
 def test_records_of_autoep(tmp_path):
     pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
     printed, records = run_tiny(tmp_path, "--autoep", "--dtype", "fp32")

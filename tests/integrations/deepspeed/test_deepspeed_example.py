@@ -34,6 +34,7 @@ def test_the_tutorials_first_script_trains():
         assert layer == "PackedMOELayer" and loss < 1.1, (layer, loss)
 
 
+@pytest.mark.slow
 def test_training_learns_and_equals_deepspeed(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so

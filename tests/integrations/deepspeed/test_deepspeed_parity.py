@@ -73,7 +73,9 @@ def _steps_worker(rank: int, num_ranks: int, cases: list[Case], device_type: str
     return worst
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+)
 def test_ten_steps_equal_deepspeed(num_ranks, cases):
     for name, value in run_ranks(_steps_worker, num_ranks, cases, timeout_s=400)[0].items():
         print(f"{value:.1e} {name}")
@@ -178,6 +180,7 @@ def _groups_worker(rank: int, num_ranks: int) -> None:
     assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
 
 
+@pytest.mark.slow
 def test_groups_of_several_sizes():
     run_ranks(_groups_worker, 4)
 

@@ -27,6 +27,7 @@ def options_of(*arguments: str) -> argparse.Namespace:
     return options
 
 
+@pytest.mark.slow
 def test_records(tmp_path):
     arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.bench", "megatron", "--device", "cpu", *arguments]

@@ -20,6 +20,7 @@ EXAMPLE = ROOT / "examples" / "megatron"
 STEPS = 30
 
 
+@pytest.mark.slow
 def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", str(STEPS), "--compare", "alltoall"]
