@@ -41,12 +41,12 @@ def is_chosen() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
-def is_up_to_date(target: Path) -> bool:
-    """Whether `target` is newer than all that the compiler read for it, as it noted beside it, and than the flags."""
-    notes = target.with_suffix(".d")
-    if not target.exists() or not notes.exists():
+def is_up_to_date(target: Path, command: list[str]) -> bool:
+    """Whether `command` has made `target`, and nothing that the compiler read then, as it noted beside it, has changed since."""
+    notes, made_by = target.with_suffix(".d"), target.with_suffix(".command")
+    if not all(path.exists() for path in (target, notes, made_by)) or made_by.read_text() != " ".join(command):
         return False
-    inputs = [Path(__file__), *map(Path, notes.read_text().replace("\\\n", " ").split()[1:])]
+    inputs = [Path(path) for path in notes.read_text().replace("\\\n", " ").split()[1:]]
     return all(path.exists() for path in inputs) and target.stat().st_mtime > max(path.stat().st_mtime for path in inputs)
 
 
@@ -55,8 +55,6 @@ def compile_object(source: Path) -> Path:
 
     target = SITE.parent / "objects" / f"{source.parent.name}-{source.name}.o"
     target.parent.mkdir(parents=True, exist_ok=True)
-    if is_up_to_date(target):
-        return target
     include = [ROOT / "tests" / "emulation", ROOT / "csrc", pybind11.get_include(), sysconfig.get_paths()["include"]]
     macros = ['-DDEEPEP_MOE_VERSION="emulated"', "-DDEEPEP_MOE_FOUND_NVSHMEM=false", "-Wno-unknown-pragmas"]
     if source.parent.name == "autograd":
@@ -65,7 +63,9 @@ def compile_object(source: Path) -> Path:
 
         macros += [f'-DDEEPEP_MOE_TORCH="{torch.__version__}"', *(f"-isystem{path}" for path in include_paths())]
     command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-x", "c++", "-MMD", "-c", str(source), "-o", str(target)]
-    subprocess.run(command, check=True)
+    if not is_up_to_date(target, command):
+        subprocess.run(command, check=True)
+        target.with_suffix(".command").write_text(" ".join(command))
     return target
 
 
