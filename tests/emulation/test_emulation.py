@@ -3,6 +3,8 @@
 import emulated_gpu
 import pytest
 
+pytestmark = pytest.mark.timeout(3600)  # the first one builds the device
+
 
 def check(*arguments: str) -> None:
     result = emulated_gpu.run(*arguments, "-k", f"not ({emulated_gpu.NEEDS_A_GPU})")
@@ -16,7 +18,6 @@ def test_some_of_each_kind():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("suite", emulated_gpu.SUITES)
 def test_all_others(suite):
     check(*emulated_gpu.SUITES[suite], *(f"--deselect={name}" for name in emulated_gpu.SLICE))

@@ -177,12 +177,12 @@ def compiled(rank, num_ranks, backend, compiler, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ("shm", "collective"))
 def test_compile_traces_a_layer(backend, layout):
-    run_ranks(compiled, 2, backend, "aot_eager", layout, timeout_s=300)
+    run_ranks(compiled, 2, backend, "aot_eager", layout)
 
 
 @pytest.mark.slow
 def test_compile_with_inductor():
-    run_ranks(compiled, 2, "shm", "inductor", "expert", timeout_s=300)
+    run_ranks(compiled, 2, "shm", "inductor", "expert")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
