@@ -3,7 +3,7 @@
 # make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
 # make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
 # make demo-overlap   two micro-batches through a stack of MoE layers, by turns, and a picture of who runs what when
-# make test   installs, builds, runs every test that needs no GPU
+# make test   installs, builds, runs the tests of every day, which need no GPU          make test-all   and then the slow ones
 # PIP_ARGS    options for pip, such as the index of PyTorch's CPU builds, which are much smaller than the default ones
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
 # make lint   ruff, mypy and clang-format          make format   formats Python and C++
@@ -29,7 +29,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-deepspeed demo-overlap test lint format bench clean install
+.PHONY: help demo demo-deepspeed demo-overlap test test-all lint format bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
@@ -70,7 +70,10 @@ demo-overlap: $(STAMP)
 	$(SCRIPT) examples/overlap/decode.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-overlap $(DEMO_ARGS)
 
 test: $(STAMP)
-	CUDA_VISIBLE_DEVICES= $(RUN) pytest $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: test
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(RUN) ruff check .

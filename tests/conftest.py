@@ -6,7 +6,14 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--select", action="append", default=[], help="only tests whose names begin so, as those of --deselect")
+
+
+def pytest_collection_modifyitems(config, items):
+    if begins := tuple(config.option.select):
+        config.hook.pytest_deselected(items=[item for item in items if not item.nodeid.startswith(begins)])
+        items[:] = [item for item in items if item.nodeid.startswith(begins)]
     num_gpus = 1 if emulated_gpu.is_chosen() else torch.cuda.device_count()
     for item in items:
         marker = item.get_closest_marker("multi_gpu")

@@ -69,7 +69,7 @@ def run_ranks(
     fn: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 600.0,
     start_method: str = "forkserver",
     expected_dead: Collection[int] = (),
 ) -> list[Any]:

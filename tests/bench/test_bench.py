@@ -63,9 +63,10 @@ def options_of(*arguments: str, command=link) -> argparse.Namespace:
 # ---- what it reports ----
 
 
-@pytest.mark.parametrize(
-    "launcher", [(), ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")], ids=["alone", "torchrun"]
-)
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
 def test_records(launcher, tmp_path):
     output, image = tmp_path / "records.json", tmp_path / "plot.png"
     result = bench(*TINY, "--output", str(output), "--plot", str(image), launcher=launcher)
@@ -126,6 +127,7 @@ def test_operations(num_sms, count):
 # ---- exchanges beside GEMMs ----
 
 
+@pytest.mark.slow
 def test_overlap_records(tmp_path):
     output, image = tmp_path / "records.json", tmp_path / "overlap.png"
     result = bench(*TINY, "--gemm", "16", "8", "32", "--output", str(output), "--plot", str(image), command="overlap")

@@ -75,6 +75,7 @@ def test_records(tmp_path):
     assert [line.split()[:5] for line in lines[7:9]] == [["dispatch", "fp8", "2", "3", "-"], ["dispatch", "bf16", "2", "3", "-"]]
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     output = tmp_path / "records.json"
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")

@@ -128,14 +128,14 @@ void begin_fiber() {
     block->go_on();
 }
 
-// Other blocks have their turn, at once or, where this one does nothing but wait, a little later.
+// Where this block does nothing but wait, others have their turn, and after some rounds for a while.
 void Block::end_round() {
     idle_rounds = has_paused && !is_active ? idle_rounds + 1 : 0;
     is_active = has_paused = false;
-    if (idle_rounds < kIdleRounds)
-        sched_yield();
-    else
+    if (idle_rounds >= kIdleRounds)
         nanosleep(&kNap, nullptr);
+    else if (idle_rounds > 0)
+        sched_yield();
 }
 
 // The next fiber, in turn, that does not wait for others of its block.

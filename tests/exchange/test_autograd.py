@@ -66,7 +66,7 @@ def checkpointed_gradients(rank, num_ranks, backend):
     device_of(backend, rank)
     case = Case([9, 4])
     x, idx, weight = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=20)
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
 
     def layer(x, weight):
         out = buffer.dispatch(x, idx, weight)
@@ -89,7 +89,7 @@ def test_checkpointing(backend):
 
 
 def transformed(rank, num_ranks):
-    buffer, x, idx = Buffer(None, 4, 16, 4, 2, timeout_s=20), torch.randn(4, 16), torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
+    buffer, x, idx = Buffer(None, 4, 16, 4, 2, timeout_s=60), torch.randn(4, 16), torch.tensor([[0, 2], [1, 3], [3, 0], [2, -1]])
     if rank == 0:
         with pytest.raises(TypeError, match=r"cannot be transformed by torch.func .*; use torch.autograd.grad or backward"):
             torch.func.grad(lambda x: buffer.dispatch(x, idx).recv_x.sum())(x)
@@ -107,7 +107,7 @@ def asynchronous_gradients(rank, num_ranks, backend, mode, num_sms):
     device = device_of(backend, rank)
     case = Case([9, 4])
     inputs = on_device(backend, rank, *case.inputs(rank))
-    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=20)
+    buffer = Buffer(None, 9, case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
 
     def step(**how):
         x, idx, weight = (tensor.clone() for tensor in inputs)
@@ -177,11 +177,12 @@ def compiled(rank, num_ranks, backend, compiler, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", ("shm", "collective"))
 def test_compile_traces_a_layer(backend, layout):
-    run_ranks(compiled, 2, backend, "aot_eager", layout, timeout_s=300)
+    run_ranks(compiled, 2, backend, "aot_eager", layout)
 
 
+@pytest.mark.slow
 def test_compile_with_inductor():
-    run_ranks(compiled, 2, "shm", "inductor", "expert", timeout_s=300)
+    run_ranks(compiled, 2, "shm", "inductor", "expert")
 
 
 def modes_of_calls(buffer):

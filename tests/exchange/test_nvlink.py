@@ -94,7 +94,7 @@ def test_any_number_of_ranks(num_ranks):
 
 def changing_num_sms(rank, num_ranks):
     device = device_of("nvlink", rank)
-    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", num_sms=5, timeout_s=20)
+    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", num_sms=5, timeout_s=60)
     x = torch.randn(50, 128, device=device)
     idx = torch.rand(50, 8, device=device).argsort(1)[:, :2].contiguous()
     out = buffer.dispatch(x, idx)

@@ -123,14 +123,14 @@ class SendsNothing(Unchecked):
 
 
 def rows_that_do_not_come(rank, num_ranks):
-    buffer, x, idx = make_buffer(rank, timeout_s=2)
+    buffer, x, idx = make_buffer(rank, timeout_s=4)
     if rank == 1:
         buffer.calls._native = None  # whose calls do not go through Python
         buffer.calls.backend._communicator = SendsNothing(buffer.calls.backend._communicator)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
     torch.cuda.synchronize()
     if rank == 0:
-        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within the deadline of 2000 ms; phase 'targets and weights'"):
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within the deadline of 4000 ms; phase 'targets and weights'"):
             buffer.check()
         assert out.handle.has_failed
     dist.barrier()
@@ -170,7 +170,7 @@ def test_out_of_memory_for_the_rows():
 
 def checks_between_halves(rank, num_ranks):
     """Once its failure is raised, the second half of a call has nothing to wait for."""
-    buffer, x, idx = make_buffer(rank, timeout_s=30)
+    buffer, x, idx = make_buffer(rank, timeout_s=300)
     out = buffer.dispatch(x, idx)
     expected = buffer.combine(out.recv_x, out.handle)
     halves = (
@@ -189,7 +189,7 @@ def checks_between_halves(rank, num_ranks):
             began = time.monotonic()
             hook()
             torch.cuda.synchronize()
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 60
         dist.barrier()
         assert_same("combined_x", buffer.combine(out.recv_x, out.handle), expected)
 

@@ -20,7 +20,7 @@ LAYOUTS = ("expert", "rank")
 
 def captured(rank, num_ranks, layout):
     device = device_of("nvlink", rank)
-    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", timeout_s=20)
+    buffer = Buffer(None, 64, 128, 8, 2, backend="nvlink", timeout_s=60)
     x = torch.zeros(64, 128, device=device, requires_grad=True)
     weights = torch.zeros(64, 2, device=device, requires_grad=True)
     idx = torch.zeros(64, 2, dtype=torch.int64, device=device)

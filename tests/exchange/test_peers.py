@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, X, make_buffer
+from events import tell, wait_for
 
 from deepep_moe import Buffer
 from deepep_moe.errors import (
@@ -17,14 +18,16 @@ from deepep_moe.errors import (
 )
 from deepep_moe.testing import run_ranks
 
+DEADLINE_S = 3.0  # what must pass in tests of ranks that are late, and what the others must keep on a busy machine
+
 
 def absent_at_construction(rank, num_ranks):
     if rank == 1:
-        time.sleep(4)
-        return
+        return wait_for("rank 0 knows")
     with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within 1 s; phase 'construction of a Buffer'") as info:
-        make_buffer("auto", timeout_s=1.0)
+        Buffer(None, 8, 16, 4, 2, timeout_s=1.0)
     assert info.value.rank == 1
+    tell("rank 0 knows")
 
 
 def test_peer_that_never_constructs():
@@ -55,18 +58,19 @@ def test_failure_before_entry():
 
 def fails_on_the_thread(rank, num_ranks):
     """An asynchronous failure that nobody waited for is raised by the next call; the handle leads nowhere."""
-    buffer = make_buffer(timeout_s=3.0)
+    buffer = make_buffer(timeout_s=DEADLINE_S)
     buffer.dispatch(X, IDX)
     if rank == 1:
         buffer._run = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
         with pytest.raises(MemoryError):
             buffer.dispatch(X, IDX, async_op=True)
-        return time.sleep(5)
+        return wait_for("rank 0 knows")
     out = buffer.dispatch(X, IDX, async_op=True)
     with pytest.raises(EPError, match="an earlier asynchronous call of this buffer failed: EPTimeoutError: .*rank 1 did not deliver"):
         buffer.combine(torch.ones(out.handle.num_rows, HIDDEN), out.handle)
     with pytest.raises(EPTimeoutError):
         out.event.wait()
+    tell("rank 0 knows")
 
 
 def test_failure_on_the_thread():
@@ -86,18 +90,18 @@ def test_changed_handle():
 
 
 def interrupted(rank, num_ranks):
-    buffer = make_buffer(timeout_s=30.0)
+    buffer = make_buffer(timeout_s=300.0)
     if rank == 1:
         return dist.barrier()  # does not enter the call
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    if os.fork() == 0:
-        time.sleep(1)
-        os.kill(os.getppid(), signal.SIGINT)
-        os._exit(0)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        if os.fork() == 0:
+            time.sleep(1)
+            os.kill(os.getppid(), signal.SIGINT)
+            os._exit(0)
         buffer.dispatch(X, IDX)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     dist.barrier()
 
 
@@ -123,28 +127,29 @@ def test_peer_that_destroyed_its_buffer():
 
 
 def check_timeout(culprit, call):
-    began = time.monotonic()
     with pytest.raises(EPTimeoutError) as info:
         call()
     error = info.value
     assert error.rank == culprit and f"rank {culprit}" in str(error), str(error)
     assert error.phase and error.phase in str(error) and error.expected > error.seen >= 0, str(error)
-    assert time.monotonic() - began < 15
 
 
 EVERYWHERE = torch.tensor([[0, 2], [4, 1], [3, 5], [2, -1]])  # every one of three ranks gets tokens
 
 
 def dies(rank, num_ranks, backend, moment):
-    buffer = make_buffer(backend, timeout_s=30, num_experts=6)
+    buffer = make_buffer(backend, timeout_s=300, num_experts=6)
     out = buffer.dispatch(X, EVERYWHERE)
     dist.barrier()
     if rank == 1 and moment == "before a call":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and moment == "between the halves":
         buffer._run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
     check_timeout(1, lambda: buffer.dispatch(X, EVERYWHERE))
-    time.sleep(1)  # collective blames the first process it finds gone
+    assert time.monotonic() - began < 60, "far from the deadline"
+    tell(f"rank {rank} knows")
+    wait_for(f"rank {2 - rank} knows")  # collective blames the first process it finds gone
     return out.recv_x.shape
 
 
@@ -157,20 +162,21 @@ def test_peer_that_dies(backend, moment):
 
 
 def stalls(rank, num_ranks, backend, moment):
-    buffer = make_buffer(backend, timeout_s=1.5, num_experts=6)
+    buffer = make_buffer(backend, timeout_s=DEADLINE_S, num_experts=6)
     out = buffer.dispatch(X, EVERYWHERE)
     if rank == 2 and moment == "between the halves":
         move = buffer._run
-        buffer._run = lambda *args: (time.sleep(6), move(*args))
+        buffer._run = lambda *args: (wait_for("rank 0 knows", "rank 1 knows"), move(*args))
     elif rank == 2:
-        time.sleep(6)
+        wait_for("rank 0 knows", "rank 1 knows")
     if rank == 2:
         with pytest.raises((EPPeerError, EPTimeoutError)):
             buffer.combine(out.recv_x, out.handle)
             buffer.combine(out.recv_x, out.handle)
     else:
         check_timeout(2, lambda: buffer.combine(out.recv_x, out.handle))
-    time.sleep(0 if rank == 2 else 6)
+    tell(f"rank {rank} knows")
+    wait_for("rank 2 knows")
 
 
 @pytest.mark.parametrize("moment", ("before a call", "between the halves"))
@@ -185,13 +191,13 @@ def test_peer_that_stalls_collective():
 def stops_in_the_middle(rank, num_ranks):
     """Rank 2 stops with its rings half full; rank 1 finds out first and tells rank 0, who waits for rank 1 as well."""
     hidden, num_tokens = 4096, 2000
-    buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=1.5)
+    buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=DEADLINE_S)
     x, idx = torch.ones(num_tokens, hidden), torch.arange(6).repeat(num_tokens, 1)
     if rank == 2:
         if os.fork() == 0:  # a process that stops its parent for a while
             time.sleep(0.1)
             os.kill(os.getppid(), signal.SIGSTOP)
-            time.sleep(5)
+            wait_for("rank 0 knows", "rank 1 knows")
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
         with pytest.raises((EPPeerError, EPTimeoutError)):
@@ -202,7 +208,8 @@ def stops_in_the_middle(rank, num_ranks):
             while True:
                 buffer.dispatch(x, idx)
         assert info.value.rank == 2, str(info.value)
-        time.sleep(6)
+    tell(f"rank {rank} knows")
+    wait_for("rank 2 knows")
 
 
 def test_peer_that_stops_in_the_middle():

@@ -89,7 +89,7 @@ def test_kernel_equals_operators(dtype):
 
 def quantized_dispatch(rank, num_ranks, backend):
     device = device_of(backend, rank)
-    buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=20)
+    buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=60)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(33, 256, generator=generator).bfloat16().to(device)
     idx = torch.rand(33, 8, generator=generator).argsort(1)[:, :2].contiguous().to(device)

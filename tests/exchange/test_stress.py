@@ -76,7 +76,7 @@ def stress(rank, num_ranks, backend, rounds):
 
 @pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_random_routings(backend):
-    run_ranks(stress, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=120 + ROUNDS / 10)
+    run_ranks(stress, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=600 + ROUNDS / 10)
 
 
 def delay(device, kind):
@@ -121,4 +121,4 @@ def passes(rank, num_ranks, backend, rounds):
 
 @pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
 def test_random_passes(backend):
-    run_ranks(passes, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=120 + ROUNDS / 10)
+    run_ranks(passes, 4 if torch.cuda.device_count() >= 4 else 2, backend, ROUNDS, timeout_s=600 + ROUNDS / 10)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 def two_ranks_by_hand(rank, _, backend):
     """Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3. Row r of expert e is received as value x, and goes back as 10 * x."""
     device_of(backend, rank)
-    buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend, timeout_s=20)
+    buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend=backend, timeout_s=60)
     x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).contiguous()
     idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [0, 1]]])[rank]
     weights = torch.tensor([[[0.5, 0.25], [2.0, 9.0]], [[1.0, 1.0], [3.0, 0.0]]])[rank]
@@ -283,13 +283,13 @@ def counting(rank, _, backend):
     told = torch.tensor(Expected(case).received[rank].num_recv_tokens_per_expert)
     dist.barrier()
     for calls in (1, 2):
-        time.sleep(0.4 if rank == 2 else 0)
+        time.sleep(0.8 if rank == 2 else 0)
         start_dispatch(buffer, case, rank, backend)
         seen = buffer.statistics()
         assert torch.equal(seen.num_tokens_per_expert.cpu(), told * calls)
     assert seen.wait_ns.shape == (3,) and seen.num_dropped.item() == 0
     if rank != 2:
-        assert seen.wait_ns[2] > 4e8 and seen.wait_ns[rank] < 2e8
+        assert seen.wait_ns[2] > 4e8 and seen.wait_ns[rank] < seen.wait_ns[2] / 2
     buffer.reset_statistics()
     assert not buffer.statistics().num_tokens_per_expert.any() and not buffer.statistics().wait_ns.any()
 

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from events import tell, wait_for
 from exchange_cases import assert_same, on_device
 from low_latency_cases import Case, Expected, check_dispatch, combine_rows, finish, make_buffer, run_case, start_dispatch
 from low_latency_faults import CASE, IDX, X, check_usable, make, on_every_backend
@@ -272,13 +273,14 @@ def check_timeout(call, rank, phase, expected):
 
 def late(rank, _, backend):
     case = Case([4, 4, 4], max_tokens=8, num_experts=6, num_topk=2)
-    buffer = make_buffer(case, backend, rank, timeout_s=3.0)
+    buffer = make_buffer(case, backend, rank, timeout_s=4.0)
     run_case(buffer, case, rank, backend)
     if rank == 2:
-        time.sleep(10)  # an emulated GPU is slow to look at its clock
+        wait_for("rank 0 knows", "rank 1 knows")
         start_dispatch(buffer, case, rank, backend)
     else:
         check_timeout(lambda: (start_dispatch(buffer, case, rank, backend), finish(buffer)), 2, "entry into the call", 3)
+        tell(f"rank {rank} knows")
     dist.barrier()
     run_case(buffer, case, rank, backend)  # the late one has made the same calls, so all go on
 
@@ -290,7 +292,7 @@ def test_late_peer(backend):
 
 def overtakes(rank, _):
     """Rank 0 gives up on rank 1, and nobody looks before its next calls, as in a CUDA graph: rank 1 hears why its call cannot be made."""
-    buffer, x, idx = make("nvlink", rank, timeout_s=1.0 if rank == 0 else 20)
+    buffer, x, idx = make("nvlink", rank, timeout_s=1.0 if rank == 0 else 60)
     if rank == 0:
         buffer._backend.check = lambda: None
         for _ in range(5):

@@ -22,7 +22,7 @@ BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
 on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 CASE = Case([6, 8, 7], max_tokens=8, num_experts=9, num_topk=4, masked=0.0)
 MASKED = 1
-STALLED_S = 8.0  # twice the deadline, which a busy machine must not miss
+DEADLINE_S = 4.0  # what a rank that stalls misses, and the others must not, on a busy machine
 WITHOUT = replace(CASE, without=MASKED)
 
 
@@ -85,16 +85,14 @@ class Heard(logging.Handler):
 
 def stalls(rank, _, backend):
     heard = Heard()
-    buffer = make_buffer(CASE, backend, rank, timeout_s=STALLED_S / 2, mask_stalled=rank != MASKED)
+    buffer = make_buffer(CASE, backend, rank, timeout_s=DEADLINE_S, mask_stalled=rank != MASKED)
     run_case(buffer, CASE, rank, backend)
     dist.barrier()
     began = time.monotonic()
-    if rank == MASKED:
-        time.sleep(STALLED_S)
-    else:
+    if rank != MASKED:  # it waits in `come_back`
         run_case(buffer, WITHOUT, rank, backend)
         took = time.monotonic() - began
-        assert took > 0.8 * STALLED_S / 2 and buffer.masked_ranks == [MASKED], (took, buffer.masked_ranks)
+        assert took > 0.8 * DEADLINE_S and buffer.masked_ranks == [MASKED], (took, buffer.masked_ranks)
         assert [f"rank {rank} masks rank {MASKED}, which is gone or missed a deadline" in text for text in heard.messages].count(True) == 1
         expected, waited = Expected(WITHOUT), buffer.statistics().wait_ns[MASKED].item()
         for _ in range(5):
@@ -197,7 +195,7 @@ def test_errors_mask_nobody(backend):
 
 def fails_alone(rank, _, backend):
     """Calls that a masked rank has made alone, in vain, do not keep it from coming back, nor those that failed meanwhile the others."""
-    buffer = make_buffer(CASE, backend, rank, timeout_s=2.0 if rank == MASKED else 60)
+    buffer = make_buffer(CASE, backend, rank, timeout_s=3.0 if rank == MASKED else 60)
     x, idx, weights = on_device(backend, rank, *CASE.inputs(rank))
     for looks in (True, False):  # does the rank look at the failure before it comes back?
         run_case(buffer, CASE, rank, backend)
@@ -269,9 +267,9 @@ def test_return_between_different_calls():
 
 
 def nobody_calls_back(rank, _):
-    buffer = make_buffer(CASE, "shm", rank, timeout_s=1)
+    buffer = make_buffer(CASE, "shm", rank, timeout_s=2)
     if rank == MASKED:
-        with pytest.raises(EPTimeoutError, match="rank 0 did not deliver, nothing came for 1 s; phase 'return to the calls'"):
+        with pytest.raises(EPTimeoutError, match="rank 0 did not deliver, nothing came for 2 s; phase 'return to the calls'"):
             buffer.rejoin()
     dist.barrier()
     run_case(buffer, CASE, rank, "shm")
@@ -324,7 +322,7 @@ class Lossy:
         ShmLowLatencyBackend.seal = lambda self: None
         self.case = Case([4, 4, 4], max_tokens=4, num_experts=3, masked=0.0, dtype=torch.float32, with_weights=False)
         self.rank = rank
-        self.buffer = make_buffer(self.case, "shm", rank, timeout_s=1.0, mask_stalled=mask_stalled)
+        self.buffer = make_buffer(self.case, "shm", rank, timeout_s=2.0, mask_stalled=mask_stalled)
         self.paths = [None] * 3
         dist.all_gather_object(self.paths, self.buffer._backend.address()[0])
 
@@ -342,7 +340,7 @@ def loses_rows(rank, _, mask_stalled):
     case = replace(test.case, mode="hook")
     out, hook = test.start(1, lambda: start_dispatch(test.buffer, case, rank, "shm"))
     if rank == 0 and not mask_stalled:
-        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 1 s; phase 'dispatch rows', expected 1, seen 0"):
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 2 s; phase 'dispatch rows', expected 1, seen 0"):
             hook()
     else:
         hook()
@@ -366,7 +364,7 @@ def loses_sums(rank, _, mask_stalled):
     out, _ = start_dispatch(test.buffer, test.case, rank, "shm")
     y, hook = test.start(2, lambda: test.buffer.combine(out.recv_x, out.handle, return_hook=True))
     if rank == 0 and not mask_stalled:
-        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 1 s; phase 'combine rows', expected 2, seen 0"):
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver, nothing came for 2 s; phase 'combine rows', expected 2, seen 0"):
             hook()
     else:
         hook()

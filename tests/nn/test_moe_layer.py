@@ -99,6 +99,7 @@ def test_layers_share_a_buffer():
     torch.testing.assert_close(layers[1](layers[0](x)), by_loops(router, experts, shared, by_loops(router, experts, shared, x)))
 
 
+@pytest.mark.slow
 def test_compile_layer_fullgraph():
     router, experts, shared = make_parts()
     layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=8)

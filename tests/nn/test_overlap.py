@@ -158,7 +158,7 @@ def test_what_cannot_take_turns():
 
 def wrong_width(rank, _):
     """The second micro-batch of rank 0 does not fit the buffer."""
-    buffer = LowLatencyBuffer(None, 4, 16, 2, 1, timeout_s=20)
+    buffer = LowLatencyBuffer(None, 4, 16, 2, 1, timeout_s=60)
     x, idx = torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])
     second = x if rank else torch.ones(4, 32)
     message = r"x has shape \[4, 32\]; it must be \[4, 16\]"
@@ -200,6 +200,7 @@ def test_timeline_within_a_span():
 # ---- the example ----
 
 
+@pytest.mark.slow
 def test_example(tmp_path):
     script = Path(__file__).parents[2] / "examples" / "overlap" / "decode.py"
     sizes = "--num-layers 2 --hidden 64 --intermediate 16 --num-experts 4 --num-topk 2 --num-tokens 1 --context 4 --repeats 2"

@@ -1,16 +1,18 @@
 """A small buffer with rows and a routing, for the tests of errors."""
 
 import torch
+import torch.distributed as dist
 
 from deepep_moe import Buffer
 
 BACKENDS = ("shm", "collective")
-
-
 HIDDEN, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS = 16, 4, 2, 8
 
 
-def make_buffer(backend="shm", timeout_s=20.0, num_experts=NUM_EXPERTS):
+def make_buffer(backend="shm", timeout_s=60.0, num_experts=NUM_EXPERTS):
+    """On all ranks at once, so that a short deadline is not one for starting processes."""
+    if dist.is_initialized():
+        dist.barrier()
     return Buffer(None, MAX_TOKENS, HIDDEN, num_experts, NUM_TOPK, backend=backend, timeout_s=timeout_s)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from exchange_cases import assert_same, device_of, poison_outputs
 
 from deepep_moe import LowLatencyBuffer, reference
@@ -69,8 +70,11 @@ class Expected:
 
 
 def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuffer:
+    """On all ranks at once, so that a short deadline is not one for starting processes."""
     device_of(backend, rank)
     poison_outputs()
+    if dist.is_initialized():
+        dist.barrier()
     buffer = LowLatencyBuffer(
         None, case.max_tokens, case.hidden, case.num_experts, case.num_topk, backend=backend, **({"timeout_s": 60} | options)
     )

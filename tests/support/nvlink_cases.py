@@ -1,17 +1,18 @@
 """A small buffer of the nvlink backend, with rows and a routing."""
 
 import torch
+import torch.distributed as dist
 from exchange_cases import device_of
 
 from deepep_moe import Buffer
 
-# ---- errors ----
-
 IDX = [[0, 2], [1, 3], [3, 0], [2, -1]]
 
 
-def make_buffer(rank, timeout_s=20.0, num_experts=4):
+def make_buffer(rank, timeout_s=60.0, num_experts=4):
+    """On all ranks at once, so that a short deadline is not one for starting processes."""
     device = device_of("nvlink", rank)
+    dist.barrier()
     buffer = Buffer(None, 8, 16, num_experts, 2, backend="nvlink", timeout_s=timeout_s)
     return buffer, torch.randn(4, 16, device=device), torch.tensor(IDX, device=device)
 

@@ -72,8 +72,8 @@ class PackedMOELayer(MOELayer):
     def _exchange(
         self, elastic: ElasticBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
     ) -> Tensor:
-        """x [num_tokens, hidden] -> the weighted sums of the experts' outputs, shaped as x. topk_idx, topk_weights and source_weights are those
-        of `dispatch_by_expert`."""
+        """x [num_tokens, hidden] -> the weighted sums of the experts' outputs, shaped as x. topk_idx, topk_weights and source_weights are
+        those of `dispatch_by_expert`."""
         x, plan = x.contiguous(), plan_of(self)
         idx = widened(topk_idx, self.num_local_experts, plan.num_local_experts)
 

@@ -63,17 +63,19 @@ def _steps_worker(rank: int, num_ranks: int, cases: list[Case], device_type: str
     return worst
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, CASES), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+)
 def test_steps_equal_autoep(num_ranks, cases):
     """Logits, losses, every gradient, parameters after steps of AdamW: with recomputation, uneven numbers of tokens, ZeRO 0 to 3."""
-    for name, value in run_ranks(_steps_worker, num_ranks, cases, timeout_s=400)[0].items():
+    for name, value in run_ranks(_steps_worker, num_ranks, cases)[0].items():
         print(f"{value:.1e} {name}")
 
 
 @pytest.mark.multi_gpu(2)
 def test_steps_equal_autoep_on_gpus():
     cases = [replace(case, tolerance=max(case.tolerance, 1e-3)) for case in CASES if case.zero < 3]
-    run_ranks(_steps_worker, 2, cases, "cuda", timeout_s=400)
+    run_ranks(_steps_worker, 2, cases, "cuda")
 
 
 def _checkpoint_worker(rank: int, num_ranks: int, folder: str) -> None:
@@ -94,9 +96,10 @@ def _checkpoint_worker(rank: int, num_ranks: int, folder: str) -> None:
             assert_equal(run_steps(engine, rank, case), want, f"{tag} checkpoint, rank {rank}", tolerance=case.tolerance)
 
 
+@pytest.mark.slow
 def test_checkpoints_both_ways(tmp_path):
     """What swapped layers have saved AutoEP loads, and the reverse, in the middle of a training."""
-    run_ranks(_checkpoint_worker, 2, str(tmp_path), timeout_s=300)
+    run_ranks(_checkpoint_worker, 2, str(tmp_path))
 
 
 # ---- one layer ----

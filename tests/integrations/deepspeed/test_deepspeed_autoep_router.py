@@ -208,9 +208,10 @@ def _update_calls():
     autoep_bias.update_expert_bias = own
 
 
+@pytest.mark.slow
 def test_bias_balances_and_is_in_checkpoints(tmp_path):
     """DeepSeek-V3's routers have a bias, DeepSeek-V2's are given one."""
-    run_ranks(_balance_worker, 2, str(tmp_path), timeout_s=300)
+    run_ranks(_balance_worker, 2, str(tmp_path))
 
 
 class Residual(torch.nn.Module):
@@ -250,5 +251,6 @@ def _pipeline_worker(rank: int, num_ranks: int) -> None:
             assert moved.abs().sum() > 0 and all(router.deepep_moe_counts is None for router in routers)
 
 
+@pytest.mark.slow
 def test_bias_moves_with_a_pipeline():
     run_ranks(_pipeline_worker, 2)

@@ -30,15 +30,16 @@ def _tutorial_worker(rank: int, num_ranks: int, script: str) -> tuple[str, float
 
 def test_the_tutorials_first_script_trains():
     script = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "deepspeed.md").read_text(), re.DOTALL)[0]
-    for layer, loss in run_ranks(_tutorial_worker, 2, script, timeout_s=200):
+    for layer, loss in run_ranks(_tutorial_worker, 2, script):
         assert layer == "PackedMOELayer" and loss < 1.1, (layer, loss)
 
 
+@pytest.mark.slow
 def test_training_learns_and_equals_deepspeed(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # DeepSpeed before 0.15 loads its own checkpoints in newer PyTorch only so
     command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "deepspeed" / "train.py"), "--steps", str(STEPS)]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=500)
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "loss curves of deepep_moe and deepspeed agree" in done.stdout
     losses = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("checkpoint saved by")]

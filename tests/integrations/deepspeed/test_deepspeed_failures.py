@@ -63,7 +63,7 @@ def _failing_worker(rank: int, num_ranks: int, device_type: str) -> None:
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_peers_learn_what_failed(device):
     """In the first forward too, and nobody restores the layers or leaves."""
-    run_ranks(_failing_worker, 2, device, timeout_s=120)
+    run_ranks(_failing_worker, 2, device)
 
 
 # ---- while buffers grow ----

@@ -81,6 +81,7 @@ def passes(gate, x, is_asked: bool, seed: int) -> list[torch.Tensor]:
     return [l_aux, counts, topk_idx.long(), topk_weights, x.grad, gate.wg.weight.grad, torch.rand(3, device=x.device)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=150, deadline=None)
 @given(

@@ -73,9 +73,11 @@ def _steps_worker(rank: int, num_ranks: int, cases: list[Case], device_type: str
     return worst
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"]
+)
 def test_ten_steps_equal_deepspeed(num_ranks, cases):
-    for name, value in run_ranks(_steps_worker, num_ranks, cases, timeout_s=400)[0].items():
+    for name, value in run_ranks(_steps_worker, num_ranks, cases)[0].items():
         print(f"{value:.1e} {name}")
 
 
@@ -178,6 +180,7 @@ def _groups_worker(rank: int, num_ranks: int) -> None:
     assert_equal(*runs, f"two group sizes, rank {rank}", rounding=STEPS_APART)
 
 
+@pytest.mark.slow
 def test_groups_of_several_sizes():
     run_ranks(_groups_worker, 4)
 
@@ -185,7 +188,7 @@ def test_groups_of_several_sizes():
 @pytest.mark.multi_gpu(2)
 def test_ten_steps_equal_deepspeed_on_gpus():
     cases = [replace(case, tolerance=max(case.tolerance, ON_GPUS)) for case in TWO_RANKS if case.noisy_gate_policy is None]
-    run_ranks(_steps_worker, 2, cases, "cuda", timeout_s=400)
+    run_ranks(_steps_worker, 2, cases, "cuda")
 
 
 def _without_autograd_functions_worker(rank: int, num_ranks: int) -> None:
@@ -206,7 +209,7 @@ def _without_autograd_functions_worker(rank: int, num_ranks: int) -> None:
 @pytest.mark.multi_gpu(2)
 def test_ten_steps_without_autograd_functions():
     """Who makes the calls, C++ or Python, does not show in a single bit."""
-    run_ranks(_without_autograd_functions_worker, 2, timeout_s=300)
+    run_ranks(_without_autograd_functions_worker, 2)
 
 
 def _recomputed_worker(rank: int, num_ranks: int) -> None:

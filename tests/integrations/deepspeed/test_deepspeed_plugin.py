@@ -345,4 +345,4 @@ def _stages_worker(rank: int, num_ranks: int) -> None:
 
 
 def test_a_later_stage_of_a_pipeline_says_it():
-    run_ranks(_stages_worker, 4, timeout_s=120)
+    run_ranks(_stages_worker, 4)

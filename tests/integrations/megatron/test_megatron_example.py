@@ -20,10 +20,11 @@ EXAMPLE = ROOT / "examples" / "megatron"
 STEPS = 30
 
 
+@pytest.mark.slow
 def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", str(STEPS), "--compare", "alltoall"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "loss curves of deepep_moe and alltoall agree" in done.stdout
     (entropy,) = {float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("unigram entropy")}

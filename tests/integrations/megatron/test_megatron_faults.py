@@ -59,7 +59,7 @@ def _failing_worker(rank: int, num_ranks: int, device_type: str, num_forwards: i
 @pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu(2))))
 def test_peers_learn_what_failed(device, num_forwards):
     """In the first forward too, which makes the buffer."""
-    run_ranks(_failing_worker, 2, device, num_forwards, timeout_s=120)
+    run_ranks(_failing_worker, 2, device, num_forwards)
 
 
 def _recomputation_worker(rank: int, num_ranks: int) -> None:
@@ -85,7 +85,7 @@ def _recomputation_worker(rank: int, num_ranks: int) -> None:
 
 
 def test_peers_learn_of_a_failing_recomputation():
-    run_ranks(_recomputation_worker, 2, timeout_s=120)
+    run_ranks(_recomputation_worker, 2)
 
 
 def _unfinished_logits_worker(rank: int, num_ranks: int) -> None:
