@@ -227,7 +227,7 @@ def fails_on_the_thread(rank, num_ranks):
     buffer = make_buffer(timeout_s=3.0)
     buffer.dispatch(X, IDX)
     if rank == 1:
-        buffer._run = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+        buffer.calls._move = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
         with pytest.raises(MemoryError):
             buffer.dispatch(X, IDX, async_op=True)
         return time.sleep(5)
@@ -483,7 +483,7 @@ def dies(rank, num_ranks, backend, moment):
     if rank == 1 and moment == "before a call":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and moment == "between the halves":
-        buffer._run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        buffer.calls._move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     check_timeout(1, lambda: buffer.dispatch(X, EVERYWHERE))
     time.sleep(1)  # collective blames the first process it finds gone
     return out.recv_x.shape
@@ -501,8 +501,8 @@ def stalls(rank, num_ranks, backend, moment):
     buffer = make_buffer(backend, timeout_s=1.5, num_experts=6)
     out = buffer.dispatch(X, EVERYWHERE)
     if rank == 2 and moment == "between the halves":
-        move = buffer._run
-        buffer._run = lambda *args: (time.sleep(6), move(*args))
+        move = buffer.calls._move
+        buffer.calls._move = lambda *args: (time.sleep(6), move(*args))
     elif rank == 2:
         time.sleep(6)
     if rank == 2:
