@@ -38,10 +38,10 @@ class Buffer(Sizes):
         backend: "auto", or one by name. "auto" takes the first that can serve of `nvlink` (GPUs of one host that reach each other, with
             an NCCL group), `shm` (ranks of one host, CPU tensors) and `collective` (`all_to_all_single` of the group).
             `buffer.backend` says which; so does one log line on rank 0.
-        num_sms: multiprocessors of a GPU that send rows, 1 to all; 0: copy engines send, and no multiprocessor while rows fly, but the
-            host waits for the peers to enter the call, which so cannot be part of a CUDA graph. A call may say otherwise; results never
-            depend on it. None: 12, in a combine from the expert layout among three ranks or more 14, or all where there are fewer. CPU
-            backends have none and do not look.
+        num_sms: SMs of a GPU that send rows, 1 to all. 0 moves rows with the copy engines, so no SM is busy during the transfer. The host
+            first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: 12, or 14 in a combine
+            from the expert layout among three ranks or more, or all where there are fewer. A call may say otherwise. Results never depend
+            on it. CPU backends ignore it.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
 
     Raises:
@@ -152,8 +152,9 @@ class Buffer(Sizes):
             num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest, behind the last group, zero. On a
                 GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
             fp8: send rows as float8_e4m3fn with one scale for 128 columns, made here (`deepep_moe.ops.quantize_fp8`); without gradient.
-            num_sms: as the buffer's, for this call.
-            async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`.
+            num_sms: as the buffer's, for this call; gradients run with the buffer's.
+            async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`. Such a call, and one
+                with `return_hook`, breaks the graph of a compiled function.
             return_hook: return at once; the results may be read, and the arguments changed, after `output.hook()`. On a GPU rows fly
                 meanwhile, and `hook` enqueues the rest on the stream that is current then; so does the buffer's next call.
 
@@ -214,7 +215,7 @@ class Buffer(Sizes):
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.
             handle: of a dispatch of this buffer.
-            topk_weights: [num_rows] fp32: weigh each row (`recv_topk_weights` of the expert layout); None: a plain sum.
+            topk_weights: [num_rows] fp32: the weight of each row (`recv_topk_weights` of the expert layout); None: a plain sum.
             bias: [num_tokens, hidden], dtype of `x`: added at the source.
             num_sms: as the buffer's, for this call.
             async_op: return at once with an Event.

@@ -82,7 +82,7 @@ class LowLatencyBuffer(Sizes):
     its experts' rows there; `combine` sums on the experts' rank first, so one row per (token, rank) comes back. Calls may be captured in
     CUDA graphs. No gradients: training with large batches has `Buffer`.
 
-    With `return_hook=True` a call sends and returns, `hook()` receives; in between no multiprocessor is held. A call may be sent while the
+    With `return_hook=True` a call sends and returns, `hook()` receives; in between no SM is held. A call may be sent while the
     last one was not received, but not while the one before that was not: what double-batch overlap needs (`deepep_moe.nn.overlap`).
 
     Args:

@@ -50,16 +50,21 @@ def update_expert_bias(
 def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:
     if expert_bias.shape != num_tokens_per_expert.shape:
         raise ValueError(
-            f"num_tokens_per_expert must have the shape of expert_bias {list(expert_bias.shape)}, got {list(num_tokens_per_expert.shape)}"
+            f"num_tokens_per_expert has shape {list(num_tokens_per_expert.shape)}; it must be that of expert_bias, "
+            f"{list(expert_bias.shape)}"
         )
     if expert_bias.dtype != torch.float32:
-        raise TypeError(f"expert_bias must be torch.float32, got {expert_bias.dtype}")
+        raise TypeError(f"expert_bias has dtype {expert_bias.dtype}; it must be torch.float32")
     if num_tokens_per_expert.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"num_tokens_per_expert must be torch.int64 or torch.int32, got {num_tokens_per_expert.dtype}")
+        raise TypeError(f"num_tokens_per_expert has dtype {num_tokens_per_expert.dtype}; it must be torch.int64 or torch.int32")
     if expert_bias.dim() not in (1, 2) or not expert_bias.is_contiguous():
-        raise ValueError(f"expert_bias must be contiguous [num_experts] or [num_layers, num_experts], got shape {list(expert_bias.shape)}")
+        raise ValueError(
+            f"expert_bias has shape {list(expert_bias.shape)}; it must be contiguous [num_experts] or [num_layers, num_experts]"
+        )
     if expert_bias.device != num_tokens_per_expert.device:
-        raise ValueError(f"num_tokens_per_expert must be on {expert_bias.device} as expert_bias is, got {num_tokens_per_expert.device}")
+        raise ValueError(
+            f"num_tokens_per_expert is on {num_tokens_per_expert.device}; it must be on {expert_bias.device}, like expert_bias"
+        )
 
 
 def sequence_aux_loss(shares: Tensor, topk_idx: Tensor, num_tokens_per_sequence: int | Sequence[int], *, coefficient: float) -> Tensor:
@@ -127,7 +132,9 @@ def global_aux_loss(
     _check_shares(shares, topk_idx)
     num_experts = shares.shape[1]
     if list(num_tokens_per_expert.shape) != [num_experts]:
-        raise ValueError(f"num_tokens_per_expert must be [{num_experts}], as shares have it, got shape {list(num_tokens_per_expert.shape)}")
+        raise ValueError(
+            f"num_tokens_per_expert has shape {list(num_tokens_per_expert.shape)}; it must be [{num_experts}], as shares have it"
+        )
     counts = num_tokens_per_expert.to(torch.int64, copy=True)
     if group is not None:
         dist.all_reduce(counts, group=group)
@@ -138,11 +145,11 @@ def global_aux_loss(
 
 def _check_shares(shares: Tensor | None, topk_idx: Tensor) -> None:
     if not isinstance(shares, Tensor):
-        raise TypeError(f"shares must be a tensor, got {shares!r}; gate_full(..., shares=True) gives them")
+        raise TypeError(f"shares is {shares!r}; it must be a tensor, which gate_full(..., shares=True) gives")
     if shares.dim() != 2 or topk_idx.dim() != 2 or shares.shape[0] != topk_idx.shape[0]:
         raise ValueError(
-            f"shares must be [num_tokens, num_experts] and topk_idx [num_tokens, num_topk], got {list(shares.shape)} and "
-            f"{list(topk_idx.shape)}; gate_full(..., shares=True) gives both"
+            f"shares and topk_idx have shapes {list(shares.shape)} and {list(topk_idx.shape)}; they must be [num_tokens, num_experts] and "
+            "[num_tokens, num_topk], as gate_full(..., shares=True) gives them"
         )
 
 
@@ -150,10 +157,10 @@ def _sequence_of_token(num_tokens_per_sequence: int | Sequence[int], num_tokens:
     """`[num_tokens]` int64: which sequence a token belongs to; and how many sequences there are."""
     if isinstance(num_tokens_per_sequence, int):
         if num_tokens_per_sequence < 1 or num_tokens % num_tokens_per_sequence:
-            raise ValueError(f"num_tokens_per_sequence must divide the {num_tokens} tokens, got {num_tokens_per_sequence}")
+            raise ValueError(f"num_tokens_per_sequence is {num_tokens_per_sequence}; it must divide the {num_tokens} tokens")
         return torch.arange(num_tokens, device=device) // num_tokens_per_sequence, num_tokens // num_tokens_per_sequence
     if sum(num_tokens_per_sequence) != num_tokens:
-        raise ValueError(f"num_tokens_per_sequence must add up to the {num_tokens} tokens, got a sum of {sum(num_tokens_per_sequence)}")
+        raise ValueError(f"num_tokens_per_sequence has a sum of {sum(num_tokens_per_sequence)}; it must be the {num_tokens} tokens")
     lengths = torch.tensor(num_tokens_per_sequence, dtype=torch.int64, device=device)
     sequences = torch.arange(len(lengths), device=device)
     return torch.repeat_interleave(sequences, lengths, output_size=num_tokens), len(lengths)

@@ -42,7 +42,7 @@ def nodes_per_token(topk_idx: Tensor, num_experts: int, num_nodes: int) -> Tenso
         ValueError: `num_nodes` does not divide the experts.
     """
     if num_nodes < 1 or num_experts % num_nodes:
-        raise ValueError(f"num_nodes must divide the {num_experts} experts, got {num_nodes}")
+        raise ValueError(f"num_nodes is {num_nodes}; it must divide the {num_experts} experts")
     return shares_of(topk_idx, num_experts, num_nodes).sum(1)
 
 

@@ -128,7 +128,7 @@ def gate_full(
     check_bool("dense", dense)
     check_bool("shares", shares)
     if num_ranks < 0 or (num_ranks > 0 and num_experts % num_ranks):
-        raise ValueError(f"num_ranks must divide the {num_experts} experts, got {num_ranks}")
+        raise ValueError(f"num_ranks is {num_ranks}; it must divide the {num_experts} experts")
     tensors = (logits, options["expert_bias"], options["mask"])
     topk_idx, topk_weights, counts, probs, routing_map, in_rank, all_shares = call(
         "gate_full", tensors, *arguments, dense, num_ranks, shares
@@ -182,32 +182,30 @@ def check_options(
     check_bool("normalize", normalize)
     routed_scaling_factor = as_float("routed_scaling_factor", routed_scaling_factor)
     if not 1 <= num_topk <= min(_C.MAX_TOPK, num_experts):
-        raise ValueError(f"num_topk must be 1 to {min(_C.MAX_TOPK, num_experts)} for {num_experts} experts, got {num_topk}")
+        raise ValueError(f"num_topk is {num_topk}; it must be 1 to {min(_C.MAX_TOPK, num_experts)} for {num_experts} experts")
     if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"num_groups must divide the {num_experts} experts, got {num_groups}")
+        raise ValueError(f"num_groups is {num_groups}; it must divide the {num_experts} experts")
     if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"topk_groups must be 1 to num_groups, got {topk_groups} of {num_groups} groups")
+        raise ValueError(f"topk_groups is {topk_groups}; it must be 1 to num_groups, {num_groups}")
     group_size = num_experts // num_groups
     if topk_groups * group_size < num_topk:
-        raise ValueError(
-            f"topk_groups must leave at least num_topk experts: {topk_groups} groups of {group_size} experts are fewer than {num_topk}"
-        )
+        raise ValueError(f"topk_groups is {topk_groups}; its groups of {group_size} experts must hold at least num_topk, {num_topk}")
     if topk_groups < num_groups and not 1 <= group_score_topk <= group_size:
-        raise ValueError(f"group_score_topk must be 1 to the {group_size} experts of a group, got {group_score_topk}")
+        raise ValueError(f"group_score_topk is {group_score_topk}; it must be 1 to the {group_size} experts of a group")
     if score_function not in SCORE_FUNCTIONS:
-        raise ValueError(f"score_function must be one of {', '.join(SCORE_FUNCTIONS)}, got {score_function!r}")
+        raise ValueError(f"score_function is {score_function!r}; it must be one of {list(SCORE_FUNCTIONS)}")
     if not math.isfinite(routed_scaling_factor):
-        raise ValueError(f"routed_scaling_factor must be finite, got {routed_scaling_factor}")
+        raise ValueError(f"routed_scaling_factor is {routed_scaling_factor}; it must be finite")
     return num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor
 
 
 def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, index_dtype: torch.dtype) -> None:
     check_is_tensor("logits", logits)
     if logits.dim() != 2:
-        raise ValueError(f"logits must be [num_tokens, num_experts], got shape {list(logits.shape)}")
+        raise ValueError(f"logits has shape {list(logits.shape)}; it must be [num_tokens, num_experts]")
     _check_kind(logits.device, logits.dtype, logits.shape[1])
     if index_dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"index_dtype must be torch.int64 or torch.int32, got {index_dtype}")
+        raise TypeError(f"index_dtype is {index_dtype}; it must be torch.int64 or torch.int32")
     num_tokens, num_experts = logits.shape
     _check_tensor("logits", logits, logits.dtype, [num_tokens, num_experts])
     if expert_bias is not None:
@@ -216,25 +214,25 @@ def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | No
         _check_tensor("mask", mask, torch.bool, [num_tokens])
     for name, tensor in (("expert_bias", expert_bias), ("mask", mask)):
         if tensor is not None and tensor.device != logits.device:
-            raise ValueError(f"{name} must be on {logits.device} as logits are, got {tensor.device}; move it with .to(logits.device)")
+            raise ValueError(f"{name} is on {tensor.device}; it must be on {logits.device}, like logits: pass {name}.to(logits.device)")
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
     check_is_tensor(name, tensor)
     if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
     if list(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape} to match logits, got {list(tensor.shape)}")
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {shape} to match logits")
 
 
 def _check_kind(device: torch.device, dtype: torch.dtype, num_experts: int) -> None:
     if dtype not in FLOATS:
-        raise TypeError(f"logits must be float32, bfloat16 or float16, got {dtype}; convert them with logits.float()")
+        raise TypeError(f"logits has dtype {dtype}; it must be float32, bfloat16 or float16: pass logits.float()")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"logits must be on the CPU or a CUDA device, got {device}")
+        raise ValueError(f"logits is on {device}; it must be on the CPU or a CUDA device")
     if not is_gpu(device):
         return
     if not hasattr(_C, "gpu_gate_forward"):
         raise ValueError(f"logits are on {device} and this build has no CUDA kernels: build deepep_moe where nvcc is found")
     if num_experts > _C.MAX_GPU_GATE_EXPERTS:
-        raise ValueError(f"logits must have at most {_C.MAX_GPU_GATE_EXPERTS} experts on a GPU, got {num_experts}; move them with .cpu()")
+        raise ValueError(f"logits has {num_experts} experts; on a GPU it must have at most {_C.MAX_GPU_GATE_EXPERTS}: pass logits.cpu()")

@@ -61,7 +61,7 @@ def fails_on_the_thread(rank, num_ranks):
     buffer = make_buffer(timeout_s=DEADLINE_S)
     buffer.dispatch(X, IDX)
     if rank == 1:
-        buffer._run = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
+        buffer.calls._move = lambda *_: (_ for _ in ()).throw(MemoryError("no memory left"))
         with pytest.raises(MemoryError):
             buffer.dispatch(X, IDX, async_op=True)
         return wait_for("rank 0 knows")
@@ -144,7 +144,7 @@ def dies(rank, num_ranks, backend, moment):
     if rank == 1 and moment == "before a call":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and moment == "between the halves":
-        buffer._run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        buffer.calls._move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     check_timeout(1, lambda: buffer.dispatch(X, EVERYWHERE))
     assert time.monotonic() - began < 60, "far from the deadline"

@@ -257,7 +257,7 @@ def test_second_derivatives(device, score_function):
 def test_nodes_per_token_by_hand():
     topk_idx = torch.tensor([[0, 1, 2], [0, 3, 5], [-1, -1, -1], [4, -1, 1]])
     assert ops.nodes_per_token(topk_idx, 6, 3).tolist() == [2, 3, 0, 2]
-    with pytest.raises(ValueError, match="num_nodes must divide the 6 experts, got 4"):
+    with pytest.raises(ValueError, match="num_nodes is 4; it must divide the 6 experts"):
         ops.nodes_per_token(topk_idx, 6, 4)
 
 

@@ -82,15 +82,19 @@ LOGITS = torch.zeros(4, 12)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"num_topk": 13}, ValueError, "num_topk must be 1 to 12 for 12 experts, got 13"),
-        ({"num_topk": 0}, ValueError, "num_topk must be 1 to 12 for 12 experts, got 0"),
-        ({"logits": torch.zeros(4, 64), "num_topk": 33}, ValueError, "num_topk must be 1 to 32 for 64 experts, got 33"),
-        ({"num_groups": 5}, ValueError, "num_groups must divide the 12 experts, got 5"),
-        ({"num_groups": 4, "topk_groups": 5}, ValueError, "topk_groups must be 1 to num_groups, got 5 of 4 groups"),
-        ({"num_groups": 12}, ValueError, "1 groups of 1 experts are fewer than 2"),
-        ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk must be 1 to the 3 experts of a group, got 4"),
-        ({"score_function": "tanh"}, ValueError, "score_function must be one of sigmoid, sqrtsoftplus, softmax, softmax_topk, got 'tanh'"),
-        ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor must be finite, got nan"),
+        ({"num_topk": 13}, ValueError, "num_topk is 13; it must be 1 to 12 for 12 experts"),
+        ({"num_topk": 0}, ValueError, "num_topk is 0; it must be 1 to 12 for 12 experts"),
+        ({"logits": torch.zeros(4, 64), "num_topk": 33}, ValueError, "num_topk is 33; it must be 1 to 32 for 64 experts"),
+        ({"num_groups": 5}, ValueError, "num_groups is 5; it must divide the 12 experts"),
+        ({"num_groups": 4, "topk_groups": 5}, ValueError, "topk_groups is 5; it must be 1 to num_groups, 4"),
+        ({"num_groups": 12}, ValueError, "topk_groups is 1; its groups of 1 experts must hold at least num_topk, 2"),
+        ({"num_groups": 4, "group_score_topk": 4}, ValueError, "group_score_topk is 4; it must be 1 to the 3 experts of a group"),
+        (
+            {"score_function": "tanh"},
+            ValueError,
+            r"score_function is 'tanh'; it must be one of \['sigmoid', 'sqrtsoftplus', 'softmax', 'softmax_topk'\]",
+        ),
+        ({"routed_scaling_factor": math.nan}, ValueError, "routed_scaling_factor is nan; it must be finite"),
         ({"num_topk": 2.0}, TypeError, "num_topk is 2.0; it must be an int"),
         ({"num_topk": True}, TypeError, "num_topk is True; it must be an int"),
         ({"num_groups": None}, TypeError, "num_groups is None; it must be an int"),
@@ -103,18 +107,18 @@ LOGITS = torch.zeros(4, 12)
         ({"logits": LOGITS.numpy()}, TypeError, "logits must be a torch.Tensor, not ndarray"),
         ({"expert_bias": [0.0] * 12}, TypeError, "expert_bias must be a torch.Tensor, not list"),
         ({"mask": True}, TypeError, "mask must be a torch.Tensor, not bool"),
-        ({"logits": torch.zeros(12)}, ValueError, r"logits must be \[num_tokens, num_experts\], got shape \[12\]"),
-        ({"logits": LOGITS.double()}, TypeError, r"logits must be float32, bfloat16 or float16, got torch.float64; convert"),
-        ({"index_dtype": torch.int16}, TypeError, "index_dtype must be torch.int64 or torch.int32, got torch.int16"),
-        ({"expert_bias": torch.zeros(11)}, ValueError, r"expert_bias must have shape \[12\] to match logits, got \[11\]"),
-        ({"expert_bias": torch.zeros(12).bfloat16()}, TypeError, "expert_bias must be torch.float32, got torch.bfloat16"),
+        ({"logits": torch.zeros(12)}, ValueError, r"logits has shape \[12\]; it must be \[num_tokens, num_experts\]"),
+        ({"logits": LOGITS.double()}, TypeError, r"logits has dtype torch.float64; it must be float32, bfloat16 or float16: pass"),
+        ({"index_dtype": torch.int16}, TypeError, "index_dtype is torch.int16; it must be torch.int64 or torch.int32"),
+        ({"expert_bias": torch.zeros(11)}, ValueError, r"expert_bias has shape \[11\]; it must be \[12\] to match logits"),
+        ({"expert_bias": torch.zeros(12).bfloat16()}, TypeError, "expert_bias has dtype torch.bfloat16; it must be torch.float32"),
         ({"expert_bias": torch.full((12,), math.inf)}, ValueError, "expert_bias must be finite, got inf for expert 0"),
-        ({"mask": torch.zeros(4)}, TypeError, "mask must be torch.bool, got torch.float32"),
-        ({"logits": LOGITS.to("meta")}, ValueError, "logits must be on the CPU or a CUDA device, got meta"),
+        ({"mask": torch.zeros(4)}, TypeError, "mask has dtype torch.float32; it must be torch.bool"),
+        ({"logits": LOGITS.to("meta")}, ValueError, "logits is on meta; it must be on the CPU or a CUDA device"),
         (
             {"mask": torch.zeros(4, dtype=torch.bool, device="meta")},
             ValueError,
-            r"mask must be on cpu as logits are, got meta; move it with .to\(logits.device\)",
+            r"mask is on meta; it must be on cpu, like logits: pass mask.to\(logits.device\)",
         ),
     ],
 )
@@ -144,7 +148,7 @@ def test_non_finite_logits_are_named(value, dtype):
 
 @pytest.mark.parametrize("num_ranks", [5, -1])
 def test_wrong_number_of_ranks(num_ranks):
-    with pytest.raises(ValueError, match=f"num_ranks must divide the 12 experts, got {num_ranks}"):
+    with pytest.raises(ValueError, match=f"num_ranks is {num_ranks}; it must divide the 12 experts"):
         ops.gate_full(LOGITS, 2, num_ranks=num_ranks)
     for options, message in (
         (dict(num_ranks=None), "num_ranks is None; it must be an int"),
@@ -196,7 +200,7 @@ def test_gpu_names_a_bias_that_is_not_finite():
 
 @pytest.mark.gpu
 def test_gpu_refuses_too_many_experts():
-    with pytest.raises(ValueError, match="logits must have at most 1024 experts on a GPU, got 1025; move them with .cpu()"):
+    with pytest.raises(ValueError, match="logits has 1025 experts; on a GPU it must have at most 1024: pass logits.cpu()"):
         ops.gate(torch.zeros(2, 1025, device=device_of("nvlink", 0)), 2)
 
 

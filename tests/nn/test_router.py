@@ -69,7 +69,7 @@ def test_router_compiles():
 
 
 def test_router_errors():
-    with pytest.raises(ValueError, match="num_groups must divide the 8 experts, got 3"):
+    with pytest.raises(ValueError, match="num_groups is 3; it must divide the 8 experts"):
         Router(16, 8, 2, num_groups=3)
     for options, message in (
         (dict(num_groups=None), "num_groups is None; it must be an int"),
@@ -90,7 +90,7 @@ def test_update_expert_bias_by_hand():
     bias, counts = torch.zeros(4), torch.tensor([1, 3, 2, 2], dtype=torch.int32)
     ops.update_expert_bias(bias, counts, 0.25)
     assert bias.tolist() == [0.25, -0.25, 0.0, 0.0]
-    with pytest.raises(ValueError, match=r"must have the shape of expert_bias \[4\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"has shape \[3\]; it must be that of expert_bias, \[4\]"):
         ops.update_expert_bias(bias, counts[:3], 0.25)
 
 
@@ -122,14 +122,14 @@ def test_update_expert_bias_of_all_layers(device, dtype):
 @pytest.mark.parametrize(
     ("bias", "counts", "error", "message"),
     [
-        (torch.zeros(4).half(), torch.zeros(4).int(), TypeError, "expert_bias must be torch.float32, got torch.float16"),
-        (torch.zeros(4), torch.zeros(4), TypeError, "num_tokens_per_expert must be torch.int64 or torch.int32, got torch.float32"),
-        (torch.zeros(2, 4).t(), torch.zeros(4, 2).int(), ValueError, r"expert_bias must be contiguous .*, got shape \[4, 2\]"),
+        (torch.zeros(4).half(), torch.zeros(4).int(), TypeError, "expert_bias has dtype torch.float16; it must be torch.float32"),
+        (torch.zeros(4), torch.zeros(4), TypeError, "num_tokens_per_expert has dtype torch.float32; it must be torch.int64 or torch.int32"),
+        (torch.zeros(2, 4).t(), torch.zeros(4, 2).int(), ValueError, r"expert_bias has shape \[4, 2\]; it must be contiguous"),
         (
             torch.zeros(4),
             torch.zeros(4, device="meta").int(),
             ValueError,
-            "num_tokens_per_expert must be on cpu as expert_bias is, got meta",
+            "num_tokens_per_expert is on meta; it must be on cpu, like expert_bias",
         ),
     ],
 )
@@ -256,23 +256,23 @@ def test_global_aux_loss_on_two_ranks():
 
 def test_aux_loss_errors():
     shares, topk_idx, counts = torch.zeros(4, 4), torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="must divide the 4 tokens, got 3"):
+    with pytest.raises(ValueError, match="num_tokens_per_sequence is 3; it must divide the 4 tokens"):
         ops.sequence_aux_loss(shares, topk_idx, 3, coefficient=1.0)
-    with pytest.raises(ValueError, match="must add up to the 4 tokens, got a sum of 5"):
+    with pytest.raises(ValueError, match="num_tokens_per_sequence has a sum of 5; it must be the 4 tokens"):
         ops.sequence_aux_loss(shares, topk_idx, [2, 3], coefficient=1.0)
-    message = r"shares must be \[num_tokens, num_experts\] and topk_idx \[num_tokens, num_topk\], got \[3, 4\] and \[4, 1\]; gate_full"
+    message = r"shapes \[3, 4\] and \[4, 1\]; they must be \[num_tokens, num_experts\] and \[num_tokens, num_topk\], as gate_full"
     with pytest.raises(ValueError, match=message):
         ops.sequence_aux_loss(shares[:3], topk_idx, 2, coefficient=1.0)
     with pytest.raises(ValueError, match=message):
         ops.global_aux_loss(shares[:3], topk_idx, counts, coefficient=1.0)
-    with pytest.raises(ValueError, match=r"num_tokens_per_expert must be \[4\], as shares have it, got shape \[3\]"):
+    with pytest.raises(ValueError, match=r"num_tokens_per_expert has shape \[3\]; it must be \[4\], as shares have it"):
         ops.global_aux_loss(shares, topk_idx, counts[:3], coefficient=1.0)
 
 
 def test_losses_say_where_shares_come_from():
     logits = torch.zeros(2, 4)
     output = ops.gate_full(logits, 2)
-    with pytest.raises(TypeError, match=r"shares must be a tensor, got None; gate_full\(..., shares=True\) gives them"):
+    with pytest.raises(TypeError, match=r"shares is None; it must be a tensor, which gate_full\(..., shares=True\) gives"):
         ops.sequence_aux_loss(output.shares, output.topk_idx, 2, coefficient=1.0)
-    with pytest.raises(TypeError, match=r"shares must be a tensor, got None; gate_full\(..., shares=True\) gives them"):
+    with pytest.raises(TypeError, match=r"shares is None; it must be a tensor, which gate_full\(..., shares=True\) gives"):
         ops.global_aux_loss(output.shares, output.topk_idx, output.num_tokens_per_expert, coefficient=1.0)

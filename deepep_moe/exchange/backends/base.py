@@ -18,7 +18,7 @@ class Mode:
 
     is_async: bool = False  # beside the caller's stream or thread
     is_split: bool = False  # in two halves: the second is for the caller to start
-    num_sms: int | None = None  # SMs that send, 0 = copy engines; backends without them do not look
+    num_sms: int | None = None  # SMs that send, 0 = copy engines; backends without them ignore it
 
 
 @dataclass(frozen=True)

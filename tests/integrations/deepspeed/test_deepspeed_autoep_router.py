@@ -80,7 +80,7 @@ def test_router_equals_autoep(options, dtype, num_biases):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 40, "num_experts": 64}, "num_topk must be 1 to 32 for 64 experts, got 40"),
+        ({"top_k": 40, "num_experts": 64}, "num_topk is 40; it must be 1 to 32 for 64 experts"),
         ({"num_expert_groups": 4, "num_limited_groups": 2, "group_score_func": "mean"}, "groups scored by 'mean', limited to 2"),
         ({"score_func": "tanh"}, "does not know AutoEP's score function 'tanh'"),
     ],
@@ -101,7 +101,7 @@ def test_router_in_double_is_autoeps():
     with logged() as messages:
         got = _route(router, x, None)
     assert_equal(got, expected, "in double")
-    assert len(messages) == 1 and "logits must be float32, bfloat16 or float16, got torch.float64" in messages[0]
+    assert len(messages) == 1 and "logits has dtype torch.float64; it must be float32, bfloat16 or float16" in messages[0]
 
 
 # ---- the bias ----

@@ -195,8 +195,8 @@ def test_says_why_it_does_not_serve():
 MANY = {"num_moe_experts": 1032, "moe_router_enable_expert_bias": False, "moe_ffn_hidden_size": 4}
 REFUSED = {
     "no kernels": ({}, "this build has no CUDA kernels"),
-    "many experts": (NO_GROUPS | MANY, "at most 1024 experts on a GPU, got 1032"),
-    "small groups": ({"moe_router_topk": 1}, "group_score_topk must be 1 to the 2 experts of a group, got 0"),
+    "many experts": (NO_GROUPS | MANY, "logits has 1032 experts; on a GPU it must have at most 1024"),
+    "small groups": ({"moe_router_topk": 1}, "group_score_topk is 0; it must be 1 to the 2 experts of a group"),
 }
 
 
