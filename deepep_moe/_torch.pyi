@@ -48,6 +48,25 @@ class Calls:
         self, parts: Sequence[Tensor], weights: Tensor | None, source_weights: Tensor | None, handle: Any
     ) -> Tensor | None: ...
 
+class LowLatencyCalls:
+    def __init__(
+        self,
+        *,
+        shim: Any,
+        num_ranks: int,
+        num_local_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens: int,
+        handle_bytes: int,
+        statistics: Tensor,
+    ) -> None: ...
+    def release(self) -> None: ...
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, stream: int
+    ) -> tuple[int, Tensor, Tensor | None, Tensor, Tensor] | None: ...
+    def combine(self, x: Tensor, state: Tensor, num_tokens: int, out: Tensor | None, wire: str | None, stream: int) -> Tensor | None: ...
+
 def set_hooks(
     *, plain: Callable[[int], Calls | None], dispatch_gradients: Callable[..., Any], combine_gradients: Callable[..., Any]
 ) -> None: ...
