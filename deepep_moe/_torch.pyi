@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 
 TORCH_VERSION: str
 SHIM_BYTES: int
@@ -70,3 +70,33 @@ class LowLatencyCalls:
 def set_hooks(
     *, plain: Callable[[int], Calls | None], dispatch_gradients: Callable[..., Any], combine_gradients: Callable[..., Any]
 ) -> None: ...
+def gate(
+    logits: Tensor,
+    num_topk: int,
+    num_groups: int,
+    topk_groups: int,
+    group_score_topk: int,
+    score_function: str,
+    expert_bias: Tensor | None,
+    normalize: bool,
+    routed_scaling_factor: float,
+    mask: Tensor | None,
+    index_dtype: dtype,
+) -> tuple[Tensor, Tensor, Tensor] | None: ...
+def gate_full(
+    logits: Tensor,
+    num_topk: int,
+    num_groups: int,
+    topk_groups: int,
+    group_score_topk: int,
+    score_function: str,
+    expert_bias: Tensor | None,
+    normalize: bool,
+    routed_scaling_factor: float,
+    mask: Tensor | None,
+    index_dtype: dtype,
+    dense: bool,
+    num_ranks: int,
+    shares: bool,
+) -> tuple[Any, ...] | None: ...
+def set_gate_hooks(*, shim: Any, current_stream: Callable[[int], int] | None, gradients: Callable[..., Tensor]) -> None: ...

@@ -1,5 +1,6 @@
 // The module `deepep_moe._torch`: what Python calls. Each function returns None where Python is to make the call.
 #include "torch/functions.h"
+#include "torch/gate.h"
 #include "torch/low_latency.h"
 
 namespace deepep_moe {
@@ -122,6 +123,18 @@ std::unique_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_r
     return std::make_unique<LowLatencyCalls>(std::move(shim), settings, statistics);
 }
 
+void bind_gate(py::module_& m) {
+    using torch::wrap_pybind_function;
+    m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"), py::arg("gradients"));
+    m.def("gate", wrap_pybind_function(gate), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
+          py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"));
+    m.def("gate_full", wrap_pybind_function(gate_full), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"),
+          py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"),
+          py::arg("shares"));
+}
+
 }  // namespace
 }  // namespace deepep_moe
 
@@ -151,6 +164,7 @@ PYBIND11_MODULE(_torch, m) {
             hooks() = {std::move(plain), std::move(dispatch_gradients), std::move(combine_gradients)};
         },
         py::kw_only(), py::arg("plain"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+    bind_gate(m);
     py::class_<LowLatencyCalls>(m, "LowLatencyCalls")
         .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
              py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))

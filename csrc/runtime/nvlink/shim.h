@@ -2,6 +2,7 @@
 // is kept, and `raise_failure` of the Python object raises it.
 #pragma once
 
+#include "common/gate.h"
 #include "common/low_latency.h"
 #include "runtime/nvlink/call.h"
 
@@ -35,11 +36,19 @@ protected:
     ~LowLatencyShim() = default;
 };
 
+// The gate, which keeps no failure. False: the call was not made; the same call from Python makes it, or raises why not.
+struct GateShim {
+    bool (*forward)(GpuGateParams params, uintptr_t stream) noexcept;  // without `failure`
+    bool (*backward)(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;
+    bool (*is_capturing)(uintptr_t stream) noexcept;
+};
+
 // Of the capsules that hold a pointer to a shim, with a number that counts changes of it; and a size by which modules of different sources
 // are told apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 3";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 1";
+constexpr const char* kGateShimName = "deepep_moe.GateShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
-                              sizeof(LowLatencyCombineParams);
+                              sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams);
 
 }  // namespace deepep_moe
