@@ -126,32 +126,6 @@ LOW_LATENCY_MAX_TOKENS: int
 LOW_LATENCY_MAX_LOCAL_EXPERTS: int
 LOW_LATENCY_MAX_RANKS: int
 
-class LowLatencyDispatchParams:
-    dtype: DType
-    fp8: bool
-    is_rounded: bool
-    has_weights: bool
-    num_tokens: int
-    is_int64: bool
-    x: int
-    topk_idx: int
-    topk_weights: int
-    handle: int
-    statistics: int
-    recv_x: int
-    recv_x_scales: int
-    num_recv_tokens_per_expert: int
-
-class LowLatencyCombineParams:
-    dtype: DType
-    fp8: bool
-    num_tokens: int
-    x: int
-    handle: int
-    statistics: int
-    call: int
-    combined_x: int
-
 class ShmLowLatency:
     def __init__(
         self,
@@ -171,8 +145,33 @@ class ShmLowLatency:
     masks: int
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
-    def dispatch(self, params: LowLatencyDispatchParams, sends: bool, receives: bool) -> None: ...
-    def combine(self, params: LowLatencyCombineParams, sends: bool, receives: bool) -> None: ...
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        state: Tensor,
+        recv_x: Tensor,
+        recv_x_scales: Tensor | None,
+        num_recv_tokens_per_expert: Tensor,
+        statistics: Tensor,
+        dtype: DType,
+        is_rounded: bool,
+        sends: bool,
+        receives: bool,
+    ) -> None: ...
+    def combine(
+        self,
+        x: Tensor,
+        state: Tensor,
+        number: Tensor,
+        combined_x: Tensor,
+        statistics: Tensor,
+        dtype: DType,
+        fp8: bool,
+        sends: bool,
+        receives: bool,
+    ) -> None: ...
     def mask(self, rank: int, masked: bool) -> None: ...
     def rejoin(self) -> None: ...
     def refuse(self, reason: str) -> None: ...
@@ -294,12 +293,44 @@ class NvlinkLowLatency:
     num_blocks: int
     def handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...
-    def dispatch(self, params: LowLatencyDispatchParams, sends: bool, receives: bool, stream: int) -> None: ...
-    def combine(self, params: LowLatencyCombineParams, sends: bool, receives: bool, stream: int) -> None: ...
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        state: Tensor,
+        recv_x: Tensor,
+        recv_x_scales: Tensor | None,
+        num_recv_tokens_per_expert: Tensor,
+        statistics: Tensor,
+        dtype: DType,
+        is_rounded: bool,
+        sends: bool,
+        receives: bool,
+        stream: int,
+    ) -> None: ...
+    def combine(
+        self,
+        x: Tensor,
+        state: Tensor,
+        number: Tensor,
+        combined_x: Tensor,
+        statistics: Tensor,
+        dtype: DType,
+        fp8: bool,
+        sends: bool,
+        receives: bool,
+        stream: int,
+    ) -> None: ...
     def mask(self, rank: int, masked: bool, stream: int) -> None: ...
     def rejoin(self, stream: int) -> None: ...
     def refuse(self, reason: str, stream: int) -> None: ...
     def check(self) -> None: ...
+    def shim(self) -> NvlinkLowLatencyShim: ...
+
+class NvlinkLowLatencyShim:
+    def capsule(self) -> Any: ...
+    def raise_failure(self) -> None: ...
 
 class NvlinkExchange:
     def __init__(
@@ -401,6 +432,7 @@ def gpu_gate_backward(
     stream: int,
 ) -> None: ...
 def gpu_gate_check() -> None: ...
+def gpu_gate_shim() -> Any: ...
 
 class GpuTop2Params:
     def __init__(self, num_tokens: int, num_experts: int, capacity: int) -> None: ...

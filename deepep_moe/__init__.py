@@ -20,7 +20,8 @@ from deepep_moe.event import Event
 from deepep_moe.exchange.buffer import Buffer, DispatchOutput, Layout
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.features import features
-from deepep_moe.low_latency.buffer import LowLatencyBuffer, LowLatencyHandle, LowLatencyOutput
+from deepep_moe.low_latency.buffer import LowLatencyBuffer
+from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput
 
 __all__ = [
     "Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 
 TORCH_VERSION: str
 SHIM_BYTES: int
@@ -48,6 +48,55 @@ class Calls:
         self, parts: Sequence[Tensor], weights: Tensor | None, source_weights: Tensor | None, handle: Any
     ) -> Tensor | None: ...
 
+class LowLatencyCalls:
+    def __init__(
+        self,
+        *,
+        shim: Any,
+        num_ranks: int,
+        num_local_experts: int,
+        num_topk: int,
+        hidden: int,
+        num_max_tokens: int,
+        handle_bytes: int,
+        statistics: Tensor,
+    ) -> None: ...
+    def release(self) -> None: ...
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, stream: int
+    ) -> tuple[int, Tensor, Tensor | None, Tensor, Tensor] | None: ...
+    def combine(self, x: Tensor, state: Tensor, num_tokens: int, out: Tensor | None, wire: str | None, stream: int) -> Tensor | None: ...
+
 def set_hooks(
     *, plain: Callable[[int], Calls | None], dispatch_gradients: Callable[..., Any], combine_gradients: Callable[..., Any]
 ) -> None: ...
+def gate(
+    logits: Tensor,
+    num_topk: int,
+    num_groups: int,
+    topk_groups: int,
+    group_score_topk: int,
+    score_function: str,
+    expert_bias: Tensor | None,
+    normalize: bool,
+    routed_scaling_factor: float,
+    mask: Tensor | None,
+    index_dtype: dtype,
+) -> tuple[Tensor, Tensor, Tensor] | None: ...
+def gate_full(
+    logits: Tensor,
+    num_topk: int,
+    num_groups: int,
+    topk_groups: int,
+    group_score_topk: int,
+    score_function: str,
+    expert_bias: Tensor | None,
+    normalize: bool,
+    routed_scaling_factor: float,
+    mask: Tensor | None,
+    index_dtype: dtype,
+    dense: bool,
+    num_ranks: int,
+    shares: bool,
+) -> tuple[Any, ...] | None: ...
+def set_gate_hooks(*, shim: Any, current_stream: Callable[[int], int] | None, gradients: Callable[..., Tensor]) -> None: ...

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bindings/bindings.h"
-#include "runtime/nvlink/call.h"
+#include "common/tensor_arg.h"
 
 namespace deepep_moe {
 

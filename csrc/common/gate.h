@@ -43,6 +43,24 @@ struct GateOptions {
     int num_threads;  // at most this many, fewer for few tokens
 };
 
+// Guards memory.
+inline bool are_valid(const GateOptions& o) {
+    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
+    return element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk && o.num_topk <= o.num_experts &&
+           group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 && o.topk_groups <= o.num_groups &&
+           int64_t{group_size} * o.topk_groups >= o.num_topk &&
+           (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
+}
+
+// Callers that want friendlier messages check before.
+inline void check_gate_options(const GateOptions& o) {
+    if (are_valid(o)) return;
+    const auto str = [](int64_t value) { return std::to_string(value); };
+    throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
+                                ", num_topk " + str(o.num_topk) + ", num_groups " + str(o.num_groups) + ", topk_groups " +
+                                str(o.topk_groups) + ", group_score_topk " + str(o.group_score_topk));
+}
+
 struct GateParams {
     GateOptions options;
     const void* logits;              // [num_tokens, num_experts] dtype; rows of masked tokens have no effect
@@ -80,6 +98,10 @@ struct GpuGateBackwardParams {
     GateBackwardParams gate;
     const float* grad_probs;  // [num_tokens, num_experts], or null
 };
+
+inline bool are_valid_on_gpu(const GateOptions& o, int num_ranks) {
+    return are_valid(o) && o.num_experts <= kMaxGateExperts && num_ranks >= 0 && (num_ranks == 0 || o.num_experts % num_ranks == 0);
+}
 
 // bias -= rate * sign(count - mean(counts)), a layer a row.
 struct GpuExpertBiasParams {
@@ -122,19 +144,5 @@ struct GpuTop2BackwardParams {
 // A non-finite number that the gate has found, in one word, so that no reader sees half of it: token << 16 | what << 12 | expert.
 enum class GateFailure : int { kNone = 0, kNan, kInf, kMinusInf, kBias = 4 };  // kBias: added where it was a bias
 constexpr int kFailureTokenShift = 16, kFailureWhatShift = 12;
-
-// Guards memory; callers that want friendlier messages check before.
-inline void check_gate_options(const GateOptions& o) {
-    const int group_size = o.num_groups >= 1 ? o.num_experts / o.num_groups : 0;
-    const bool valid = element_bytes(o.dtype) >= 2 && o.num_tokens >= 0 && o.num_topk >= 1 && o.num_topk <= kMaxTopk &&
-                       o.num_topk <= o.num_experts && group_size >= 1 && o.num_experts % o.num_groups == 0 && o.topk_groups >= 1 &&
-                       o.topk_groups <= o.num_groups && int64_t{group_size} * o.topk_groups >= o.num_topk &&
-                       (o.topk_groups == o.num_groups || (o.group_score_topk >= 1 && o.group_score_topk <= group_size));
-    if (valid) return;
-    const auto str = [](int64_t value) { return std::to_string(value); };
-    throw std::invalid_argument("gate options out of bounds: num_tokens " + str(o.num_tokens) + ", num_experts " + str(o.num_experts) +
-                                ", num_topk " + str(o.num_topk) + ", num_groups " + str(o.num_groups) + ", topk_groups " +
-                                str(o.topk_groups) + ", group_score_topk " + str(o.group_score_topk));
-}
 
 }  // namespace deepep_moe

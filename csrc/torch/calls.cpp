@@ -3,50 +3,15 @@
 namespace deepep_moe {
 namespace {
 
-TensorArg arg_of(const Tensor& tensor) {
-    TensorArg arg;
-    if (!tensor.defined()) return arg;
-    arg.set_shape({tensor.sizes().data(), tensor.sizes().size()});
-    arg.element_bytes = static_cast<int64_t>(tensor.element_size());
-    if (!arg.is_empty()) arg.address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-    return arg;
-}
-
 MatrixArg matrix_of(const Tensor& tensor) {
     MatrixArg arg{arg_of(tensor)};
     if (tensor.defined()) arg.row_stride = tensor.stride(0), arg.column_stride = tensor.stride(1);
     return arg;
 }
 
-bool can_be_summed(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf; }
-
 bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == at::kFloat8_e5m2; }
 
-DType dtype_of(at::ScalarType type) {
-    switch (type) {
-        case at::kFloat: return DType::kFloat32;
-        case at::kBFloat16: return DType::kBFloat16;
-        case at::kHalf: return DType::kFloat16;
-        default: return DType::kFloat8;
-    }
-}
-
-bool is_aligned(const Tensor& tensor) { return arg_of(tensor).address % kRowAlignment == 0; }
-
-ExchangeShim* exchange_of(const py::object& shim) {
-    const py::capsule capsule = shim.attr("capsule")();
-    if (std::string_view(capsule.name()) != kShimName)
-        throw py::type_error("deepep_moe._C and deepep_moe._torch are of different builds; install deepep_moe again");
-    return capsule.get_pointer<ExchangeShim>();
-}
-
 }  // namespace
-
-void raise_python() {
-    python_error error;
-    error.persist();
-    throw error;
-}
 
 Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream,
              py::object refuse)
@@ -55,7 +20,7 @@ Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::o
       make_shape_(std::move(shape_of)),
       current_stream_(std::move(current_stream)),
       refuse_(std::move(refuse)),
-      exchange_(exchange_of(shim_)),
+      exchange_(shim_in<ExchangeShim>(shim_.attr("capsule")(), kShimName)),
       device_(device) {}
 
 void Calls::release() {
@@ -245,13 +210,6 @@ std::pair<Tensor, Tensor> Calls::combine(const Dispatched& handle, const Tensor&
 }
 
 // ---- failures ----
-
-void Calls::require(bool was_made) {
-    if (was_made) return;
-    const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttrString(shim_.ptr(), "raise_failure"));
-    if (method) py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr()));
-    raise_python();
-}
 
 // The exception that is being handled, as Python's.
 void Calls::raise_again(bool tells) {

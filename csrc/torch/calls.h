@@ -3,8 +3,6 @@
 // It declines every other call, and Python makes that one, with the same bits and with errors that say what is wrong.
 #pragma once
 
-#include <torch/extension.h>
-
 #include <array>
 #include <exception>
 #include <functional>
@@ -12,11 +10,9 @@
 #include <utility>
 
 #include "runtime/nvlink/shim.h"
+#include "torch/tensors.h"
 
 namespace deepep_moe {
-
-using at::Tensor;
-using torch::autograd::variable_list;
 
 // What a call along a dispatch needs of it: a `DispatchHandle`.
 struct Dispatched {
@@ -79,11 +75,7 @@ public:
     bool takes_inputs(const Dispatched& handle, const Tensor& x, const CombineInputs& inputs) const;
     // The tensors' rows if kernels can read them where they are: contiguous, of one type that can be summed, each with its expert's rows.
     std::optional<ExpertRowsArg> expert_rows_of(at::TensorList tensors, const Dispatched& handle) const;
-    // Does the tensor have memory on this device, which a kernel can be given?
-    bool is_here(const Tensor& tensor) const {
-        return tensor.defined() && tensor.device() == device_ && tensor.layout() == at::kStrided &&
-               !tensor.unsafeGetTensorImpl()->is_python_dispatch();
-    }
+    bool is_here(const Tensor& tensor) const { return is_on(device_, tensor); }
 
     py::object shape_of(int64_t num_tokens, bool is_expert_layout) const;
     const int64_t* counts_of(const Dispatched& handle) const;  // of each local expert, on the host
@@ -117,7 +109,9 @@ private:
         return steps(exchange);
     }
     [[noreturn]] void raise_again(bool tells);
-    void require(bool was_made);
+    void require(bool was_made) const {
+        if (!was_made) raise_failure_of(shim_);
+    }
     const std::array<int64_t, 5>& starts_of(int64_t num_tokens, bool is_expert_layout);
 
     py::object shim_, make_shape_, current_stream_, refuse_;
@@ -126,7 +120,5 @@ private:
     std::array<int64_t, 5> starts_[2]{};  // by layout, of the last dispatch, which had
     int64_t num_tokens_[2] = {-1, -1};
 };
-
-[[noreturn]] void raise_python();  // the error that Python has
 
 }  // namespace deepep_moe

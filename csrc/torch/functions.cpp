@@ -1,8 +1,5 @@
 #include "torch/functions.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 namespace deepep_moe {
 
 using torch::autograd::AutogradContext;
@@ -10,13 +7,6 @@ using torch::autograd::AutogradContext;
 Hooks& hooks() {
     static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
     return *made;
-}
-
-bool is_watched() {
-    const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-    const bool is_transformed =
-        included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-    return is_transformed || c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
 namespace {
@@ -96,29 +86,6 @@ variable_list natively(int64_t number, const Call& call) {
     return calls.is_ready() ? calls.or_refuse([&] { return call(calls); }) : variable_list{};
 }
 
-// What Python returns: a sequence of tensors and None.
-variable_list tensors_of(const py::object& made) {
-    variable_list list;
-    for (const py::handle item : made) list.push_back(item.is_none() ? Tensor() : item.cast<Tensor>());
-    return list;
-}
-
-// What `gradients()` returns. Python's errors leave as the engine takes them from its threads.
-template <class Gradients>
-variable_list with_errors(const Gradients& gradients) {
-    const py::gil_scoped_acquire gil;
-    try {
-        return gradients();
-    } catch (py::error_already_set& error) {
-        error.restore();
-        raise_python();
-    }
-}
-
-py::object or_none(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
-
-std::optional<Tensor> optional_of(const Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; }
-
 // ---- dispatch ----
 
 // Outputs: recv_topk_weights, if weights are sent, then the rows.
@@ -168,7 +135,7 @@ private:
         variable_list made =
             natively(kept[kNumber], [&](Calls& calls) { return gradients(calls, dispatched_of(kept, saved), grad_weights, rows, kept); });
         if (made.empty())
-            made = tensors_of(hooks().dispatch_gradients(handle_of(kept, saved), kept[kTokensPerRow], or_none(grad_weights),
+            made = tensors_of(hooks().dispatch_gradients(handle_of(kept, saved), kept[kTokensPerRow], packed(grad_weights),
                                                          py::cast(rows.vec()), kept[kLeading] >= 0));
         if (has_weights) made[1] = made[1].view(weights_shape);
         return {made[0], made[1], {}, {}, {}};
@@ -260,11 +227,6 @@ private:
         return made;
     }
 };
-
-bool needs_gradients(std::initializer_list<const Tensor*> tensors) {
-    return at::GradMode::is_enabled() &&
-           std::any_of(tensors.begin(), tensors.end(), [](const Tensor* t) { return t->defined() && t->requires_grad(); });
-}
 
 }  // namespace
 

@@ -12,9 +12,6 @@ struct Hooks {
 };
 Hooks& hooks();
 
-// Are operations watched or transformed, and not what they seem?
-bool is_watched();
-
 struct DispatchRequest {
     Outgoing out;
     const Dispatched* along = nullptr;  // the handle of an earlier dispatch

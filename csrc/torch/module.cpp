@@ -1,17 +1,10 @@
 // The module `deepep_moe._torch`: what Python calls. Each function returns None where Python is to make the call.
 #include "torch/functions.h"
+#include "torch/gate.h"
+#include "torch/low_latency.h"
 
 namespace deepep_moe {
 namespace {
-
-// Tensors of PyTorch's own class, whose operations are what they seem.
-bool are_plain(std::initializer_list<py::handle> tensors) {
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [](py::handle tensor) { return tensor.is_none() || THPVariable_CheckExact(tensor.ptr()); });
-}
-
-Tensor unpacked(py::handle tensor) { return tensor.is_none() ? Tensor() : THPVariable_Unpack(tensor.ptr()); }
-py::object packed(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
 
 // Of an attribute, made once.
 struct Name {
@@ -124,6 +117,24 @@ std::unique_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, 
     return std::make_unique<Calls>(std::move(shim), settings, device, std::move(shape_of), std::move(current_stream), std::move(refuse));
 }
 
+std::unique_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
+                                                  int64_t hidden, int64_t num_max_tokens, int64_t handle_bytes, const Tensor& statistics) {
+    const LowLatencyCalls::Settings settings{num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, handle_bytes};
+    return std::make_unique<LowLatencyCalls>(std::move(shim), settings, statistics);
+}
+
+void bind_gate(py::module_& m) {
+    using torch::wrap_pybind_function;
+    m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"), py::arg("gradients"));
+    m.def("gate", wrap_pybind_function(gate), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
+          py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"));
+    m.def("gate_full", wrap_pybind_function(gate_full), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"),
+          py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
+          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"),
+          py::arg("shares"));
+}
+
 }  // namespace
 }  // namespace deepep_moe
 
@@ -153,4 +164,13 @@ PYBIND11_MODULE(_torch, m) {
             hooks() = {std::move(plain), std::move(dispatch_gradients), std::move(combine_gradients)};
         },
         py::kw_only(), py::arg("plain"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+    bind_gate(m);
+    py::class_<LowLatencyCalls>(m, "LowLatencyCalls")
+        .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
+             py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))
+        .def("release", &LowLatencyCalls::release)
+        .def("dispatch", torch::wrap_pybind_function(&LowLatencyCalls::dispatch), py::arg("x"), py::arg("topk_idx"),
+             py::arg("topk_weights"), py::arg("fp8"), py::arg("scale_format"), py::arg("stream"))
+        .def("combine", torch::wrap_pybind_function(&LowLatencyCalls::combine), py::arg("x"), py::arg("state"), py::arg("num_tokens"),
+             py::arg("out"), py::arg("wire"), py::arg("stream"));
 }

@@ -3,21 +3,19 @@
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
+from deepep_moe.device import DTYPES
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
-from deepep_moe.low_latency.base import DESTROYED, CombineCall, DispatchCall, LowLatencyBackend
+from deepep_moe.low_latency.base import DESTROYED, Call, LowLatencyBackend
 from deepep_moe.low_latency.checks import (
     check_combine,
     check_combine_input,
@@ -25,53 +23,13 @@ from deepep_moe.low_latency.checks import (
     check_low_latency_settings,
     num_scale_columns,
 )
+from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput, LowLatencyStatistics
 from deepep_moe.low_latency.select import BACKENDS, make_backend
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
 MAX_IN_FLIGHT = 2
 """Calls in a row of which none has been received: what a rank's workspace has room for."""
-
-
-@dataclass(frozen=True, eq=False)
-class LowLatencyHandle:
-    """Where the rows of one dispatch came from: what `combine` needs to bring them back, any number of times. Immutable."""
-
-    buffer_id: int
-    num_tokens: int
-    """Of this rank."""
-    state: Tensor
-    """uint8, on the device of the dispatch: csrc/common/low_latency.h says what it holds."""
-    event: Event | None = None
-    """Of a dispatch with `async_op` or `return_hook`."""
-
-
-class LowLatencyOutput(NamedTuple):
-    """What a rank received. `capacity` is num_ranks * num_max_tokens_per_rank."""
-
-    recv_x: Tensor
-    """[num_local_experts, capacity, hidden], dtype of `x` or float8_e4m3fn: rows of each local expert, by (source rank, token); behind the
-    `num_recv_tokens_per_expert` first of an expert nothing is written."""
-    recv_x_scales: Tensor | None
-    """With `fp8`, column-major (`stride(1) == 1`), as grouped GEMMs in fp8 take them: [num_local_experts, capacity, hidden / 128] fp32, or,
-    with `scale_format="ue8m0"`, [num_local_experts, capacity, ceil(hidden / 512)] int32, each four biased exponents, the first in its
-    lowest byte."""
-    num_recv_tokens_per_expert: Tensor
-    """[num_local_experts] int32, on the device."""
-    handle: LowLatencyHandle
-    event: Event | None
-    hook: Callable[[], None] | None
-
-
-class LowLatencyStatistics(NamedTuple):
-    """Sums over all calls since the buffer was made or `reset_statistics`, as int64 tensors on the device; reading them waits for it."""
-
-    num_tokens_per_expert: Tensor
-    """[num_local_experts] rows received."""
-    wait_ns: Tensor
-    """[num_ranks] nanoseconds from a receiver's start until it had heard of each rank: who is late."""
-    num_dropped: Tensor
-    """[] (token, expert) pairs of this rank that were not sent, as the expert's rank was masked."""
 
 
 class LowLatencyBuffer(Sizes):
@@ -134,6 +92,7 @@ class LowLatencyBuffer(Sizes):
         """Calls that may not be received yet, by number."""
         self._combine_input: dict[torch.dtype, Tensor] = {}
         self._statistics = self._backend.zeros(s.num_local_experts + num_ranks + 1, torch.int64)
+        self._plain_calls = self._backend.plain_calls(self._statistics)
         self._masks_told: set[int] = set()
         self._earlier_failure: Exception | None = None
         if rank == 0:
@@ -196,21 +155,35 @@ class LowLatencyBuffer(Sizes):
                 peers learn nothing, and the call may be made again.
             EPMismatchError: ranks make different calls. EPTimeoutError: a peer died or stalled. BufferDestroyedError: after `destroy`.
         """
-        s = self._settings
-        with self._refusing() as backend:
+        native = None if async_op or return_hook else self._plain()
+        if native is not None:
+            made = native.dispatch(x, topk_idx, topk_weights, fp8, scale_format, self._alive().stream())
+            if made is not None:
+                self._num_calls += 1
+                num_tokens, recv_x, scales, counts, state = made
+                return LowLatencyOutput(recv_x, scales, counts, LowLatencyHandle(self._number, num_tokens, state), None, None)
+        s, backend = self._settings, self._begin()
+        try:
             check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)
-            shape = (s.num_local_experts, self.capacity)
-            recv_x = backend.empty((*shape, s.hidden), torch.float8_e4m3fn if fp8 else x.dtype)
-            scales = None
-            if fp8:
-                num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
-                scales = backend.empty((shape[0], num_columns, shape[1]), scale_dtype).transpose(1, 2)
-            counts = backend.empty((s.num_local_experts,), torch.int32)
-            state = backend.empty((backend.handle_bytes,), torch.uint8)
-        call = DispatchCall(x, topk_idx, topk_weights, scale_format == "ue8m0", state, recv_x, scales, counts, self._statistics)
-        event = self._run(call, async_op, return_hook)
+            recv_x, scales, counts, state = self._receive_buffers(backend, x.dtype, fp8, scale_format)
+        except Exception as error:
+            self._refuse(error)
+        arguments = x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, DTYPES[x.dtype], scale_format == "ue8m0"
+        event = self._run(Call("dispatch", arguments), async_op, return_hook)
         handle = LowLatencyHandle(self._number, x.shape[0], state, event)
         return LowLatencyOutput(recv_x, scales, counts, handle, event, event.wait if return_hook and event is not None else None)
+
+    def _receive_buffers(
+        self, backend: LowLatencyBackend, dtype: torch.dtype, fp8: bool, scale_format: str
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Rows, their scales, their number for each local expert, and the handle's state."""
+        s, scales = self._settings, None
+        recv_x = backend.empty((s.num_local_experts, self.capacity, s.hidden), torch.float8_e4m3fn if fp8 else dtype)
+        if fp8:
+            num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
+            scales = backend.empty((s.num_local_experts, num_columns, self.capacity), scale_dtype).transpose(1, 2)
+        counts = backend.empty((s.num_local_experts,), torch.int32)
+        return recv_x, scales, counts, backend.empty((backend.handle_bytes,), torch.uint8)
 
     def combine(
         self,
@@ -243,17 +216,22 @@ class LowLatencyBuffer(Sizes):
 
         Raises: as `dispatch`.
         """
-        s = self._settings
-        with self._refusing() as backend:
+        native = None if async_op or return_hook else self._plain()
+        if native is not None and self._is_received(handle):
+            made = native.combine(x, handle.state, handle.num_tokens, out, wire, self._alive().stream())
+            if made is not None:
+                self._num_calls += 1
+                return made
+        s, backend = self._settings, self._begin()
+        try:
             check_combine(x, handle, out, wire, s, backend, self._number)
-            failure = self._earlier_failure
-            if failure is not None and backend.has_failed(handle.state):  # so no call can be made that it would be raised after
-                self._earlier_failure = None
-                raise failure
+            self._raise_failure_of(handle)
             combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
             number = backend.empty((1,), torch.int64)
-        call = CombineCall(x, handle.state, wire == "fp8", number, combined_x, self._statistics)
-        event = self._run(call, async_op, return_hook)
+        except Exception as error:
+            self._refuse(error)
+        arguments = x, handle.state, number, combined_x, self._statistics, DTYPES[x.dtype], wire == "fp8"
+        event = self._run(Call("combine", arguments), async_op, return_hook)
         if event is None:
             return combined_x
         return combined_x, event.wait if return_hook else event
@@ -303,7 +281,7 @@ class LowLatencyBuffer(Sizes):
     def masked_ranks(self) -> list[int]:
         """Ranks that are left out, by `mask_rank` or for a missed deadline, as far as the host can see: without waiting for the GPU."""
         self._tell_masks()
-        return self._alive().masked()
+        return self._masked()
 
     # ---- what it has seen ----
 
@@ -328,12 +306,14 @@ class LowLatencyBuffer(Sizes):
         backend, self._backend = self._backend, None
         self._in_flight.clear()
         self._combine_input.clear()
+        if self._plain_calls is not None:
+            self._plain_calls.release()
         if backend is not None:
             backend.destroy()
 
     # ---- how calls run ----
 
-    def _run(self, call: DispatchCall | CombineCall, async_op: bool, return_hook: bool) -> Event | None:
+    def _run(self, call: Call, async_op: bool, return_hook: bool) -> Event | None:
         backend = self._alive()
         self._num_calls += 1
         failure, self._earlier_failure = self._earlier_failure, None
@@ -363,6 +343,8 @@ class LowLatencyBuffer(Sizes):
 
         Calls may be received in any order, but each call needs the one before last to be received, as it says to the peers that what
         was sent two calls before that may be overwritten. Nothing is sent where it is not, so the caller may try again."""
+        if not self._in_flight:
+            return
         over = [(number, event) for number, event in self._in_flight if event.seen or event.is_over()]
         self._in_flight = [entry for entry in self._in_flight if entry not in over]
         for _, event in over:
@@ -373,25 +355,45 @@ class LowLatencyBuffer(Sizes):
         if self._in_flight and self._num_calls + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
             raise ValueError("the call before last was not received yet; call its hook(), or wait for its event, then make this call again")
 
-    @contextmanager
-    def _refusing(self) -> Iterator[LowLatencyBackend]:
-        """What is raised inside, the peers are told."""
+    def _plain(self) -> Any:
+        """What makes the next call if it is plain, or None: C++ knows nothing of calls in flight and of failures that wait to be raised."""
+        self._alive()
+        return None if self._in_flight or self._earlier_failure is not None else self._plain_calls
+
+    def _is_received(self, handle: Any) -> bool:
+        """Is this a handle of this buffer, of a dispatch that was received?"""
+        return type(handle) is LowLatencyHandle and handle.buffer_id == self._number and not (handle.event and handle.event.is_half)
+
+    def _begin(self) -> LowLatencyBackend:
+        """Look at what earlier calls have left. Their failures are raised once this call is made, so that ranks stay in step."""
         backend = self._alive()
         self._tell_masks()
         self._check_room()
         try:
             backend.check()
-        except (EPError, ValueError) as error:  # of an earlier call: raised once this one is made, so that ranks stay in step
+        except (EPError, ValueError) as error:
             self._earlier_failure = self._earlier_failure or error
-        try:
-            yield backend
-        except Exception as error:
-            self._num_calls += 1
-            backend.refuse(str(error))
-            raise
+        return backend
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Tell the peers why this rank does not make its call, and raise it."""
+        self._num_calls += 1
+        self._alive().refuse(str(error))
+        raise error
+
+    def _raise_failure_of(self, handle: LowLatencyHandle) -> None:
+        """Raise an earlier failure if it is that of the handle's dispatch: no call can be made that it would be raised after."""
+        failure = self._earlier_failure
+        if failure is not None and self._alive().has_failed(handle.state):
+            self._earlier_failure = None
+            raise failure
+
+    def _masked(self) -> list[int]:
+        masks = self._alive().masks()
+        return [rank for rank in range(self.num_ranks) if masks >> rank & 1] if masks else []
 
     def _tell_masks(self) -> None:
-        for rank in self._alive().masked():
+        for rank in self._masked():
             if rank not in self._masks_told:
                 self._masks_told.add(rank)
                 logger.warning(

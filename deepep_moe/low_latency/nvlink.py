@@ -1,14 +1,16 @@
 """Backend `nvlink` of low latency: GPUs of one host that reach each other's memory (csrc/cuda/low_latency*.cu)."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepep_moe import _C
+from deepep_moe import _C, torch_module
+from deepep_moe.device import current_stream
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
-from deepep_moe.low_latency.base import CombineCall, DispatchCall, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.base import Call, LowLatencyBackend, native_settings
 
 
 class NvlinkLowLatencyBackend(LowLatencyBackend):
@@ -32,35 +34,47 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
 
-    def start_async(self, call: DispatchCall | CombineCall) -> Event:
+    def start_async(self, call: Call) -> Event:
         current = torch.cuda.current_stream(self.device)
         if self._own_stream is None:
             self._own_stream = torch.cuda.Stream(self.device)
         self._own_stream.wait_stream(current)
-        self._method(call)(self._params(call), True, True, self._own_stream.cuda_stream)
+        self._call(call, True, True, self._own_stream.cuda_stream)
         self._keep(call, self._own_stream)
         recorded = torch.cuda.Event()
         recorded.record(self._own_stream)
         return Event(recorded=recorded)
 
-    def start(self, call: DispatchCall | CombineCall) -> Event:
+    def start(self, call: Call) -> Event:
         self._move(call, True, False)
         return Event(second_half=partial(self._receive, call, torch.cuda.current_stream(self.device)))
 
-    def _receive(self, call: DispatchCall | CombineCall, sent_on: torch.cuda.Stream) -> None:
+    def _receive(self, call: Call, sent_on: torch.cuda.Stream) -> None:
         current = torch.cuda.current_stream(self.device)
         if current != sent_on:
             self._keep(call, current)
         self._move(call, False, True)
 
-    def _keep(self, call: DispatchCall | CombineCall, stream: torch.cuda.Stream) -> None:
+    def _keep(self, call: Call, stream: torch.cuda.Stream) -> None:
         """The memory of the call's tensors is not used again before `stream` is through with it."""
-        for value in vars(call).values():
+        for value in call.arguments:
             if isinstance(value, Tensor):
                 value.record_stream(stream)
 
-    def _move(self, call: DispatchCall | CombineCall, sends: bool, receives: bool) -> None:
-        self._method(call)(self._params(call), sends, receives, self._stream())
+    def _move(self, call: Call, sends: bool, receives: bool) -> None:
+        self._call(call, sends, receives, self.stream())
+
+    def plain_calls(self, statistics: Tensor) -> Any:
+        module, s = torch_module.MODULE, self.settings
+        if module is None:
+            return None
+        return module.LowLatencyCalls(
+            shim=self._communicator.shim(), num_ranks=s.num_ranks, num_local_experts=s.num_local_experts, num_topk=s.num_topk,
+            hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, handle_bytes=self.handle_bytes, statistics=statistics,
+        )  # fmt: skip
+
+    def stream(self) -> int:
+        return current_stream(self.device)
 
     def has_failed(self, state: Tensor) -> bool:
         if torch.cuda.is_current_stream_capturing():
@@ -73,15 +87,12 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
             super().check()
 
     def mask(self, rank: int, masked: bool) -> None:
-        self._communicator.mask(rank, masked, self._stream())
+        self._communicator.mask(rank, masked, self.stream())
 
     def rejoin(self) -> None:
-        self._communicator.rejoin(self._stream())
+        self._communicator.rejoin(self.stream())
 
     def refuse(self, reason: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._communicator.refuse(reason, self._stream())
-
-    def _stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
+        self._communicator.refuse(reason, self.stream())

@@ -10,7 +10,7 @@ from deepep_moe import _C
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
-from deepep_moe.low_latency.base import CombineCall, DispatchCall, LowLatencyBackend, native_settings
+from deepep_moe.low_latency.base import Call, LowLatencyBackend, native_settings
 
 
 class ShmLowLatencyBackend(LowLatencyBackend):
@@ -37,14 +37,14 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def seal(self) -> None:
         self._communicator.seal()
 
-    def start_async(self, call: DispatchCall | CombineCall) -> Event:
+    def start_async(self, call: Call) -> Event:
         self._move(call, True, False)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
         return Event(self._executor.submit(self._move, call, False, True))
 
-    def _move(self, call: DispatchCall | CombineCall, sends: bool, receives: bool) -> None:
-        self._method(call)(self._params(call), sends, receives)
+    def _move(self, call: Call, sends: bool, receives: bool) -> None:
+        self._call(call, sends, receives)
 
     def mask(self, rank: int, masked: bool) -> None:
         self._communicator.mask(rank, masked)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import deepep_moe.ops.gate_operators  # noqa: F401 (it registers them)
-from deepep_moe import _C
+from deepep_moe import _C, torch_module
 from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor
 from deepep_moe.device import FLOATS, is_gpu
 from deepep_moe.library import call
@@ -94,11 +94,20 @@ def gate(
         TypeError: a tensor has another dtype, or an option another type.
         ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit or bias is NaN or infinite.
     """
-    arguments = _checked(
-        logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk, score_function=score_function,
-        expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor, mask=mask, index_dtype=index_dtype,
-    )  # fmt: skip
-    return GateOutput(*call("gate", (logits, expert_bias, mask), *arguments))
+    native, made = _native(logits), None
+    if native is not None:
+        made = native.gate(
+            logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
+            mask, index_dtype,
+        )  # fmt: skip
+    if made is None:
+        arguments = _checked(
+            logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
+            score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
+            mask=mask, index_dtype=index_dtype,
+        )  # fmt: skip
+        made = call("gate", (logits, expert_bias, mask), *arguments)
+    return GateOutput(*made)
 
 
 def gate_full(
@@ -123,6 +132,10 @@ def gate_full(
     if unknown := options.keys() - defaults.keys():
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
+    native = _native(logits)
+    made = None if native is None else native.gate_full(logits, num_topk, *options.values(), dense, num_ranks, shares)
+    if made is not None:
+        return FullGateOutput(*made)
     arguments = _checked(logits, num_topk, **options)
     num_experts, num_ranks = logits.shape[1], as_int("num_ranks", num_ranks)
     check_bool("dense", dense)
@@ -145,6 +158,13 @@ def check_gate(device: torch.device | int | None = None) -> None:
     if torch.cuda.is_available() and hasattr(_C, "gpu_gate_check"):
         torch.cuda.synchronize(device)
         _C.gpu_gate_check()
+
+
+def _native(logits: Any) -> Any:
+    """The module that makes plain calls of the gate on a GPU, in C++, or None. It returns None itself for a call that Python is to make."""
+    if torch.compiler.is_compiling() or torch_module.MODULE is None or not isinstance(logits, Tensor) or not is_gpu(logits.device):
+        return None
+    return torch_module.MODULE
 
 
 def _checked(logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, **options: Any) -> tuple[Any, ...]:

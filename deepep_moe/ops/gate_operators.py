@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepep_moe import _C, config
+from deepep_moe import _C, config, torch_module
 from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device
 from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
@@ -176,13 +176,19 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     grad_shares, grad_logits = grads[-1] if grads else None, None
     if not (grad_topk_weights is None and grad_probs is None and grad_shares is None):
-        arguments = (grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors)
-        is_to_be_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if is_to_be_differentiated:
-            grad_logits = _differentiable_gate_backward(*arguments, *ctx.weights)
-        else:
-            grad_logits = call("gate_backward", arguments, *ctx.weights)
+        grad_logits = _grad_logits(grad_topk_weights, grad_probs, grad_shares, *ctx.saved_tensors, *ctx.weights)
     return grad_logits, *[None] * (ctx.num_inputs - 1)
+
+
+def _grad_logits(
+    grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
+) -> Tensor:
+    arguments = (grad_topk_weights, grad_probs, grad_shares, logits, topk_idx)
+    is_to_be_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    grad_logits: Tensor = (
+        _differentiable_gate_backward(*arguments, *weights) if is_to_be_differentiated else call("gate_backward", arguments, *weights)
+    )
+    return grad_logits
 
 
 def _differentiable_gate_backward(
@@ -257,3 +263,7 @@ def _gate_backward_fake(
 register("gate", _gate, _gate_fake, _save, _backward)
 register("gate_full", _gate_full, _gate_full_fake, _save, _backward)
 register("gate_backward", _gate_backward, _gate_backward_fake)
+if torch_module.MODULE is not None:
+    torch_module.MODULE.set_gate_hooks(
+        shim=_C.gpu_gate_shim(), current_stream=getattr(torch._C, "_cuda_getCurrentRawStream", None), gradients=_grad_logits
+    )

@@ -6,6 +6,8 @@
 
 #include "bindings/bindings.h"
 #include "cuda/launch.h"
+#include "runtime/nvlink/shim.h"
+#include "runtime/nvlink/streams.h"
 
 using namespace deepep_moe;
 
@@ -28,9 +30,11 @@ unsigned long long* failure_word() {
     return word;
 }
 
+unsigned long long failure() { return *static_cast<volatile unsigned long long*>(failure_word()); }
+
 // Raises what a kernel has found since the last look.
 void check() {
-    const unsigned long long failure = *static_cast<volatile unsigned long long*>(failure_word());
+    const unsigned long long failure = ::failure();
     if (failure == 0) return;
     *failure_word() = 0;
     const int what = static_cast<int>(failure >> kFailureWhatShift & 3);
@@ -48,17 +52,55 @@ void check() {
 
 void check_gpu_options(const GateOptions& o, int num_ranks) {
     check_gate_options(o);
-    if (o.num_experts > kMaxGateExperts || num_ranks < 0 || (num_ranks > 0 && o.num_experts % num_ranks != 0)) {
+    if (!are_valid_on_gpu(o, num_ranks)) {
         throw std::invalid_argument("gate options out of bounds: num_experts " + std::to_string(o.num_experts) + ", at most " +
                                     std::to_string(kMaxGateExperts) + " on a GPU; num_ranks " + std::to_string(num_ranks));
     }
 }
 
+void launch_forward(const GpuGateParams& params, uintptr_t stream) {
+    check_gpu_options(params.gate.options, params.num_ranks);
+    launch_gate(params, as<void>(stream));
+}
+
+void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
+    check_gpu_options(params.gate.options, 0);
+    launch_gate_backward(params, as<void>(stream));
+}
+
+// What csrc/torch calls. `call` is made where kernels have found nothing; a report stays for the call from Python.
+template <class Call>
+bool guarded(const Call& call) noexcept {
+    try {
+        if (failure() != 0) return false;
+        call();
+        return true;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
+constexpr GateShim kShim{
+    [](GpuGateParams params, uintptr_t stream) noexcept {
+        return guarded([&] {
+            params.failure = failure_word();
+            launch_forward(params, stream);
+        });
+    },
+    [](const GpuGateBackwardParams& params, uintptr_t stream) noexcept { return guarded([&] { launch_backward(params, stream); }); },
+    [](uintptr_t stream) noexcept {
+        try {
+            return is_capturing(as_stream(stream));
+        } catch (const std::exception&) {  // CUDA does not say while another stream is captured
+            return true;
+        }
+    },
+};
+
 void forward(const GateOptions& options, uintptr_t logits, uintptr_t expert_bias, uintptr_t mask, uintptr_t topk_idx,
              uintptr_t topk_weights, uintptr_t counts, uintptr_t next_counts, uintptr_t probs, uintptr_t routing_map, int num_ranks,
              uintptr_t is_token_in_rank, uintptr_t shares, uintptr_t stream) {
     check();
-    check_gpu_options(options, num_ranks);
     const GateParams gate{options,
                           as<void>(logits),
                           as<float>(expert_bias),
@@ -67,18 +109,17 @@ void forward(const GateOptions& options, uintptr_t logits, uintptr_t expert_bias
                           as<float>(topk_weights),
                           as<int32_t>(counts),
                           as<float>(shares)};
-    launch_gate(
+    launch_forward(
         {gate, as<float>(probs), as<bool>(routing_map), num_ranks, as<bool>(is_token_in_rank), as<int32_t>(next_counts), failure_word()},
-        as<void>(stream));
+        stream);
 }
 
 void backward(const GateOptions& options, uintptr_t logits, uintptr_t topk_idx, uintptr_t grad_topk_weights, uintptr_t grad_probs,
               uintptr_t grad_shares, uintptr_t grad_logits, uintptr_t stream) {
     check();
-    check_gpu_options(options, 0);
     const GateBackwardParams gate{
         options, as<void>(logits), as<void>(topk_idx), as<float>(grad_topk_weights), as<float>(grad_shares), as<void>(grad_logits)};
-    launch_gate_backward({gate, as<float>(grad_probs)}, as<void>(stream));
+    launch_backward({gate, as<float>(grad_probs)}, stream);
 }
 
 void update_expert_bias(int num_layers, int num_experts, uintptr_t num_tokens_per_expert, bool is_int64, uintptr_t expert_bias,
@@ -127,6 +168,7 @@ void bind_gpu_gate(py::module_& m) {
     m.def("gpu_gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"),
           py::arg("grad_topk_weights"), py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("stream"));
     m.def("gpu_gate_check", &check);
+    m.def("gpu_gate_shim", [] { return py::capsule(&kShim, kGateShimName); });
     bind_top2(m);
     m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_layers"), py::arg("num_experts"),
           py::arg("num_tokens_per_expert"), py::arg("is_int64"), py::arg("expert_bias"), py::arg("update_rate"), py::arg("stream"));

@@ -1,12 +1,15 @@
 // Bindings of low-latency calls on GPUs.
-#include "bindings/bindings.h"
-#include "runtime/nvlink/low_latency.h"
+#include "bindings/low_latency.h"
+
+#include "runtime/nvlink/guarded.h"
 
 using namespace deepep_moe;
 
 void bind_gpu_low_latency(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
-    py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>>(m, "NvlinkLowLatency")
+    py::class_<NvlinkLowLatency, Unlocked<NvlinkLowLatency>> nvlink(m, "NvlinkLowLatency");
+    bind_low_latency_calls<NvlinkLowLatency, uintptr_t>(nvlink, py::arg("stream"));
+    nvlink
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
                          double timeout_s, bool mask_stalled) {
                  const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
@@ -21,11 +24,12 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
         .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })
         .def("connect", &NvlinkLowLatency::connect, py::arg("handles"))
-        .def("dispatch", &NvlinkLowLatency::dispatch, py::arg("params"), py::arg("sends"), py::arg("receives"), py::arg("stream"),
-             Released())
-        .def("combine", &NvlinkLowLatency::combine, py::arg("params"), py::arg("sends"), py::arg("receives"), py::arg("stream"), Released())
         .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("mask", &NvlinkLowLatency::mask, py::arg("rank"), py::arg("masked"), py::arg("stream"), Released())
         .def("rejoin", &NvlinkLowLatency::rejoin, py::arg("stream"), Released())
-        .def("check", &NvlinkLowLatency::check, Released());
+        .def("check", &NvlinkLowLatency::check, Released())
+        .def("shim", [](NvlinkLowLatency& self) { return std::make_unique<GuardedLowLatency>(self); }, py::keep_alive<0, 1>());
+    py::class_<GuardedLowLatency>(m, "NvlinkLowLatencyShim")
+        .def("capsule", [](GuardedLowLatency& self) { return py::capsule(static_cast<LowLatencyShim*>(&self), kLowLatencyShimName); })
+        .def("raise_failure", &GuardedLowLatency::raise_failure);
 }

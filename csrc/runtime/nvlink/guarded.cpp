@@ -5,17 +5,6 @@
 
 namespace deepep_moe {
 
-template <class Call>
-bool GuardedExchange::guarded(const Call& call) noexcept {
-    try {
-        call();
-        return true;
-    } catch (...) {
-        failure_ = std::current_exception();
-        return false;
-    }
-}
-
 int64_t GuardedExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, AllocateFunction allocate,
                                   void* context) noexcept {
     int64_t num_rows = -1;
@@ -35,7 +24,15 @@ bool GuardedExchange::combine(const GpuCombineCall& call, const CallMode& mode) 
     return guarded([&] { exchange_.combine(call, mode); });
 }
 
-void GuardedExchange::raise_failure() {
+bool GuardedLowLatency::dispatch(const LowLatencyDispatchParams& params, uintptr_t stream) noexcept {
+    return guarded([&] { calls_.dispatch(params, true, true, stream); });
+}
+
+bool GuardedLowLatency::combine(const LowLatencyCombineParams& params, uintptr_t stream) noexcept {
+    return guarded([&] { calls_.combine(params, true, true, stream); });
+}
+
+void Guarded::raise_failure() {
     if (const std::exception_ptr failure = std::exchange(failure_, nullptr)) std::rethrow_exception(failure);
 }
 

@@ -1,14 +1,36 @@
-// NvlinkExchange behind the shim: exceptions are kept, not thrown.
+// The exchange and low-latency calls behind their shims: exceptions are kept, not thrown.
 #pragma once
 
 #include <exception>
 
 #include "runtime/nvlink/exchange.h"
+#include "runtime/nvlink/low_latency.h"
 #include "runtime/nvlink/shim.h"
 
 namespace deepep_moe {
 
-class GuardedExchange final : public ExchangeShim {
+class Guarded {
+public:
+    void raise_failure();  // of the latest call, if it failed, once
+
+protected:
+    // False where `call` failed.
+    template <class Call>
+    bool guarded(const Call& call) noexcept {
+        try {
+            call();
+            return true;
+        } catch (...) {
+            failure_ = std::current_exception();
+            return false;
+        }
+    }
+
+private:
+    std::exception_ptr failure_;
+};
+
+class GuardedExchange final : public ExchangeShim, public Guarded {
 public:
     explicit GuardedExchange(NvlinkExchange& exchange) : exchange_(exchange) {}
     bool has_failed() noexcept override { return exchange_.has_failed(); }
@@ -18,14 +40,19 @@ public:
     bool dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) noexcept override;
     bool combine(const GpuCombineCall& call, const CallMode& mode) noexcept override;
 
-    void raise_failure();  // of the latest call, if it failed, once
+private:
+    NvlinkExchange& exchange_;
+};
+
+class GuardedLowLatency final : public LowLatencyShim, public Guarded {
+public:
+    explicit GuardedLowLatency(NvlinkLowLatency& calls) : calls_(calls) {}
+    bool is_ready() noexcept override { return !calls_.has_failed() && calls_.masks() == 0; }
+    bool dispatch(const LowLatencyDispatchParams& params, uintptr_t stream) noexcept override;
+    bool combine(const LowLatencyCombineParams& params, uintptr_t stream) noexcept override;
 
 private:
-    template <class Call>
-    bool guarded(const Call& call) noexcept;
-
-    NvlinkExchange& exchange_;
-    std::exception_ptr failure_;
+    NvlinkLowLatency& calls_;
 };
 
 }  // namespace deepep_moe

@@ -175,8 +175,10 @@ unsigned NvlinkLowLatency::masks() const { return static_cast<volatile unsigned&
 
 // ---- failures ----
 
+bool NvlinkLowLatency::has_failed() const { return deepep_moe::has_failed(host_->failure); }
+
 void NvlinkLowLatency::check() {
-    if (!has_failed(host_->failure)) return;
+    if (!has_failed()) return;
     const GpuFailure failure = forget_failure();
     num_to_catch_up_ = kMaxInFlight;
     raise(failure);

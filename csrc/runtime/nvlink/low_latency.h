@@ -34,8 +34,8 @@ public:
     void rejoin(uintptr_t stream);
     unsigned masks() const;  // bit r: rank r is left out, as far as the GPU has told
 
-    // Throws what a kernel of this rank has reported so far, once.
-    void check();
+    bool has_failed() const;  // by what kernels of this rank have reported so far
+    void check();             // throws that, once
 
 private:
     void allocate();

@@ -1,7 +1,9 @@
-// The exchange for a module that does not link it (csrc/torch): another compiler's run, so nothing is thrown across the border. What failed
+// GPU calls for a module that does not link them (csrc/torch): another compiler's run, so nothing is thrown across the border. What failed
 // is kept, and `raise_failure` of the Python object raises it.
 #pragma once
 
+#include "common/gate.h"
+#include "common/low_latency.h"
 #include "runtime/nvlink/call.h"
 
 namespace deepep_moe {
@@ -23,9 +25,30 @@ protected:
     ~ExchangeShim() = default;
 };
 
-// Of the capsule that holds an `ExchangeShim*`, with a number that counts changes of it; and a size by which modules of different sources
+class LowLatencyShim {
+public:
+    virtual bool is_ready() noexcept = 0;  // kernels have reported no failure, and no rank is masked
+    // Both halves; false where something failed.
+    virtual bool dispatch(const LowLatencyDispatchParams& params, uintptr_t stream) noexcept = 0;
+    virtual bool combine(const LowLatencyCombineParams& params, uintptr_t stream) noexcept = 0;
+
+protected:
+    ~LowLatencyShim() = default;
+};
+
+// The gate, which keeps no failure. False: the call was not made; the same call from Python makes it, or raises why not.
+struct GateShim {
+    bool (*forward)(GpuGateParams params, uintptr_t stream) noexcept;  // without `failure`
+    bool (*backward)(const GpuGateBackwardParams& params, uintptr_t stream) noexcept;
+    bool (*is_capturing)(uintptr_t stream) noexcept;
+};
+
+// Of the capsules that hold a pointer to a shim, with a number that counts changes of it; and a size by which modules of different sources
 // are told apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 3";
-constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode);
+constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 1";
+constexpr const char* kGateShimName = "deepep_moe.GateShim 1";
+constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
+                              sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams);
 
 }  // namespace deepep_moe

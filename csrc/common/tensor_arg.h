@@ -1,0 +1,41 @@
+// What native code reads of a tensor.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
+namespace deepep_moe {
+
+// What a call reads of a tensor, contiguous, or of None.
+struct TensorArg {
+    uintptr_t address = 0;  // 0 where there is nothing
+    bool is_there = false;
+    int num_dims = 0;
+    int64_t num_rows = 1, num_columns = 1, element_bytes = 0;  // [num_rows], or [..., num_columns] with rows of all dimensions before,
+    int64_t inner_rows = 1, num_leading = 1;                   // of which the last has these, and the others so many of it
+
+    template <class Pointer>
+    Pointer as() const {
+        return reinterpret_cast<Pointer>(address);
+    }
+    int64_t row_bytes() const { return num_columns * element_bytes; }
+
+    void set_shape(std::span<const int64_t> shape) {
+        is_there = true;
+        num_dims = static_cast<int>(shape.size());
+        const int last = std::max(0, num_dims - 2);  // of the dimensions of rows
+        if (num_dims > 1) num_columns = shape[num_dims - 1];
+        for (int i = 0; i < last; ++i) num_leading *= shape[i];
+        if (num_dims > 0) inner_rows = shape[last];
+        num_rows = num_leading * inner_rows;
+    }
+    bool is_empty() const { return num_rows == 0 || num_columns == 0; }
+};
+
+// A tensor [num_rows, num_columns] whose entries lie as its strides say, or None.
+struct MatrixArg : TensorArg {
+    int64_t row_stride = 0, column_stride = 0;
+};
+
+}  // namespace deepep_moe

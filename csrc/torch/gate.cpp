@@ -1,0 +1,331 @@
+#include "torch/gate.h"
+
+#include <torch/csrc/Dtype.h>
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <optional>
+#include <tuple>
+
+namespace deepep_moe {
+namespace {
+
+using torch::autograd::AutogradContext;
+
+struct Hooks {
+    const GateShim* shim = nullptr;
+    py::object current_stream, gradients;
+};
+Hooks& hooks() {
+    static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
+    return *made;
+}
+
+struct Declined {};  // thrown where Python is to make the call
+
+// ---- arguments ----
+
+constexpr const char* kScoreFunctions[] = {"sigmoid", "sqrtsoftplus", "softmax", "softmax_topk"};  // as ScoreFunction counts them
+
+int int_in(py::handle argument) {
+    int overflow = 0;
+    const long value = PyLong_CheckExact(argument.ptr()) ? PyLong_AsLongAndOverflow(argument.ptr(), &overflow) : -1;
+    if (overflow != 0 || value < 0 || value > std::numeric_limits<int>::max()) throw Declined{};
+    return static_cast<int>(value);
+}
+
+bool bool_in(py::handle argument) {
+    if (!PyBool_Check(argument.ptr())) throw Declined{};
+    return argument.ptr() == Py_True;
+}
+
+double finite_in(py::handle argument) {
+    const bool is_float = PyFloat_CheckExact(argument.ptr());
+    const double value = is_float ? PyFloat_AS_DOUBLE(argument.ptr()) : int_in(argument);
+    if (!std::isfinite(value)) throw Declined{};
+    return value;
+}
+
+ScoreFunction score_function_in(py::handle argument) {
+    if (PyUnicode_CheckExact(argument.ptr()))
+        for (int i = 0; i < static_cast<int>(std::size(kScoreFunctions)); ++i)
+            if (PyUnicode_CompareWithASCIIString(argument.ptr(), kScoreFunctions[i]) == 0) return static_cast<ScoreFunction>(i);
+    throw Declined{};
+}
+
+at::ScalarType index_type_in(py::handle argument) {
+    if (!THPDtype_Check(argument.ptr())) throw Declined{};
+    const at::ScalarType type = reinterpret_cast<THPDtype*>(argument.ptr())->scalar_type;
+    if (type != at::kLong && type != at::kInt) throw Declined{};
+    return type;
+}
+
+// As `deepep_moe.ops.gate` was given them.
+struct Arguments {
+    py::handle logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
+        mask, index_dtype;
+};
+
+struct Request {
+    Tensor logits, expert_bias, mask;
+    GateOptions options;
+    bool dense = false, shares = false;
+    int num_ranks = 0;
+};
+
+bool is_like(const Tensor& tensor, const Tensor& logits, at::ScalarType type, int64_t size) {
+    return !tensor.defined() ||
+           (is_on(logits.device(), tensor) && tensor.scalar_type() == type && tensor.dim() == 1 && tensor.size(0) == size);
+}
+
+Request request_of(const Arguments& a) {
+    if (hooks().shim == nullptr || is_watched() || !are_plain({a.logits, a.expert_bias, a.mask})) throw Declined{};
+    Request request{unpacked(a.logits), unpacked(a.expert_bias), unpacked(a.mask), {}};
+    const Tensor& logits = request.logits;
+    if (!logits.defined() || logits.dim() != 2 || !is_on(logits.device(), logits) || !can_be_summed(logits.scalar_type())) throw Declined{};
+    const int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
+    if (num_experts > kMaxGateExperts) throw Declined{};
+    if (!is_like(request.expert_bias, logits, at::kFloat, num_experts) || !is_like(request.mask, logits, at::kBool, num_tokens))
+        throw Declined{};
+    request.options = {num_tokens,
+                       static_cast<int>(num_experts),
+                       int_in(a.num_topk),
+                       int_in(a.num_groups),
+                       int_in(a.topk_groups),
+                       int_in(a.group_score_topk),
+                       score_function_in(a.score_function),
+                       bool_in(a.normalize),
+                       finite_in(a.routed_scaling_factor),
+                       dtype_of(logits.scalar_type()),
+                       index_type_in(a.index_dtype) == at::kLong,
+                       1};
+    return request;
+}
+
+// ---- launches ----
+
+// Of the device's current stream. The GIL is held.
+uintptr_t current_stream(const at::Device& device) {
+    return device.is_cuda() ? hooks().current_stream(device.index()).cast<uintptr_t>() : 0;
+}
+
+template <class Type>
+Type* data_of(const Tensor& tensor) {
+    return tensor.defined() && tensor.numel() > 0 ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
+}
+
+// Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
+class Counts {
+public:
+    // Zeros for this launch. A CUDA graph brings its own, zeroed at every replay.
+    Counts(const Tensor& logits, int64_t size, uintptr_t stream)
+        : key_(logits.device().index(), stream, size, c10::InferenceMode::is_enabled()) {
+        const at::TensorOptions options = logits.options().dtype(at::kInt);
+        const bool brings_its_own = logits.size(0) == 0 || hooks().shim->is_capturing(stream);
+        if (const auto found = brings_its_own ? zeroed().end() : zeroed().find(key_); found != zeroed().end()) {
+            now = std::move(found->second);
+            zeroed().erase(found);
+        } else {
+            now = at::zeros({size}, options);
+        }
+        if (!brings_its_own) next = at::empty({size}, options);
+    }
+    void keep() {  // the launch was made
+        if (next.defined()) zeroed()[key_] = next;
+    }
+
+    Tensor now, next;
+
+private:
+    using Key = std::tuple<int, uintptr_t, int64_t, bool>;  // device, stream, size, and whether in inference mode
+    static std::map<Key, Tensor>& zeroed() {
+        static auto* const made = new std::map<Key, Tensor>;
+        return *made;
+    }
+    const Key key_;
+};
+
+struct Outputs {
+    Tensor topk_idx, topk_weights, counts, probs, routing_map, in_rank, shares;
+};
+
+Outputs launch_forward(const Request& request) {
+    const c10::OptionalDeviceGuard guard(request.logits.device());
+    const GateOptions& o = request.options;
+    const Tensor logits = request.logits.contiguous();
+    const auto contiguous = [](const Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; };
+    const Tensor expert_bias = contiguous(request.expert_bias), mask = contiguous(request.mask);
+    const auto empty = [&](int64_t num_columns, at::ScalarType type) {
+        return at::empty({o.num_tokens, num_columns}, at::TensorOptions(logits.device()).dtype(type));
+    };
+    const uintptr_t stream = current_stream(logits.device());
+    Counts counts(logits, o.num_experts + request.num_ranks, stream);
+    Outputs made{empty(o.num_topk, o.index64 ? at::kLong : at::kInt), empty(o.num_topk, at::kFloat), counts.now, {}, {}, {}, {}};
+    if (request.dense) made.probs = empty(o.num_experts, at::kFloat), made.routing_map = empty(o.num_experts, at::kBool);
+    if (request.num_ranks > 0) made.in_rank = empty(request.num_ranks, at::kBool);
+    if (request.shares) made.shares = empty(o.num_experts, at::kFloat);
+    const GateParams gate{o,
+                          data_of<void>(logits),
+                          data_of<float>(expert_bias),
+                          data_of<bool>(mask),
+                          data_of<void>(made.topk_idx),
+                          data_of<float>(made.topk_weights),
+                          data_of<int32_t>(made.counts),
+                          data_of<float>(made.shares)};
+    const GpuGateParams params{gate,
+                               data_of<float>(made.probs),
+                               data_of<bool>(made.routing_map),
+                               request.num_ranks,
+                               data_of<bool>(made.in_rank),
+                               data_of<int32_t>(counts.next),
+                               nullptr};
+    if (!hooks().shim->forward(params, stream)) throw Declined{};
+    counts.keep();
+    return made;
+}
+
+struct Gradients {
+    Tensor weights, probs, shares;  // undefined where there is none
+};
+
+// Undefined where Python is to compute it.
+Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const Tensor& topk_idx, GateOptions options, uintptr_t stream) {
+    for (const Tensor* grad : {&grads.weights, &grads.probs, &grads.shares})
+        if (grad->defined() && (!is_on(given_logits.device(), *grad) || grad->scalar_type() != at::kFloat)) return {};
+    const c10::OptionalDeviceGuard guard(given_logits.device());
+    const auto contiguous = [](const Tensor& grad) { return grad.defined() ? grad.contiguous() : grad; };
+    const Tensor weights = contiguous(grads.weights), probs = contiguous(grads.probs), shares = contiguous(grads.shares);
+    const Tensor logits = given_logits.contiguous(), chosen = topk_idx.contiguous(), grad_logits = at::empty_like(logits);
+    const GateBackwardParams gate{
+        options, data_of<void>(logits), data_of<void>(chosen), data_of<float>(weights), data_of<float>(shares), data_of<void>(grad_logits)};
+    return hooks().shim->backward({gate, data_of<float>(probs)}, stream) ? grad_logits : Tensor();
+}
+
+// ---- the function ----
+
+struct GateFunction : torch::autograd::Function<GateFunction> {
+    // Outputs: topk_weights, probs and shares as far as they are wanted, then what has no gradient.
+    static variable_list forward(AutogradContext* ctx, const Tensor& logits, const std::optional<Tensor>&, const std::optional<Tensor>&,
+                                 const Request* request, Outputs* made) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        *made = launch_forward(*request);
+        ctx->set_materialize_grads(false);
+        ctx->save_for_backward({logits, made->topk_idx});
+        const GateOptions& o = request->options;
+        ctx->saved_data["kept"] = std::vector<double>{static_cast<double>(o.score_function), double(o.normalize), o.routed_scaling_factor,
+                                                      double(made->probs.defined()), double(made->shares.defined())};
+        return all_of(*made);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        const std::vector<double> kept = ctx->saved_data["kept"].toDoubleVector();
+        const bool has_probs = kept[3] != 0, has_shares = kept[4] != 0;
+        const Gradients given{grads[0], has_probs ? grads[1] : Tensor(), has_shares ? grads[1 + has_probs] : Tensor()};
+        variable_list made(5);  // of all arguments of the forward
+        if (given.weights.defined() || given.probs.defined() || given.shares.defined())
+            made[0] = gradient(given, ctx->get_saved_variables(), kept);
+        return made;
+    }
+
+    static variable_list all_of(const Outputs& made) {
+        variable_list list{made.topk_weights};
+        for (const Tensor* tensor : {&made.probs, &made.shares, &made.topk_idx, &made.counts, &made.routing_map, &made.in_rank})
+            if (tensor->defined()) list.push_back(*tensor);
+        return list;
+    }
+
+    static void replace(Outputs& made, const variable_list& by) {
+        size_t i = 0;
+        made.topk_weights = by[i++];
+        for (Tensor* tensor : {&made.probs, &made.shares, &made.topk_idx, &made.counts, &made.routing_map, &made.in_rank})
+            if (tensor->defined()) *tensor = by[i++];
+    }
+
+private:
+    static Tensor gradient(const Gradients& grads, const variable_list& saved, const std::vector<double>& kept) {
+        const Tensor &logits = saved[0], &topk_idx = saved[1];
+        const auto score_function = static_cast<ScoreFunction>(kept[0]);
+        const bool normalize = kept[1] != 0;
+        Tensor made;
+        with_errors([&] {
+            if (!at::GradMode::is_enabled() && !is_watched()) {
+                const at::AutoDispatchBelowADInplaceOrView below;
+                const GateOptions options{logits.size(0),
+                                          static_cast<int>(logits.size(1)),
+                                          static_cast<int>(topk_idx.size(1)),
+                                          1,
+                                          1,
+                                          1,
+                                          score_function,
+                                          normalize,
+                                          kept[2],
+                                          dtype_of(logits.scalar_type()),
+                                          topk_idx.scalar_type() == at::kLong,
+                                          1};
+                made = launch_backward(grads, logits, topk_idx, options, current_stream(logits.device()));
+            }
+            if (!made.defined())
+                made = hooks()
+                           .gradients(packed(grads.weights), packed(grads.probs), packed(grads.shares), logits, topk_idx,
+                                      kScoreFunctions[static_cast<int>(score_function)], normalize, kept[2])
+                           .cast<Tensor>();
+            return variable_list{};
+        });
+        return made;
+    }
+};
+
+Outputs made_of(const Request& request) {
+    if (!needs_gradients({&request.logits, &request.expert_bias, &request.mask})) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return launch_forward(request);
+    }
+    Outputs made;
+    GateFunction::replace(
+        made, GateFunction::apply(request.logits, optional_of(request.expert_bias), optional_of(request.mask), &request, &made));
+    return made;
+}
+
+}  // namespace
+
+void set_gate_hooks(const py::capsule& shim, py::object current_stream, py::object gradients) {
+    hooks() = {shim_in<const GateShim>(shim, kGateShimName), std::move(current_stream), std::move(gradients)};
+}
+
+py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
+                py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
+                py::handle index_dtype) {
+    try {
+        const Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias,
+                                            normalize, routed_scaling_factor, mask, index_dtype});
+        if (!are_valid_on_gpu(request.options, 0)) return py::none();
+        const Outputs made = made_of(request);
+        return py::make_tuple(made.topk_idx, made.topk_weights, made.counts);
+    } catch (const Declined&) {
+        return py::none();
+    }
+}
+
+py::object gate_full(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
+                     py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor,
+                     py::handle mask, py::handle index_dtype, py::handle dense, py::handle num_ranks, py::handle shares) {
+    try {
+        Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize,
+                                      routed_scaling_factor, mask, index_dtype});
+        request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
+        if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
+        const Outputs made = made_of(request);
+        Tensor per_expert = made.counts, per_rank;
+        if (request.num_ranks > 0) {
+            per_expert = made.counts.narrow(0, 0, request.options.num_experts);
+            per_rank = made.counts.narrow(0, request.options.num_experts, request.num_ranks);
+        }
+        return py::make_tuple(made.topk_idx, made.topk_weights, per_expert, packed(made.probs), packed(made.routing_map), packed(per_rank),
+                              packed(made.in_rank), packed(made.shares));
+    } catch (const Declined&) {
+        return py::none();
+    }
+}
+
+}  // namespace deepep_moe

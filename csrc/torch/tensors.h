@@ -1,0 +1,118 @@
+// PyTorch's tensors as native calls take them, and when a call is plain.
+#pragma once
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <string_view>
+
+#include "common/tensor_arg.h"
+#include "common/types.h"
+
+namespace deepep_moe {
+
+using at::Tensor;
+using torch::autograd::variable_list;
+
+// ---- of Python ----
+
+// Tensors of PyTorch's own class, or None.
+inline bool are_plain(std::initializer_list<py::handle> tensors) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [](py::handle tensor) { return tensor.is_none() || THPVariable_CheckExact(tensor.ptr()); });
+}
+
+inline Tensor unpacked(py::handle tensor) { return tensor.is_none() ? Tensor() : THPVariable_Unpack(tensor.ptr()); }
+inline py::object packed(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
+
+[[noreturn]] inline void raise_python() {  // the error that Python has
+    python_error error;
+    error.persist();
+    throw error;
+}
+
+// What the shim keeps is raised by the method `raise_failure` of the Python object that owns it.
+[[noreturn]] inline void raise_failure_of(const py::object& shim) {
+    const py::object method = py::reinterpret_steal<py::object>(PyObject_GetAttrString(shim.ptr(), "raise_failure"));
+    if (method) py::reinterpret_steal<py::object>(PyObject_CallNoArgs(method.ptr()));
+    raise_python();
+}
+
+// What the capsule of that name holds.
+template <class Shim>
+Shim* shim_in(const py::capsule& capsule, const char* name) {
+    if (std::string_view(capsule.name()) != name)
+        throw py::type_error("deepep_moe._C and deepep_moe._torch are of different builds; install deepep_moe again");
+    return capsule.get_pointer<Shim>();
+}
+
+// ---- of autograd ----
+
+// Are operations watched or transformed, and not what they seem?
+inline bool is_watched() {
+    const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+    const bool is_transformed =
+        included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+    return is_transformed || c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+inline bool needs_gradients(std::initializer_list<const Tensor*> tensors) {
+    return at::GradMode::is_enabled() &&
+           std::any_of(tensors.begin(), tensors.end(), [](const Tensor* t) { return t->defined() && t->requires_grad(); });
+}
+
+inline std::optional<Tensor> optional_of(const Tensor& tensor) { return tensor.defined() ? std::optional(tensor) : std::nullopt; }
+
+// What `gradients()` returns. Python's errors leave as the engine takes them from its threads.
+template <class Gradients>
+variable_list with_errors(const Gradients& gradients) {
+    const py::gil_scoped_acquire gil;
+    try {
+        return gradients();
+    } catch (py::error_already_set& error) {
+        error.restore();
+        raise_python();
+    }
+}
+
+// What Python returns: a sequence of tensors and None.
+inline variable_list tensors_of(const py::object& made) {
+    variable_list list;
+    for (const py::handle item : made) list.push_back(item.is_none() ? Tensor() : item.cast<Tensor>());
+    return list;
+}
+
+// ---- memory ----
+
+// Does the tensor have memory on this device, which a kernel can be given?
+inline bool is_on(const at::Device& device, const Tensor& tensor) {
+    return tensor.defined() && tensor.device() == device && tensor.layout() == at::kStrided &&
+           !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+inline TensorArg arg_of(const Tensor& tensor) {
+    TensorArg arg;
+    if (!tensor.defined()) return arg;
+    arg.set_shape({tensor.sizes().data(), tensor.sizes().size()});
+    arg.element_bytes = static_cast<int64_t>(tensor.element_size());
+    if (!arg.is_empty()) arg.address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    return arg;
+}
+
+inline bool is_aligned(const Tensor& tensor) { return arg_of(tensor).address % kRowAlignment == 0; }
+
+inline bool can_be_summed(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf; }
+
+inline DType dtype_of(at::ScalarType type) {
+    switch (type) {
+        case at::kFloat: return DType::kFloat32;
+        case at::kBFloat16: return DType::kBFloat16;
+        case at::kHalf: return DType::kFloat16;
+        default: return DType::kFloat8;
+    }
+}
+
+}  // namespace deepep_moe
