@@ -48,17 +48,17 @@ constexpr int kPiecesForLink = 128;    // of a row that a warp sums at a time: s
 constexpr int kPiecesForMemory = 256;  // large ones read faster, which counts where half the rows stay on the GPU
 
 // Waits.
-constexpr unsigned kPauseNs = 100;            // between two looks at a flag: what is on its way needs the memory too
+constexpr unsigned kPauseNs = 100;  // between two looks at a flag: what is on its way needs the memory too
 constexpr unsigned kLowLatencyPauseNs = 0;
-constexpr int kLowLatencyLooks = 64;          // at a flag, between two at the clock
+constexpr int kLowLatencyLooks = 64;                           // at a flag, between two at the clock
 constexpr unsigned long long kNsBetweenHostLooks = 1'000'000;  // for processes that have ended
 
 // Low latency.
-constexpr int kLowLatencyThreads = 512;        // of a block of dispatch and of combine
+constexpr int kLowLatencyThreads = 512;  // of a block of dispatch and of combine
 constexpr int kLowLatencyControlThreads = 256;
-constexpr int kLowLatencyBatch = 2;            // pieces of 16 bytes that a lane of combine sums at a time
-constexpr int kRowsOnTheirWay = 7;             // of a token, to the block that sums them
-constexpr int kRanksAtOnce = 2;                // whose parts are on their way to the thread that adds them
+constexpr int kLowLatencyBatch = 2;  // pieces of 16 bytes that a lane of combine sums at a time
+constexpr int kRowsOnTheirWay = 7;   // of a token, to the block that sums them
+constexpr int kRanksAtOnce = 2;      // whose parts are on their way to the thread that adds them
 
 }  // namespace tuning
 }  // namespace deepep_moe

@@ -93,7 +93,7 @@ class Buffer(Sizes):
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory for the exchange that this rank owns, bytes; docs/design has the formula."""
+        """Memory for the exchange that this rank owns, bytes; docs/design/shm.md and nvlink.md have the formulas."""
         return self.calls.backend.workspace_bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Buffer":

@@ -110,7 +110,7 @@ class LowLatencyBuffer(Sizes):
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory for the exchange that this rank owns, bytes; docs/design.md has the formula."""
+        """Memory for the exchange that this rank owns, bytes; docs/design/low_latency.md has the formula."""
         return self._alive().workspace_bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LowLatencyBuffer":

@@ -220,7 +220,7 @@ def test_peer_that_stops_in_the_middle():
 
 
 def test_workspace_formula():
-    """docs/design.md: header, two entries with their counts, and a ring per source and channel."""
+    """docs/design/shm.md: header, two entries with their counts, and a ring per source and channel."""
     from deepep_moe import _C
 
     for num_ranks, num_channels, hidden in [(1, 1, 8), (2, 1, 2048), (8, 2, 7168), (64, 4, 7168)]:

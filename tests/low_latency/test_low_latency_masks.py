@@ -293,7 +293,7 @@ def layout(case):
 
 
 def test_workspace_formula():
-    """docs/design.md has it."""
+    """docs/design/low_latency.md has it."""
     for case in (Case([1], hidden=24, num_experts=1, num_topk=1), Case([1], hidden=7168, num_experts=256, num_topk=8, max_tokens=128)):
         assert make_buffer(case, "shm", 0).workspace_bytes == layout(case)[-1]
 

@@ -150,7 +150,7 @@ def test_readme_commands_exist():
         assert text.startswith("usage: ") and module.split()[-1].removeprefix("deepep_moe.") in text, f"{module}: {text}"
 
 
-MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 
 
 @pytest.mark.parametrize("file", sorted(MARKDOWN), ids=lambda file: str(file.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""The rooms of the project and which way their arrows point; docs/design.md has the picture."""
+"""The rooms of the project and which way their arrows point; docs/design has the picture."""
 
 import ast
 import re

@@ -1,0 +1,100 @@
+// What an exchange owns: the workspace that peers write to, scratch of this rank, pinned words, streams.
+#include <unistd.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "cuda/launch.h"
+#include "runtime/nvlink/device.h"
+#include "runtime/nvlink/exchange.h"
+
+namespace deepep_moe {
+
+NvlinkExchange::NvlinkExchange(const GpuWorkspaceConfig& config, int rank, int device, double timeout_s)
+    : config_(config),
+      layout_(config),
+      rank_(rank),
+      device_(device),
+      owner_pid_(getpid()),
+      timeout_s_(timeout_s),
+      memory_(config.num_ranks, rank, device),
+      failures_(memory_, rank, config.num_experts, timeout_s) {
+    try {
+        allocate();
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+void NvlinkExchange::allocate() {
+    const DeviceGuard guard(device_);
+    num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
+    shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
+    has_early_launch_ = tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
+    if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
+        throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " +
+                                    std::to_string(kRefused - 1));
+    const int64_t plan_bytes = plan_shared_bytes(config_);
+    if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
+        throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +
+                                 " bytes of shared memory for their counts, this GPU has " + std::to_string(shared_bytes_) + " a block");
+    if (const int blocks = plan_blocks_per_multiprocessor(config_) * num_multiprocessors_; blocks < tuning::kMaxSegments)
+        throw std::runtime_error("this GPU holds " + std::to_string(blocks) + " blocks of a plan with " +
+                                 std::to_string(config_.num_experts) + " experts at once, and " + std::to_string(tuning::kMaxSegments) +
+                                 " must be");
+    memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
+    void* host = nullptr;
+    const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config_.num_experts / config_.num_ranks);
+    check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    host_ = new (host) HostSlots{};
+    expert_counts_ = reinterpret_cast<int*>(host_ + 1);
+    allocate_scratch();
+    last_.create();
+    streams_.create();
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+void NvlinkExchange::allocate_scratch() {
+    const int64_t n = config_.num_max_tokens;
+    GpuRouting& r = scratch_routing_;
+    const auto words = [](auto** pointer, int64_t count) {
+        return std::pair(reinterpret_cast<void**>(pointer), count * static_cast<int64_t>(sizeof(**pointer) / 4));
+    };
+    const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
+                                                 words(&r.reduced, config_.num_ranks * layout_.num_reduced),
+                                                 words(&r.segment_counts, tuning::kMaxSegments * layout_.columns),
+                                                 words(&r.warp_counts, tuning::kMaxSegments * kPlanWarps * layout_.columns),
+                                                 words(&r.index_in_warp, n * config_.num_topk),
+                                                 words(&r.expert_row_base, config_.num_experts),
+                                                 words(&r.send_slot, n * config_.num_ranks),
+                                                 words(&r.send_token, n * config_.num_ranks),
+                                                 words(&r.send_counts, config_.num_ranks)};
+    int64_t total = 0;
+    for (const auto& [pointer, count] : arrays) total += divide_up(count, 32) * 128;
+    void* scratch = nullptr;
+    check_cuda(cudaMalloc(&scratch, total), "cannot allocate the scratch");
+    scratch_ = static_cast<std::byte*>(scratch);
+    check_cuda(cudaMemset(scratch, 0, total), "cudaMemset");
+    std::byte* next = scratch_;
+    for (const auto& [pointer, count] : arrays) {
+        *pointer = next;
+        next += divide_up(count, 32) * 128;
+    }
+}
+
+NvlinkExchange::~NvlinkExchange() {
+    if (getpid() != owner_pid_) return;  // a forked child has no CUDA
+    const DeviceGuard guard(device_, std::nothrow);
+    cudaDeviceSynchronize();
+    release();
+}
+
+void NvlinkExchange::release() {
+    last_.destroy();
+    streams_.destroy();
+    cudaFree(scratch_);
+    cudaFreeHost(host_);
+}
+
+}  // namespace deepep_moe
