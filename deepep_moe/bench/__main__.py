@@ -5,6 +5,7 @@ link         dispatch and combine on GPUs
 low-latency  dispatch and combine of small batches
 overlap      dispatch and combine beside GEMMs
 gate         the gate
+host         the time of the host in calls on a GPU
 megatron     a layer of Megatron-Core
 deepspeed    a layer of DeepSpeed
 
@@ -18,13 +19,14 @@ from deepep_moe.bench.common.records import add_json
 from deepep_moe.bench.exchange import cpu as exchange
 from deepep_moe.bench.exchange import nvlink as link
 from deepep_moe.bench.gate import command as gate
+from deepep_moe.bench.host import command as host
 from deepep_moe.bench.layers import deepspeed, megatron
 from deepep_moe.bench.low_latency import command as low_latency
 from deepep_moe.bench.overlap import command as overlap
 
 COMMANDS = {
-    "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "megatron": megatron,
-    "deepspeed": deepspeed,
+    "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "host": host,
+    "megatron": megatron, "deepspeed": deepspeed,
 }  # fmt: skip
 
 
