@@ -13,9 +13,9 @@ from autoep_cases import Case, autoep_layers, build_engine, counted, ds_config, 
 from deepspeed_cases import assert_equal, engine_ready, logged
 
 from deepep_moe.errors import EPPeerError
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing.launch import run_ranks
 

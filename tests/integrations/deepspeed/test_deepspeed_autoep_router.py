@@ -14,8 +14,8 @@ from deepep_moe.testing.launch import run_ranks
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
 from deepep_moe.integrations.common.warn_once import warn_once
-from deepep_moe.integrations.deepspeed import autoep_bias
-from deepep_moe.integrations.deepspeed.autoep_router import GatedRouter, restore_router, swap_router
+from deepep_moe.integrations.deepspeed.autoep import bias as autoep_bias
+from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, restore_router, swap_router
 
 # ---- routers ----
 

@@ -17,8 +17,8 @@ from deepspeed_cases import (
 )
 from torch import nn
 
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")

@@ -18,12 +18,12 @@ from torch import nn
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.common import elastic_buffer
+from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
-from deepep_moe.integrations.deepspeed.buffers import all_buffers
 from deepep_moe.testing.launch import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
-from deepep_moe.integrations.deepspeed.routing import route
+from deepep_moe.integrations.deepspeed.native.routing import route
 
 # ---- other numbers of tokens on every rank ----
 
