@@ -165,8 +165,8 @@ def stalls(rank, num_ranks, backend, moment):
     buffer = make_buffer(backend, timeout_s=DEADLINE_S, num_experts=6)
     out = buffer.dispatch(X, EVERYWHERE)
     if rank == 2 and moment == "between the halves":
-        move = buffer._run
-        buffer._run = lambda *args: (wait_for("rank 0 knows", "rank 1 knows"), move(*args))
+        move = buffer.calls._move
+        buffer.calls._move = lambda *args: (wait_for("rank 0 knows", "rank 1 knows"), move(*args))
     elif rank == 2:
         wait_for("rank 0 knows", "rank 1 knows")
     if rank == 2:

@@ -76,15 +76,15 @@ def test_autograd_functions_of_another_build(monkeypatch):
         assert (module is None) is bool(reason)
         return reason
 
-    size = getattr(deepep_moe._C, "GPU_CALLS_BYTES", 0)
-    assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=size) == ""
+    size = getattr(deepep_moe._C, "SHIM_BYTES", 0)
+    assert why_not(TORCH_VERSION=torch.__version__, SHIM_BYTES=size) == ""
     assert (
         why_not()
         == "not built; to install deepep_moe again, by pip or with --no-build-isolation, builds it for the PyTorch that is there, "
         "2.7 or newer, on a machine with nvcc"
     )
-    assert why_not(TORCH_VERSION="1.0", GPU_CALLS_BYTES=size).startswith(f"built for torch 1.0, this is {torch.__version__}; to install")
-    assert why_not(TORCH_VERSION=torch.__version__, GPU_CALLS_BYTES=1).startswith("of another build than deepep_moe._C; to install")
+    assert why_not(TORCH_VERSION="1.0", SHIM_BYTES=size).startswith(f"built for torch 1.0, this is {torch.__version__}; to install")
+    assert why_not(TORCH_VERSION=torch.__version__, SHIM_BYTES=1).startswith("of another build than deepep_moe._C; to install")
 
 
 # ---- README ----
