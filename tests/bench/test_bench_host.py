@@ -1,0 +1,40 @@
+"""The benchmark of the host's time: what it counts, its records, and what it says without a GPU."""
+
+import argparse
+
+import pytest
+import torch
+from bench_cases import RECORD_FIELDS
+
+from deepep_moe.bench.host import command, measure
+
+OPS = [
+    "host layer forward", "host layer forward alone", "host layer backward", "host layer backward alone", "host dispatch",
+    "host dispatch cached", "host combine", "host gate", "host gate dense", "host low-latency",
+]  # fmt: skip
+
+
+def test_time_is_that_of_one_call(monkeypatch):
+    """A chain's time by its length; what comes before it, the wait for the device and the first three chains are not counted."""
+    clock, told = iter(range(0, 10**6, 64)), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("idle"))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock) / 1e6)
+    times = measure.chain_us(lambda given: told.append(given), repeats=2, before=lambda: "made", length=16)
+    assert times == pytest.approx([4.0, 4.0])
+    assert told == ["idle", "made", "idle"] * 5
+
+
+def test_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(SystemExit, match="the host's time is that of calls on a GPU, which PyTorch does not see here"):
+        command.main(parser.parse_args([]))
+
+
+@pytest.mark.gpu
+def test_records():
+    records = command.run(measure.Shape(8, 128, 8, 2), repeats=2)
+    assert [r["op"] for r in records if r["rival"] == command.SMALLEST] == OPS
+    for record in records:
+        assert set(record) >= RECORD_FIELDS and record["us_p10"] <= record["us_median"] <= record["us_p90"] and record["rival_us"] > 0
