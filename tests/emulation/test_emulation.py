@@ -1,5 +1,7 @@
 """The GPU tests of the nvlink backend, on a device that a processor plays (tests/emulation): what its kernels do, not how fast."""
 
+import re
+
 import emulated_gpu
 import pytest
 
@@ -8,6 +10,12 @@ pytestmark = pytest.mark.timeout(3600)  # the first one builds the device
 
 def check(*arguments: str, with_torch: bool = True) -> None:
     result = emulated_gpu.run(*arguments, "-k", f"not ({emulated_gpu.NEEDS_A_GPU})", with_torch=with_torch)
+    failed = re.findall(r"^FAILED (\S+)", result.stdout, flags=re.MULTILINE)
+    if emulated_gpu.STUCK in result.stdout and failed:
+        # Threads of a block that read a word one after the other may see a peer's write between them, and take different branches. A GPU
+        # loads the word once for a warp. These tests have their second chance; each other failure stands.
+        print(result.stdout[-20000:])
+        result = emulated_gpu.run(*failed, with_torch=with_torch)
     assert result.returncode == 0, result.stdout[-20000:]
     assert " passed" in result.stdout and " skipped" not in result.stdout, result.stdout
 
