@@ -1,6 +1,10 @@
-// Combine on one NVLink host. Working blocks sum the rows of each peer's tokens on this rank into the outbox, sending blocks push the
-// sums to the tokens' sources chunk by chunk, and the working blocks then add up each own token: in rank order, the sums that arrive
-// and that of the rows on this rank.
+// Combine on one NVLink host. The second kernel of the call; it may start while the plan runs.
+//
+//   send blocks   push sums from the outbox to the tokens' sources, chunk by chunk, a flag a chunk; wait for the tiles that work blocks sum
+//   work blocks   1. sum the rows of each peer's tokens on this rank into the outbox, in ascending lane of top-k, rounded once
+//                 2. add up each own token, in rank order: sums that arrive (they wait for their chunk's flag), and rows on this rank
+//
+// Rows of the rank layout without weights need no first step: they are sent from where they lie (`direct`).
 #include "cuda/device/launch.cuh"
 #include "cuda/device/push.cuh"
 #include "cuda/launch.h"

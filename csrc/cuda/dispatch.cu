@@ -1,5 +1,11 @@
-// Dispatch on one NVLink host. Sending blocks push whole rows into slots in the peers' memory, chunk by chunk, a flag a chunk;
-// receiving blocks expand each chunk into its final rows while later ones still fly. Rows that stay on the rank go straight from x.
+// Dispatch on one NVLink host. The second kernel of the call; it may start while the plan runs.
+//
+//   lane blocks      tell the peers the target row and the weight of each (token, expert); wait for the plan's counts
+//   send blocks      push whole rows into slots in the peers' memory, chunk by chunk, a flag a chunk; wait for `placed` and `met`
+//   receive blocks   expand each chunk into its final rows while later ones fly; wait for the plan, then for a chunk's flag and its lanes
+//
+// Warps of a send block: each has a ring of rows in shared memory, and the last one only sets the flags of those whose rows have landed.
+// Rows that stay on the rank go straight from x. In two halves the launch has the first two roles, or the third.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/push.cuh"
 #include "cuda/launch.h"

@@ -1,6 +1,11 @@
-// Low-latency combine in one kernel, or in two halves. Sending: a block sums the rows of a token's experts on this rank and pushes the sum,
-// arranged in lines in shared memory. Receiving: a block waits for a part of a token's sums and adds them. Rows that are summed come
-// through shared memory too, as registers could not hold all that must be on its way at once.
+// Low-latency combine: one kernel for the whole call, or two for its halves. No plan, no host.
+//
+//   sending      a block a token: sums the rows of the token's experts on this rank and pushes the sum, in lines that bring their flags.
+//                Its last warp sums nothing: it looks for the rows of the next token
+//   receiving    a warp waits until all ranks are in the call; then each thread waits for a part of the sums of a token and adds them, in
+//                rank order
+//
+// Rows on their way to a sum lie in shared memory, as registers could not hold all that must fly at once.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"

@@ -1,4 +1,5 @@
-// What a rank does between low-latency calls: leaves ranks out, takes them back, comes back itself, refuses.
+// What a rank does between low-latency calls: leaves ranks out, takes them back, comes back itself, refuses a call. One block; it waits for
+// peers to come back, and to catch up on a call that it has not received.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
 #include "cuda/launch.h"

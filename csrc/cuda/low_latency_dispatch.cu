@@ -1,7 +1,12 @@
-// Low-latency dispatch in one kernel, or in two halves. Sending: a block for each destination tells it how many tokens its experts get, the
-// others push rows, a token at a time, each with its place among this rank's tokens of the same expert, quantized on the way and arranged
-// in lines in shared memory. Receiving: a warp waits for a token's head, and for how many rows of its experts come before, then half of the
-// block copies the row there. What all warps of a block would work out is left to one: instructions are what there is least of.
+// Low-latency dispatch: one kernel for the whole call, or two for its halves. No plan, no host.
+//
+//   sending      a block for each destination enters the call there and stores how many tokens its experts get;
+//                the other blocks push rows, a token at a time: head (place among this rank's tokens of each expert, weight) and row,
+//                quantized on the way, in lines of 128 bytes that bring their flags
+//   receiving    every block, a warp a token: waits for all ranks' counts, then for the token's head, and places its rows;
+//                then half of the block copies each row, waiting for its lines
+//
+// One warp computes what all warps of a block need, because the kernel is bound by instruction issue.
 #include <algorithm>
 
 #include "cuda/device/fp8.cuh"

@@ -1,6 +1,12 @@
-// Where this rank's tokens go, in one launch: each block counts a segment of the tokens, the last one done adds them up, all blocks give
-// every token its slots, and that last one exchanges the sums with all ranks. Positions come from ballots and prefix sums: the same in
-// every run.
+// Plan: where this rank's tokens go. The first kernel of every call.
+//
+//   blocks          num_segments (64 at most) of kPlanThreads; all are on the GPU at once, as they wait for each other
+//   block 0         enters the call: stores `entered` at every rank
+//   every block     counts one segment of the tokens, by ballots and prefix sums: the same in every run, no atomics on order
+//   last to count   sums the segments; stores `sequence`, counts at every rank; waits for the peers' `entered` and counts; tells the host
+//   other blocks    wait for `sequence`, then place their tokens: a slot for each destination; the last to place stores `placed`
+//
+// Along a handle the counts are known, and nobody exchanges them.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"

@@ -1,4 +1,4 @@
-// Rows of fp32, bf16 or fp16 to fp8.
+// Rows of fp32, bf16 or fp16 to fp8 (e4m3), with a scale for each kScaleBlock columns: a group of threads a block of columns.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"

@@ -1,5 +1,5 @@
-// Sums of weighed rows, y = sum over lanes of weight * x, and their gradients. Products and sums are rounded to fp32, rows once to their
-// dtype.
+// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients: a warp a token. Products and sums are rounded to fp32, rows
+// once to their dtype.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"
