@@ -277,7 +277,7 @@ struct Kernel {
 #pragma unroll
         for (int n = 0; n < kRanksAtOnce; ++n) {
             if (rank[n] >= 0 && (here >> n & 1) != 0) add(sum, parts.values[n], i);
-            if (!is_done && (here >> n & 1) == 0 && lane == 0) lose(c, rank[n], GpuPhase::kCombineRows, call, 0);
+            if (!is_done && (here >> n & 1) == 0 && lane == 0) mask_or_report(c, rank[n], GpuPhase::kCombineRows, call, 0);
         }
     }
 

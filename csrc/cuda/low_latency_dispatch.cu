@@ -254,7 +254,7 @@ struct Kernel {
             Parts<1> head;
             if (is_loaded) head.load(PartsOfHead(*this, token_at(own, most)));
             if (first == begin) {
-                hear(begin == 0);
+                wait_sources(begin == 0);
                 end = config.num_ranks * shared().most;
                 is_loaded &= shared().most == most;
                 most = max(1, shared().most);
@@ -285,17 +285,17 @@ struct Kernel {
     }
 
     // Until all ranks have come, with their counts. tells: it is the block that passes them on, and keeps statistics.
-    __device__ void hear(bool tells) const {
+    __device__ void wait_sources(bool tells) const {
         shared().lacking = 0;
         __syncthreads();
         if (warp == 0)
-            keep(meet(c, flag, p.statistics, tells));
+            store_sources(meet(c, flag, p.statistics, tells));
         else
-            hear_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
+            wait_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
         __syncthreads();
         if (threadIdx.x == 0 && lacks_a_rank() && gave_up(c)) fail();
-        if (c.masks_stalled) go_by_all_blocks();
-        if (tells) tell_counts();
+        if (c.masks_stalled) agree_across_blocks();
+        if (tells) publish_counts();
     }
 
     __device__ bool lacks_a_rank() const {
@@ -304,21 +304,22 @@ struct Kernel {
     }
 
     // One warp.
-    __device__ void keep(const Sources& sources) const {
+    __device__ void store_sources(const Sources& sources) const {
         const unsigned most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(sources.num_tokens));
         if (lane == 0) shared().came = sources.came, shared().most = static_cast<int>(most);
         if (lane < config.num_ranks) shared().num_tokens[lane] = sources.num_tokens;
     }
 
     // A rank has come for all blocks or for none: rows of one whose counts are not known would lie where those of another belong.
-    __device__ void go_by_all_blocks() const {
-        if (warp == 0) keep(agreed(c, flag, {shared().came & ~shared().lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
+    __device__ void agree_across_blocks() const {
+        if (warp == 0)
+            store_sources(agreed(c, flag, {shared().came & ~shared().lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
         __syncthreads();
-        hear_counts_again(c, flag, shared().more, shared().came & shared().lacking);
+        read_counts_again(c, flag, shared().more, shared().came & shared().lacking);
         __syncthreads();
     }
 
-    __device__ void tell_counts() const {
+    __device__ void publish_counts() const {
         if (threadIdx.x < config.num_ranks) in_handle<int32_t>(handle().num_tokens)[threadIdx.x] = shared().num_tokens[threadIdx.x];
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
@@ -362,7 +363,7 @@ struct Kernel {
             return are_here || (masks_too && __any_sync(kFullWarp, is_masked(c, source)));
         };
         if (!look_until(c, done) && lane == 0) {
-            lose(c, source, GpuPhase::kDispatchRows, call, 0);
+            mask_or_report(c, source, GpuPhase::kDispatchRows, call, 0);
             if (gave_up(c)) fail();
         }
         return are_here;

@@ -59,8 +59,8 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
 }
 
 // A rank does not deliver, and its flag is `seen`; or the wait ended as another had failed, which is nothing new.
-__device__ __noinline__ inline void lose(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call,
-                                         unsigned long long seen) {
+__device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, int source, GpuPhase phase, unsigned long long call,
+                                                   unsigned long long seen) {
     if (gave_up(c) || is_masked(c, source)) return;
     if (c.masks_stalled && source != c.rank)
         set_mask(c, source, true);
@@ -79,7 +79,7 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
     seen = watch_word<kLowLatencyPauseNs, kLooks>(
         c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, source, c.timeout_ns);
     if (seen >= expected) return seen;
-    lose(c, source, phase, call, seen);
+    mask_or_report(c, source, phase, call, seen);
     return 0;
 }
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
 
 // How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of
 // `step` threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`, which is 0 before.
-__device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first,
+__device__ __forceinline__ void wait_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first,
                                             int step) {
     const unsigned long long call = flag >> kWhatBits;
     const unsigned long long* const words = Turn(c, c.rank, call).counts(0);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void hear_counts(const LowLatencyContext& c, unsigned
 }
 
 // All threads of a block: the counts of `sources`, all of which other blocks of this rank have seen.
-__device__ __noinline__ inline void hear_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
+__device__ __noinline__ inline void read_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
     const unsigned long long call = flag >> kWhatBits;
     const unsigned long long* const words = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
