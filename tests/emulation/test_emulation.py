@@ -12,8 +12,9 @@ def check(*arguments: str, with_torch: bool = True) -> None:
     result = emulated_gpu.run(*arguments, "-k", f"not ({emulated_gpu.NEEDS_A_GPU})", with_torch=with_torch)
     failed = re.findall(r"^FAILED (\S+)", result.stdout, flags=re.MULTILINE)
     if emulated_gpu.STUCK in result.stdout and failed:
-        # Seen once in some 800 tests, and not explained yet: perhaps threads of a warp that read a word one after the other, and see a
-        # peer's write between them. These tests have a second chance; every other failure stands.
+        # Lanes of a warp each load `masks` (Lane, in low_latency_dispatch.cu). Here they load one after the other, and another block may mask
+        # a rank between two of them: they take different branches, once in some 800 tests. A GPU loads it once for the warp. Such a test has
+        # a second chance; every other failure stands.
         print(result.stdout[-20000:])
         result = emulated_gpu.run(*failed, with_torch=with_torch)
     assert result.returncode == 0, result.stdout[-20000:]
