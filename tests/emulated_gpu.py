@@ -40,7 +40,6 @@ IN_PYTHON = (
     "tests/exchange/test_autograd.py::test_gradients_equal_reference", "tests/low_latency/test_low_latency.py::test_two_ranks_by_hand",
     "tests/low_latency/test_low_latency.py::test_fp8[640", "tests/gate/test_gate.py",
 )  # fmt: skip
-STUCK = "emulated GPU: all threads of a block wait for each other"
 NEEDS_A_GPU = "cuda_graph or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit"
 
 

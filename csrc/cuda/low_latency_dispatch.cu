@@ -176,7 +176,7 @@ struct Kernel {
 
         __device__ Lane(const Kernel& k, int token, bool is_any) {
             if (!is_any) return;
-            masks = *static_cast<volatile unsigned*>(&k.c.state->masks);
+            masks = __shfl_sync(kFullWarp, *static_cast<volatile unsigned*>(&k.c.state->masks), 0);  // the same for all lanes
             if (k.lane >= k.config.num_topk) return;
             const int64_t at = static_cast<int64_t>(token) * k.config.num_topk + k.lane, chosen = expert_at(k.p, at);
             if (k.p.topk_weights != nullptr) weight = k.p.topk_weights[at];

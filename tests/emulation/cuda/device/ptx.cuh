@@ -43,21 +43,29 @@ inline bool replace_release_block(unsigned long long* word, unsigned long long e
     return __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
 inline void store_relaxed(unsigned long long* flag, unsigned long long value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
-// The last lane of eight, which has the flag, is the last to store, and the first to load.
+// The last lane of eight, which has the flag in the second half of its part, is the last to store, that half last, and the first to load,
+// that half first.
 inline void store_part(uint4* to, const uint4& value, bool uses) {
     const bool is_last = threadIdx.x % 8 == 7;
     if (uses && !is_last) *to = value;
     __syncwarp();
-    __atomic_thread_fence(__ATOMIC_RELEASE);
-    if (uses && is_last) *to = value;
+    if (!uses || !is_last) return;
+    auto* const halves = reinterpret_cast<unsigned long long*>(to);
+    __atomic_store_n(halves, static_cast<unsigned long long>(value.y) << 32 | value.x, __ATOMIC_RELAXED);
+    __atomic_store_n(halves + 1, static_cast<unsigned long long>(value.w) << 32 | value.z, __ATOMIC_RELEASE);
 }
 inline uint4 load_part(const uint4* from, bool uses) {
     const bool is_last = threadIdx.x % 8 == 7;
     uint4 value = make_uint4(0, 0, 0, 0);
-    if (uses && is_last) value = *from;
+    if (uses && is_last) {
+        const auto* const halves = reinterpret_cast<const unsigned long long*>(from);
+        const unsigned long long flag = __atomic_load_n(halves + 1, __ATOMIC_ACQUIRE), rest = __atomic_load_n(halves, __ATOMIC_RELAXED);
+        value = make_uint4(static_cast<unsigned>(rest), static_cast<unsigned>(rest >> 32), static_cast<unsigned>(flag),
+                           static_cast<unsigned>(flag >> 32));
+    }
     emulation::yield();
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
     __syncwarp();
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
     if (uses && !is_last) value = *from;
     return value;
 }
