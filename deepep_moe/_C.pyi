@@ -1,4 +1,5 @@
-"""Native library: tensors are addresses (`Tensor.data_ptr()`, 0 for none) of contiguous memory; sizes are counts of elements."""
+"""Native library: of a tensor it reads shape, element size and address; each must be contiguous unless said otherwise. Sizes are counts of
+elements. Callers keep the tensors alive."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,94 +18,14 @@ class DType:
     float16: DType
     float8: DType
 
-class Layout:
-    rank: Layout
-    expert: Layout
-
 class Process:
     def is_gone(self) -> bool: ...
-
-class Operation:
-    dispatch: Operation
-    cached_dispatch: Operation
-    combine: Operation
 
 def build_info() -> dict[str, bool | str]: ...
 def running(pid: int) -> Process: ...
 def workspace_bytes(*, num_ranks: int, num_channels: int, num_experts: int, num_topk: int, hidden: int) -> int: ...
 
-# exchange (csrc/cpu/layout.h, dispatch.h, combine.h; csrc/runtime/communicator.h)
-
-class Signature:
-    def __init__(
-        self,
-        operation: Operation,
-        dtype: DType,
-        layout: Layout,
-        *,
-        expert_alignment: int = 1,
-        handle_call: int = 0,
-        has_weights: bool = False,
-        has_scales: bool = False,
-        has_topk_weight_grads: bool = False,
-    ) -> None: ...
-
-class LayoutParams:
-    topk_idx: int
-    is_int64: bool
-    num_tokens: int
-    num_topk: int
-    num_ranks: int
-    num_experts: int
-    narrow_topk_idx: int
-
-class PlanParams:
-    def __init__(self, signature: Signature, layout: LayoutParams) -> None: ...
-    num_recv_rows_bound: int
-    recv_counts: int
-    num_recv_tokens_per_expert: int
-
-class PlanResult:
-    num_recv_tokens: int
-    num_rows: int
-
-class DispatchParams:
-    layout: Layout
-    cached: bool
-    streaming: bool
-    num_topk: int
-    num_experts: int
-    row_bytes: int
-    scale_bytes: int
-    num_tokens: int
-    x: int
-    x_scales: int
-    topk_idx: int
-    topk_weights: int
-    recv_counts: int
-    recv_x: int
-    recv_x_scales: int
-    recv_topk_idx: int
-    recv_topk_idx_is_int64: bool
-    recv_topk_weights: int
-    recv_row_idx: int
-
-class CombineParams:
-    dtype: DType
-    layout: Layout
-    num_topk: int
-    num_experts: int
-    hidden: int
-    num_tokens: int
-    recv_counts: int
-    recv_row_idx: int
-    x: int
-    weights: int
-    topk_weight_grads: int
-    topk_idx: int
-    bias: int
-    combined_x: int
-    combined_topk_weight_grads: int
+# exchange (csrc/runtime/shm/exchange.h, call.h)
 
 class ShmExchange:
     def __init__(
@@ -115,10 +36,52 @@ class ShmExchange:
     num_calls: int
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
-    def plan(self, params: PlanParams) -> PlanResult: ...
-    def dispatch(self, params: DispatchParams) -> None: ...
-    def dispatch_cached(self, signature: Signature, params: DispatchParams) -> None: ...
-    def combine(self, signature: Signature, params: CombineParams) -> None: ...
+    def plan(
+        self,
+        topk_idx: Tensor,
+        narrow_topk_idx: Tensor,
+        recv_counts: Tensor,
+        num_recv_tokens_per_expert: Tensor,
+        dtype: DType,
+        is_expert_layout: bool,
+        expert_alignment: int,
+        has_weights: bool,
+        has_scales: bool,
+        num_recv_rows: int,
+    ) -> tuple[int, int]: ...
+    def dispatch(
+        self,
+        handle: Any,
+        x: Tensor,
+        x_scales: Tensor | None,
+        topk_weights: Tensor | None,
+        recv_x: Tensor,
+        recv_x_scales: Tensor | None,
+        recv_topk_idx: Tensor | None,
+        recv_topk_weights: Tensor | None,
+    ) -> None: ...
+    def dispatch_cached(
+        self,
+        handle: Any,
+        dtype: DType,
+        x: Tensor,
+        x_scales: Tensor | None,
+        topk_weights: Tensor | None,
+        recv_x: Tensor,
+        recv_x_scales: Tensor | None,
+        recv_topk_weights: Tensor | None,
+    ) -> None: ...
+    def combine(
+        self,
+        handle: Any,
+        dtype: DType,
+        x: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        topk_weight_grads: Tensor | None,
+        combined_x: Tensor,
+        combined_topk_weight_grads: Tensor | None,
+    ) -> None: ...
     def refuse(self, message: str) -> None: ...
 
 # low latency (csrc/common/low_latency.h, csrc/runtime/shm/low_latency.h)
@@ -236,7 +199,7 @@ class GpuTuning:
     num_sms: int
     num_sms_of_sums: int
 
-def gpu_quantize(*, x: int, y: int, scales: int, num_rows: int, hidden: int, dtype: DType, stream: int) -> None: ...
+def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, dtype: DType, stream: int) -> None: ...
 
 class ExpertRows:
     @staticmethod
@@ -253,23 +216,17 @@ def gpu_scale_rows_backward(
     device: int,
     stream: int,
 ) -> None: ...
-
-class GpuWeightedSumParams:
-    num_topk: int
-    num_tokens: int
-    hidden: int
-    lane_stride: int
-    token_stride: int
-    dtype: DType
-    rows: int
-    weights: int
-    sums: int
-    grad: int
-    grad_rows: int
-    grad_weights: int
-
-def gpu_weighted_sum(params: GpuWeightedSumParams, stream: int) -> None: ...
-def gpu_weighted_sum_backward(params: GpuWeightedSumParams, stream: int) -> None: ...
+def gpu_weighted_sum(rows: Tensor, weights: Tensor, is_by_token: bool, sums: Tensor, dtype: DType, stream: int) -> None: ...
+def gpu_weighted_sum_backward(
+    rows: Tensor,
+    weights: Tensor,
+    is_by_token: bool,
+    grad: Tensor,
+    grad_rows: Tensor,
+    grad_weights: Tensor,
+    dtype: DType,
+    stream: int,
+) -> None: ...
 def gpu_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
 
 class NvlinkLowLatency:
@@ -388,16 +345,22 @@ class GateOptions:
 def gate_forward(
     options: GateOptions,
     *,
-    logits_ptr: int,
-    expert_bias_ptr: int,
-    mask_ptr: int,
-    topk_idx_ptr: int,
-    topk_weights_ptr: int,
-    num_tokens_per_expert_ptr: int,
-    shares_ptr: int,
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    mask: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_tokens_per_expert: Tensor,
+    shares: Tensor | None,
 ) -> None: ...
 def gate_backward(
-    options: GateOptions, *, logits_ptr: int, topk_idx_ptr: int, grad_topk_weights_ptr: int, grad_shares_ptr: int, grad_logits_ptr: int
+    options: GateOptions,
+    *,
+    logits: Tensor,
+    topk_idx: Tensor,
+    grad_topk_weights: Tensor | None,
+    grad_shares: Tensor | None,
+    grad_logits: Tensor,
 ) -> None: ...
 
 # the gate on a GPU (csrc/common/gate.h), only where the build found nvcc
@@ -406,63 +369,54 @@ MAX_GPU_GATE_EXPERTS: int
 def gpu_gate_forward(
     options: GateOptions,
     *,
-    logits: int,
-    expert_bias: int,
-    mask: int,
-    topk_idx: int,
-    topk_weights: int,
-    counts: int,
-    next_counts: int,
-    probs: int,
-    routing_map: int,
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    mask: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    counts: Tensor,
+    next_counts: Tensor | None,
+    probs: Tensor | None,
+    routing_map: Tensor | None,
     num_ranks: int,
-    is_token_in_rank: int,
-    shares: int,
+    is_token_in_rank: Tensor | None,
+    shares: Tensor | None,
     stream: int,
 ) -> None: ...
 def gpu_gate_backward(
     options: GateOptions,
     *,
-    logits: int,
-    topk_idx: int,
-    grad_topk_weights: int,
-    grad_probs: int,
-    grad_shares: int,
-    grad_logits: int,
+    logits: Tensor,
+    topk_idx: Tensor,
+    grad_topk_weights: Tensor | None,
+    grad_probs: Tensor | None,
+    grad_shares: Tensor | None,
+    grad_logits: Tensor,
     stream: int,
 ) -> None: ...
 def gpu_gate_check() -> None: ...
 def gpu_gate_shim() -> Any: ...
-
-class GpuTop2Params:
-    def __init__(self, num_tokens: int, num_experts: int, capacity: int) -> None: ...
-    gates: int
-    scores: int
-    chosen: int
-    topk_idx: int
-    topk_weights: int
-    is_first: int
-    counts: int
-
-class GpuTop2BackwardParams:
-    def __init__(self, num_tokens: int, num_experts: int) -> None: ...
-    gates: int
-    chosen: int
-    topk_idx: int
-    grad: int
-    grad_loss: int
-    load: int
-    grad_gates: int
-
-def gpu_top2(params: GpuTop2Params, stream: int) -> None: ...
-def gpu_top2_backward(params: GpuTop2BackwardParams, stream: int) -> None: ...
-def gpu_update_expert_bias(
+def gpu_top2(
     *,
-    num_layers: int,
-    num_experts: int,
-    num_tokens_per_expert: int,
-    is_int64: bool,
-    expert_bias: int,
-    update_rate: float,
+    gates: Tensor,
+    scores: Tensor,
+    capacity: int,
+    chosen: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    is_first: Tensor,
+    counts: Tensor,
     stream: int,
 ) -> None: ...
+def gpu_top2_backward(
+    *,
+    gates: Tensor,
+    chosen: Tensor,
+    topk_idx: Tensor,
+    grad: Tensor | None,
+    grad_loss: Tensor | None,
+    load: Tensor,
+    grad_gates: Tensor,
+    stream: int,
+) -> None: ...
+def gpu_update_expert_bias(*, num_tokens_per_expert: Tensor, expert_bias: Tensor, update_rate: float, stream: int) -> None: ...

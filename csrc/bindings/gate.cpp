@@ -1,5 +1,5 @@
-// Bindings of the CPU gate: pointers and sizes in, nothing out. See deepep_moe/_C.pyi.
-#include "bindings/bindings.h"
+// Bindings of the CPU gate: options and tensors in, nothing out. See deepep_moe/_C.pyi.
+#include "bindings/tensor.h"
 #include "cpu/gate.h"
 
 #include <stdexcept>
@@ -15,7 +15,7 @@ ScoreFunction parse_score_function(std::string_view name) {
     if (name == "sqrtsoftplus") return ScoreFunction::kSqrtSoftplus;
     if (name == "softmax") return ScoreFunction::kSoftmax;
     if (name == "softmax_topk") return ScoreFunction::kSoftmaxTopk;
-    throw std::invalid_argument("score_function must be sigmoid, sqrtsoftplus, softmax or softmax_topk, got '" + std::string(name) + "'");
+    throw std::invalid_argument("score_function is '" + std::string(name) + "'; it must be sigmoid, sqrtsoftplus, softmax or softmax_topk");
 }
 
 GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int num_groups, int topk_groups, int group_score_topk,
@@ -37,39 +37,30 @@ GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int 
     };
 }
 
-template <typename T>
-T* as(uintptr_t ptr) {
-    return reinterpret_cast<T*>(ptr);
+void forward(const GateOptions& options, const TensorArg& logits, const TensorArg& expert_bias, const TensorArg& mask,
+             const TensorArg& topk_idx, const TensorArg& topk_weights, const TensorArg& num_tokens_per_expert, const TensorArg& shares) {
+    gate_forward({
+        .options = options,
+        .logits = logits.as<const void*>(),
+        .expert_bias = expert_bias.as<const float*>(),
+        .mask = mask.as<const bool*>(),
+        .topk_idx = topk_idx.as<void*>(),
+        .topk_weights = topk_weights.as<float*>(),
+        .num_tokens_per_expert = num_tokens_per_expert.as<int32_t*>(),
+        .shares = shares.as<float*>(),
+    });
 }
 
-void forward(const GateOptions& options, uintptr_t logits_ptr, uintptr_t expert_bias_ptr, uintptr_t mask_ptr, uintptr_t topk_idx_ptr,
-             uintptr_t topk_weights_ptr, uintptr_t num_tokens_per_expert_ptr, uintptr_t shares_ptr) {
-    const GateParams params{
+void backward(const GateOptions& options, const TensorArg& logits, const TensorArg& topk_idx, const TensorArg& grad_topk_weights,
+              const TensorArg& grad_shares, const TensorArg& grad_logits) {
+    gate_backward({
         .options = options,
-        .logits = as<void>(logits_ptr),
-        .expert_bias = as<float>(expert_bias_ptr),
-        .mask = as<bool>(mask_ptr),
-        .topk_idx = as<void>(topk_idx_ptr),
-        .topk_weights = as<float>(topk_weights_ptr),
-        .num_tokens_per_expert = as<int32_t>(num_tokens_per_expert_ptr),
-        .shares = as<float>(shares_ptr),
-    };
-    const py::gil_scoped_release release;
-    gate_forward(params);
-}
-
-void backward(const GateOptions& options, uintptr_t logits_ptr, uintptr_t topk_idx_ptr, uintptr_t grad_topk_weights_ptr,
-              uintptr_t grad_shares_ptr, uintptr_t grad_logits_ptr) {
-    const GateBackwardParams params{
-        .options = options,
-        .logits = as<void>(logits_ptr),
-        .topk_idx = as<void>(topk_idx_ptr),
-        .grad_topk_weights = as<float>(grad_topk_weights_ptr),
-        .grad_shares = as<float>(grad_shares_ptr),
-        .grad_logits = as<void>(grad_logits_ptr),
-    };
-    const py::gil_scoped_release release;
-    gate_backward(params);
+        .logits = logits.as<const void*>(),
+        .topk_idx = topk_idx.as<const void*>(),
+        .grad_topk_weights = grad_topk_weights.as<const float*>(),
+        .grad_shares = grad_shares.as<const float*>(),
+        .grad_logits = grad_logits.as<void*>(),
+    });
 }
 
 }  // namespace
@@ -79,9 +70,9 @@ void bind_gate(py::module_& m) {
         .def(py::init(&make_options), py::kw_only(), py::arg("num_tokens"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
              py::arg("routed_scaling_factor"), py::arg("dtype"), py::arg("index64"), py::arg("num_threads"));
-    m.def("gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits_ptr"), py::arg("expert_bias_ptr"),
-          py::arg("mask_ptr"), py::arg("topk_idx_ptr"), py::arg("topk_weights_ptr"), py::arg("num_tokens_per_expert_ptr"),
-          py::arg("shares_ptr"));
-    m.def("gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits_ptr"), py::arg("topk_idx_ptr"),
-          py::arg("grad_topk_weights_ptr"), py::arg("grad_shares_ptr"), py::arg("grad_logits_ptr"));
+    const py::call_guard<py::gil_scoped_release> released;
+    m.def("gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"),
+          py::arg("topk_idx"), py::arg("topk_weights"), py::arg("num_tokens_per_expert"), py::arg("shares"), released);
+    m.def("gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"),
+          py::arg("grad_topk_weights"), py::arg("grad_shares"), py::arg("grad_logits"), released);
 }

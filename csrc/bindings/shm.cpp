@@ -1,8 +1,8 @@
-// Bindings of the CPU library: the communicator, the params of its calls, the memory pool.
+// Bindings of the CPU library: the exchange between processes and its calls, the memory pool.
 #include <system_error>
 
-#include "bindings/bindings.h"
-#include "runtime/shm/exchange.h"
+#include "bindings/handle.h"
+#include "runtime/shm/call.h"
 #include "runtime/shm/pool.h"
 #include "runtime/process.h"
 
@@ -41,89 +41,68 @@ void bind_types(py::module_& m) {
         .value("bfloat16", DType::kBFloat16)
         .value("float16", DType::kFloat16)
         .value("float8", DType::kFloat8);
-    py::enum_<Layout>(m, "Layout").value("rank", Layout::kRank).value("expert", Layout::kExpert);
-    py::enum_<Operation>(m, "Operation")
-        .value("dispatch", Operation::kDispatch)
-        .value("cached_dispatch", Operation::kCachedDispatch)
-        .value("combine", Operation::kCombine);
-    py::class_<Signature>(m, "Signature")
-        .def(py::init([](Operation operation, DType dtype, Layout layout, int expert_alignment, int64_t handle_call, bool weights,
-                         bool scales, bool topk_weight_grads) {
-                 return Signature{operation, dtype, layout, expert_alignment, handle_call, weights, scales, topk_weight_grads};
-             }),
-             py::arg("operation"), py::arg("dtype"), py::arg("layout"), py::kw_only(), py::arg("expert_alignment") = 1,
-             py::arg("handle_call") = 0, py::arg("has_weights") = false, py::arg("has_scales") = false,
-             py::arg("has_topk_weight_grads") = false);
 }
 
-void bind_plan(py::module_& m) {
-    py::class_<LayoutParams> layout(m, "LayoutParams");
-    layout.def(py::init([] { return LayoutParams{}; }))
-        .def_readwrite("is_int64", &LayoutParams::is_int64)
-        .def_readwrite("num_tokens", &LayoutParams::num_tokens)
-        .def_readwrite("num_topk", &LayoutParams::num_topk)
-        .def_readwrite("num_ranks", &LayoutParams::num_ranks)
-        .def_readwrite("num_experts", &LayoutParams::num_experts);
-    pointer_field(layout, "topk_idx", &LayoutParams::topk_idx);
-    pointer_field(layout, "narrow_topk_idx", &LayoutParams::narrow_topk_idx);
+// ---- calls: what tensors and a handle say becomes params, in one step ----
 
-    py::class_<PlanParams> plan(m, "PlanParams");
-    plan.def(py::init([](const Signature& signature, const LayoutParams& layout) {
-            return PlanParams{signature, layout, -1, nullptr, nullptr};
-        }))
-        .def_readwrite("num_recv_rows_bound", &PlanParams::num_recv_rows_bound);
-    pointer_field(plan, "recv_counts", &PlanParams::recv_counts);
-    pointer_field(plan, "num_recv_tokens_per_expert", &PlanParams::num_recv_tokens_per_expert);
-    py::class_<PlanResult>(m, "PlanResult")
-        .def_readonly("num_recv_tokens", &PlanResult::num_recv_tokens)
-        .def_readonly("num_rows", &PlanResult::num_rows);
+std::pair<int64_t, int64_t> plan(ShmExchange& self, const TensorArg& topk_idx, const TensorArg& narrow_topk_idx,
+                                 const TensorArg& recv_counts, const TensorArg& num_recv_tokens_per_expert, DType dtype,
+                                 bool is_expert_layout, int expert_alignment, bool has_weights, bool has_scales, int64_t num_recv_rows) {
+    const Layout layout = is_expert_layout ? Layout::kExpert : Layout::kRank;
+    const Signature signature{Operation::kDispatch, dtype, layout, expert_alignment, 0, has_weights, has_scales, 0};
+    PlanParams params = plan_of(self.config(), signature, topk_idx, num_recv_rows);
+    params.layout.narrow_topk_idx = narrow_topk_idx.as<int32_t*>();
+    params.recv_counts = recv_counts.as<int32_t*>();
+    params.num_recv_tokens_per_expert = num_recv_tokens_per_expert.as<int32_t*>();
+    const PlanResult result = self.plan(params);
+    return {result.num_recv_tokens, result.num_rows};
 }
 
-void bind_params(py::module_& m) {
-    py::class_<DispatchParams> dispatch(m, "DispatchParams");
-    dispatch.def(py::init([] { return DispatchParams{}; }))
-        .def_readwrite("layout", &DispatchParams::layout)
-        .def_readwrite("cached", &DispatchParams::cached)
-        .def_readwrite("streaming", &DispatchParams::streaming)
-        .def_readwrite("num_topk", &DispatchParams::num_topk)
-        .def_readwrite("num_experts", &DispatchParams::num_experts)
-        .def_readwrite("row_bytes", &DispatchParams::row_bytes)
-        .def_readwrite("scale_bytes", &DispatchParams::scale_bytes)
-        .def_readwrite("num_tokens", &DispatchParams::num_tokens)
-        .def_readwrite("recv_topk_idx_is_int64", &DispatchParams::recv_topk_idx_is_int64);
-    pointer_field(dispatch, "x", &DispatchParams::x);
-    pointer_field(dispatch, "x_scales", &DispatchParams::x_scales);
-    pointer_field(dispatch, "topk_idx", &DispatchParams::topk_idx);
-    pointer_field(dispatch, "topk_weights", &DispatchParams::topk_weights);
-    pointer_field(dispatch, "recv_counts", &DispatchParams::recv_counts);
-    pointer_field(dispatch, "recv_x", &DispatchParams::recv_x);
-    pointer_field(dispatch, "recv_x_scales", &DispatchParams::recv_x_scales);
-    pointer_field(dispatch, "recv_topk_idx", &DispatchParams::recv_topk_idx);
-    pointer_field(dispatch, "recv_topk_weights", &DispatchParams::recv_topk_weights);
-    pointer_field(dispatch, "recv_row_idx", &DispatchParams::recv_row_idx);
-
-    py::class_<CombineParams> combine(m, "CombineParams");
-    combine.def(py::init([] { return CombineParams{}; }))
-        .def_readwrite("dtype", &CombineParams::dtype)
-        .def_readwrite("layout", &CombineParams::layout)
-        .def_readwrite("num_topk", &CombineParams::num_topk)
-        .def_readwrite("num_experts", &CombineParams::num_experts)
-        .def_readwrite("hidden", &CombineParams::hidden)
-        .def_readwrite("num_tokens", &CombineParams::num_tokens);
-    pointer_field(combine, "recv_counts", &CombineParams::recv_counts);
-    pointer_field(combine, "recv_row_idx", &CombineParams::recv_row_idx);
-    pointer_field(combine, "x", &CombineParams::x);
-    pointer_field(combine, "weights", &CombineParams::weights);
-    pointer_field(combine, "topk_weight_grads", &CombineParams::topk_weight_grads);
-    pointer_field(combine, "topk_idx", &CombineParams::topk_idx);
-    pointer_field(combine, "bias", &CombineParams::bias);
-    pointer_field(combine, "combined_x", &CombineParams::combined_x);
-    pointer_field(combine, "combined_topk_weight_grads", &CombineParams::combined_topk_weight_grads);
+void dispatch(ShmExchange& self, const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const TensorArg& topk_weights,
+              const TensorArg& recv_x, const TensorArg& recv_x_scales, const TensorArg& recv_topk_idx, const TensorArg& recv_topk_weights) {
+    self.dispatch(
+        dispatch_of(self.config(), handle, {x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights}, false));
 }
 
-void bind_communicator(py::module_& m) {
+void dispatch_cached(ShmExchange& self, const HandleArg& handle, DType dtype, const TensorArg& x, const TensorArg& x_scales,
+                     const TensorArg& topk_weights, const TensorArg& recv_x, const TensorArg& recv_x_scales,
+                     const TensorArg& recv_topk_weights) {
+    Signature signature = signature_along(handle, Operation::kCachedDispatch, dtype);
+    signature.expert_alignment = handle.expert_alignment;
+    signature.has_weights = topk_weights.is_there;
+    signature.has_scales = x_scales.is_there;
+    self.dispatch_cached(
+        signature, dispatch_of(self.config(), handle, {x, x_scales, topk_weights, recv_x, recv_x_scales, {}, recv_topk_weights}, true));
+}
+
+void combine(ShmExchange& self, const HandleArg& handle, DType dtype, const TensorArg& x, const TensorArg& weights, const TensorArg& bias,
+             const TensorArg& topk_weight_grads, const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads) {
+    Signature signature = signature_along(handle, Operation::kCombine, dtype);
+    signature.has_topk_weight_grads = topk_weight_grads.is_there;
+    self.combine(signature,
+                 combine_of(self.config(), handle, dtype, x, weights, bias, topk_weight_grads, combined_x, combined_topk_weight_grads));
+}
+
+void bind_calls(py::class_<ShmExchange>& exchange) {
+    const py::call_guard<py::gil_scoped_release> released;
+    const py::arg handle("handle"), dtype("dtype"), x("x"), x_scales("x_scales"), topk_weights("topk_weights"), recv_x("recv_x"),
+        recv_x_scales("recv_x_scales"), recv_topk_weights("recv_topk_weights");
+    exchange
+        .def("plan", &plan, py::arg("topk_idx"), py::arg("narrow_topk_idx"), py::arg("recv_counts"), py::arg("num_recv_tokens_per_expert"),
+             dtype, py::arg("is_expert_layout"), py::arg("expert_alignment"), py::arg("has_weights"), py::arg("has_scales"),
+             py::arg("num_recv_rows"), released)
+        .def("dispatch", &dispatch, handle, x, x_scales, topk_weights, recv_x, recv_x_scales, py::arg("recv_topk_idx"), recv_topk_weights,
+             released)
+        .def("dispatch_cached", &dispatch_cached, handle, dtype, x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_weights,
+             released)
+        .def("combine", &combine, handle, dtype, x, py::arg("weights"), py::arg("bias"), py::arg("topk_weight_grads"),
+             py::arg("combined_x"), py::arg("combined_topk_weight_grads"), released);
+}
+
+void bind_shm_exchange(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
-    py::class_<ShmExchange>(m, "ShmExchange")
+    py::class_<ShmExchange> exchange(m, "ShmExchange");
+    exchange
         .def(py::init([](int num_ranks, int rank, int num_channels, int num_experts, int num_topk, int hidden, double timeout_s) {
                  auto made = std::make_unique<ShmExchange>(WorkspaceConfig{num_ranks, num_channels, num_experts, num_topk, hidden}, rank,
                                                            timeout_s);
@@ -137,11 +116,8 @@ void bind_communicator(py::module_& m) {
         .def_property_readonly("num_calls", &ShmExchange::num_calls)
         .def("connect", &ShmExchange::connect, py::arg("paths"), py::arg("pids"))
         .def("seal", &ShmExchange::seal)
-        .def("plan", &ShmExchange::plan, py::arg("params"), Released())
-        .def("dispatch", &ShmExchange::dispatch, py::arg("params"), Released())
-        .def("dispatch_cached", &ShmExchange::dispatch_cached, py::arg("signature"), py::arg("params"), Released())
-        .def("combine", &ShmExchange::combine, py::arg("signature"), py::arg("params"), Released())
         .def("refuse", &ShmExchange::refuse, py::arg("message"), Released());
+    bind_calls(exchange);
 }
 
 void bind_pool(py::module_& m) {
@@ -165,9 +141,7 @@ void bind_exchange(py::module_& m) {
     m.attr("SCALE_BLOCK") = kScaleBlock;
     m.attr("ROW_ALIGNMENT") = kRowAlignment;
     bind_types(m);
-    bind_plan(m);
-    bind_params(m);
-    bind_communicator(m);
+    bind_shm_exchange(m);
     bind_pool(m);
     py::class_<Process>(m, "Process").def("is_gone", &Process::is_gone);
     m.def("running", &running, py::arg("pid"));

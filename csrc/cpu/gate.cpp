@@ -185,15 +185,16 @@ void gate_range(const GateParams& params, int64_t begin, int64_t end, RangeState
     std::vector<float> buffer(o.num_experts);
     const float* logits = logits_row(params.logits, o.dtype, token, o.num_experts, buffer.data());
     const int64_t expert = std::find_if(logits, logits + o.num_experts, [](float x) { return !std::isfinite(x); }) - logits;
-    throw std::invalid_argument("logits must be finite, got " + std::to_string(logits[expert]) + " for token " + std::to_string(token) +
-                                ", expert " + std::to_string(expert) + "; look for an overflow before the router, or mask the token");
+    throw std::invalid_argument("logits has " + std::to_string(logits[expert]) + " for token " + std::to_string(token) + ", expert " +
+                                std::to_string(expert) + "; it must be finite: look for an overflow before the router, or mask the token");
 }
 
 void check_bias(const GateParams& params) {
     const float* bias = params.expert_bias;
     for (int i = 0; bias && i < params.options.num_experts; ++i) {
         if (!std::isfinite(bias[i])) {
-            throw std::invalid_argument("expert_bias must be finite, got " + std::to_string(bias[i]) + " for expert " + std::to_string(i));
+            throw std::invalid_argument("expert_bias has " + std::to_string(bias[i]) + " for expert " + std::to_string(i) +
+                                        "; it must be finite");
         }
     }
 }

@@ -1,5 +1,11 @@
-// The gate's forward, a token a warp: scores in double precision, group-limited top-k, weights and counts, defined in common/gate.h.
-// Each lane owns a share of neighbouring experts, of one group if it can be, and knows the best two of them.
+// The gate's forward: scores in double precision, group-limited top-k, weights and counts, defined in common/gate.h.
+//
+//   blocks      as many as the GPU holds, of 16 warps; a warp takes every (16 * blocks)-th token and loads the next one's logits meanwhile
+//   a lane      owns a share of neighbouring experts, of one group if it can be, and knows the best two of them
+//   a warp      scores all experts; keeps the best groups; takes top-k, best first; writes indices, weights and what else is wanted
+//   a block     counts in shared memory, and adds its counts to the result at its end
+//
+// Nothing waits for another block. Each launch also zeroes the counts of the next one, which may begin while this one runs.
 #include "cuda/device/gate_parts.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"

@@ -1,5 +1,9 @@
-// The gate's backward, a token a warp and a chosen expert a lane, which recomputes its score from the logit. Rounding to fp32 counts as
-// the identity. Only shares and a softmax over all experts have a gradient for the others, and a kernel of its own.
+// The gate's backward, which recomputes scores from the logits. Rounding to fp32 counts as the identity.
+//
+//   blocks      enough for all tokens, of 8 warps; nothing waits for another
+//   a warp      a token: lane k has the k-th chosen expert, and the gradient of its logit
+//   all lanes   the experts of the row by turns, where experts that were not chosen have a gradient too: of shares, or of a softmax over
+//               all experts (kHasRow, a kernel of its own); zeros elsewhere
 #include "cuda/device/launch.cuh"
 #include "cuda/device/scores.cuh"
 #include "cuda/launch.h"

@@ -11,8 +11,8 @@
 
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/low_latency_lines.cuh"
 #include "cuda/device/low_latency_places.cuh"
+#include "cuda/device/low_latency_received.cuh"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -23,12 +23,6 @@ using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
 constexpr int kColumns = 16;                                            // that become a piece, of a row that is quantized
 constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
-
-// Where the rows of a token that has come are: bytes of recv_x, words of recv_x_scales.
-struct TokenRows {
-    int num;
-    int64_t rows[kMaxTopk], scales[kMaxTopk];
-};
 
 // In shared memory.
 struct Shared {
@@ -347,7 +341,7 @@ struct Kernel {
         const int nth = __popc(lanes & ((1u << lane) - 1));
         if (row >= 0) {
             out.rows[nth] = row * row_bytes;
-            out.scales[nth] = row + there.expert * (num_scale_words() - 1) * config.capacity();
+            out.scales[nth] = row + there.expert * (num_scale_words(config, p.what.is_rounded) - 1) * config.capacity();
         }
         if (lane == 0) out.num = __popc(lanes);
     }
@@ -401,45 +395,10 @@ struct Kernel {
             for (int i = 0; i < kParts; ++i) {
                 const uint4 part = are_here ? parts.values[i] : make_uint4(0, 0, 0, 0);
                 const int piece = piece_of(place.nth(i));
-                if (!ends_line() && piece < num_pieces) write(rows, piece, part);
-                if (kQuantized) write_scales(rows, piece - lane % kPartsOfLine, part);
+                if (!ends_line() && piece < num_pieces) write_piece(p, rows, piece, part);
+                if (kQuantized) write_scales(p, config, rows, lane, piece - lane % kPartsOfLine, part);
             }
         }
-    }
-
-    __device__ void write(const TokenRows& rows, int piece, const uint4& part) const {
-        uint4* const to = pieces(p.recv_x) + piece;
-#pragma unroll 1
-        for (int n = 0; n < rows.num; ++n) *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(to) + rows.rows[n]) = part;
-    }
-
-    // All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line. Column-major:
-    // the scales of one column of blocks lie together, four exponents in a word if they are rounded.
-    __device__ void write_scales(const TokenRows& rows, int first_piece, const uint4& part) const {
-        const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock,
-                  end = lane | kLinePieces;
-        const float scale =
-            scale_of(block * kPiecesOfBlock, make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
-        if (block * kPiecesOfBlock >= first_piece + kLinePieces || block >= num_scales) return;
-#pragma unroll 1
-        for (int n = lane % kPartsOfLine; n < rows.num; n += kPartsOfLine) {
-            uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
-            if (p.what.is_rounded)
-                write_exponent(reinterpret_cast<uint8_t*>(first + block / 4 * config.capacity()), block, num_scales, scale);
-            else
-                first[block * config.capacity()] = __float_as_uint(scale);
-        }
-    }
-
-    // The last of a row fills its word.
-    __device__ static void write_exponent(uint8_t* word, int block, int num_scales, float scale) {
-        word[block % 4] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
-        for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) word[rest % 4] = 0;
-    }
-
-    __device__ int64_t num_scale_words() const {
-        const int num_scales = config.hidden / kScaleBlock;
-        return p.what.is_rounded ? (num_scales + 3) / 4 : num_scales;
     }
 };
 

@@ -1,4 +1,4 @@
-// Gradients of scaling rows: of y = weight * x, from that of y. A row a warp.
+// Gradients of scaling rows, y = weight * x, from that of y: a warp a row. Nothing waits for another block.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"

@@ -1,5 +1,12 @@
-// Top-2 gating with a capacity, defined in common/gate.h. Three kernels choose, number and weigh, in the same order and with the
-// same roundings as one operation of PyTorch after the other would; one makes the gradient.
+// Top-2 gating with a capacity, defined in common/gate.h: the same order and roundings as one operation of PyTorch after the other.
+//
+//   choose_two       a warp a token: the best expert by gates, the best other one by scores
+//   number_choices   a block an expert: a warp counts its share of all choices; after one barrier it numbers them behind those of the warps
+//                    before, and drops what exceeds the capacity
+//   weigh_two        a thread a token: the weights of the choices that stay
+//   top2_backward    a warp a token: gradients of its gates, of weights and loss
+//
+// Each kernel needs all of the one before, which the stream sees to.
 #include <cfloat>
 
 #include "cuda/device/launch.cuh"

@@ -1,5 +1,10 @@
-// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients: a warp a token. Products and sums are rounded to fp32, rows
-// once to their dtype.
+// Weighted sums of rows, y = sum over top-k of weight * x, and their gradients. Products and sums are rounded to fp32, rows once to their
+// dtype.
+//
+//   weighted_sum             a warp a token: 4 pieces of each row in flight, lanes of top-k ascending from +0
+//   weighted_sum_backward    a warp a token and 4 of its rows: reads the token's gradient once for them
+//
+// Nothing waits for another block.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/rows.cuh"
 #include "cuda/launch.h"

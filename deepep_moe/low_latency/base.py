@@ -15,7 +15,7 @@ DESTROYED = "this LowLatencyBuffer was destroyed; create another"
 
 
 class Call(NamedTuple):
-    """A checked call of the native communicator: its arguments before `sends` and `receives`."""
+    """A checked call of the native exchange: its arguments before `sends` and `receives`."""
 
     operation: str
     arguments: tuple[Any, ...]
@@ -27,12 +27,12 @@ class LowLatencyBackend:
     name: str
     device: torch.device
 
-    def __init__(self, settings: Settings, communicator: Any):
+    def __init__(self, settings: Settings, native: Any):
         self.settings = settings
         self.process_id = os.getpid()
-        self._communicator = communicator
-        self.workspace_bytes: int = communicator.workspace_bytes
-        self.handle_bytes: int = communicator.handle_bytes
+        self._native = native
+        self.workspace_bytes: int = native.workspace_bytes
+        self.handle_bytes: int = native.handle_bytes
 
     # ---- calls ----
 
@@ -74,18 +74,18 @@ class LowLatencyBackend:
 
     def masks(self) -> int:
         """Bit r: rank r is masked."""
-        masks: int = self._communicator.masks
+        masks: int = self._native.masks
         return masks
 
     def check(self) -> None:
-        self._communicator.check()
+        self._native.check()
 
     def has_failed(self, state: Tensor) -> bool:
         """Has the dispatch of a handle, of which this is the memory, failed, as far as it has come?"""
         raise NotImplementedError
 
     def destroy(self) -> None:
-        self._communicator = None
+        self._native = None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -95,9 +95,9 @@ class LowLatencyBackend:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _call(self, call: Call, *mode: Any) -> None:
-        if self._communicator is None:
+        if self._native is None:
             raise BufferDestroyedError(DESTROYED)
-        getattr(self._communicator, call.operation)(*call.arguments, *mode)
+        getattr(self._native, call.operation)(*call.arguments, *mode)
 
 
 def native_settings(s: Settings, mask_stalled: bool) -> dict[str, Any]:

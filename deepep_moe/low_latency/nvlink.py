@@ -26,10 +26,10 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace, and where its GPU is."""
-        return self._communicator.handle()
+        return self._native.handle()
 
     def connect(self, addresses: list[bytes]) -> None:
-        self._communicator.connect(addresses)
+        self._native.connect(addresses)
 
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
@@ -69,7 +69,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         if module is None:
             return None
         return module.LowLatencyCalls(
-            shim=self._communicator.shim(), num_ranks=s.num_ranks, num_local_experts=s.num_local_experts, num_topk=s.num_topk,
+            shim=self._native.shim(), num_ranks=s.num_ranks, num_local_experts=s.num_local_experts, num_topk=s.num_topk,
             hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, handle_bytes=self.handle_bytes, statistics=statistics,
         )  # fmt: skip
 
@@ -80,19 +80,19 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         if torch.cuda.is_current_stream_capturing():
             return False  # a kernel finds out
         call, failed = state[:16].view(torch.int64).tolist()  # as LowLatencyHandleLayout has them
-        return call ^ failed == self._communicator.failed_mark
+        return call ^ failed == self._native.failed_mark
 
     def check(self) -> None:
         if not torch.cuda.is_current_stream_capturing():  # where nobody may wait for a GPU; a failure stays
             super().check()
 
     def mask(self, rank: int, masked: bool) -> None:
-        self._communicator.mask(rank, masked, self.stream())
+        self._native.mask(rank, masked, self.stream())
 
     def rejoin(self) -> None:
-        self._communicator.rejoin(self.stream())
+        self._native.rejoin(self.stream())
 
     def refuse(self, reason: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._communicator.refuse(reason, self.stream())
+        self._native.refuse(reason, self.stream())

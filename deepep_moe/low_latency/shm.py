@@ -29,13 +29,13 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def address(self) -> tuple[str, int]:
         """What peers need to open this rank's shared memory: its path and this process's id."""
-        return self._communicator.path, os.getpid()
+        return self._native.path, os.getpid()
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
-        self._communicator.connect([path for path, _ in addresses], [pid for _, pid in addresses])
+        self._native.connect([path for path, _ in addresses], [pid for _, pid in addresses])
 
     def seal(self) -> None:
-        self._communicator.seal()
+        self._native.seal()
 
     def start_async(self, call: Call) -> Event:
         self._move(call, True, False)
@@ -47,17 +47,17 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         self._call(call, sends, receives)
 
     def mask(self, rank: int, masked: bool) -> None:
-        self._communicator.mask(rank, masked)
+        self._native.mask(rank, masked)
 
     def rejoin(self) -> None:
-        self._communicator.rejoin()
+        self._native.rejoin()
 
     def has_failed(self, state: Tensor) -> bool:
         """As LowLatencyHandleLayout has it, no rank's tokens are known before they are received."""
         return min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0
 
     def refuse(self, reason: str) -> None:
-        self._communicator.refuse(reason)
+        self._native.refuse(reason)
 
     def destroy(self) -> None:
         if self._executor is not None and os.getpid() == self.process_id:

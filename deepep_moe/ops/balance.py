@@ -38,13 +38,10 @@ def update_expert_bias(
     if not is_gpu(expert_bias.device) or not hasattr(_C, "gpu_update_expert_bias"):
         expert_bias.add_(torch.sign(counts.sum(-1, keepdim=True, dtype=torch.int64) - counts.long() * counts.shape[-1]), alpha=update_rate)
         return
-    num_experts = counts.shape[-1]
     with on_device(expert_bias):
         _C.gpu_update_expert_bias(
-            num_layers=counts.numel() // max(num_experts, 1), num_experts=num_experts, num_tokens_per_expert=counts.data_ptr(),
-            is_int64=counts.dtype == torch.int64, expert_bias=expert_bias.data_ptr(), update_rate=update_rate,
-            stream=current_stream(expert_bias.device),
-        )  # fmt: skip
+            num_tokens_per_expert=counts, expert_bias=expert_bias, update_rate=update_rate, stream=current_stream(expert_bias.device)
+        )
 
 
 def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:

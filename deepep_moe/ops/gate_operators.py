@@ -12,7 +12,7 @@ from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device
 from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
 
-_EPSILON = 1e-20  # kWeightEpsilon of csrc/common/gate_params.h
+_EPSILON = 1e-20  # kWeightEpsilon of csrc/common/gate.h
 _SETTINGS = (
     "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
     "str score_function, bool normalize, float routed_scaling_factor, ScalarType index_dtype"
@@ -38,10 +38,6 @@ def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype
         index64=index_dtype == torch.int64,
         num_threads=num_threads,
     )
-
-
-def _ptr(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -100,15 +96,9 @@ def _gate_cpu(
     topk_idx, topk_weights = _empty_outputs(logits, settings[0], settings[-1])
     num_tokens_per_expert = logits.new_empty(logits.shape[1], dtype=torch.int32)
     _C.gate_forward(
-        _options(*logits.shape, settings, logits.dtype, config.num_threads()),
-        logits_ptr=logits.data_ptr(),
-        expert_bias_ptr=_ptr(expert_bias),
-        mask_ptr=_ptr(mask),
-        topk_idx_ptr=topk_idx.data_ptr(),
-        topk_weights_ptr=topk_weights.data_ptr(),
-        num_tokens_per_expert_ptr=num_tokens_per_expert.data_ptr(),
-        shares_ptr=_ptr(shares),
-    )
+        _options(*logits.shape, settings, logits.dtype, config.num_threads()), logits=logits, expert_bias=expert_bias, mask=mask,
+        topk_idx=topk_idx, topk_weights=topk_weights, num_tokens_per_expert=num_tokens_per_expert, shares=shares,
+    )  # fmt: skip
     return topk_idx, topk_weights, num_tokens_per_expert
 
 
@@ -124,10 +114,10 @@ def _launch(
         stream = current_stream(logits.device)
         key, counts, next_counts = _take_counts(logits, logits.shape[1] + num_ranks, stream)
         _C.gpu_gate_forward(
-            _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), expert_bias=_ptr(expert_bias), mask=_ptr(mask),
-            topk_idx=topk_idx.data_ptr(), topk_weights=topk_weights.data_ptr(), counts=counts.data_ptr(), next_counts=_ptr(next_counts),
-            probs=_ptr(probs) if dense else 0, routing_map=_ptr(routing_map) if dense else 0, num_ranks=num_ranks,
-            is_token_in_rank=_ptr(in_rank) if num_ranks else 0, shares=_ptr(shares), stream=stream,
+            _options(*logits.shape, settings, logits.dtype), logits=logits, expert_bias=expert_bias, mask=mask, topk_idx=topk_idx,
+            topk_weights=topk_weights, counts=counts, next_counts=next_counts, probs=probs if dense else None,
+            routing_map=routing_map if dense else None, num_ranks=num_ranks, is_token_in_rank=in_rank if num_ranks else None,
+            shares=shares, stream=stream,
         )  # fmt: skip
     if next_counts is not None:
         _next_counts[key] = next_counts
@@ -235,22 +225,17 @@ def _gate_backward(
     if is_gpu(logits.device):
         with on_device(logits):
             _C.gpu_gate_backward(
-                _options(*logits.shape, settings, logits.dtype), logits=logits.data_ptr(), topk_idx=topk_idx.data_ptr(),
-                grad_topk_weights=_ptr(grad_topk_weights), grad_probs=_ptr(grad_probs), grad_shares=_ptr(grad_shares),
-                grad_logits=grad_logits.data_ptr(), stream=current_stream(logits.device),
+                _options(*logits.shape, settings, logits.dtype), logits=logits, topk_idx=topk_idx, grad_topk_weights=grad_topk_weights,
+                grad_probs=grad_probs, grad_shares=grad_shares, grad_logits=grad_logits, stream=current_stream(logits.device),
             )  # fmt: skip
         return grad_logits
     if grad_probs is not None:
         lanes = grad_probs.gather(1, topk_idx.long().clamp(min=0))  # the kernel skips lanes without an expert
         grad_topk_weights = lanes if grad_topk_weights is None else grad_topk_weights + lanes
     _C.gate_backward(
-        _options(*logits.shape, settings, logits.dtype, config.num_threads()),
-        logits_ptr=logits.data_ptr(),
-        topk_idx_ptr=topk_idx.data_ptr(),
-        grad_topk_weights_ptr=_ptr(grad_topk_weights),
-        grad_shares_ptr=_ptr(grad_shares),
-        grad_logits_ptr=grad_logits.data_ptr(),
-    )
+        _options(*logits.shape, settings, logits.dtype, config.num_threads()), logits=logits, topk_idx=topk_idx,
+        grad_topk_weights=grad_topk_weights, grad_shares=grad_shares, grad_logits=grad_logits,
+    )  # fmt: skip
     return grad_logits
 
 

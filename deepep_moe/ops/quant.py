@@ -29,10 +29,7 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[0], num_scales, device=x.device)
     with on_device(x):
-        _C.gpu_quantize(
-            x=x.data_ptr(), y=y.data_ptr(), scales=scales.data_ptr(), num_rows=x.shape[0], hidden=x.shape[1],
-            dtype=DTYPES[x.dtype], stream=current_stream(x.device),
-        )  # fmt: skip
+        _C.gpu_quantize(x, y, scales, DTYPES[x.dtype], current_stream(x.device))
     return y, scales
 
 

@@ -48,10 +48,9 @@ class _WeightedSum(torch.autograd.Function):
 def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     sums = rows.new_empty(rows.shape[1:])
     if _has_kernels(rows):
-        rows, weights, params = _ordered(rows, weights)
-        params.sums = sums.data_ptr()
+        rows, weights, is_by_token = _ordered(rows, weights)
         with on_device(rows):
-            _C.gpu_weighted_sum(params, current_stream(rows.device))
+            _C.gpu_weighted_sum(rows, weights, is_by_token, sums, DTYPES[rows.dtype], current_stream(rows.device))
         return sums
     for tokens in _blocks(rows):
         sums[tokens] = (rows[:, tokens] * weights[:, tokens, None]).sum(0)
@@ -61,11 +60,11 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
 def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and weights, from that of `weighted_sum`, [num_tokens, hidden] in the dtype of the rows; in fp32."""
     if _has_kernels(rows):
-        rows, weights, params = _ordered(rows, weights)
+        rows, weights, is_by_token = _ordered(rows, weights)
         grad, grad_rows, grad_weights = aligned(grad), torch.empty_like(rows), torch.empty_like(weights)
-        params.grad, params.grad_rows, params.grad_weights = grad.data_ptr(), grad_rows.data_ptr(), grad_weights.data_ptr()
+        how = DTYPES[rows.dtype], current_stream(rows.device)
         with on_device(rows):
-            _C.gpu_weighted_sum_backward(params, current_stream(rows.device))
+            _C.gpu_weighted_sum_backward(rows, weights, is_by_token, grad, grad_rows, grad_weights, *how)
         return grad_rows, grad_weights
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     for tokens in _blocks(rows):
@@ -75,19 +74,12 @@ def weighted_sum_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[
     return grad_rows, grad_weights
 
 
-def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """Return rows and weights in one order, lane by lane or token by token, whichever the rows have; and params that say which."""
-    params = _C.GpuWeightedSumParams()
-    params.num_topk, params.num_tokens, params.hidden = rows.shape
-    params.lane_stride, params.token_stride, params.dtype = params.num_tokens, 1, DTYPES[rows.dtype]
+def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Return rows and weights in one order, lane by lane or token by token, whichever the rows have; and whether it is by token."""
     by_token = rows.transpose(0, 1)
     if by_token.is_contiguous() and not rows.is_contiguous():
-        params.lane_stride, params.token_stride = 1, params.num_topk
-        rows, weights = aligned(by_token).transpose(0, 1), weights.t().contiguous().t()
-    else:
-        rows, weights = aligned(rows), weights.contiguous()
-    params.rows, params.weights = rows.data_ptr(), weights.data_ptr()
-    return rows, weights, params
+        return aligned(by_token).transpose(0, 1), weights.t().contiguous().t(), True
+    return aligned(rows), weights.contiguous(), False
 
 
 # ---- gradients of scaled rows ----

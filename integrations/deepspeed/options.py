@@ -35,24 +35,24 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("exact", "gate"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"`{name}` is {getattr(self, name)!r}; pass true or false")
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         if self.backend not in BACKENDS:
-            raise ValueError(f"`backend` is {self.backend!r}; pass one of {offered(BACKENDS)}")
+            raise ValueError(f"backend is {self.backend!r}; it must be one of {offered(BACKENDS)}")
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0)):
             value = getattr(self, name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"`{name}` is {value!r}; pass a whole number or null")
+                raise TypeError(f"{name} is {value!r}; it must be a whole number or null")
             if value < least:
-                raise ValueError(f"`{name}` is {value}; pass at least {least}")
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
         rate = self.expert_bias_update_rate
         if rate is None:
             return
         if isinstance(rate, bool) or not isinstance(rate, int | float):
-            raise TypeError(f"`expert_bias_update_rate` is {rate!r}; pass a number or null")
+            raise TypeError(f"expert_bias_update_rate is {rate!r}; it must be a number or null")
         if not 0 < rate < math.inf:
-            raise ValueError(f"`expert_bias_update_rate` is {rate}; pass a positive number such as 0.001, or leave it out for no bias")
+            raise ValueError(f"expert_bias_update_rate is {rate}; it must be a positive number such as 0.001, or be left out for no bias")
 
 
 def options_of(ds_config: Mapping[str, Any]) -> Options | None:
@@ -64,7 +64,7 @@ def options_of(ds_config: Mapping[str, Any]) -> Options | None:
         return None
     section = ds_config[SECTION]
     if not isinstance(section, Mapping):
-        raise TypeError(f'"{SECTION}" of ds_config is {section!r}; pass a dictionary such as {{"enabled": true}}')
+        raise TypeError(f'"{SECTION}" of ds_config is {section!r}; it must be a dictionary such as {{"enabled": true}}')
     known = ["enabled", *(field.name for field in dataclasses.fields(Options))]
     unknown = sorted(set(section) - set(known))
     if unknown:
@@ -72,7 +72,7 @@ def options_of(ds_config: Mapping[str, Any]) -> Options | None:
     values = dict(section)
     enabled = values.pop("enabled", True)
     if not isinstance(enabled, bool):
-        raise TypeError(f'"{SECTION}" of ds_config: `enabled` is {enabled!r}; pass true or false')
+        raise TypeError(f'"{SECTION}" of ds_config: enabled is {enabled!r}; it must be true or false')
     try:
         options = Options(**values)
     except (TypeError, ValueError) as error:

@@ -21,11 +21,11 @@ from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
 
 _NO_PADDING = (
-    "`moe_pad_expert_input_to_capacity` is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "
+    "moe_pad_expert_input_to_capacity is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "
     "(moe_pad_experts_for_cuda_graph_inference sets it). enable(expert_alignment=...) pads the rows of each expert"
 )
 _NO_SHARED_OVERLAP = (
-    "`moe_shared_expert_overlap` is True, but deepep_moe does not overlap the shared expert with communication; set it to False "
+    "moe_shared_expert_overlap is True, but deepep_moe does not overlap the shared expert with communication; set it to False "
     "(drop --moe-shared-expert-overlap)"
 )
 
@@ -193,7 +193,7 @@ def _check_config(config: Any, expert_alignment: int) -> None:
     lanes = config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
     if lanes > MAX_TOPK:
         raise ValueError(
-            f"`moe_router_topk` is {config.moe_router_topk} and `expert_tensor_parallel_size` {config.expert_tensor_parallel_size}, but "
+            f"moe_router_topk is {config.moe_router_topk} and expert_tensor_parallel_size {config.expert_tensor_parallel_size}, but "
             f"deepep_moe counts each tensor-parallel shard of an expert as an expert and serves {MAX_TOPK} per token; make one of the two "
             "smaller"
         )
@@ -202,7 +202,7 @@ def _check_config(config: Any, expert_alignment: int) -> None:
     pads = getattr(config, "moe_router_padding_for_quantization", False) or getattr(config, "moe_router_padding_for_fp8", False)
     if pads and expert_alignment % _quantized_alignment(config):
         raise ValueError(
-            f"`expert_alignment` is {expert_alignment}, but with moe_router_padding_for_quantization or moe_router_padding_for_fp8 the "
+            f"expert_alignment is {expert_alignment}, but with moe_router_padding_for_quantization or moe_router_padding_for_fp8 the "
             f"experts expect padded rows; call enable(expert_alignment={_quantized_alignment(config)}), or switch that padding off and let "
             "the experts pad"
         )

@@ -123,7 +123,7 @@ def _widen_choices() -> Any:
 
 def _positive(name: str, value: Any) -> int:
     if (number := as_int(name, value)) < 1:
-        raise ValueError(f"`{name}` is {number}; pass a positive whole number")
+        raise ValueError(f"{name} is {number}; it must be a positive whole number")
     return number
 
 
@@ -134,7 +134,7 @@ def _keeping_the_choice(stock: Callable[..., None]) -> Callable[..., None]:
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self, _BACKEND_FIELD, None) == BACKEND_NAME and getattr(self, "moe_enable_deepep", False):
             raise ValueError(
-                f"`moe_enable_deepep` is True, which puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave "
+                f"moe_enable_deepep is True, which puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave "
                 "moe_enable_deepep out (drop --moe-enable-deepep)"
             )
         stock(self, *args, **kwargs)
@@ -189,9 +189,9 @@ def enable(
         num_max_tokens_per_rank = _positive("num_max_tokens_per_rank", num_max_tokens_per_rank)
     check_num_sms(num_sms)
     if not isinstance(gate, bool):
-        raise ValueError(f"`gate` is {gate!r}; pass True or False")
+        raise ValueError(f"gate is {gate!r}; it must be True or False")
     if backend not in BACKENDS:
-        raise ValueError(f"`backend` is {backend!r}; pass one of {offered(BACKENDS)}")
+        raise ValueError(f"backend is {backend!r}; it must be one of {offered(BACKENDS)}")
     options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms)
     if _enabled is not None:
         if _enabled.options != options:

@@ -402,7 +402,7 @@ def kept_by_a_traceback(rank, num_ranks, backend):
     buffer, x, idx = top_1(backend, rank)
     with pytest.raises((ValueError, EPPeerError)) as kept:
         dispatch_by_expert(buffer, x, idx + 4, None)
-    communicator = buffer.calls.backend._communicator
+    communicator = buffer.calls.backend._exchange
     buffer.destroy()
     assert sys.getrefcount(communicator) == 2, "somebody keeps the communicator"  # beside this function and getrefcount
     assert kept.value is not None

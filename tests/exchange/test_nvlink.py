@@ -98,7 +98,7 @@ def changing_num_sms(rank, num_ranks):
     x = torch.randn(50, 128, device=device)
     idx = torch.rand(50, 8, device=device).argsort(1)[:, :2].contiguous()
     out = buffer.dispatch(x, idx)
-    all_of_them = buffer.calls.backend._communicator.num_multiprocessors
+    all_of_them = buffer.calls.backend._exchange.num_multiprocessors
     for num_sms in (1, 0, all_of_them, 3, None):
         again = buffer.dispatch(x, handle=out.handle, num_sms=num_sms)
         assert torch.equal(again.recv_x, out.recv_x)

@@ -80,9 +80,7 @@ def test_kernel_equals_operators(dtype):
             torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(33, 9, device=device),
         )
-        addresses = {"x": on_device.data_ptr(), "y": y.data_ptr(), "scales": scales.data_ptr()}
-        stream = torch.cuda.current_stream().cuda_stream
-        _C.gpu_quantize(**addresses, num_rows=33, hidden=1032, dtype=getattr(_C.DType, DTYPE_NAMES[dtype]), stream=stream)
+        _C.gpu_quantize(on_device, y, scales, getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream)
         for ours, theirs in zip((y, scales), reference.quantize_fp8(x), strict=True):
             assert_same(f"scale {scale}", ours, theirs)
 

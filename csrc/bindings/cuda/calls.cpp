@@ -1,7 +1,7 @@
 // Bindings of the calls of the GPU library: what tensors and a handle say becomes params, in one step.
 #include <optional>
 
-#include "bindings/tensor.h"
+#include "bindings/handle.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/device.h"
 #include "runtime/nvlink/guarded.h"
@@ -9,31 +9,6 @@
 using namespace deepep_moe;
 
 namespace {
-
-const Name kLayout{"layout"}, kAlignment{"expert_alignment"}, kNumRows{"num_rows"}, kCall{"call"};
-const Name kTopkIdx{"topk_idx"}, kRecvRowIdx{"recv_row_idx"}, kRecvCounts{"recv_counts"}, kTokensPerExpert{"num_recv_tokens_per_expert"};
-const Name kMemory{"memory"}, kStarts{"starts"}, kNumTokens{"num_tokens"}, kNumTopk{"num_topk"};
-
-HandleArg handle_arg(py::handle handle) {
-    HandleArg arg;
-    arg.call = tensor_arg(attribute(handle, kCall)).as<const int64_t*>();
-    arg.is_expert_layout = PyUnicode_CompareWithASCIIString(attribute(handle, kLayout).ptr(), "expert") == 0;
-    arg.expert_alignment = static_cast<int>(to_int(attribute(handle, kAlignment)));
-    arg.num_rows = to_int(attribute(handle, kNumRows));
-    const TensorArg memory = tensor_arg(attribute(handle, kMemory));
-    if (memory.is_there) {
-        const py::object starts = attribute(handle, kStarts);
-        int64_t sections[4];
-        for (Py_ssize_t i = 0; i < 4; ++i) sections[i] = to_int(PyTuple_GetItem(starts.ptr(), i));
-        arg.unpack(memory.address, sections, to_int(attribute(handle, kNumTokens)), to_int(attribute(handle, kNumTopk)));
-        return arg;
-    }
-    arg.topk_idx = tensor_arg(attribute(handle, kTopkIdx));
-    arg.recv_row_idx = tensor_arg(attribute(handle, kRecvRowIdx));
-    arg.recv_counts = tensor_arg(attribute(handle, kRecvCounts));
-    arg.num_recv_tokens_per_expert = tensor_arg(attribute(handle, kTokensPerExpert));
-    return arg;
-}
 
 // Are these tensors, once found to be expert_rows, still where they were?
 bool lie_in(const ExpertRowsArg& expert_rows, py::handle tensors) {
@@ -112,9 +87,9 @@ void bind_exchange_calls(py::class_<NvlinkExchange, Unlocked<NvlinkExchange>>& e
 
 void bind_calls(py::module_& m) {
     py::class_<GpuDispatchCall>(m, "GpuDispatchCall")
-        .def(py::init([](py::handle handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
+        .def(py::init([](const HandleArg& handle, const TensorArg& x, const TensorArg& x_scales, const MatrixArg& topk_idx,
                          const MatrixArg& topk_weights, DType dtype, int64_t num_recv_rows) {
-                 return GpuDispatchCall(handle_arg(handle), x, x_scales, topk_idx, topk_weights, dtype, num_recv_rows);
+                 return GpuDispatchCall(handle, x, x_scales, topk_idx, topk_weights, dtype, num_recv_rows);
              }),
              py::arg("handle"), py::arg("x"), py::arg("x_scales"), py::arg("topk_idx"), py::arg("topk_weights"), py::arg("dtype"),
              py::arg("num_recv_rows") = -1)
@@ -127,10 +102,10 @@ void bind_calls(py::module_& m) {
                DType dtype) { self.params.scaling = scaling_of(weights, x, expert_rows, grad_weights, dtype); },
             py::arg("weights"), py::arg("x"), py::arg("expert_rows"), py::arg("grad_weights"), py::arg("dtype"));
     py::class_<GpuCombineCall>(m, "GpuCombineCall")
-        .def(py::init([](py::handle handle, const TensorArg& x, const ExpertRowsArg* expert_rows, const TensorArg& weights,
+        .def(py::init([](const HandleArg& handle, const TensorArg& x, const ExpertRowsArg* expert_rows, const TensorArg& weights,
                          const TensorArg& bias, const TensorArg& topk_weight_grads, const TensorArg& source_weights,
                          const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads, DType dtype) {
-                 return GpuCombineCall(handle_arg(handle), x, expert_rows, weights, bias, topk_weight_grads, source_weights, combined_x,
+                 return GpuCombineCall(handle, x, expert_rows, weights, bias, topk_weight_grads, source_weights, combined_x,
                                        combined_topk_weight_grads, dtype);
              }),
              py::arg("handle"), py::arg("x"), py::arg("expert_rows"), py::arg("weights"), py::arg("bias"), py::arg("topk_weight_grads"),

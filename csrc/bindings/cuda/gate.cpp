@@ -1,10 +1,10 @@
-// Bindings of the GPU's gate: pointers, sizes and a stream in, nothing out. See deepep_moe/_C.pyi.
+// Bindings of the GPU's gate: options, tensors and a stream in, nothing out. See deepep_moe/_C.pyi.
 #include <cuda_runtime_api.h>
 
 #include <stdexcept>
 #include <string>
 
-#include "bindings/bindings.h"
+#include "bindings/tensor.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/shim.h"
 #include "runtime/nvlink/streams.h"
@@ -13,10 +13,7 @@ using namespace deepep_moe;
 
 namespace {
 
-template <typename T>
-T* as(uintptr_t ptr) {
-    return reinterpret_cast<T*>(ptr);
-}
+void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
 // Where kernels leave what was not finite: memory of the host that all devices see, so that looking at it waits for nothing.
 unsigned long long* failure_word() {
@@ -44,10 +41,10 @@ void check() {
                                                                             : "-inf";
     const std::string token = "token " + std::to_string(failure >> kFailureTokenShift);
     const std::string expert = "expert " + std::to_string(failure & ((1u << kFailureWhatShift) - 1));
-    throw std::invalid_argument((is_bias ? "expert_bias must be finite, got " + value + " for " + expert
-                                         : "logits must be finite, got " + value + " for " + token + ", " + expert) +
-                                " in an earlier call of the gate on the GPU, where such tokens choose no expert; look for an overflow "
-                                "before the router, or mask the token");
+    throw std::invalid_argument(
+        (is_bias ? "expert_bias has " + value + " for " + expert : "logits has " + value + " for " + token + ", " + expert) +
+        " in an earlier call of the gate on the GPU; it must be finite: such tokens chose no expert; look for an "
+        "overflow before the router, or mask the token");
 }
 
 void check_gpu_options(const GateOptions& o, int num_ranks) {
@@ -60,12 +57,12 @@ void check_gpu_options(const GateOptions& o, int num_ranks) {
 
 void launch_forward(const GpuGateParams& params, uintptr_t stream) {
     check_gpu_options(params.gate.options, params.num_ranks);
-    launch_gate(params, as<void>(stream));
+    launch_gate(params, as_pointer(stream));
 }
 
 void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
     check_gpu_options(params.gate.options, 0);
-    launch_gate_backward(params, as<void>(stream));
+    launch_gate_backward(params, as_pointer(stream));
 }
 
 // What csrc/torch calls. `call` is made where kernels have found nothing; a report stays for the call from Python.
@@ -97,65 +94,68 @@ constexpr GateShim kShim{
     },
 };
 
-void forward(const GateOptions& options, uintptr_t logits, uintptr_t expert_bias, uintptr_t mask, uintptr_t topk_idx,
-             uintptr_t topk_weights, uintptr_t counts, uintptr_t next_counts, uintptr_t probs, uintptr_t routing_map, int num_ranks,
-             uintptr_t is_token_in_rank, uintptr_t shares, uintptr_t stream) {
+void forward(const GateOptions& options, const TensorArg& logits, const TensorArg& expert_bias, const TensorArg& mask,
+             const TensorArg& topk_idx, const TensorArg& topk_weights, const TensorArg& counts, const TensorArg& next_counts,
+             const TensorArg& probs, const TensorArg& routing_map, int num_ranks, const TensorArg& is_token_in_rank,
+             const TensorArg& shares, uintptr_t stream) {
     check();
     const GateParams gate{options,
-                          as<void>(logits),
-                          as<float>(expert_bias),
-                          as<bool>(mask),
-                          as<void>(topk_idx),
-                          as<float>(topk_weights),
-                          as<int32_t>(counts),
-                          as<float>(shares)};
-    launch_forward(
-        {gate, as<float>(probs), as<bool>(routing_map), num_ranks, as<bool>(is_token_in_rank), as<int32_t>(next_counts), failure_word()},
-        stream);
+                          logits.as<const void*>(),
+                          expert_bias.as<const float*>(),
+                          mask.as<const bool*>(),
+                          topk_idx.as<void*>(),
+                          topk_weights.as<float*>(),
+                          counts.as<int32_t*>(),
+                          shares.as<float*>()};
+    launch_forward({gate, probs.as<float*>(), routing_map.as<bool*>(), num_ranks, is_token_in_rank.as<bool*>(), next_counts.as<int32_t*>(),
+                    failure_word()},
+                   stream);
 }
 
-void backward(const GateOptions& options, uintptr_t logits, uintptr_t topk_idx, uintptr_t grad_topk_weights, uintptr_t grad_probs,
-              uintptr_t grad_shares, uintptr_t grad_logits, uintptr_t stream) {
+void backward(const GateOptions& options, const TensorArg& logits, const TensorArg& topk_idx, const TensorArg& grad_topk_weights,
+              const TensorArg& grad_probs, const TensorArg& grad_shares, const TensorArg& grad_logits, uintptr_t stream) {
     check();
-    const GateBackwardParams gate{
-        options, as<void>(logits), as<void>(topk_idx), as<float>(grad_topk_weights), as<float>(grad_shares), as<void>(grad_logits)};
-    launch_backward({gate, as<float>(grad_probs)}, stream);
+    const GateBackwardParams gate{options,
+                                  logits.as<const void*>(),
+                                  topk_idx.as<const void*>(),
+                                  grad_topk_weights.as<const float*>(),
+                                  grad_shares.as<const float*>(),
+                                  grad_logits.as<void*>()};
+    launch_backward({gate, grad_probs.as<const float*>()}, stream);
 }
 
-void update_expert_bias(int num_layers, int num_experts, uintptr_t num_tokens_per_expert, bool is_int64, uintptr_t expert_bias,
-                        float update_rate, uintptr_t stream) {
-    launch_update_expert_bias({num_layers, num_experts, is_int64, as<void>(num_tokens_per_expert), as<float>(expert_bias), update_rate},
-                              as<void>(stream));
+// Tensors [num_experts] or [num_layers, num_experts].
+void update_expert_bias(const TensorArg& num_tokens_per_expert, const TensorArg& expert_bias, float update_rate, uintptr_t stream) {
+    const bool is_one_layer = expert_bias.num_dims == 1;
+    const int64_t num_layers = is_one_layer ? 1 : expert_bias.num_rows,
+                  num_experts = is_one_layer ? expert_bias.num_rows : expert_bias.num_columns;
+    launch_update_expert_bias({static_cast<int>(num_layers), static_cast<int>(num_experts), num_tokens_per_expert.element_bytes == 8,
+                               num_tokens_per_expert.as<const void*>(), expert_bias.as<float*>(), update_rate},
+                              as_pointer(stream));
+}
+
+// ---- top-2 as DeepSpeed has it ----
+
+void top2(const TensorArg& gates, const TensorArg& scores, int64_t capacity, const TensorArg& chosen, const TensorArg& topk_idx,
+          const TensorArg& topk_weights, const TensorArg& is_first, const TensorArg& counts, uintptr_t stream) {
+    launch_top2({gates.num_rows, capacity, static_cast<int>(gates.num_columns), gates.as<const float*>(), scores.as<const float*>(),
+                 chosen.as<int32_t*>(), topk_idx.as<int32_t*>(), topk_weights.as<float*>(), is_first.as<float*>(), counts.as<int64_t*>()},
+                as_pointer(stream));
+}
+
+void top2_backward(const TensorArg& gates, const TensorArg& chosen, const TensorArg& topk_idx, const TensorArg& grad,
+                   const TensorArg& grad_loss, const TensorArg& load, const TensorArg& grad_gates, uintptr_t stream) {
+    launch_top2_backward({gates.num_rows, static_cast<int>(gates.num_columns), gates.as<const float*>(), chosen.as<const int32_t*>(),
+                          topk_idx.as<const int32_t*>(), grad.as<const float*>(), grad_loss.as<const float*>(), load.as<const float*>(),
+                          grad_gates.as<float*>()},
+                         as_pointer(stream));
 }
 
 void bind_top2(py::module_& m) {
-    py::class_<GpuTop2Params> params(m, "GpuTop2Params");
-    params.def(
-        py::init([](int64_t num_tokens, int num_experts, int64_t capacity) { return GpuTop2Params{num_tokens, capacity, num_experts}; }),
-        py::arg("num_tokens"), py::arg("num_experts"), py::arg("capacity"));
-    pointer_field(params, "gates", &GpuTop2Params::gates);
-    pointer_field(params, "scores", &GpuTop2Params::scores);
-    pointer_field(params, "chosen", &GpuTop2Params::chosen);
-    pointer_field(params, "topk_idx", &GpuTop2Params::topk_idx);
-    pointer_field(params, "topk_weights", &GpuTop2Params::topk_weights);
-    pointer_field(params, "is_first", &GpuTop2Params::is_first);
-    pointer_field(params, "counts", &GpuTop2Params::counts);
-    py::class_<GpuTop2BackwardParams> backward(m, "GpuTop2BackwardParams");
-    backward.def(py::init([](int64_t num_tokens, int num_experts) { return GpuTop2BackwardParams{num_tokens, num_experts}; }),
-                 py::arg("num_tokens"), py::arg("num_experts"));
-    pointer_field(backward, "gates", &GpuTop2BackwardParams::gates);
-    pointer_field(backward, "chosen", &GpuTop2BackwardParams::chosen);
-    pointer_field(backward, "topk_idx", &GpuTop2BackwardParams::topk_idx);
-    pointer_field(backward, "grad", &GpuTop2BackwardParams::grad);
-    pointer_field(backward, "grad_loss", &GpuTop2BackwardParams::grad_loss);
-    pointer_field(backward, "load", &GpuTop2BackwardParams::load);
-    pointer_field(backward, "grad_gates", &GpuTop2BackwardParams::grad_gates);
-    m.def(
-        "gpu_top2", [](const GpuTop2Params& p, uintptr_t stream) { launch_top2(p, as<void>(stream)); }, py::arg("params"),
-        py::arg("stream"));
-    m.def(
-        "gpu_top2_backward", [](const GpuTop2BackwardParams& p, uintptr_t stream) { launch_top2_backward(p, as<void>(stream)); },
-        py::arg("params"), py::arg("stream"));
+    m.def("gpu_top2", &top2, py::kw_only(), py::arg("gates"), py::arg("scores"), py::arg("capacity"), py::arg("chosen"),
+          py::arg("topk_idx"), py::arg("topk_weights"), py::arg("is_first"), py::arg("counts"), py::arg("stream"));
+    m.def("gpu_top2_backward", &top2_backward, py::kw_only(), py::arg("gates"), py::arg("chosen"), py::arg("topk_idx"), py::arg("grad"),
+          py::arg("grad_loss"), py::arg("load"), py::arg("grad_gates"), py::arg("stream"));
 }
 
 }  // namespace
@@ -170,6 +170,6 @@ void bind_gpu_gate(py::module_& m) {
     m.def("gpu_gate_check", &check);
     m.def("gpu_gate_shim", [] { return py::capsule(&kShim, kGateShimName); });
     bind_top2(m);
-    m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_layers"), py::arg("num_experts"),
-          py::arg("num_tokens_per_expert"), py::arg("is_int64"), py::arg("expert_bias"), py::arg("update_rate"), py::arg("stream"));
+    m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_tokens_per_expert"), py::arg("expert_bias"),
+          py::arg("update_rate"), py::arg("stream"));
 }

@@ -1,5 +1,5 @@
 // Bindings of the GPU library: its exchange, and kernels of one GPU.
-#include "bindings/bindings.h"
+#include "bindings/tensor.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/exchange.h"
 
@@ -24,29 +24,48 @@ void bind_tuning(py::module_& m) {
         .def_readwrite("num_sms_of_sums", &GpuTuning::num_sms_of_sums);
 }
 
-void bind_weighted_sum(py::module_& m) {
-    py::class_<GpuWeightedSumParams> params(m, "GpuWeightedSumParams");
-    params.def(py::init([] { return GpuWeightedSumParams{}; }))
-        .def_readwrite("num_topk", &GpuWeightedSumParams::num_topk)
-        .def_readwrite("num_tokens", &GpuWeightedSumParams::num_tokens)
-        .def_readwrite("hidden", &GpuWeightedSumParams::hidden)
-        .def_readwrite("lane_stride", &GpuWeightedSumParams::lane_stride)
-        .def_readwrite("token_stride", &GpuWeightedSumParams::token_stride)
-        .def_readwrite("dtype", &GpuWeightedSumParams::dtype);
-    pointer_field(params, "rows", &GpuWeightedSumParams::rows);
-    pointer_field(params, "weights", &GpuWeightedSumParams::weights);
-    pointer_field(params, "sums", &GpuWeightedSumParams::sums);
-    pointer_field(params, "grad", &GpuWeightedSumParams::grad);
-    pointer_field(params, "grad_rows", &GpuWeightedSumParams::grad_rows);
-    pointer_field(params, "grad_weights", &GpuWeightedSumParams::grad_weights);
-    m.def(
-        "gpu_weighted_sum",
-        [](const GpuWeightedSumParams& p, uintptr_t stream) { launch_weighted_sum(p, reinterpret_cast<void*>(stream)); }, py::arg("params"),
-        py::arg("stream"));
-    m.def(
-        "gpu_weighted_sum_backward",
-        [](const GpuWeightedSumParams& p, uintptr_t stream) { launch_weighted_sum_backward(p, reinterpret_cast<void*>(stream)); },
-        py::arg("params"), py::arg("stream"));
+void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
+
+// rows: [num_topk, num_tokens, hidden], with the weights in memory lane by lane or token by token.
+GpuWeightedSumParams weighted_sum_of(const TensorArg& rows, const TensorArg& weights, bool is_by_token, DType dtype) {
+    GpuWeightedSumParams params{};
+    params.num_topk = static_cast<int>(rows.num_leading);
+    params.num_tokens = rows.inner_rows;
+    params.hidden = rows.num_columns;
+    params.lane_stride = is_by_token ? 1 : params.num_tokens;
+    params.token_stride = is_by_token ? params.num_topk : 1;
+    params.dtype = dtype;
+    params.rows = rows.as<const std::byte*>();
+    params.weights = weights.as<const float*>();
+    return params;
+}
+
+void weighted_sum(const TensorArg& rows, const TensorArg& weights, bool is_by_token, const TensorArg& sums, DType dtype, uintptr_t stream) {
+    GpuWeightedSumParams params = weighted_sum_of(rows, weights, is_by_token, dtype);
+    params.sums = sums.as<std::byte*>();
+    launch_weighted_sum(params, as_pointer(stream));
+}
+
+void weighted_sum_backward(const TensorArg& rows, const TensorArg& weights, bool is_by_token, const TensorArg& grad,
+                           const TensorArg& grad_rows, const TensorArg& grad_weights, DType dtype, uintptr_t stream) {
+    GpuWeightedSumParams params = weighted_sum_of(rows, weights, is_by_token, dtype);
+    params.grad = grad.as<const std::byte*>();
+    params.grad_rows = grad_rows.as<std::byte*>();
+    params.grad_weights = grad_weights.as<float*>();
+    launch_weighted_sum_backward(params, as_pointer(stream));
+}
+
+void quantize(const TensorArg& x, const TensorArg& y, const TensorArg& scales, DType dtype, uintptr_t stream) {
+    launch_quantize({x.num_rows, x.num_columns, dtype, x.as<const std::byte*>(), y.as<std::byte*>(), scales.as<float*>()},
+                    as_pointer(stream));
+}
+
+void bind_rows(py::module_& m) {
+    const py::arg rows("rows"), weights("weights"), is_by_token("is_by_token"), dtype("dtype"), stream("stream");
+    m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
+    m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
+          py::arg("grad_weights"), dtype, stream);
+    m.def("gpu_quantize", &quantize, py::arg("x"), py::arg("y"), py::arg("scales"), dtype, stream);
 }
 
 }  // namespace
@@ -55,7 +74,7 @@ void bind_gpu(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     m.attr("MAX_GPU_RANKS") = kMaxGpuRanks;
     bind_tuning(m);
-    bind_weighted_sum(m);
+    bind_rows(m);
     py::class_<NvlinkExchange, Unlocked<NvlinkExchange>> exchange(m, "NvlinkExchange");
     bind_nvlink_calls(m, exchange);
     exchange
@@ -78,15 +97,6 @@ void bind_gpu(py::module_& m) {
         .def("copy_block", &NvlinkExchange::copy_block, py::arg("peer"), py::arg("bytes"), py::arg("stream"), Released())
         .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("check", &NvlinkExchange::check, Released());
-    m.def(
-        "gpu_quantize",
-        [](uintptr_t x, uintptr_t y, uintptr_t scales, int64_t num_rows, int64_t hidden, DType dtype, uintptr_t stream) {
-            launch_quantize({num_rows, hidden, dtype, reinterpret_cast<const std::byte*>(x), reinterpret_cast<std::byte*>(y),
-                             reinterpret_cast<float*>(scales)},
-                            reinterpret_cast<void*>(stream));
-        },
-        py::kw_only(), py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("num_rows"), py::arg("hidden"), py::arg("dtype"),
-        py::arg("stream"));
     m.def(
         "gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {

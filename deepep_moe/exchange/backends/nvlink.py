@@ -42,7 +42,7 @@ class NvlinkBackend:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
-        self._communicator: Any = _C.NvlinkExchange(
+        self._exchange: Any = _C.NvlinkExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank,
             device=torch.cuda.current_device(),
@@ -56,30 +56,30 @@ class NvlinkBackend:
             device_types=(device.GPU,), can_split=True, can_fuse=True,
             num_handle_numbers=1 + 2 * settings.num_ranks + settings.num_local_experts,
         )  # fmt: skip
-        self.workspace_bytes: int = self._communicator.workspace_bytes
+        self.workspace_bytes: int = self._exchange.workspace_bytes
         self._own_stream: torch.cuda.Stream | None = None
         self._handle_shape: HandleShape | None = None  # of the latest dispatch
 
     @property
     def num_calls(self) -> int:
-        return self._communicator.num_calls
+        return self._exchange.num_calls
 
     @property
     def tuning(self) -> Any:
         """How kernels divide the GPU (`_C.GpuTuning`); for benchmarks and tests."""
-        return self._communicator.tuning
+        return self._exchange.tuning
 
     def copy_to(self, peer: int, num_bytes: int) -> None:
         """A copy engine's copy of workspace memory to `peer`, on the current stream, between calls: what the link gives; for benchmarks."""
-        self._communicator.copy_block(peer, num_bytes, current_stream(self.device))
+        self._exchange.copy_block(peer, num_bytes, current_stream(self.device))
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace."""
-        return self._communicator.handle()
+        return self._exchange.handle()
 
     def connect(self, addresses: list[bytes]) -> None:
         """Map the workspaces of all ranks. Raises RuntimeError where a GPU cannot reach another."""
-        self._communicator.connect(addresses)
+        self._exchange.connect(addresses)
 
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
@@ -97,7 +97,7 @@ class NvlinkBackend:
             rows, recv_topk_idx = self._receive_buffers(args, call, num_rows, is_guess)
 
         try:
-            num_rows = self._communicator.dispatch(call, self._num_sms(args.mode), args.mode.is_split, stream, handle.call, allocate)
+            num_rows = self._exchange.dispatch(call, self._num_sms(args.mode), args.mode.is_split, stream, handle.call, allocate)
         except BaseException:
             if args.mode.is_async and self._own_stream is not None:  # which goes on with what it was given
                 self._record(self._own_stream, args, handle, *([] if rows is None else [rows]))
@@ -118,7 +118,7 @@ class NvlinkBackend:
             weights, x = fusion.scaling.weights, fusion.scaling.x
             rows.grad_weights = torch.empty_like(weights)
             call.scale(weights, x, fusion.expert_rows, rows.grad_weights, DTYPES[args.x.dtype])
-        self._communicator.dispatch_cached(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
+        self._exchange.dispatch_cached(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
         return rows, self._second_half(args, call, rows, handle)
 
     # ---- combine ----
@@ -130,7 +130,7 @@ class NvlinkBackend:
         weights = args.weights if fusion.source_weights is None else None
         inputs = args.x, fusion.expert_rows, weights, args.bias, args.topk_weight_grads, fusion.source_weights
         call = _C.GpuCombineCall(handle, *inputs, combined_x, topk_weight_grads, DTYPES[args.x.dtype])
-        self._communicator.combine(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
+        self._exchange.combine(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
         return combined_x, topk_weight_grads, self._second_half(args, call, combined_x, topk_weight_grads, handle)
 
     def native_calls(self, number: int, mode: Mode) -> Any:
@@ -140,20 +140,20 @@ class NvlinkBackend:
             return None
         s = self.settings
         return module.Calls(
-            shim=self._communicator.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
+            shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
             device=self.device, shape_of=self.handle_shape, current_stream=partial(current_stream, self.device), refuse=self._refuse_for,
         )  # fmt: skip
 
     def check(self) -> None:
-        self._communicator.check()
+        self._exchange.check()
         _C.gpu_gate_check()
 
     def take_failure(self) -> Exception | None:
         if torch.cuda.is_current_stream_capturing():
             return None  # nobody may wait for a GPU now, and a failure stays
         try:
-            self._communicator.check()
+            self._exchange.check()
         except (EPPeerError, EPMismatchError, EPCapacityError, ValueError) as error:
             return error
         return None
@@ -161,13 +161,13 @@ class NvlinkBackend:
     def refuse(self, message: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._communicator.refuse(message, current_stream(self.device))
+        self._exchange.refuse(message, current_stream(self.device))
 
     def _refuse_for(self, error: Exception) -> None:
         self.refuse(f"{type(error).__name__}: {error}")
 
     def destroy(self) -> None:
-        self._communicator = None
+        self._exchange = None
 
     # ---- streams ----
 
@@ -217,10 +217,10 @@ class NvlinkBackend:
             return _nothing
 
         def finish() -> None:
-            if self._communicator is None:
+            if self._exchange is None:
                 raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
             self._record(torch.cuda.current_stream(self.device), args, *used)
-            end = self._communicator.end_combine if isinstance(args, CombineArgs) else self._communicator.end_dispatch
+            end = self._exchange.end_combine if isinstance(args, CombineArgs) else self._exchange.end_dispatch
             end(call, current_stream(self.device))
 
         return finish

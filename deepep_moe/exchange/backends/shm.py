@@ -13,16 +13,9 @@ from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
 
-# Outputs larger than this are written past the caches, which could not hold them anyway.
-_STREAMING_BYTES = 8 << 20
-
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
 
 
 class ShmBackend:
@@ -35,7 +28,7 @@ class ShmBackend:
         self.settings = settings
         self.num_channels = num_channels
         self.capabilities = Capabilities(device_types=("cpu",), moves_on_thread=True, num_channels=num_channels)
-        self._communicator = _C.ShmExchange(
+        self._exchange = _C.ShmExchange(
             num_ranks=settings.num_ranks,
             rank=settings.rank,
             num_channels=num_channels,
@@ -44,27 +37,27 @@ class ShmBackend:
             hidden=settings.hidden,
             timeout_s=settings.timeout_s,
         )
-        self.workspace_bytes: int = self._communicator.workspace_bytes
+        self.workspace_bytes: int = self._exchange.workspace_bytes
         self._pool = HostPool()
 
     def address(self) -> tuple[str, int]:
         """What peers need to open this rank's shared memory: its path and this process's id."""
-        return self._communicator.path, os.getpid()
+        return self._exchange.path, os.getpid()
 
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         """Map the shared memory of all ranks; `addresses` by rank. Raises OSError or ValueError where one cannot be opened."""
-        self._communicator.connect([path for path, _ in addresses], [pid for _, pid in addresses])
+        self._exchange.connect([path for path, _ in addresses], [pid for _, pid in addresses])
 
     def seal(self) -> None:
         """Once all ranks are connected: nobody else can open this rank's shared memory any more."""
-        self._communicator.seal()
+        self._exchange.seal()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._pool.empty(shape, dtype)
 
     @property
     def num_calls(self) -> int:
-        return self._communicator.num_calls
+        return self._exchange.num_calls
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, num_tokens = self.settings, args.topk_idx.shape[0]
@@ -72,18 +65,15 @@ class ShmBackend:
         topk_idx = torch.empty(num_tokens, s.num_topk, dtype=torch.int32)
         recv_counts = torch.empty(s.num_ranks, self.num_channels, dtype=torch.int32)
         num_recv_tokens_per_expert = torch.empty(s.num_local_experts, dtype=torch.int32)
-        layout = layout_params(args.topk_idx, s.num_ranks, s.num_experts)
-        layout.narrow_topk_idx = _address(topk_idx)
-        plan = _C.PlanParams(self._signature("dispatch", args.x, args.layout, args), layout)
-        plan.num_recv_rows_bound = args.num_recv_rows
-        plan.recv_counts = _address(recv_counts)
-        plan.num_recv_tokens_per_expert = _address(num_recv_tokens_per_expert)
-        result = self._communicator.plan(plan)
-
-        num_rows = result.num_rows if args.num_recv_rows < 0 else args.num_recv_rows
         is_expert = args.layout == "expert"
+        num_recv_tokens, num_rows = self._exchange.plan(
+            args.topk_idx, topk_idx, recv_counts, num_recv_tokens_per_expert, DTYPES[args.x.dtype], is_expert, args.expert_alignment,
+            args.topk_weights is not None, args.x_scales is not None, args.num_recv_rows,
+        )  # fmt: skip
+        if args.num_recv_rows >= 0:
+            num_rows = args.num_recv_rows
         # -1 until the rows are there: a dispatch that fails half way leaves a handle that leads nowhere, not anywhere.
-        recv_row_idx = torch.full((result.num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32)
+        recv_row_idx = torch.full((num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype)
         handle = DispatchHandle(
             args.buffer_id,
@@ -98,40 +88,34 @@ class ShmBackend:
             recv_topk_idx,
         )
         rows = self._allocate(args, handle)
-        params = self._dispatch_params(args, handle, rows)
-        if recv_topk_idx is not None:
-            params.recv_topk_idx = _address(recv_topk_idx)
-            params.recv_topk_idx_is_int64 = recv_topk_idx.dtype == torch.int64
-        return rows, handle, lambda: self._communicator.dispatch(params)
+
+        def move() -> None:
+            scales, weights = rows.recv_x_scales, rows.recv_topk_weights
+            self._exchange.dispatch(handle, args.x, args.x_scales, args.topk_weights, rows.recv_x, scales, recv_topk_idx, weights)
+
+        return rows, handle, move
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         args.topk_weights = _contiguous(args.topk_weights)
-        rows = self._allocate(args, args.handle)
-        params = self._dispatch_params(args, args.handle, rows)
-        params.cached = True
-        signature = self._signature("cached_dispatch", args.x, args.handle.layout, args)
-        return rows, lambda: self._communicator.dispatch_cached(signature, params)
+        handle, rows = args.handle, self._allocate(args, args.handle)
+
+        def move() -> None:
+            given, received = (args.x, args.x_scales, args.topk_weights), (rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights)
+            self._exchange.dispatch_cached(handle, DTYPES[args.x.dtype], *given, *received)
+
+        return rows, move
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None, Move]:
         s, handle = self.settings, args.handle
         combined_x = self.empty((handle.num_tokens, s.hidden), args.x.dtype)
         has_grads = args.topk_weight_grads is not None
         topk_weight_grads = torch.empty(handle.num_tokens, s.num_topk, dtype=torch.float32) if has_grads else None
-        params = _C.CombineParams()
-        params.dtype = DTYPES[args.x.dtype]
-        params.layout = getattr(_C.Layout, handle.layout)
-        params.num_topk, params.num_experts, params.hidden = s.num_topk, s.num_experts, s.hidden
-        params.num_tokens = handle.num_tokens
-        params.recv_counts = _address(handle.recv_counts)
-        params.recv_row_idx = _address(handle.recv_row_idx)
-        params.x, params.weights, params.bias = _address(args.x), _address(args.weights), _address(args.bias)
-        params.topk_weight_grads = _address(args.topk_weight_grads)
-        params.topk_idx = _address(handle.topk_idx)
-        params.combined_x, params.combined_topk_weight_grads = _address(combined_x), _address(topk_weight_grads)
-        signature = _C.Signature(
-            _C.Operation.combine, params.dtype, params.layout, handle_call=int(handle.call), has_topk_weight_grads=has_grads
-        )
-        return combined_x, topk_weight_grads, lambda: self._communicator.combine(signature, params)
+
+        def move() -> None:
+            given = args.x, args.weights, args.bias, args.topk_weight_grads
+            self._exchange.combine(handle, DTYPES[args.x.dtype], *given, combined_x, topk_weight_grads)
+
+        return combined_x, topk_weight_grads, move
 
     def native_calls(self, number: int, mode: Mode) -> None:
         """Its calls are made from Python."""
@@ -146,22 +130,11 @@ class ShmBackend:
         return None
 
     def refuse(self, message: str) -> None:
-        self._communicator.refuse(message)
+        self._exchange.refuse(message)
 
     def destroy(self) -> None:
-        del self._communicator  # tells the peers, unmaps
+        del self._exchange  # tells the peers, unmaps
         self._pool.trim()
-
-    def _signature(self, operation: str, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs) -> Any:
-        return _C.Signature(
-            getattr(_C.Operation, operation),
-            DTYPES[x.dtype],
-            getattr(_C.Layout, layout),
-            expert_alignment=args.expert_alignment if isinstance(args, DispatchArgs) else args.handle.expert_alignment,
-            handle_call=0 if isinstance(args, DispatchArgs) else int(args.handle.call),
-            has_weights=args.topk_weights is not None,
-            has_scales=args.x_scales is not None,
-        )
 
     def _allocate(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle) -> Rows:
         """Outputs of a dispatch, with the rows that nobody sends (padding, and the rest up to a bound) already zero."""
@@ -178,31 +151,6 @@ class ShmBackend:
                 if tensor is not None:
                     tensor[begin:end].zero_()
         return Rows(recv_x, scales, weights)
-
-    def _dispatch_params(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows) -> Any:
-        params = _C.DispatchParams()
-        params.layout = getattr(_C.Layout, handle.layout)
-        params.streaming = rows.recv_x.nbytes > _STREAMING_BYTES
-        params.num_topk, params.num_experts = self.settings.num_topk, self.settings.num_experts
-        params.row_bytes = self.settings.hidden * args.x.element_size()
-        params.scale_bytes = 0 if args.x_scales is None else args.x_scales.shape[1] * args.x_scales.element_size()
-        params.num_tokens = handle.num_tokens
-        params.x, params.x_scales, params.topk_weights = _address(args.x), _address(args.x_scales), _address(args.topk_weights)
-        params.topk_idx, params.recv_counts = _address(handle.topk_idx), _address(handle.recv_counts)
-        params.recv_row_idx = _address(handle.recv_row_idx)
-        params.recv_x, params.recv_x_scales = _address(rows.recv_x), _address(rows.recv_x_scales)
-        params.recv_topk_weights = _address(rows.recv_topk_weights)
-        return params
-
-
-def layout_params(topk_idx: Tensor, num_ranks: int, num_experts: int) -> Any:
-    """`_C.LayoutParams` of a contiguous int32 or int64 CPU tensor [num_tokens, num_topk]."""
-    params = _C.LayoutParams()
-    params.topk_idx = _address(topk_idx)
-    params.is_int64 = topk_idx.dtype == torch.int64
-    params.num_tokens, params.num_topk = topk_idx.shape
-    params.num_ranks, params.num_experts = num_ranks, num_experts
-    return params
 
 
 def _unsent_rows(handle: DispatchHandle) -> list[tuple[int, int]]:

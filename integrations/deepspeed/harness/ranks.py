@@ -26,7 +26,7 @@ def engine_ready(device_type: str = "cpu") -> Iterator[torch.device]:
     Raises ValueError for another device type or too few GPUs.
     """
     if device_type not in DEVICES:
-        raise ValueError(f"`device_type` is {device_type!r}; pass one of {list(DEVICES)}")
+        raise ValueError(f"device_type is {device_type!r}; it must be one of {list(DEVICES)}")
     with contextlib.ExitStack() as undo:
         device = _set_up_gpu(undo) if device_type == "cuda" else _set_up_cpu()
         yield device

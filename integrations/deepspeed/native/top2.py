@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import current_stream, on_device
+from deepep_moe.device import current_stream, is_gpu, on_device
 
-GPU = "cuda"  # the type of the devices that the kernels serve
 _ALL = 2**31  # the capacity of an expert that takes all tokens
 Decided = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def has_kernels(logits: Tensor) -> bool:
-    return logits.device.type == GPU and hasattr(_C, "gpu_top2") and len(logits) > 0
+    return is_gpu(logits.device) and hasattr(_C, "gpu_top2") and len(logits) > 0
 
 
 class Top2(torch.autograd.Function):
@@ -36,12 +35,11 @@ class Top2(torch.autograd.Function):
         chosen, topk_idx = (gates.new_empty(2, num_tokens, dtype=torch.int32) for _ in range(2))
         topk_weights, is_first = gates.new_empty(2, num_tokens), torch.empty_like(gates)
         counts = gates.new_empty(num_experts, dtype=torch.int64)
-        params = _C.GpuTop2Params(num_tokens, num_experts, _ALL if capacity is None else capacity)
-        params.gates, params.scores, params.chosen = gates.data_ptr(), scores.data_ptr(), chosen.data_ptr()
-        params.topk_idx, params.topk_weights = topk_idx.data_ptr(), topk_weights.data_ptr()
-        params.is_first, params.counts = is_first.data_ptr(), counts.data_ptr()
         with on_device(gates):
-            _C.gpu_top2(params, current_stream(gates.device))
+            _C.gpu_top2(
+                gates=gates, scores=scores, capacity=_ALL if capacity is None else capacity, chosen=chosen, topk_idx=topk_idx,
+                topk_weights=topk_weights, is_first=is_first, counts=counts, stream=current_stream(gates.device),
+            )  # fmt: skip
         load = is_first.mean(0)
         l_aux = torch.mean(gates.mean(0) * load) * num_experts * num_experts
         ctx.set_materialize_grads(False)
@@ -64,11 +62,9 @@ class Top2(torch.autograd.Function):
             return *torch.autograd.grad(outputs, logits, given, create_graph=True), None, None, None
         grad_weights = None if grad_weights is None else grad_weights.contiguous()
         grad_gates = torch.empty_like(gates)
-        params = _C.GpuTop2BackwardParams(*gates.shape)
-        params.gates, params.chosen, params.topk_idx = gates.data_ptr(), chosen.data_ptr(), topk_idx.data_ptr()
-        params.grad = 0 if grad_weights is None else grad_weights.data_ptr()
-        params.grad_loss = 0 if grad_l_aux is None else grad_l_aux.data_ptr()
-        params.load, params.grad_gates = load.data_ptr(), grad_gates.data_ptr()
         with on_device(gates):
-            _C.gpu_top2_backward(params, current_stream(gates.device))
+            _C.gpu_top2_backward(
+                gates=gates, chosen=chosen, topk_idx=topk_idx, grad=grad_weights, grad_loss=grad_l_aux, load=load, grad_gates=grad_gates,
+                stream=current_stream(gates.device),
+            )  # fmt: skip
         return torch.ops.aten._softmax_backward_data(grad_gates, gates, 1, torch.float32), None, None, None

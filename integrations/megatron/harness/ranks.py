@@ -31,7 +31,7 @@ def model_parallel(
     Raises ValueError for another device type or too few GPUs.
     """
     if device_type not in DEVICES:
-        raise ValueError(f"`device_type` is {device_type!r}; pass one of {list(DEVICES)}")
+        raise ValueError(f"device_type is {device_type!r}; it must be one of {list(DEVICES)}")
     with contextlib.ExitStack() as undo:
         try:
             device = _set_up_gpu(undo) if device_type == "cuda" else _set_up_cpu(undo)

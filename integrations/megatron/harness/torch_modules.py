@@ -30,9 +30,9 @@ class TorchAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise ValueError(f"`attention_dropout` is {dropout} in layer {layer_number}; pass 0.0, as TorchAttention has no dropout")
+            raise ValueError(f"attention_dropout is {dropout} in layer {layer_number}; it must be 0.0, as TorchAttention has no dropout")
         if config.context_parallel_size > 1:
-            raise ValueError(f"`context_parallel_size` is {config.context_parallel_size}; pass 1, as TorchAttention needs whole sequences")
+            raise ValueError(f"context_parallel_size is {config.context_parallel_size}; it must be 1: TorchAttention needs whole sequences")
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
 
@@ -52,12 +52,12 @@ class TorchAttention(MegatronModule):
         """
         if packed_seq_params is not None:
             raise ValueError(
-                "`packed_seq_params` is given, but TorchAttention takes no packed sequences; pass one sequence for each row of the batch"
+                "packed_seq_params is given, but TorchAttention takes no packed sequences; pass one sequence for each row of the batch"
             )
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         mask = None if causal or attention_mask is None else ~attention_mask
         if attention_bias is not None:
-            raise ValueError("`attention_bias` is given, but TorchAttention takes none; leave it out")
+            raise ValueError("attention_bias is given, but TorchAttention takes none; leave it out")
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
             query,
@@ -87,7 +87,7 @@ def torch_norm(
     Raises ValueError for zero-centred scales, which PyTorch does not have.
     """
     if config.layernorm_zero_centered_gamma or zero_centered_gamma:
-        raise ValueError("`layernorm_zero_centered_gamma` is True; pass False, as PyTorch's norms have no zero-centred scale")
+        raise ValueError("layernorm_zero_centered_gamma is True; it must be False, as PyTorch's norms have no zero-centred scale")
     norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

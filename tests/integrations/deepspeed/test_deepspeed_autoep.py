@@ -162,10 +162,10 @@ def test_options():
     chosen = {"gate": False, "expert_bias_update_rate": 0.001}
     assert options_of({"deepep_moe": chosen}) == Options(**chosen)
     for section, error, message in (
-        ({"gate": "no"}, TypeError, "`gate` is 'no'; pass true or false"),
-        ({"expert_bias_update_rate": "0.1"}, TypeError, "`expert_bias_update_rate` is '0.1'; pass a number or null"),
-        ({"expert_bias_update_rate": True}, TypeError, "`expert_bias_update_rate` is True; pass a number or null"),
-        ({"expert_bias_update_rate": 0}, ValueError, "`expert_bias_update_rate` is 0; pass a positive number such as 0.001"),
+        ({"gate": "no"}, TypeError, "gate is 'no'; it must be true or false"),
+        ({"expert_bias_update_rate": "0.1"}, TypeError, "expert_bias_update_rate is '0.1'; it must be a number or null"),
+        ({"expert_bias_update_rate": True}, TypeError, "expert_bias_update_rate is True; it must be a number or null"),
+        ({"expert_bias_update_rate": 0}, ValueError, "expert_bias_update_rate is 0; it must be a positive number such as 0.001"),
     ):
         with pytest.raises(error, match=message):
             options_of({"deepep_moe": section})
@@ -243,7 +243,7 @@ def _failing_worker(rank: int, num_ranks: int) -> None:
         layer = autoep_layers(build_engine(case, True))[0]
         x = torch.randn(1, 10, 32)
         for place, error, message in (
-            (None, ValueError, "ValueError: logits must be finite"),
+            (None, ValueError, "ValueError: logits has -?(inf|nan) for token"),
             (layer.experts, ArithmeticError, "ArithmeticError: none here"),
         ):
             hook = place.register_forward_pre_hook(_fail) if place is not None and rank == 1 else None

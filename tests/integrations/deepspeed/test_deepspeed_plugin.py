@@ -45,20 +45,20 @@ def test_section():
 @pytest.mark.parametrize(
     ("section", "error", "message"),
     [
-        (True, TypeError, r'"deepep_moe" of ds_config is True; pass a dictionary such as \{"enabled": true\}'),
-        (None, TypeError, r"is None; pass a dictionary such as \{.*\}"),
+        (True, TypeError, r'"deepep_moe" of ds_config is True; it must be a dictionary such as \{"enabled": true\}'),
+        (None, TypeError, r"is None; it must be a dictionary such as \{.*\}"),
         (
             {"exakt": True, "enable": True},
             ValueError,
             r"has unknown keys \['enable', 'exakt'\]; the known keys are \['enabled', 'exact', 'backend', 'num_max_tokens_per_rank', "
             r"'num_sms', 'gate', 'expert_bias_update_rate'\]",
         ),
-        ({"enabled": "yes"}, TypeError, "`enabled` is 'yes'; pass true or false"),
-        ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: `exact` is 1; pass true or false'),
-        ({"backend": "nccl"}, ValueError, r"`backend` is 'nccl'; pass one of \['auto', 'shm', 'nvlink', 'collective'\]"),
-        ({"num_max_tokens_per_rank": 0}, ValueError, "`num_max_tokens_per_rank` is 0; pass at least 1"),
-        ({"num_sms": "all"}, TypeError, "`num_sms` is 'all'; pass a whole number or null"),
-        ({"num_sms": -1, "enabled": False}, ValueError, "`num_sms` is -1; pass at least 0"),
+        ({"enabled": "yes"}, TypeError, "enabled is 'yes'; it must be true or false"),
+        ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact is 1; it must be true or false'),
+        ({"backend": "nccl"}, ValueError, r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'collective'\]"),
+        ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank is 0; it must be at least 1"),
+        ({"num_sms": "all"}, TypeError, "num_sms is 'all'; it must be a whole number or null"),
+        ({"num_sms": -1, "enabled": False}, ValueError, "num_sms is -1; it must be at least 0"),
     ],
 )
 def test_section_refused(section, error, message):
@@ -133,7 +133,7 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
             "with TopKGate only",
             "1 MoE layers dispatch through deepep_moe (fast mode)",
         ] * (rank == 0)
-        with pytest.raises(ValueError, match="`backend` is 'nccl'; pass one of"):
+        with pytest.raises(ValueError, match="backend is 'nccl'; it must be one of"):
             replace_moe_layers(layers, backend="nccl")
 
 

@@ -179,7 +179,7 @@ def said_why(rank, num_ranks):
         ours = [line for line in lines if "routing" in line]
         assert len(ours) == 1 and "rounds scores to torch.float64" in ours[0] and "moe_router_dtype='fp32'" in ours[0]
         layer = layer_of(sizes)
-        with pytest.raises(ValueError, match="logits must be finite, got (inf|nan) for token 0"):
+        with pytest.raises(ValueError, match="logits has (inf|nan) for token 0"):
             layer.router(x / 0)
         other = build_layer(layer_config(**sizes, moe_token_dispatcher_type="alltoall", moe_router_dtype="fp32"))
         assert choice_for(other.router(x)[1]) is None and len([line for line in lines if "routing" in line]) == 1

@@ -63,7 +63,7 @@ def test_command_line_takes_the_backend_while_enabled():
 
 @pytest.mark.parametrize("option", ["num_max_tokens_per_rank", "expert_alignment"])
 def test_enable_refuses_numbers_below_one(option):
-    with pytest.raises(ValueError, match=f"`{option}` is 0; pass a positive whole number"):
+    with pytest.raises(ValueError, match=f"{option} is 0; it must be a positive whole number"):
         enable(**{option: 0})
 
 
@@ -75,7 +75,7 @@ def test_enable_refuses_what_is_no_int(option, value):
 
 
 def test_enable_names_the_backends():
-    with pytest.raises(ValueError, match=r"`backend` is 'nccl'; pass one of \['auto', 'shm', 'nvlink', 'collective'\]"):
+    with pytest.raises(ValueError, match=r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'collective'\]"):
         enable(backend="nccl")
 
 
@@ -97,7 +97,7 @@ def test_no_config_loses_the_backend_without_an_error():
 
 
 def test_enable_refuses_what_is_no_switch():
-    with pytest.raises(ValueError, match="`gate` is 0; pass True or False"):
+    with pytest.raises(ValueError, match="gate is 0; it must be True or False"):
         enable(gate=0)
 
 
@@ -114,12 +114,12 @@ def _one_rank_worker(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     with model_parallel():
-        _refused("`moe_shared_expert_overlap` is True, .*; set it to False", moe_shared_expert_overlap=True)
-        _refused("`moe_pad_expert_input_to_capacity` is True, .*; set it to False", moe_pad_expert_input_to_capacity=True)
+        _refused("moe_shared_expert_overlap is True, .*; set it to False", moe_shared_expert_overlap=True)
+        _refused("moe_pad_expert_input_to_capacity is True, .*; set it to False", moe_pad_expert_input_to_capacity=True)
         padding = "moe_router_padding_for_quantization"
         if not hasattr(layer_config(), padding):
             padding = "moe_router_padding_for_fp8"
-        _refused(r"`expert_alignment` is 1, .*; call enable\(expert_alignment=16\)", **{padding: True})
+        _refused(r"expert_alignment is 1, .*; call enable\(expert_alignment=16\)", **{padding: True})
 
         # Other configurations get the classes and the errors they had.
         for kind, name in (("alltoall", "MoEAlltoAllTokenDispatcher"), ("allgather", "MoEAllGatherTokenDispatcher")):

@@ -1,0 +1,51 @@
+// Where the rows of a token that has come go, and how a warp writes them and their scales.
+#pragma once
+
+#include "cuda/device/low_latency_lines.cuh"
+
+namespace deepep_moe {
+
+// Bytes of recv_x, words of recv_x_scales.
+struct TokenRows {
+    int num;
+    int64_t rows[kMaxTopk], scales[kMaxTopk];
+};
+
+// Of a row's scales: fp32 each, or four rounded exponents a word.
+__device__ __forceinline__ int64_t num_scale_words(const LowLatencyConfig& config, bool is_rounded) {
+    const int num_scales = config.hidden / kScaleBlock;
+    return is_rounded ? (num_scales + 3) / 4 : num_scales;
+}
+
+__device__ __forceinline__ void write_piece(const LowLatencyDispatchParams& p, const TokenRows& rows, int piece, const uint4& part) {
+    uint4* const to = pieces(p.recv_x) + piece;
+#pragma unroll 1
+    for (int n = 0; n < rows.num; ++n) *reinterpret_cast<uint4*>(reinterpret_cast<std::byte*>(to) + rows.rows[n]) = part;
+}
+
+// The last of a row fills its word.
+__device__ __forceinline__ void write_exponent(uint8_t* word, int block, int num_scales, float scale) {
+    word[block % 4] = static_cast<uint8_t>(__float_as_uint(scale) >> 23);
+    for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) word[rest % 4] = 0;
+}
+
+// All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line. Column-major:
+// the scales of one column of blocks lie together.
+__device__ __forceinline__ void write_scales(const LowLatencyDispatchParams& p, const LowLatencyConfig& config, const TokenRows& rows,
+                                             int lane, int first_piece, const uint4& part) {
+    const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock,
+              end = lane | kLinePieces;
+    const float scale =
+        scale_of(block * kPiecesOfBlock, make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
+    if (block * kPiecesOfBlock >= first_piece + kLinePieces || block >= num_scales) return;
+#pragma unroll 1
+    for (int n = lane % kPartsOfLine; n < rows.num; n += kPartsOfLine) {
+        uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
+        if (p.what.is_rounded)
+            write_exponent(reinterpret_cast<uint8_t*>(first + block / 4 * config.capacity()), block, num_scales, scale);
+        else
+            first[block * config.capacity()] = __float_as_uint(scale);
+    }
+}
+
+}  // namespace deepep_moe

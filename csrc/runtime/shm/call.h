@@ -1,0 +1,82 @@
+// A call of the exchange as tensors and a handle describe it.
+#pragma once
+
+#include "common/handle_arg.h"
+#include "common/signature.h"
+#include "runtime/shm/exchange.h"
+
+namespace deepep_moe {
+
+// Outputs larger than this are written past the caches, which could not hold them anyway.
+constexpr int64_t kStreamingBytes = 8 << 20;
+
+// What a dispatch sends, and where it receives.
+struct DispatchArg {
+    TensorArg x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights;
+};
+
+inline PlanParams plan_of(const WorkspaceConfig& config, const Signature& signature, const TensorArg& topk_idx, int64_t num_recv_rows) {
+    PlanParams plan{};
+    plan.signature = signature;
+    plan.layout.topk_idx = topk_idx.as<const void*>();
+    plan.layout.is_int64 = topk_idx.element_bytes == 8;
+    plan.layout.num_tokens = topk_idx.num_rows;
+    plan.layout.num_topk = config.num_topk;
+    plan.layout.num_ranks = config.num_ranks;
+    plan.layout.num_experts = config.num_experts;
+    plan.num_recv_rows_bound = num_recv_rows;
+    return plan;
+}
+
+inline DispatchParams dispatch_of(const WorkspaceConfig& config, const HandleArg& handle, const DispatchArg& arg, bool cached) {
+    DispatchParams params{};
+    params.layout = handle.layout();
+    params.cached = cached;
+    params.streaming = arg.recv_x.num_rows * arg.recv_x.row_bytes() > kStreamingBytes;
+    params.num_topk = config.num_topk;
+    params.num_experts = config.num_experts;
+    params.row_bytes = static_cast<size_t>(arg.x.row_bytes());
+    params.scale_bytes = arg.x_scales.is_there ? static_cast<size_t>(arg.x_scales.row_bytes()) : 0;
+    params.num_tokens = handle.topk_idx.num_rows;
+    params.x = arg.x.as<const std::byte*>();
+    params.x_scales = arg.x_scales.as<const std::byte*>();
+    params.topk_idx = handle.topk_idx.as<const int32_t*>();
+    params.topk_weights = arg.topk_weights.as<const float*>();
+    params.recv_counts = handle.recv_counts.as<const int32_t*>();
+    params.recv_x = arg.recv_x.as<std::byte*>();
+    params.recv_x_scales = arg.recv_x_scales.as<std::byte*>();
+    params.recv_topk_idx = arg.recv_topk_idx.as<void*>();
+    params.recv_topk_idx_is_int64 = arg.recv_topk_idx.element_bytes == 8;
+    params.recv_topk_weights = arg.recv_topk_weights.as<float*>();
+    params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
+    return params;
+}
+
+inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& handle, DType dtype, const TensorArg& x,
+                                const TensorArg& weights, const TensorArg& bias, const TensorArg& topk_weight_grads,
+                                const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads) {
+    CombineParams params{};
+    params.dtype = dtype;
+    params.layout = handle.layout();
+    params.num_topk = config.num_topk;
+    params.num_experts = config.num_experts;
+    params.hidden = config.hidden;
+    params.recv_counts = handle.recv_counts.as<const int32_t*>();
+    params.recv_row_idx = handle.recv_row_idx.as<const int32_t*>();
+    params.x = x.as<const std::byte*>();
+    params.weights = weights.as<const float*>();
+    params.topk_weight_grads = topk_weight_grads.as<const float*>();
+    params.num_tokens = handle.topk_idx.num_rows;
+    params.topk_idx = handle.topk_idx.as<const int32_t*>();
+    params.bias = bias.as<const std::byte*>();
+    params.combined_x = combined_x.as<std::byte*>();
+    params.combined_topk_weight_grads = combined_topk_weight_grads.as<float*>();
+    return params;
+}
+
+// Of a call along a handle.
+inline Signature signature_along(const HandleArg& handle, Operation operation, DType dtype) {
+    return {operation, dtype, handle.layout(), 1, handle.number(), 0, 0, 0};
+}
+
+}  // namespace deepep_moe
