@@ -1,5 +1,5 @@
-// Rows of fp32, bf16 or fp16 to fp8 (e4m3), with a scale for each kScaleBlock columns: 16 neighbouring threads a block of columns, 8 columns
-// each, which agree on the largest magnitude by shuffles. Nothing waits for another block.
+// Rows of fp32, bf16 or fp16 to fp8 (e4m3), with a scale for each kScaleBlock columns: 16 neighbouring threads a block of columns, 8
+// columns each, which agree on the largest magnitude by shuffles. Nothing waits for another block.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"
