@@ -28,6 +28,8 @@ void translate(std::exception_ptr pointer) {
         raise_with("EPCapacityError", e.what(), py::dict("rank"_a = e.rank));
     } catch (const MismatchError& e) {
         raise_with("EPMismatchError", e.what(), py::dict());
+    } catch (const ThreadsError& e) {
+        raise_with("EPError", e.what(), py::dict());
     } catch (const DestroyedError& e) {
         raise_with("BufferDestroyedError", e.what(), py::dict());
     } catch (const std::system_error& e) {
@@ -116,7 +118,8 @@ void bind_shm_exchange(py::module_& m) {
         .def_property_readonly("num_calls", &ShmExchange::num_calls)
         .def("connect", &ShmExchange::connect, py::arg("paths"), py::arg("pids"))
         .def("seal", &ShmExchange::seal)
-        .def("refuse", &ShmExchange::refuse, py::arg("message"), Released());
+        .def("refuse", &ShmExchange::refuse, py::arg("message"), Released())
+        .def("abandon", &ShmExchange::abandon, py::arg("reason"), Released());
     bind_calls(exchange);
 }
 

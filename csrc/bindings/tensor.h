@@ -46,7 +46,9 @@ inline TensorArg tensor_arg_of(py::handle tensor, int64_t known_element_bytes) {
     for (Py_ssize_t i = 0; i < num_dims; ++i) sizes[i] = to_int(PyTuple_GET_ITEM(shape.ptr(), i));
     arg.set_shape({sizes, static_cast<size_t>(num_dims)});
     if (arg.element_bytes == 0) arg.element_bytes = to_int(attribute(tensor, kItemsize));
-    if (!arg.is_empty()) arg.address = address_of(tensor);
+    if (arg.is_empty()) return arg;
+    arg.address = address_of(tensor);
+    if (arg.address == 0) throw py::type_error("a tensor without memory of its own: a fake or meta tensor, or a wrapper of others");
     return arg;
 }
 

@@ -41,6 +41,11 @@ struct CapacityError : std::runtime_error {
     int rank;
 };
 
+// Two threads are in calls of one buffer.
+struct ThreadsError : std::logic_error {
+    using std::logic_error::logic_error;
+};
+
 // A buffer was used after destroy() or in a process forked from its owner.
 struct DestroyedError : std::runtime_error {
     using std::runtime_error::runtime_error;

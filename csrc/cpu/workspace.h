@@ -1,6 +1,6 @@
 // Layout of the shared memory of one rank. Every offset into it comes from here.
 //
-//   SegmentHeader | Entry[kEntries] | counts[2] | RingControl[num_ranks][num_channels] | ring bytes[num_ranks][num_channels]
+//   SegmentHeader | Entry[kEntries] | counts[kEntries] | RingControl[num_ranks][num_channels] | ring bytes[num_ranks][num_channels]
 //
 // A rank owns one segment and writes its header, entries and counts; the rings in it are its inbox: ring (source, channel) is
 // written by rank `source` only and drained by the owner only. Every counter carries the sequence number of the call it belongs
@@ -18,19 +18,20 @@ namespace deepep_moe {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kMessageBytes = 512;
-constexpr int kEntries = 16;
+constexpr int kEntries = 16;  // of as many calls: a rank that refuses calls, or gives up in them, is ahead of the others
 constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together, unless rows are very long
 constexpr size_t kMinRingSlots = 8;
-constexpr uint64_t kSegmentMagic = 0x64656570'65700001;  // changes with this layout
+constexpr uint64_t kSegmentMagic = 0x64656570'65700002;  // changes with this layout
 
 enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
 
-// Why a wait of this rank failed, for peers that wait in the same call.
+// Why this rank has left a call that it had entered, for peers that wait in the same call.
 struct FailureRecord {
-    std::atomic<uint64_t> sequence;  // written last
-    int culprit;
+    std::atomic<uint64_t> sequence;  // of the call; 0 while the rest is written
+    int culprit;                     // the rank on which it gave up, in `phase`; or itself, for its own `reason`
     int64_t expected, seen;
     char phase[64];
+    char reason[kMessageBytes];
 };
 
 struct SegmentHeader {
@@ -42,9 +43,9 @@ struct SegmentHeader {
     alignas(kCacheLine) FailureRecord failure;
 };
 
-// A rank's arrival in a call. A rank gets ahead of the others only by refusing calls, whose entries stay readable for a while.
+// A rank's arrival in a call.
 struct Entry {
-    alignas(kCacheLine) std::atomic<uint64_t> sequence;  // written last
+    alignas(kCacheLine) std::atomic<uint64_t> sequence;  // of the call; 0 while the rest, or the counts of the same place, are written
     int refused;                                         // the caller's arguments were wrong: `message` says how, nothing else holds
     Signature signature;
     int64_t num_recv_rows;  // the bound given by the caller, or -1
@@ -78,7 +79,7 @@ public:
           entries_offset_(align_up(sizeof(SegmentHeader), kCacheLine)),
           counts_offset_(entries_offset_ + kEntries * sizeof(Entry)),
           counts_bytes_(align_up(sizeof(int32_t) * config.num_channels * (config.num_ranks + config.num_experts), kCacheLine)),
-          control_offset_(counts_offset_ + 2 * counts_bytes_),
+          control_offset_(counts_offset_ + kEntries * counts_bytes_),
           rings_offset_(align_up(control_offset_ + sizeof(RingControl) * config.num_ranks * config.num_channels, 4096)) {
         const SlotLayout largest(config.num_topk, sizeof(float) * config.hidden, 0);
         const size_t share = kRingBytes / config.num_channels;
@@ -87,7 +88,7 @@ public:
 
     size_t entry(uint64_t sequence) const { return entries_offset_ + (sequence % kEntries) * sizeof(Entry); }
     // int32 [num_channels, num_ranks] tokens for each rank, then int32 [num_channels, num_experts] rows for each expert
-    size_t counts(uint64_t sequence) const { return counts_offset_ + (sequence & 1) * counts_bytes_; }
+    size_t counts(uint64_t sequence) const { return counts_offset_ + (sequence % kEntries) * counts_bytes_; }
     size_t control(int source, int channel) const { return control_offset_ + sizeof(RingControl) * index(source, channel); }
     size_t ring(int source, int channel) const { return rings_offset_ + ring_bytes_ * index(source, channel); }
     size_t ring_bytes() const { return ring_bytes_; }

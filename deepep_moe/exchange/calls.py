@@ -91,30 +91,25 @@ class Calls:
 
     def dispatch(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle]:
         backend = self._admit(check_dispatch, args)
-        rows, handle, move = self._refuse_unless_entered(backend.plan, args)
-        self._move(args.mode, move, args, rows, handle)
+        tell = partial(self._tell_on_failure, backend.num_calls)
+        rows, handle, move = tell(partial(backend.plan, args))
+        self._move(args.mode, partial(tell, move), args, rows, handle)
         return rows, handle
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> Rows:
         backend = self._admit(check_cached_dispatch, args)
-
-        def make() -> Rows:
-            rows, move = backend.dispatch_cached(args)
-            self._move(args.mode, move, args, rows)
-            return rows
-
-        return self._refuse_unless_entered(make)
+        tell = partial(self._tell_on_failure, backend.num_calls)
+        rows, move = tell(partial(backend.dispatch_cached, args))
+        self._move(args.mode, partial(tell, move), args, rows)
+        return rows
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
         """Return combined_x, and the gradients of topk_weights where some were given."""
         backend = self._admit(check_combine, args)
-
-        def make() -> tuple[Tensor, Tensor | None]:
-            combined_x, topk_weight_grads, move = backend.combine(args)
-            self._move(args.mode, move, args, combined_x, topk_weight_grads)
-            return combined_x, topk_weight_grads
-
-        return self._refuse_unless_entered(make)
+        tell = partial(self._tell_on_failure, backend.num_calls)
+        combined_x, topk_weight_grads, move = tell(partial(backend.combine, args))
+        self._move(args.mode, partial(tell, move), args, combined_x, topk_weight_grads)
+        return combined_x, topk_weight_grads
 
     def event(self, mode: Mode, *used: Any) -> Event | None:
         """Return the event of the call just made, None where it was not asynchronous. `used`: its tensors, and what holds some."""
@@ -158,15 +153,16 @@ class Calls:
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise self.refuse(error) from None
 
-    def _refuse_unless_entered(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """Return the function's result. Refuse the call where anything fails (memory, an interrupt) before this rank has entered it."""
-        backend = self.backend
-        before = backend.num_calls
+    def _tell_on_failure(self, num_calls: int, function: Callable[[], _Result]) -> _Result:
+        """Return the function's result. Where anything fails (memory, an interrupt), tell the peers: this rank refuses the call, or leaves
+        it if it has entered more than `num_calls`. They know of an EPError by the call itself."""
         try:
-            return function(*args)
+            return function()
+        except EPError:
+            raise
         except BaseException as error:
-            if backend.num_calls == before:
-                backend.refuse(f"{type(error).__name__}: {error}")
+            backend, reason = self.backend, f"{type(error).__name__}: {error}"
+            (backend.refuse if backend.num_calls == num_calls else backend.abandon)(reason)
             raise
 
     def _admit(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:

@@ -166,7 +166,7 @@ class LowLatencyBuffer(Sizes):
         try:
             check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)
             recv_x, scales, counts, state = self._receive_buffers(backend, x.dtype, fp8, scale_format)
-        except Exception as error:
+        except BaseException as error:
             self._refuse(error)
         arguments = x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, DTYPES[x.dtype], scale_format == "ue8m0"
         event = self._run(Call("dispatch", arguments), async_op, return_hook)
@@ -228,7 +228,7 @@ class LowLatencyBuffer(Sizes):
             self._raise_failure_of(handle)
             combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
             number = backend.empty((1,), torch.int64)
-        except Exception as error:
+        except BaseException as error:
             self._refuse(error)
         arguments = x, handle.state, number, combined_x, self._statistics, DTYPES[x.dtype], wire == "fp8"
         event = self._run(Call("combine", arguments), async_op, return_hook)
@@ -375,7 +375,7 @@ class LowLatencyBuffer(Sizes):
             self._earlier_failure = self._earlier_failure or error
         return backend
 
-    def _refuse(self, error: Exception) -> NoReturn:
+    def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
         self._num_calls += 1
         self._alive().refuse(str(error))

@@ -148,7 +148,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             raise
         self._returned_from(buffer)
         self._handle = out.handle
-        self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64)
+        self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
         assert out.recv_topk_weights is not None  # they were sent
         return out.recv_x, out.recv_topk_weights
 

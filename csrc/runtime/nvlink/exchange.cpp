@@ -33,7 +33,7 @@ int lane_blocks(int64_t num_lanes) {
 class NvlinkExchange::Step {
 public:
     explicit Step(NvlinkExchange& owner) : owner_(owner), guard_(owner.device_) {
-        if (owner.busy_.exchange(true)) throw std::logic_error(kTwoThreads);
+        if (owner.busy_.exchange(true)) throw ThreadsError(kTwoThreads);
     }
     ~Step() { owner_.busy_.store(false); }
     Step(const Step&) = delete;

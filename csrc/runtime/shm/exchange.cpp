@@ -18,7 +18,8 @@ std::string call_name(uint64_t sequence) { return "call " + std::to_string(seque
 class ShmExchange::Call {
 public:
     explicit Call(ShmExchange& owner) : owner_(owner) {
-        if (owner.busy_.exchange(true)) throw std::logic_error(kTwoThreads);
+        if (owner.busy_.exchange(true)) throw ThreadsError(kTwoThreads);
+        owner.stopped_ = nullptr;
     }
     ~Call() { owner_.busy_.store(false); }
 
@@ -50,7 +51,7 @@ Entry& ShmExchange::begin_entry(const Signature& signature) {
     peers_.check_owner();
     ++sequence_;
     Entry& own = entry(rank_);
-    own.sequence.store(0);  // readers of the entry that was here, if any is that late, must notice
+    own.sequence.store(0);  // readers of what was here, if any is that late, must notice
     std::atomic_thread_fence(std::memory_order_release);
     own.refused = 0;
     own.signature = signature;
@@ -76,16 +77,16 @@ void ShmExchange::refuse(const std::string& message) {
 
 void ShmExchange::enter(Entry& own) {
     publish(own);
-    wait_entered(sequence_);
+    wait_entered();
     check_entries();
 }
 
-void ShmExchange::wait_entered(uint64_t sequence) {
+void ShmExchange::wait_entered() {
     Waiter waiter(*this);
     const auto report_lacks = [&](auto&& report) {
         for (int peer = 0; peer < config_.num_ranks; ++peer) {
-            const uint64_t seen = peer == rank_ ? sequence : header(peer).entered.load(std::memory_order_acquire);
-            if (seen < sequence) report(Lack{peer, "entry into the call", static_cast<int64_t>(sequence), static_cast<int64_t>(seen)});
+            const uint64_t seen = header(peer).entered.load(std::memory_order_acquire);
+            if (seen < sequence_) report(Lack{peer, "entry into the call", static_cast<int64_t>(sequence_), static_cast<int64_t>(seen)});
         }
     };
     const auto all_here = [&] {
@@ -102,12 +103,16 @@ void ShmExchange::check_entries() const {
         const Entry& theirs = entry(peer);
         // Who gave up on this call will not take part in it, though it has entered.
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on({peer, "entry into the call", 0, 0}, peer);
+        const bool is_refused = theirs.refused != 0;
+        const std::string message(theirs.message, is_refused ? strnlen(theirs.message, kMessageBytes) : 0);
+        const Signature signature = theirs.signature;
+        std::atomic_thread_fence(std::memory_order_acquire);
         if (theirs.sequence.load(std::memory_order_acquire) != sequence_)
             throw PeerError("rank " + std::to_string(peer) + " left " + call_name(sequence_) + " with an error and went on to " +
                                 call_name(header(peer).entered) + "; see its output for the error",
                             peer);
-        if (theirs.refused) throw PeerError("rank " + std::to_string(peer) + " did not make its call: " + theirs.message, peer);
-        if (!(theirs.signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(theirs.signature);
+        if (is_refused) throw PeerError("rank " + std::to_string(peer) + " did not make its call: " + message, peer);
+        if (!(signature == entry(rank_).signature)) mismatch += "; rank " + std::to_string(peer) + ": " + describe(signature);
     }
     if (!mismatch.empty())
         throw MismatchError("ranks make different calls: rank " + std::to_string(rank_) + ": " + describe(entry(rank_).signature) +
@@ -129,6 +134,10 @@ bool ShmExchange::suspect(const Lack& lack) {
 
 void ShmExchange::pass_on(const Lack& lack, int peer) const {
     const FailureRecord& failure = header(peer).failure;
+    if (failure.culprit == peer)
+        throw PeerError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase + ": rank " +
+                            std::to_string(peer) + " left its call: " + failure.reason,
+                        peer);
     throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase + ": rank " +
                            std::to_string(peer) + " gave up on rank " + std::to_string(failure.culprit) + " in phase '" + failure.phase +
                            "' (expected " + std::to_string(failure.expected) + ", seen " + std::to_string(failure.seen) + ")",
@@ -147,23 +156,52 @@ void ShmExchange::give_up(const Lack& lack) {
     fail(lack);
 }
 
+// The first failure of a call counts.
+template <class Write>
+void ShmExchange::record_failure(const Write& write) {
+    const std::lock_guard lock(failing_);
+    FailureRecord& failure = header(rank_).failure;
+    if (failure.sequence.load() == sequence_) return;
+    failure.sequence.store(0);
+    std::atomic_thread_fence(std::memory_order_release);
+    write(failure);
+    failure.sequence.store(sequence_, std::memory_order_release);
+}
+
 void ShmExchange::fail(const Lack& lack) {
-    {
-        const std::lock_guard lock(failing_);
-        FailureRecord& failure = header(rank_).failure;
-        if (failure.sequence.load() != sequence_) {
-            failure.culprit = lack.peer;
-            failure.expected = lack.expected;
-            failure.seen = lack.seen;
-            copy_text(failure.phase, sizeof(failure.phase), lack.phase);
-            failure.sequence.store(sequence_, std::memory_order_release);
-        }
-    }
+    record_failure([&](FailureRecord& failure) {
+        failure.culprit = lack.peer;
+        failure.expected = lack.expected;
+        failure.seen = lack.seen;
+        copy_text(failure.phase, sizeof(failure.phase), lack.phase);
+    });
     const std::string why = peers_.why_silent(lack.peer, timeout_s_);
     throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ": rank " + std::to_string(lack.peer) +
                            " did not deliver, " + why + "; phase '" + lack.phase + "', expected " + std::to_string(lack.expected) +
                            ", seen " + std::to_string(lack.seen) + peers_.advice(lack.peer),
                        lack.peer, lack.phase, lack.expected, lack.seen);
+}
+
+void ShmExchange::abandon(const std::string& reason) {
+    const Call call(*this);
+    if (entry(rank_).refused != 0) return;  // the peers know
+    record_failure([&](FailureRecord& failure) {
+        failure.culprit = rank_;
+        copy_text(failure.reason, kMessageBytes, reason);
+    });
+}
+
+// What it throws ends the waits of all threads of the call.
+void ShmExchange::poll() {
+    const std::lock_guard lock(failing_);
+    if (stopped_) std::rethrow_exception(stopped_);
+    if (!poll_) return;
+    try {
+        poll_();
+    } catch (...) {
+        stopped_ = std::current_exception();
+        throw;
+    }
 }
 
 // ---- the calls ----
@@ -197,13 +235,13 @@ PlanResult ShmExchange::plan(const PlanParams& params) {
         publish_refusal(own, error.what());
         throw;
     }
-    wait_entered(sequence_ - 1);  // a peer that is late may still read the counts before last
     std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));
     enter(own);
     const PlanResult result = read_counts(params);
+    const std::optional<CapacityError> exceeded = exceeded_bound(params.signature.expert_alignment, params.signature.layout);
     std::atomic_thread_fence(std::memory_order_acquire);
-    check_entries();  // the counts just read were of this call
-    check_bounds(params.signature.expert_alignment, params.signature.layout);
+    check_entries();  // what was just read was of this call
+    if (exceeded) throw *exceeded;
     return result;
 }
 
@@ -218,7 +256,7 @@ void ShmExchange::count_own(const LayoutParams& params) {
 }
 
 // Every rank checks the bounds of all ranks, so that all of them stop.
-void ShmExchange::check_bounds(int expert_alignment, Layout layout) const {
+std::optional<CapacityError> ShmExchange::exceeded_bound(int expert_alignment, Layout layout) const {
     const int experts_per_rank = config_.num_experts / config_.num_ranks;
     for (int rank = 0; rank < config_.num_ranks; ++rank) {
         const int64_t given = entry(rank).num_recv_rows, bound = given < 0 ? INT32_MAX : given;
@@ -233,11 +271,12 @@ void ShmExchange::check_bounds(int expert_alignment, Layout layout) const {
         for (int source = 0; source < config_.num_ranks && layout == Layout::kRank; ++source)
             for (int c = 0; c < config_.num_channels; ++c) num_rows += counts(source)[c * config_.num_ranks + rank];
         if (num_rows > bound)
-            throw CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than " +
+            return CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than " +
                                     (given < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
                                                : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
                                 rank);
     }
+    return std::nullopt;
 }
 
 PlanResult ShmExchange::read_counts(const PlanParams& params) {

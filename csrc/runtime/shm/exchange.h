@@ -3,9 +3,11 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,14 +54,14 @@ public:
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
     // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
     void refuse(const std::string& message);
+    // Leaves the last call, which this rank has entered and cannot finish: peers that wait in it learn why.
+    void abandon(const std::string& reason);
 
     int num_ranks() const override { return config_.num_ranks; }
     double timeout_s() const override { return timeout_s_; }
     uint64_t beat(int peer) const override { return header(peer).beat.load(std::memory_order_relaxed); }
     void beat_self() override { header(rank_).beat.fetch_add(1, std::memory_order_relaxed); }
-    void poll() override {
-        if (poll_) poll_();
-    }
+    void poll() override;
     bool suspect(const Lack& lack) override;
     [[noreturn]] void give_up(const Lack& lack) override;
     [[noreturn]] void fail(const Lack& lack) override;
@@ -76,13 +78,15 @@ private:
 
     class Call;
     [[noreturn]] void pass_on(const Lack& lack, int peer) const;
+    template <class Write>
+    void record_failure(const Write& write);
     Entry& begin_entry(const Signature& signature);
     void publish(Entry& own);
     void publish_refusal(Entry& own, const std::string& message);
     void enter(Entry& own);  // publishes and waits for all ranks; throws PeerError, MismatchError
-    void wait_entered(uint64_t sequence);
+    void wait_entered();
     void check_entries() const;
-    void check_bounds(int expert_alignment, Layout layout) const;
+    std::optional<CapacityError> exceeded_bound(int expert_alignment, Layout layout) const;
     PlanResult read_counts(const PlanParams& params);
     void count_own(const LayoutParams& params);
 
@@ -93,6 +97,7 @@ private:
     uint64_t sequence_ = 0;
     std::atomic<bool> busy_ = false;  // a thread is in a call
     std::mutex failing_;              // several channels may fail at once
+    std::exception_ptr stopped_;      // what `poll_` has thrown in this call, on one of its threads
     std::function<void()> poll_;
     HostPeers peers_;
     std::vector<int32_t> own_counts_;  // of the plan in hand, before it is published

@@ -104,7 +104,7 @@ class CollectiveBackend:
         handle = DispatchHandle(
             args.buffer_id, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True).contiguous(), recv_row_idx,
             to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device),
-            torch.tensor([self.num_calls]), recv_topk_idx,
+            torch.tensor([self.num_calls], device="cpu"), recv_topk_idx,
         )  # fmt: skip
         rows = self._allocate(args, handle)
         return rows, handle, lambda: self._move(args, handle, rows, cached=False)
@@ -283,8 +283,8 @@ class CollectiveBackend:
         self.num_calls += 1
         own.call = self.num_calls
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
-        counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64) if counts is None else counts
-        fields = torch.tensor(list(vars(own).values()), dtype=torch.int64)
+        counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64, device="cpu") if counts is None else counts
+        fields = torch.tensor(list(vars(own).values()), dtype=torch.int64, device="cpu")
         entries = self._exchange(torch.cat([fields, counts, torch.frombuffer(bytearray(text), dtype=torch.int64)]))
         peers = [Entry(*row[:_NUM_FIELDS].tolist()) for row in entries]
         for rank, peer in enumerate(peers):

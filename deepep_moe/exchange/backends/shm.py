@@ -14,6 +14,10 @@ from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
 
 
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
+
+
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
@@ -62,9 +66,9 @@ class ShmBackend:
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, num_tokens = self.settings, args.topk_idx.shape[0]
         args.topk_idx, args.topk_weights = args.topk_idx.contiguous(), _contiguous(args.topk_weights)
-        topk_idx = torch.empty(num_tokens, s.num_topk, dtype=torch.int32)
-        recv_counts = torch.empty(s.num_ranks, self.num_channels, dtype=torch.int32)
-        num_recv_tokens_per_expert = torch.empty(s.num_local_experts, dtype=torch.int32)
+        topk_idx = _empty((num_tokens, s.num_topk), torch.int32)
+        recv_counts = _empty((s.num_ranks, self.num_channels), torch.int32)
+        num_recv_tokens_per_expert = _empty((s.num_local_experts,), torch.int32)
         is_expert = args.layout == "expert"
         num_recv_tokens, num_rows = self._exchange.plan(
             args.topk_idx, topk_idx, recv_counts, num_recv_tokens_per_expert, DTYPES[args.x.dtype], is_expert, args.expert_alignment,
@@ -73,8 +77,8 @@ class ShmBackend:
         if args.num_recv_rows >= 0:
             num_rows = args.num_recv_rows
         # -1 until the rows are there: a dispatch that fails half way leaves a handle that leads nowhere, not anywhere.
-        recv_row_idx = torch.full((num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32)
-        recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=args.topk_idx.dtype)
+        recv_row_idx = _empty((num_recv_tokens if is_expert else 0, s.num_topk), torch.int32).fill_(-1)
+        recv_topk_idx = None if is_expert else _empty((num_rows, s.num_topk), args.topk_idx.dtype).fill_(-1)
         handle = DispatchHandle(
             args.buffer_id,
             args.layout,
@@ -84,7 +88,7 @@ class ShmBackend:
             recv_row_idx,
             recv_counts,
             num_recv_tokens_per_expert,
-            torch.tensor([self.num_calls]),
+            torch.tensor([self.num_calls], device="cpu"),
             recv_topk_idx,
         )
         rows = self._allocate(args, handle)
@@ -109,7 +113,7 @@ class ShmBackend:
         s, handle = self.settings, args.handle
         combined_x = self.empty((handle.num_tokens, s.hidden), args.x.dtype)
         has_grads = args.topk_weight_grads is not None
-        topk_weight_grads = torch.empty(handle.num_tokens, s.num_topk, dtype=torch.float32) if has_grads else None
+        topk_weight_grads = _empty((handle.num_tokens, s.num_topk), torch.float32) if has_grads else None
 
         def move() -> None:
             given = args.x, args.weights, args.bias, args.topk_weight_grads
@@ -132,6 +136,9 @@ class ShmBackend:
     def refuse(self, message: str) -> None:
         self._exchange.refuse(message)
 
+    def abandon(self, message: str) -> None:
+        self._exchange.abandon(message)
+
     def destroy(self) -> None:
         del self._exchange  # tells the peers, unmaps
         self._pool.trim()
@@ -142,9 +149,9 @@ class ShmBackend:
         recv_x = self.empty((num_rows, self.settings.hidden), args.x.dtype)
         scales = weights = None
         if args.x_scales is not None:
-            scales = torch.empty(num_rows, args.x_scales.shape[1], dtype=torch.float32)
+            scales = _empty((num_rows, args.x_scales.shape[1]), torch.float32)
         if args.topk_weights is not None:
-            weights = torch.empty((num_rows,) if handle.layout == "expert" else (num_rows, self.settings.num_topk), dtype=torch.float32)
+            weights = _empty((num_rows,) if handle.layout == "expert" else (num_rows, self.settings.num_topk), torch.float32)
         for begin, end in _unsent_rows(handle):
             recv_x[begin:end].view(torch.uint8).zero_()
             for tensor in (scales, weights):

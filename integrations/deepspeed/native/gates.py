@@ -111,7 +111,7 @@ def decide(gate: Any, x: Tensor) -> Decision:
 @functools.lru_cache(maxsize=256)
 def capacity_of(num_tokens: int, num_experts: int, factor: float, least: int) -> int:
     """Return the slots of an expert, computed in fp32 as the gate does, because rounding decides where the quotient is nearly whole."""
-    return max(int(torch.ceil((num_tokens / num_experts) * torch.tensor(factor))), least)
+    return max(int(torch.ceil((num_tokens / num_experts) * torch.tensor(factor, device="cpu"))), least)
 
 
 def _decide_1(logits: Tensor, capacity: int | None, *, noise: bool, random: bool) -> Decision:
