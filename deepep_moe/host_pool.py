@@ -26,7 +26,9 @@ class HostPool:
         except MemoryError:
             raise MemoryError(f"no memory for {num_bytes} bytes of {list(shape)} {str(dtype).removeprefix('torch.')}") from None
         # A tensor of its own on the block's storage, not a view: autograd forbids changing an operator's output in place if it is one.
-        return torch.empty(0, dtype=dtype, device="cpu").set_(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, shape, strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(
+            torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, shape, strides
+        )
 
     def trim(self) -> None:
         """Give what is not in use back to the operating system."""

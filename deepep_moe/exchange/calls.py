@@ -140,6 +140,8 @@ class Calls:
     def refuse(self, error: Exception) -> Exception:
         """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
         `error`, to be raised."""
+        if self._num_forks != _num_forks:
+            return error  # a forked process would write to its owner's connections
         if not self._is_capturing():
             self._wait_for_pending()
         self.backend.refuse(f"{type(error).__name__}: {error}")

@@ -7,7 +7,9 @@ error), then one all-to-all whose rows carry their lane indices, weights and sca
 import contextlib
 import datetime
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
-from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
@@ -79,6 +81,10 @@ class CollectiveBackend:
         host, _ = processes[settings.rank]
         self._neighbours = {rank: _C.running(pid) for rank, (other, pid) in enumerate(processes) if other == host}
         self.num_calls = 0
+        self._owed: Callable[[], object] | None = (
+            None  # what peers wait for in the call that this rank has entered: to send its rows, and to take theirs
+        )
+        self._broken: str | None = None  # why the group's messages are out of step, for good
 
     # ---- the three operations ----
 
@@ -96,13 +102,15 @@ class CollectiveBackend:
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
         tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
         needed = self._check_bounds(args, counts)
+        narrow_topk_idx, num_received = topk_idx.to(torch.int32, copy=True).contiguous(), to_here.flatten().tolist()
+        self._owed = partial(self._send_rows, args, narrow_topk_idx, num_received)
         num_rows = needed if args.num_recv_rows < 0 else args.num_recv_rows
         num_recv_tokens = int(to_here.sum())
         is_expert = args.layout == "expert"
         recv_row_idx = torch.full((num_recv_tokens if is_expert else 0, s.num_topk), -1, dtype=torch.int32, device=topk_idx.device)
         recv_topk_idx = None if is_expert else torch.full((num_rows, s.num_topk), -1, dtype=topk_idx.dtype, device=topk_idx.device)
         handle = DispatchHandle(
-            args.buffer_id, args.layout, args.expert_alignment, num_rows, topk_idx.to(torch.int32, copy=True).contiguous(), recv_row_idx,
+            args.buffer_id, args.layout, args.expert_alignment, num_rows, narrow_topk_idx, recv_row_idx,
             to_here.to(topk_idx.device, torch.int32).contiguous(), tokens_per_expert.to(topk_idx.device),
             torch.tensor([self.num_calls], device="cpu"), recv_topk_idx,
         )  # fmt: skip
@@ -110,11 +118,12 @@ class CollectiveBackend:
         return rows, handle, lambda: self._move(args, handle, rows, cached=False)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
-        rows = self._allocate(args, args.handle)
+        handle, rows = args.handle, self._allocate(args, args.handle)
 
         def move() -> None:
-            self._enter(self._entry(1, args.x, args.handle.layout, args))
-            self._move(args, args.handle, rows, cached=True)
+            self._enter(self._entry(1, args.x, handle.layout, args))
+            self._owed = partial(self._send_rows, args, handle.topk_idx, handle.recv_counts.flatten().tolist())
+            self._move(args, handle, rows, cached=True)
 
         return rows, move
 
@@ -125,6 +134,7 @@ class CollectiveBackend:
 
         def move() -> None:
             self._enter(self._entry(2, args.x, handle.layout, args))
+            self._owed = partial(self._send_sums, args)
             self._combine(args, combined_x, topk_weight_grads)
 
         return combined_x, topk_weight_grads, move
@@ -150,14 +160,24 @@ class CollectiveBackend:
         with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
             self._enter(entry, message=message)
 
+    def abandon(self, message: str) -> None:
+        """Do for the peers what they wait for, as nothing else ends their wait; they learn `message` in their next call."""
+        try:
+            if self._owed is not None:
+                self._owed()
+        except Exception as error:
+            self._broken = self._broken or f"{message}; then {type(error).__name__}: {error}"
+        if self._broken is None:
+            self.refuse(message)
+
     def destroy(self) -> None:
         self.group = None
 
     # ---- rows ----
 
-    def _sent(self, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
+    def _sent(self, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
         """(rank, token) of every row this rank sends, by rank, then token."""
-        mask = is_token_in_rank(handle.topk_idx, self.settings.num_ranks, self.settings.num_local_experts)
+        mask = is_token_in_rank(topk_idx, self.settings.num_ranks, self.settings.num_local_experts)
         destinations, tokens = mask.t().nonzero(as_tuple=True)
         return destinations, tokens
 
@@ -168,15 +188,18 @@ class CollectiveBackend:
         shape = (num_rows,) if handle.layout == "expert" else (num_rows, self.settings.num_topk)
         return Rows(recv_x, scales, None if args.topk_weights is None else x.new_zeros(shape, dtype=torch.float32))
 
-    def _move(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, *, cached: bool) -> None:
+    def _send_rows(self, args: DispatchArgs | CachedDispatchArgs, topk_idx: Tensor, num_received: list[int]) -> list[Tensor]:
+        """What arrives: rows, their local experts, scales and weights where there are some."""
         s = self.settings
-        destinations, tokens = self._sent(handle)
-        local = handle.topk_idx[tokens] - (destinations * s.num_local_experts)[:, None].to(torch.int32)
+        destinations, tokens = self._sent(topk_idx)
+        local = topk_idx[tokens] - (destinations * s.num_local_experts)[:, None].to(torch.int32)
         local = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)
         parts = [args.x[tokens], local]
         parts += [part[tokens] for part in (args.x_scales, args.topk_weights) if part is not None]
-        sent = destinations.bincount(minlength=s.num_ranks).tolist()
-        arrived = self._all_to_all(parts, sent, handle.recv_counts.flatten().tolist(), "dispatch rows")
+        return self._all_to_all(parts, destinations.bincount(minlength=s.num_ranks).tolist(), num_received, "dispatch rows")
+
+    def _move(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, *, cached: bool) -> None:
+        arrived = self._send_rows(args, handle.topk_idx, handle.recv_counts.flatten().tolist())
         recv_x, experts, rest = arrived[0], arrived[1], arrived[2:]
         scales = rest.pop(0) if args.x_scales is not None else None
         weights = rest.pop(0) if args.topk_weights is not None else None
@@ -230,11 +253,16 @@ class CollectiveBackend:
         values[there] = args.topk_weight_grads[handle.recv_row_idx[there].long()]
         return [x, values]
 
+    def _send_sums(self, args: CombineArgs) -> tuple[Tensor, list[int], list[Tensor]]:
+        """The token of each row that arrives, how many come from each rank, and what arrives."""
+        handle = args.handle
+        destinations, tokens = self._sent(handle.topk_idx)
+        counts = destinations.bincount(minlength=self.settings.num_ranks).tolist()
+        return tokens, counts, self._all_to_all(self._expert_side(args), handle.recv_counts.flatten().tolist(), counts, "combine rows")
+
     def _combine(self, args: CombineArgs, combined_x: Tensor, topk_weight_grads: Tensor | None) -> None:
         s, handle = self.settings, args.handle
-        destinations, tokens = self._sent(handle)
-        counts = destinations.bincount(minlength=s.num_ranks).tolist()
-        arrived = self._all_to_all(self._expert_side(args), handle.recv_counts.flatten().tolist(), counts, "combine rows")
+        tokens, counts, arrived = self._send_sums(args)
         total = combined_x.new_zeros(combined_x.shape, dtype=torch.float32)
         for idx, rows in zip(tokens.split(counts), arrived[0].split(counts), strict=True):
             total[idx] = total[idx] + rows.float()
@@ -256,6 +284,7 @@ class CollectiveBackend:
         received = payload.new_empty(sum(num_received), payload.shape[1])
         try:
             work = dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group, async_op=True)
+            self._owed = None
             if payload.is_cuda:
                 work.wait()  # holds the stream; the group's own deadline counts
             else:
@@ -280,8 +309,13 @@ class CollectiveBackend:
     def _enter(self, own: Entry, counts: Tensor | None = None, message: str = "") -> Tensor:
         """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64."""
         s = self.settings
+        if self._broken is not None:
+            raise EPError(
+                f"an earlier call of this buffer ended half-way ({self._broken}), so that its process group is out of step; make a new "
+                "process group and a new Buffer"
+            )
         self.num_calls += 1
-        own.call = self.num_calls
+        own.call, self._owed = self.num_calls, None
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
         counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64, device="cpu") if counts is None else counts
         fields = torch.tensor(list(vars(own).values()), dtype=torch.int64, device="cpu")
@@ -321,10 +355,11 @@ class CollectiveBackend:
             time.sleep(0.01)
 
     def _timeout(self, culprit: int, phase: str, expected: int, seen: int, why: str) -> EPTimeoutError:
+        self._broken = f"nothing came from rank {culprit}"
         named = f"rank {culprit}" if culprit >= 0 else "a peer (torch.distributed does not say which)"
         return EPTimeoutError(
             f"rank {self.settings.rank} in call {self.num_calls}: {named} did not deliver; phase '{phase}', expected {expected}, "
-            f"seen {seen}; torch.distributed says: {why}",
+            f"seen {seen}; the process group cannot be used any more: make a new one and a new Buffer; torch.distributed says: {why}",
             rank=culprit, phase=phase, expected=expected, seen=seen,
         )  # fmt: skip
 

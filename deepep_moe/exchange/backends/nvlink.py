@@ -163,6 +163,10 @@ class NvlinkBackend:
             return  # nobody is in a call yet, and nobody may wait for a GPU now
         self._exchange.refuse(message, current_stream(self.device))
 
+    def abandon(self, message: str) -> None:
+        """Peers have what they need of the call: its rows have been sent. They learn `message` in their next call."""
+        self.refuse(message)
+
     def _refuse_for(self, error: Exception) -> None:
         self.refuse(f"{type(error).__name__}: {error}")
 
