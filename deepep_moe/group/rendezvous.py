@@ -203,7 +203,7 @@ def _from_json(value: dict[str, Any]) -> Any:
 def _is_like(theirs: Any, own: Any) -> bool:
     """Do two addresses have the same types?"""
     if isinstance(own, (list, tuple)):
-        return isinstance(theirs, list) and len(theirs) == len(own) and all(map(_is_like, theirs, own))
+        return isinstance(theirs, (list, tuple)) and len(theirs) == len(own) and all(map(_is_like, theirs, own))
     return type(theirs) is type(own)
 
 
