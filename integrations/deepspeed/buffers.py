@@ -76,6 +76,7 @@ def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBuffe
     return plan.buffers.get((group, x.shape[1], x.device.type), lambda: _elastic(group, x, plan))
 
 
+@torch.compiler.disable  # constructions cannot be traced
 def _elastic(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBuffer:
     # It keeps the plan's numbers and not the plan: buffers go at once with the last layer, not with a collection of cycles.
     construct = functools.partial(_construct, group, x.shape[1], plan.options, plan.num_local_experts, plan.num_topk)
