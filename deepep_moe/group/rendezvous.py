@@ -114,12 +114,17 @@ def introduce(
     for rank, peer in enumerate(peers):
         if peer.error is not None:
             raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
-    for name in ("backend", *common):
-        values = [peer.backend if name == "backend" else peer.settings[name] for peer in peers]
+    check_same([{"backend": peer.backend, **peer.settings} for peer in peers], "create the Buffer with the same value on every rank")
+    return peers
+
+
+def check_same(settings: list[dict[str, Any]], advice: str) -> None:
+    """`settings` of every rank, with the same names. Raises EPMismatchError for the first that is not the same everywhere."""
+    for name in settings[0]:
+        values = [one[name] for one in settings]
         if len(set(values)) > 1:
             told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise EPMismatchError(f"ranks disagree on {name} ({told}); create the Buffer with the same value on every rank")
-    return peers
+            raise EPMismatchError(f"ranks disagree on {name} ({told}); {advice}")
 
 
 def moves_cpu_tensors(group: "dist.ProcessGroup") -> bool:
@@ -161,7 +166,8 @@ def gather_objects(
 ) -> list[_Message]:
     """Return `read(value)` for the `value` of every rank, which travels as JSON: None, bools, numbers, text, bytes, lists and dicts.
 
-    Collective; raises as `exchange`, and EPError naming the rank whose message `read` does not take (KeyError, TypeError, ValueError).
+    Collective; raises as `exchange`, and EPError naming the rank whose message `read` does not take (AttributeError, KeyError,
+    TypeError, ValueError).
     """
     if group is None or num_ranks == 1:
         return [read(value)]
@@ -179,7 +185,7 @@ def gather_objects(
 def _read(data: bytes, read: Callable[[Any], _Message], rank: int, phase: str) -> _Message:
     try:
         return read(json.loads(data, object_hook=_from_json))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _strange(rank, repr(data[:80]), "JSON with the fields of this phase", phase) from error
 
 

@@ -76,7 +76,11 @@ def _check_curves(results: list[report.Result]) -> bool:
     ends = [float(np.mean(result.losses[-10:])) for result in results]
     difference = report.max_difference(results)
     first = next((i for i, pair in enumerate(zip(*(r.losses for r in results), strict=True)) if pair[0] != pair[1]), None)
-    where = "all steps are equal to the bit" if first is None else f"equal to the bit for {first} steps, at most {difference:.1e} apart"
+    where = (
+        "all steps are equal to the bit"
+        if first is None
+        else f"steps equal to the bit at first: {first}; largest difference {difference:.1e}"
+    )
     agree = abs(ends[0] - ends[1]) <= _TOLERANCE
     verdict = "agree" if agree else "DIFFER"
     print(f"loss curves of {results[0].name} and {results[1].name} {verdict}: {where}; last 10 steps {ends[0]:.4f} and {ends[1]:.4f}")
