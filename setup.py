@@ -10,6 +10,8 @@ Environment: CUDA_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MO
 DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
 """
 
+import base64
+import hashlib
 import importlib.util
 import os
 import runpy
@@ -17,11 +19,13 @@ import shutil
 import subprocess
 import sysconfig
 import tomllib
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, find_packages, setup
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
 HOST_FOLDERS = ("common", "cpu", "runtime", "runtime/shm", "bindings")
@@ -175,6 +179,28 @@ class BuildWithCuda(build_ext):
         super().build_extension(ext)
 
 
+class EditableWheel(editable_wheel):
+    """Adds the clone to the end of sys.path. Python asks the finder of an editable install last, so the folder that holds a clone named
+    deepep_moe would give an empty package of that name; a real package anywhere on sys.path comes before an empty one."""
+
+    def run(self) -> None:
+        super().run()
+        for wheel in Path(self.dist_dir).glob("*editable*.whl"):
+            add_to_wheel(wheel, "__editable__.deepep_moe.clone.pth", f"{ROOT.resolve()}\n".encode())
+
+
+def add_to_wheel(wheel: Path, name: str, data: bytes) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        files = {info: archive.read(info) for info in archive.infolist()}
+    record = next(info for info in files if info.filename.endswith(".dist-info/RECORD"))
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    files[record] = f"{name},sha256={digest},{len(data)}\n".encode() + files[record]
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, data)
+        for info, content in files.items():  # the record stays the last
+            archive.writestr(info, content)
+
+
 def configuration(extensions: list[Extension]) -> str:
     """What a build depends on beside the files of this repository."""
     nvcc = find_nvcc()
@@ -216,7 +242,7 @@ def is_stale(object_file: str, source: str) -> bool:
 with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
     setup(
         ext_modules=[extension(), *torch_extensions()],
-        cmdclass={"build_ext": BuildWithCuda},
+        cmdclass={"build_ext": BuildWithCuda, "editable_wheel": EditableWheel},
         packages=[
             *find_packages(str(ROOT), include=["deepep_moe", "deepep_moe.*"]),
             *(f"deepep_moe.{name}" for name in find_packages(str(ROOT), include=["integrations", "integrations.*"])),

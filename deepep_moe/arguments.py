@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_INT64 = torch.int64
+
 
 def as_int(name: str, value: Any) -> int:
     """A plain int, also of NumPy's. Raises TypeError for anything else, bools among it."""
@@ -38,11 +40,17 @@ def check_is_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 
 
+def lazy_negative(name: str) -> ValueError:
+    """For a tensor that is the negative of its memory: native code reads memory."""
+    return ValueError(f"{name} is a lazy negative (its is_neg() is True); pass {name}.resolve_neg()")
+
+
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device | None = None, *,
     any_strides: bool = False,
 ) -> None:  # fmt: skip
-    check_is_tensor(name, tensor)
+    if not isinstance(tensor, Tensor):  # asked here, as a function takes as long as two of the checks
+        check_is_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; it must be {allowed}")
@@ -50,5 +58,7 @@ def check_tensor(
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; it must be on {device}, like x")
+    if dtypes[0] is not _INT64 and tensor.is_neg():  # indices do not come so, and the question has a price
+        raise lazy_negative(name)
     if not any_strides and not tensor.is_contiguous():
         raise ValueError(f"{name} with shape {list(shape)} and strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")

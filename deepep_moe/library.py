@@ -21,7 +21,8 @@ def define(schema: str) -> None:
 
 def register_operator(name: str, implementation: Any, fake: Any, save: Any = None, backward: Any = None) -> None:
     """Make `implementation` that of the defined operator `name`. `save` and `backward` are its gradient, if it has one."""
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    # After a break of a graph Dynamo looks at every Python function that is called, those that an operator calls too.
+    _library.impl(name, torch._disable_dynamo(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"deepep_moe::{name}", fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(f"deepep_moe::{name}", backward, setup_context=save, lib=_library)

@@ -87,10 +87,10 @@ inline variable_list tensors_of(const py::object& made) {
 
 // ---- memory ----
 
-// Does the tensor have memory on this device, which a kernel can be given?
+// Does the tensor have memory on this device, which a kernel can be given? (That of a lazy negative holds the negative.)
 inline bool is_on(const at::Device& device, const Tensor& tensor) {
     return tensor.defined() && tensor.device() == device && tensor.layout() == at::kStrided &&
-           !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+           !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg();
 }
 
 inline TensorArg arg_of(const Tensor& tensor) {

@@ -79,9 +79,11 @@ def _check_address(name: str, tensor: Tensor | None) -> None:
 
 
 def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, dtypes: tuple[torch.dtype, ...]) -> None:
-    if isinstance(x, Tensor) and x.dim() != 2:
-        raise ValueError(f"{name} has shape {list(x.shape)}; it must be [num_tokens, {settings.hidden}]")
-    rows = num_rows if num_rows is not None else (x.shape[0] if isinstance(x, Tensor) else 0)
+    rows = 0 if num_rows is None else num_rows
+    if isinstance(x, Tensor):
+        if x.dim() != 2:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [num_tokens, {settings.hidden}]")
+        rows = x.shape[0] if num_rows is None else num_rows
     check_tensor(name, x, (rows, settings.hidden), dtypes)
     row_bytes = settings.hidden * x.element_size()
     if row_bytes % _C.ROW_ALIGNMENT:
@@ -89,7 +91,8 @@ def _check_rows(name: str, x: Tensor, num_rows: int | None, settings: Settings, 
             f"a row of {name}, {settings.hidden} columns of {DTYPE_NAMES[x.dtype]}, has {row_bytes} bytes; "
             f"it must be a multiple of {_C.ROW_ALIGNMENT}"
         )
-    _check_address(name, x)
+    if x.is_cuda:
+        _check_address(name, x)
 
 
 def _check_scales(x: Tensor, x_scales: Tensor | None) -> None:
@@ -115,10 +118,13 @@ def _check_layout(layout: str, expert_alignment: int) -> None:
 
 
 def check_device(x: Tensor, backend: Backend) -> None:
-    if isinstance(x, Tensor) and x.device.type not in backend.capabilities.device_types:
-        raise ValueError(f"x is on {x.device}; backend {backend.name!r} moves tensors on {' or '.join(backend.capabilities.device_types)}")
-    if isinstance(x, Tensor) and backend.device is not None and x.device != backend.device:
-        raise ValueError(f"x is on {x.device}; this buffer was made on {backend.device}, the current device then")
+    if not isinstance(x, Tensor):
+        return
+    device, own = x.device, backend.device
+    if device.type not in backend.capabilities.device_types:
+        raise ValueError(f"x is on {device}; backend {backend.name!r} moves tensors on {' or '.join(backend.capabilities.device_types)}")
+    if own is not None and device != own:
+        raise ValueError(f"x is on {device}; this buffer was made on {own}, the current device then")
 
 
 def _check_shared_rows(tokens_per_row: int, num_tokens: int, s: Settings) -> None:

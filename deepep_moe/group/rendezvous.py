@@ -5,11 +5,11 @@ memory of all ranks.
 """
 
 import datetime
+import json
 import os
-import pickle
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.group.settings import Settings
 
 _TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group
+_MAX_BYTES = 1 << 20  # of a message: a few strings and numbers
+_MAX_WORDS = 10_000  # characters of an error in a message
 
 
 class _Connectable(Protocol):
@@ -38,6 +40,7 @@ class _Connectable(Protocol):
 
 
 _Backend = TypeVar("_Backend", bound=_Connectable)
+_Message = TypeVar("_Message")
 
 
 @dataclass
@@ -52,6 +55,18 @@ class Introduction:
     num_threads: int
     group_backend: str
     has_gpu: bool
+
+    @classmethod
+    def read(cls, told: Any) -> "Introduction":
+        """Return what a rank has told. Raises KeyError, TypeError or ValueError for anything but an introduction."""
+        types: dict[str, Any] = {"error": (str, type(None)), "settings": dict, "process_id": int, "num_threads": int, "has_gpu": bool}
+        for field in fields(cls):
+            if not isinstance(told[field.name], types.get(field.name, str)):
+                raise TypeError(field.name)
+        plain = (bool, int, float, str)
+        if told["error"] is None and not all(isinstance(value, plain) for value in told["settings"].values()):
+            raise TypeError("settings")
+        return cls(**told)
 
 
 def host_id() -> str:
@@ -82,22 +97,34 @@ def introduce(
     settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None"
 ) -> list[Introduction]:
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
-    common = {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
-    message = None if error is None else f"{type(error).__name__}: {error}"
+    common = {} if error else {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
+    message = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_WORDS]
     group_backend = "none" if group is None else str(dist.get_backend_config(group))
-    own = Introduction(message, backend, common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
-    peers: list[Introduction] = gather_objects(own, group, settings.num_ranks, "construction of a Buffer", settings.timeout_s)
+    own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
+
+    def read(told: Any) -> Introduction:
+        peer = Introduction.read(told)
+        if error is None and peer.error is None and peer.settings.keys() != common.keys():
+            raise ValueError("settings")
+        return peer
+
+    peers = gather_objects(asdict(own), group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
     if error is not None:
         raise error
     for rank, peer in enumerate(peers):
         if peer.error is not None:
             raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
-    for name in ("backend", *common):
-        values = [peer.backend if name == "backend" else peer.settings[name] for peer in peers]
+    check_same([{"backend": peer.backend, **peer.settings} for peer in peers], "create the Buffer with the same value on every rank")
+    return peers
+
+
+def check_same(settings: list[dict[str, Any]], advice: str) -> None:
+    """`settings` of every rank, with the same names. Raises EPMismatchError for the first that is not the same everywhere."""
+    for name in settings[0]:
+        values = [one[name] for one in settings]
         if len(set(values)) > 1:
             told = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise EPMismatchError(f"ranks disagree on {name} ({told}); create the Buffer with the same value on every rank")
-    return peers
+            raise EPMismatchError(f"ranks disagree on {name} ({told}); {advice}")
 
 
 def moves_cpu_tensors(group: "dist.ProcessGroup") -> bool:
@@ -134,16 +161,62 @@ def exchange(own: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: flo
     return rows
 
 
-def gather_objects(value: Any, group: "dist.ProcessGroup | None", num_ranks: int, phase: str, timeout_s: float) -> list[Any]:
-    """`value` of every rank. Collective; raises as `exchange`."""
+def gather_objects(
+    value: Any, group: "dist.ProcessGroup | None", num_ranks: int, phase: str, timeout_s: float, read: Callable[[Any], _Message]
+) -> list[_Message]:
+    """Return `read(value)` for the `value` of every rank, which travels as JSON: None, bools, numbers, text, bytes, lists and dicts.
+
+    Collective; raises as `exchange`, and EPError naming the rank whose message `read` does not take (AttributeError, KeyError,
+    TypeError, ValueError).
+    """
     if group is None or num_ranks == 1:
-        return [value]
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return [read(value)]
+    data = torch.frombuffer(bytearray(json.dumps(value, default=_as_json).encode()), dtype=torch.uint8)
     sizes = exchange(torch.tensor([len(data)]), group, phase, timeout_s).flatten().tolist()
+    for rank, size in enumerate(sizes):
+        if not 0 < size <= _MAX_BYTES:
+            raise _strange(rank, f"{size} bytes long", f"1 to {_MAX_BYTES}", phase)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(data)] = data
     rows = exchange(padded, group, phase, timeout_s)
-    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [_read(row[:size].numpy().tobytes(), read, rank, phase) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
+
+
+def _read(data: bytes, read: Callable[[Any], _Message], rank: int, phase: str) -> _Message:
+    try:
+        return read(json.loads(data, object_hook=_from_json))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _strange(rank, repr(data[:80]), "JSON with the fields of this phase", phase) from error
+
+
+def _strange(rank: int, told: str, wanted: str, phase: str) -> EPError:
+    return EPError(
+        f"the message of rank {rank} is {told}; it must be {wanted} (phase '{phase}'): run the same version of deepep_moe on every rank, "
+        "and let nothing else talk in its process group"
+    )
+
+
+def _as_json(value: Any) -> dict[str, str]:
+    if isinstance(value, bytes):  # a handle of CUDA
+        return {"bytes": value.hex()}
+    raise TypeError(f"a message of ranks holds a {type(value).__name__}; it must hold text, numbers and bytes")
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    return bytes.fromhex(value["bytes"]) if value.keys() == {"bytes"} else value
+
+
+def _is_like(theirs: Any, own: Any) -> bool:
+    """Do two addresses have the same types?"""
+    if isinstance(own, (list, tuple)):
+        return isinstance(theirs, (list, tuple)) and len(theirs) == len(own) and all(map(_is_like, theirs, own))
+    return type(theirs) is type(own)
+
+
+def _read_failure(told: Any) -> str | None:
+    if told is None or isinstance(told, str):
+        return told
+    raise TypeError("failure")
 
 
 def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
@@ -156,14 +229,21 @@ def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pro
         backend = make()
         address = backend.address()
     except (OSError, RuntimeError) as error:
-        failure = str(error)
-    gathered = gather_objects((failure, address), group, settings.num_ranks, "sharing of workspaces", settings.timeout_s)
+        failure = str(error)[:_MAX_WORDS]
+
+    def read(told: Any) -> tuple[str | None, Any]:
+        reason, theirs = told
+        if failure is None and reason is None and not _is_like(theirs, address):
+            raise TypeError("address")
+        return _read_failure(reason), theirs
+
+    gathered = gather_objects([failure, address], group, settings.num_ranks, "sharing of workspaces", settings.timeout_s, read)
     if backend is not None and all(reason is None for reason, _ in gathered):
         try:
             backend.connect([address for _, address in gathered])
         except (OSError, RuntimeError, ValueError) as error:
-            failure = str(error)
-    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s)
+            failure = str(error)[:_MAX_WORDS]
+    reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s, _read_failure)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             return f"on rank {rank}: {reason}"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from deepep_moe.arguments import check_is_tensor
 from deepep_moe.low_latency.buffer import MAX_IN_FLIGHT, LowLatencyBuffer
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ def routed_experts(
     Returns:
         [num_tokens, hidden], dtype of the experts' outputs: the bits of dispatch, experts and combine without hooks.
 
-    Raises: as `LowLatencyBuffer.dispatch` and `combine`.
+    Raises: as `LowLatencyBuffer.dispatch` and `combine`; TypeError for a shared expert that returns no tensor.
     """
 
     def span(name: str) -> AbstractContextManager[None]:
@@ -105,6 +106,7 @@ def routed_experts(
     if shared_expert is not None:
         with span("shared expert"):
             shared = shared_expert(x)
+        check_is_tensor("the output of the shared expert", shared)
     yield
     with span("receive dispatch"):
         _received(out.hook)

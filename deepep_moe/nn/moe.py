@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepep_moe.arguments import check_is_tensor
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
@@ -44,11 +45,15 @@ class LocalExperts(nn.Module):
         """x: [num_rows, hidden] grouped by expert; num_rows_per_expert: [num_local_experts], sum num_rows, on a GPU better a list than a
         tensor, which is waited for. Returns [num_rows, hidden]."""
         counts = num_rows_per_expert.tolist() if isinstance(num_rows_per_expert, Tensor) else num_rows_per_expert
-        groups = x.split(counts)
-        return torch.cat([expert(rows) for expert, rows in zip(self.experts, groups, strict=True)])
+        outputs = [expert(rows) for expert, rows in zip(self.experts, x.split(counts), strict=True)]
+        for index, y in enumerate(outputs):
+            if not isinstance(y, Tensor):  # asked here, as the name costs time
+                check_is_tensor(f"the output of local expert {index}", y)
+        return torch.cat(outputs)
 
 
-def _check_shape(who: str, y: Tensor, x: Tensor) -> None:
+def _check_output(who: str, y: Any, x: Tensor) -> None:
+    check_is_tensor(f"the output of {who}", y)
     if y.shape != x.shape:
         raise ValueError(f"{who} returned shape {list(y.shape)} for rows of shape {list(x.shape)}; the shapes must be the same")
 
@@ -118,8 +123,8 @@ class MoELayer(nn.Module):
         """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape of x, in the dtype of the
         experts' outputs.
 
-        Collective over the buffer's group. Raises ValueError for another width or outputs of another shape, as `Buffer.dispatch`, and what
-        router and experts raise; of those the peers raise EPPeerError.
+        Collective over the buffer's group. Raises ValueError for another width or outputs of another shape, TypeError for outputs that are
+        no tensors, as `Buffer.dispatch`, and what router and experts raise. The peers of a rank that raises these raise EPPeerError.
         """
         rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
         return notify_peers_on_failure(self.buffer, self._combine, rows, out).view(x.shape)
@@ -134,10 +139,11 @@ class MoELayer(nn.Module):
     def _combine(self, rows: Tensor, out: DispatchOutput) -> Tensor:
         is_local = isinstance(self.experts, LocalExperts)
         y = self.experts(out.recv_x, out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert)
-        _check_shape("the experts", y, out.recv_x)
-        shared = None if self.shared_expert is None else self.shared_expert(rows)
-        if shared is not None:
-            _check_shape("the shared expert", shared, rows)
+        _check_output("the experts", y, out.recv_x)
+        shared = None
+        if self.shared_expert is not None:
+            shared = self.shared_expert(rows)
+            _check_output("the shared expert", shared, rows)
             shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
         return self.buffer.combine(y.contiguous(), out.handle, out.recv_topk_weights, bias=shared)
 

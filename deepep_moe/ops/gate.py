@@ -8,7 +8,7 @@ from torch import Tensor
 
 import deepep_moe.ops.gate_operators  # noqa: F401 (it registers them)
 from deepep_moe import _C, torch_module
-from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor
+from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, lazy_negative
 from deepep_moe.device import FLOATS, is_gpu
 from deepep_moe.library import call
 
@@ -243,6 +243,8 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
     if list(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {shape} to match logits")
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # Dynamo does not know the question
+        raise lazy_negative(name)
 
 
 def _check_kind(device: torch.device, dtype: torch.dtype, num_experts: int) -> None:

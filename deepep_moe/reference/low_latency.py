@@ -25,10 +25,12 @@ def dispatch(
 
 
 def round_scales(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantize_fp8`, with scales rounded up to powers of two."""
+    """As `quantize_fp8`, with scales rounded up to powers of two. A block with NaN or infinity has an infinite scale (exponent 0xFF), zeros
+    in its finite columns and NaN in the others."""
     _, scales = quantize_fp8(x)
     mantissas, exponents = scales.frexp()
-    scales = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
+    powers = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
+    scales = torch.where(scales.isfinite(), powers, torch.inf)
     y = x.float() / scales.repeat_interleave(BLOCK, dim=1)[:, : x.shape[1]]
     return y.clamp(-448, 448).to(torch.float8_e4m3fn), scales
 

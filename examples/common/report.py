@@ -38,6 +38,16 @@ def max_difference(results: list[Result]) -> float:
     return float(np.abs(np.subtract(results[0].losses, results[1].losses)).max())
 
 
+def agreement(results: list[Result]) -> str:
+    """For how many steps two loss curves have the same bits, and how far they part then."""
+    pairs = zip(results[0].losses, results[1].losses, strict=True)
+    first = next((step for step, (one, other) in enumerate(pairs) if one != other), None)
+    if first is None:
+        return "all steps are equal to the bit"
+    steps = {0: "no step is", 1: "the first step is"}.get(first, f"the first {first} steps are")
+    return f"{steps} equal to the bit, the largest difference is {max_difference(results):.1e}"
+
+
 def _new_axes(rows: int = 1, height: float = 4.2, **kwargs: Any) -> tuple[Any, Any]:
     import matplotlib
 
@@ -85,6 +95,7 @@ def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
     relative = load / load.mean(axis=1, keepdims=True)
     figure, axes = _new_axes(num_layers, 1.2 + 1.7 * num_layers, sharex=True, squeeze=False)
     norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(np.percentile(relative, 99.5))))
+    beyond = "max" if relative.max() > norm.vmax else "neither"  # an arrow at the end of the scale
     for layer, panel in enumerate(axes[:, 0]):
         image = panel.imshow(
             relative[layer], aspect="auto", origin="lower", cmap="RdBu_r", norm=norm, extent=(1, steps, -0.5, num_experts - 0.5)
@@ -96,7 +107,9 @@ def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
         panel.set(ylabel="expert", yticks=range(0, num_experts, max(1, num_experts // 4)))
     axes[-1, 0].set_xlabel("step")
     figure.suptitle("Tokens of each expert over time", x=0.01, ha="left", fontsize=12)
-    figure.colorbar(image, ax=axes[:, 0], label="tokens relative to an even share", ticks=[0, 0.5, 1, norm.vmax], format="%.1f", aspect=30)
+    label = "tokens relative to an even share" + (f", at most {relative.max():.1f}" if beyond == "max" else "")
+    ticks = [0, 0.5, 1, norm.vmax]
+    figure.colorbar(image, ax=axes[:, 0], label=label, ticks=ticks, format="%.1f", aspect=30, extend=beyond)
     figure.savefig(path)
 
 

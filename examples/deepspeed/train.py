@@ -74,12 +74,10 @@ def _cross(runs: list[worker.Settings], num_ranks: int) -> dict[tuple[str, str],
 def _check_curves(results: list[report.Result]) -> bool:
     """Say how far the curves are apart. True where their ends agree."""
     ends = [float(np.mean(result.losses[-10:])) for result in results]
-    difference = report.max_difference(results)
-    first = next((i for i, pair in enumerate(zip(*(r.losses for r in results), strict=True)) if pair[0] != pair[1]), None)
-    where = "all steps are equal to the bit" if first is None else f"equal to the bit for {first} steps, at most {difference:.1e} apart"
     agree = abs(ends[0] - ends[1]) <= _TOLERANCE
     verdict = "agree" if agree else "DIFFER"
-    print(f"loss curves of {results[0].name} and {results[1].name} {verdict}: {where}; last 10 steps {ends[0]:.4f} and {ends[1]:.4f}")
+    told = f"{verdict}: {report.agreement(results)}; last 10 steps {ends[0]:.4f} and {ends[1]:.4f}"
+    print(f"loss curves of {results[0].name} and {results[1].name} {told}")
     return agree
 
 

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepep_moe import torch_module
+from deepep_moe import config, torch_module
 from deepep_moe._C import ROW_ALIGNMENT
+from deepep_moe.errors import EPTimeoutError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import warn_once
@@ -76,10 +78,35 @@ def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBuffe
     return plan.buffers.get((group, x.shape[1], x.device.type), lambda: _elastic(group, x, plan))
 
 
+@torch.compiler.disable  # constructions cannot be traced
 def _elastic(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBuffer:
+    _check_same_plan(group, plan)
     # It keeps the plan's numbers and not the plan: buffers go at once with the last layer, not with a collection of cycles.
     construct = functools.partial(_construct, group, x.shape[1], plan.options, plan.num_local_experts, plan.num_topk)
     return ElasticBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
+
+
+def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Compare what the ranks of `group` were given, in the words of the options. Collective. Raises EPMismatchError, and EPTimeoutError
+    for a rank that does not come."""
+    names = ("exact", "backend", "num_max_tokens_per_rank")
+    own = {name: getattr(plan.options, name) for name in names}
+    own |= {"num_local_experts": plan.num_local_experts, "num_topk": plan.num_topk}
+
+    def read(told: Any) -> dict[str, Any]:
+        plain = (bool, int, str, type(None))
+        if told.keys() != own.keys() or not all(isinstance(value, plain) for value in told.values()):
+            raise ValueError("options")
+        return told
+
+    phase = "comparison of the options of swapped MoE layers"
+    try:
+        told = gather_objects(own, group, dist.get_world_size(group), phase, config.timeout_s(), read)
+    except EPTimeoutError as error:
+        raise EPTimeoutError(
+            f"{error}; swap MoE layers on every rank, before the same forward", rank=error.rank, phase=phase, expected=1, seen=0
+        ) from error
+    check_same(told, "swap MoE layers with the same options on every rank")
 
 
 def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_local_experts: int, num_topk: int, num_tokens: int) -> Buffer:

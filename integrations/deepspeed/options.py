@@ -19,7 +19,8 @@ class Options:
         experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: the experts' ranks weight and sum
         the rows of a token first, so a token crosses a link once per rank. Results are equal within rounding.
     backend, num_sms: as for `deepep_moe.Buffer`.
-    num_max_tokens_per_rank: for GPUs only, the most tokens of a rank in a forward. None: buffers grow with the forwards.
+    num_max_tokens_per_rank: the most tokens of a rank in a forward; more are an error, on CPUs too. None: on GPUs buffers grow with the
+        forwards, on CPUs there is no bound.
     gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
     expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
         (DeepSeek-V3: 0.001). None: no bias moves.

@@ -45,8 +45,9 @@ def replace_moe_layers(
             results are equal within rounding), and so do experts whose matrix products do not depend on zeros between the rows. False: a
             token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data moves.
         backend, num_sms: as for `deepep_moe.Buffer`.
-        num_max_tokens_per_rank: on GPUs, the most tokens that a rank ever has in a forward. None: the most of any rank in the first
-            forward, rounded up to a multiple of 128; buffers are replaced by larger ones when a rank has more. On CPUs there is no bound.
+        num_max_tokens_per_rank: the most tokens that a rank ever has in a forward; more raise an error, on CPUs too. None: on GPUs the
+            most of any rank in the first forward, rounded up to a multiple of 128, and buffers are replaced by larger ones when a rank
+            has more; on CPUs there is no bound.
         gate: let `deepep_moe.ops.gate` choose the experts for AutoEP's routers, in one pass. Where it cannot, a log line says why and the
             routers choose by themselves, as with False. The choice is the same up to rounding.
         expert_bias_update_rate: balance AutoEP's experts without auxiliary loss. After each optimizer step the bias of routers, their
@@ -131,12 +132,18 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
     if num_layers:
         say(logging.INFO, f"{num_layers} MoE layers dispatch through deepep_moe ({mode} mode)")
     elif not left and getattr(model, "num_stages", 1) == 1:  # else another stage of the pipeline has them
-        say(logging.WARNING, "this model has no MoE layers of DeepSpeed; those of AutoEP are there after deepspeed.initialize")
+        say(logging.WARNING, f"this model has no MoE layers of DeepSpeed; {_where_layers_come_from(model)}")
     if num_native and is_gate_unknown():
         say(
             logging.INFO,
             "DeepSpeed's gates are called, which takes longer: deepep_moe knows those of 0.19.4 to 0.19.8 only, and these differ",
         )
+
+
+def _where_layers_come_from(model: nn.Module) -> str:
+    if hasattr(model, "was_step_applied"):  # an engine, which AutoEP has finished with
+        return 'use deepspeed.moe.layer.MoE, or let AutoEP make some: "expert_parallel" in ds_config'
+    return "those of AutoEP are there after deepspeed.initialize"
 
 
 def _plans(layers: Iterable[Any], options: Options) -> list[Plan]:

@@ -140,7 +140,8 @@ def test_overlap_records(tmp_path):
         assert (r["backend"], r["num_ranks"], r["num_sms"], r["iterations"], r["gemm"]) == ("shm", 2, None, 2, [16, 8, 32])
         assert r["hidden"] == 144 and r["num_gemms"] >= 1 and r["bytes_moved"] % 288 == 0
         assert r["gemm_speed"] == pytest.approx(r["alone_gemms_us"] / r["gemms_us"])
-        assert r["exchange_hidden"] == pytest.approx((r["exchange_us"] + r["alone_gemms_us"] - r["us_median"]) / r["exchange_us"])
+        hidden = (r["exchange_us"] + r["alone_gemms_us"] - r["us_median"]) / r["exchange_us"]
+        assert r["exchange_hidden"] == (None if hidden > 1.1 else pytest.approx(min(hidden, 1.0)))
 
 
 def made_up(**changes) -> Overlap:
@@ -158,6 +159,21 @@ def test_overlap_figures():
     assert made_up().hidden == pytest.approx((600 + 800 - 960) / 600)
     slow = Schedule(("start", "GEMMs", "hook"), [[50.0, 890.0, 1600.0]], [[50.0, 840.0, 710.0]])
     assert made_up(both=slow).hidden == pytest.approx(-1 / 3)
+    just = Schedule(("start", "GEMMs", "hook"), [[50.0, 740.0, 790.0]], [[50.0, 690.0, 50.0]])
+    assert made_up(both=just).hidden == 1.0, "10 us less than the GEMMs alone, which is noise"
+
+
+def test_overlap_that_cannot_be_told(capsys, tmp_path):
+    """Other work has slowed the GEMMs alone: an exchange cannot be hidden by more than all of it."""
+    quick = Schedule(("start", "GEMMs", "hook"), [[5.0, 100.0, 110.0]], [[5.0, 95.0, 10.0]])
+    made = measure.Report(4, "4 x imagined", "NCCL", None, overlaps=[made_up(both=quick)])
+    assert made.overlaps[0].hidden is None
+    records = overlap_report.records_of([made], options_of("--backend", "shm", command=overlap))
+    assert records[0]["exchange_hidden"] is None
+    overlap_report.show([made], records)
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].split()[-1] == "?" and "?: the GEMMs took longer alone than beside the exchange" in printed
+    overlap_report.plot(tmp_path / "overlap.png", [made])
 
 
 def test_overlap_record_of_made_up_times(capsys):

@@ -135,6 +135,9 @@ class Returns(torch.nn.Module):
         return self.change(x)
 
 
+NO_RETURN = Returns(lambda rows: None)
+
+
 def test_outputs_of_another_shape_or_dtype():
     router, _, _ = make_parts()
     x, same = torch.randn(8, HIDDEN), Returns(lambda rows: rows)
@@ -145,6 +148,12 @@ def test_outputs_of_another_shape_or_dtype():
         MoELayer(router, wide)(x)
     with pytest.raises(ValueError, match=r"the shared expert returned shape \[8, 32\] for rows of shape \[8, 16\]"):
         MoELayer(router, same, wide)(x)
+    with pytest.raises(TypeError, match="the output of the shared expert must be a torch.Tensor, not NoneType"):
+        MoELayer(router, same, NO_RETURN)(x)
+    with pytest.raises(TypeError, match="the output of the experts must be a torch.Tensor, not NoneType"):
+        MoELayer(router, NO_RETURN)(x)
+    with pytest.raises(TypeError, match="the output of local expert 1 must be a torch.Tensor, not tuple"):
+        MoELayer(router, [same, Returns(lambda rows: (rows, None)), same, same])(x)
     strided, half = Returns(lambda rows: rows.t().contiguous().t()), Returns(lambda rows: rows.bfloat16())
     assert torch.equal(MoELayer(router, strided, strided)(x), MoELayer(router, same, same)(x))
     assert MoELayer(router, half, same)(x).dtype == torch.bfloat16, "the dtype is that of the experts' outputs"
@@ -161,17 +170,20 @@ def failing_layer(rank, num_ranks):
         (x[:, : HIDDEN - rank], None, "ValueError: x has shape .5, 15.; its last dimension must be hidden, 16"),
         (x, layer.experts.experts[1], "ArithmeticError: no module of rank 1"),
         (x, layer.shared_expert, "ArithmeticError: no module of rank 1"),
+        (x, NO_RETURN, "TypeError: the output of the shared expert must be a torch.Tensor, not NoneType"),
     ):
 
         def fail(*_):
             raise ArithmeticError("no module of rank 1")
 
-        hook = hooked.register_forward_pre_hook(fail) if hooked is not None and rank == 1 else None
+        hook = hooked.register_forward_pre_hook(fail) if hooked not in (None, NO_RETURN) and rank == 1 else None
+        layer.shared_expert = NO_RETURN if hooked is NO_RETURN and rank == 1 else shared
         error, message = (EPPeerError, f"rank 1 did not make its call: {why}") if rank == 0 else (Exception, why.split(": ", 1)[1])
         began = time.monotonic()
         with pytest.raises(error, match=message):
             layer(given)
         assert time.monotonic() - began < 60, "far from the deadline of 300 s"
+        layer.shared_expert = shared
         if hook is not None:
             hook.remove()
         assert layer(x).isfinite().all()

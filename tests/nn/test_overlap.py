@@ -154,6 +154,8 @@ def test_what_cannot_take_turns():
     with pytest.raises(ValueError, match=r"x has shape \[2, 3, 16\]; it must be \[2, 4, 16\]"):
         overlapped(routed_experts(buffer, lambda recv_x, counts: recv_x[:, :3], x, idx))
     assert overlapped(stack(buffer, [], "a", 1, x, idx)) == ["a"], "nothing was left in flight"
+    with pytest.raises(TypeError, match="the output of the shared expert must be a torch.Tensor, not NoneType"):
+        overlapped(routed_experts(buffer, lambda recv_x, counts: recv_x, x, idx, shared_expert=lambda rows: None))
 
 
 def wrong_width(rank, _):

@@ -29,9 +29,11 @@ from deepep_moe.bench.common.records import DTYPES, record, spread, write_json
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
 from deepep_moe.bench.layers.passes import PARTS, check_ranks, describe, difference, slowest, times_of
-from deepep_moe.testing import run_ranks
+from deepep_moe.testing import RankFailedError, run_ranks
 
 DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
+LIMIT_S = 1800
+"""Seconds that a shape may take."""
 _WARMUP = 3
 _PROFILED = 5  # runs that are profiled
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -129,13 +131,12 @@ def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict
     return {"exact": int(elsewhere.sum()) * row_bytes, "fast": int(sum(per_rank)) * row_bytes}
 
 
-def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> dict[Shape, Measured]:
-    """Do the work of one rank: build layers, compare results, and time them in turns."""
+def measure(rank: int, num_ranks: int, options: argparse.Namespace, shape: Shape) -> Measured:
+    """Do the work of one rank for one shape: build layers, compare results, and time them in turns."""
     from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(options.device) as device:
-        shapes = [Shape(num_topk, dtype) for num_topk in options.num_topk for dtype in options.dtype]
-        return {shape: _measure(shape, rank, num_ranks, options, device) for shape in shapes}
+        return _measure(shape, rank, num_ranks, options, device)
 
 
 def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
@@ -337,20 +338,26 @@ def _check_autoep(num_ranks: int) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Print a table per shape and write the records to `--json`. Exit with 1 if results disagree."""
+    """Print a table per shape, and write the records to `--json`, as soon as a shape is measured. Exit with 1 if results disagree or a
+    shape could not be measured."""
     try:
         resolve(options)
     except ValueError as error:
         sys.exit(str(error))
-    ranks = run_ranks(measure, options.num_ranks, options, timeout_s=1800)
-    shapes = {shape: [rank[shape] for rank in ranks] for shape in ranks[0]}
-    first = next(iter(shapes.values()))[0]
-    print(f"{first.hardware}; {first.versions}")
-    records, wrong = [], []
-    for shape, of_one in shapes.items():
-        show(of_one, shape, options)
-        records += records_of(of_one, shape, options)
-        wrong += disagreements(of_one, shape)
-    write_json(options.json, records)
+    records: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    for shape in [Shape(num_topk, dtype) for num_topk in options.num_topk for dtype in options.dtype]:
+        try:
+            ranks = run_ranks(measure, options.num_ranks, options, shape, timeout_s=LIMIT_S)
+        except RankFailedError as error:
+            wrong.append(f"{shape}: {error}")
+            continue
+        if not records:
+            print(f"{ranks[0].hardware}; {ranks[0].versions}")
+        show(ranks, shape, options)
+        records += records_of(ranks, shape, options)
+        wrong += disagreements(ranks, shape)
+        write_json(options.json, records)
+        sys.stdout.flush()
     if wrong:
         sys.exit("; ".join(wrong))

@@ -18,6 +18,7 @@ OPS = ("dispatch", "combine")
 NUM_SMS = {"nvlink": (0, None)}  # other backends have no SMs
 _CHAIN = 1.5  # the GEMMs last so many times as long as the hook alone, so that rows arrive before they end
 _MAX_GEMMS = 500
+_MOST_HIDDEN = 1.1  # of an exchange: more than all of it, by noise
 _NUM_OPERANDS = 4  # pairs of operands take turns, as experts do, so that a GEMM finds little in the cache
 
 
@@ -66,10 +67,12 @@ class Overlap:
         return statistics.median(self.gemms.total) / statistics.median(self.both.length("GEMMs"))
 
     @property
-    def hidden(self) -> float:
-        """Return the part of the exchange that costs no time beside the GEMMs."""
+    def hidden(self) -> float | None:
+        """Return the part of the exchange that costs no time beside the GEMMs, at most 1, or None where that cannot be said: both took
+        less time than the GEMMs alone, by more than noise."""
         exchange, gemms, both = (statistics.median(schedule.total) for schedule in (self.exchange, self.gemms, self.both))
-        return (exchange + gemms - both) / exchange
+        part = (exchange + gemms - both) / exchange
+        return None if part > _MOST_HIDDEN else min(part, 1.0)
 
 
 def _unmarked() -> None:

@@ -135,6 +135,8 @@ def show(reports: Sequence[Report], records: list[dict[str, Any]]) -> None:
             print("\n".join(timeline(bars_of(overlap))))
     print("\nexchange, GEMMs us: each alone. GEMM speed: beside the exchange, 1 is alone. hidden: part of the exchange that costs no time")
     print("beside the GEMMs. SMs: - is the default.")
+    if any(r["exchange_hidden"] is None for r in records):
+        print("?: the GEMMs took longer alone than beside the exchange, as on a busy machine; what is hidden cannot be said.")
     links = [f"EP{report.num_ranks} {report.link_gbps:.0f} GB/s" for report in reports if report.link_gbps is not None]
     print("link, every rank copying to its neighbour: " + (", ".join(links) or "none"))
     print(_COLUMNS)
@@ -148,11 +150,15 @@ def _sender(overlap: Overlap) -> str:
     return {None: "the default number of SMs sends", 0: "copy engines send"}.get(overlap.num_sms, f"{overlap.num_sms} SMs send")
 
 
+def _percent(part: float | None) -> str:
+    return "?" if part is None else f"{100 * part:.0f}%"
+
+
 def _line(r: dict[str, Any]) -> str:
     sms = {None: "-", 0: "copy"}.get(r["num_sms"], r["num_sms"])
     percentiles = f"[{r['us_p10']:.0f}-{r['us_p90']:.0f}]"
     both = f"{r['us_median']:10.1f} {percentiles:15}"
-    figures = f"{r['exchange_us']:9.1f}{r['alone_gemms_us']:9.1f}{r['gemm_speed']:11.2f}{100 * r['exchange_hidden']:7.0f}%"
+    figures = f"{r['exchange_us']:9.1f}{r['alone_gemms_us']:9.1f}{r['gemm_speed']:11.2f}{_percent(r['exchange_hidden']):>8}"
     name = f"{r['name']:26}{r['num_ranks']:3}{r['num_tokens']:7}{sms:>5}{r['num_gemms']:6}"
     return f"{name}{both}{figures}"
 
@@ -171,7 +177,7 @@ def plot(path: Path, reports: Sequence[Report]) -> None:
         axes.set_yticks(range(len(rows)), rows)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         title = f"{overlap.op}, EP{report.num_ranks}, {overlap.num_tokens} tokens, {_sender(overlap)}: "
-        axes.set_title(f"{title}GEMM speed {overlap.gemm_speed:.2f}, {100 * overlap.hidden:.0f}% hidden", fontsize=9, loc="left")
+        axes.set_title(f"{title}GEMM speed {overlap.gemm_speed:.2f}, {_percent(overlap.hidden)} hidden", fontsize=9, loc="left")
     all_axes[-1, 0].set_xlabel("microseconds from the start, slowest rank, medians")
     handles = {label: handle for axes in all_axes[:, 0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8)

@@ -18,6 +18,7 @@ from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.native.gates import has_hooks
@@ -158,6 +159,7 @@ def is_replaced(module: torch.nn.Module) -> bool:
     return "forward" in module.__dict__ or not _has_own(module_class, module_class.forward)
 
 
+@untraced
 @functools.cache
 def _has_own(module_class: Any, forward: Any) -> bool:
     """Return whether the forward comes from the module in which its class was defined."""

@@ -12,7 +12,7 @@ import torch
 from deepspeed_cases import repeats_bits
 
 from deepep_moe.bench.layers import deepspeed as bench
-from deepep_moe.testing import run_ranks
+from deepep_moe.testing import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -115,13 +115,33 @@ def test_the_slowest_rank_counts():
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
 def test_disagreement_fails(value, monkeypatch, capsys):
-    shape = bench.Shape(2, "bf16")
-    monkeypatch.setattr(bench, "run_ranks", lambda *_, **__: [{shape: _measured(0.0, [1.0] * 3)}, {shape: _measured(value, [1.0] * 3)}])
-    options = options_of("--device", "cpu")
+    monkeypatch.setattr(bench, "run_ranks", lambda *_, **__: [_measured(0.0, [1.0] * 3), _measured(value, [1.0] * 3)])
+    options = options_of("--device", "cpu", "--dtype", "bf16")
     options.json = None
     with pytest.raises(SystemExit, match=r"top-2 bf16, exchange, fast: output differs by .*, more than rounding \(6.0e-02\)"):
         bench.main(options)
     assert "exchange, fast" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_kept(monkeypatch, capsys, tmp_path):
+    """The second of three shapes passes its limit: the first was printed and written before, the third is measured after."""
+    kept, path = [], tmp_path / "records.json"
+
+    def run(_function, _num_ranks, _options, shape, *, timeout_s):
+        assert timeout_s == bench.LIMIT_S == 1800
+        kept.append((str(shape), len(json.loads(path.read_text())) if path.exists() else 0, capsys.readouterr().out))
+        if shape.num_topk == 2:
+            raise RankFailedError(1, "no result within 1800 s")
+        return [_measured(0.0, [1.0] * 3)] * 2
+
+    monkeypatch.setattr(bench, "run_ranks", run)
+    options = options_of("--device", "cpu", "--num-topk", "1", "2", "4", "--dtype", "fp32")
+    options.json = path
+    with pytest.raises(SystemExit, match="top-2 fp32: rank 1 failed: no result within 1800 s"):
+        bench.main(options)
+    assert [(shape, num_records) for shape, num_records, _ in kept] == [("top-1 fp32", 0), ("top-2 fp32", 6), ("top-4 fp32", 6)]
+    assert "exchange, fast" in kept[1][2] and "top-1 of 16 experts" in kept[1][2]
+    assert len(json.loads(path.read_text())) == 12
 
 
 def test_autoep_says_what_it_needs(monkeypatch):

@@ -1,12 +1,14 @@
 """A rank that fails in a layer: its peers learn why, and do not wait for it."""
 
 import os
+import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_cases import HIDDEN, engine_ready, make_moe
+from events import tell, wait_for
 from torch import nn
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
@@ -104,3 +106,45 @@ def _refusing_worker(rank: int, num_ranks: int) -> None:
 
 def test_no_room_where_a_peer_refuses_for_a_reason_of_its_own():
     run_ranks(_refusing_worker, 2)
+
+
+# ---- swapped differently ----
+
+
+def _options_worker(rank: int, num_ranks: int) -> None:
+    with engine_ready():
+        for options, told in (
+            ({"exact": rank == 0}, "exact (rank 0: True, rank 1: False)"),
+            ({"num_max_tokens_per_rank": (None, 64)[rank]}, "num_max_tokens_per_rank (rank 0: None, rank 1: 64)"),
+            ({"backend": ("auto", "collective")[rank]}, "backend (rank 0: 'auto', rank 1: 'collective')"),
+        ):
+            layer = make_moe()
+            layer.set_deepspeed_parallelism()
+            replace_moe_layers(layer, **options)
+            advice = "; swap MoE layers with the same options on every rank"
+            with pytest.raises(EPMismatchError, match=re.escape(f"ranks disagree on {told}{advice}")):
+                layer(torch.randn(20, HIDDEN))
+
+
+def test_ranks_with_other_options():
+    run_ranks(_options_worker, 2)
+
+
+def _one_rank_worker(rank: int, num_ranks: int) -> None:
+    os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
+    with engine_ready():
+        layer = make_moe()
+        layer.set_deepspeed_parallelism()
+        if rank == 1:  # DeepSpeed's own forward would wait for the others in its first all-to-all
+            return wait_for("rank 0 knows")
+        replace_moe_layers(layer)
+        with pytest.raises(
+            EPTimeoutError, match="rank 1 did not deliver within 2 s.*; swap MoE layers on every rank, before the same"
+        ) as info:
+            layer(torch.randn(20, HIDDEN))
+        assert info.value.rank == 1
+        tell("rank 0 knows")
+
+
+def test_swap_on_one_rank_only():
+    run_ranks(_one_rank_worker, 2)

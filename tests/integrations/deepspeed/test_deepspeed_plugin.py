@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from deepspeed_cases import (
 )
 
 from deepep_moe.errors import EPError
+from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
@@ -64,6 +66,12 @@ def test_section():
 def test_section_refused(section, error, message):
     with pytest.raises(error, match=message):
         options_of({"deepep_moe": section})
+
+
+def test_docs_name_every_backend():
+    page = (Path(__file__).parents[3] / "docs" / "deepspeed.md").read_text()
+    (row,) = re.findall(r"^\| `backend` \|.*", page, flags=re.MULTILINE)
+    assert all(name in row for name in BACKENDS), row
 
 
 def test_old_deepspeed_is_refused(monkeypatch):
@@ -233,6 +241,11 @@ def _config_worker(rank: int, num_ranks: int, folder: str) -> None:
             engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))
         assert type(engine.module.layers[0].deepspeed_moe).__name__ == "MOELayer", "no section, no change"
         assert messages == ['ds_config has no section "deepep_moe": MoE layers keep the dispatch of DeepSpeed'] * (rank == 0)
+        model = torch.nn.Linear(HIDDEN, HIDDEN)
+        with logged() as messages:
+            initialize(model=model, model_parameters=model.parameters(), config=config)
+        advice = 'use deepspeed.moe.layer.MoE, or let AutoEP make some: "expert_parallel" in ds_config'
+        assert messages == [f"this model has no MoE layers of DeepSpeed; {advice}"] * (rank == 0)
         wrong = ds_config(case) | {"deepep_moe": {"on": True}}
         path.write_text(json.dumps(wrong))
         for arguments in ({"config": wrong}, {"config": str(path)}, {"args": SimpleNamespace(deepspeed_config=path)}):

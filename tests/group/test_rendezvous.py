@@ -1,0 +1,92 @@
+"""What ranks tell each other while a buffer is made: a peer's message is data, and a strange one is an error that names the peer."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepep_moe import Buffer, LowLatencyBuffer
+from deepep_moe.errors import EPError, EPPeerError
+from deepep_moe.group.rendezvous import exchange, introduce
+from deepep_moe.group.settings import Settings
+from deepep_moe.testing import run_ranks
+
+
+class Bomb:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def send(data, size=None):
+    """What `gather_objects` sends for a message, of bytes that it would not write."""
+    sizes = exchange(torch.tensor([len(data) if size is None else size]), dist.group.WORLD, "test", 60).flatten()
+    if size is None:
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        exchange(padded, dist.group.WORLD, "test", 60)
+
+
+WANTED = r"the message of rank 1 is .*; it must be .*construction of a Buffer.* same version of deepep_moe"
+
+
+def strange_introduction(rank, num_ranks, data, size, make):
+    if rank == 1:
+        return send(data, size)
+    with pytest.raises(
+        EPError, match=r"the message of rank 1 is .*; it must be .*construction of a Buffer.* same version of deepep_moe"
+    ) as info:
+        make(None, 8, 16, 4, 2, timeout_s=60.0)
+    assert type(info.value) is EPError
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (b"5", None), (b"[]", None), (b'{"error": null}', None), (b"\xff\x00", None), (b"[" * 200_000, None), (b"", 1 << 60), (b"", -1),
+    ],
+    ids=["number", "list", "other fields", "no text", "deep", "too large", "negative"],
+)  # fmt: skip
+def test_strange_introduction(data, size):
+    run_ranks(strange_introduction, 2, data, size, Buffer)
+
+
+def test_strange_introduction_to_low_latency():
+    run_ranks(strange_introduction, 2, b"5", None, LowLatencyBuffer)
+
+
+def test_message_runs_no_code(tmp_path):
+    bomb = tmp_path / "bomb"
+    run_ranks(strange_introduction, 2, pickle.dumps(Bomb(str(bomb))), None, Buffer)
+    assert not bomb.exists()
+
+
+def strange_address(rank, num_ranks, data):
+    """Rank 1 introduces itself as it must, and then says strange things of its memory."""
+    if rank == 1:
+        introduce(Settings(2, 1, 8, 16, 4, 2, 60.0), "auto", 1, None, dist.group.WORLD)
+        return send(data)
+    with pytest.raises(EPError, match=r"the message of rank 1 is .*; it must be .*sharing of workspaces"):
+        Buffer(None, 8, 16, 4, 2, timeout_s=60.0)
+
+
+@pytest.mark.parametrize("data", (b"5", b"[null, 5]", b'[null, ["/proc/1/fd/3", "5"]]', b'[null, {"bytes": "0g"}]', b"[null, null]"))
+def test_strange_address(data):
+    run_ranks(strange_address, 2, data)
+
+
+def refused_with_anything(rank, num_ranks):
+    """A wrong argument of any kind reaches the peers as words."""
+    wrong = torch.tensor([1, 2]) if rank == 1 else 16
+    with pytest.raises(TypeError if rank == 1 else EPPeerError, match=r"hidden is tensor\(\[1, 2\]\)"):
+        Buffer(None, 8, wrong, 4, 2, timeout_s=60.0)
+
+
+def test_refusal_with_a_value_of_any_type():
+    run_ranks(refused_with_anything, 2)
