@@ -81,8 +81,6 @@ class CollectiveBackend:
         host, _ = processes[settings.rank]
         self._neighbours = {rank: _C.running(pid) for rank, (other, pid) in enumerate(processes) if other == host}
         self.num_calls = 0
-            None  # what peers wait for in the call that this rank has entered: to send its rows, and to take theirs
-        )
         # What peers wait for in the call that this rank has entered: to send its rows, and to take theirs.
         self._owed: Callable[[], object] | None = None
         self._broken: str | None = None  # why the group's messages are out of step, for good
