@@ -18,7 +18,7 @@ namespace deepep_moe {
 
 constexpr size_t kCacheLine = 64;
 constexpr size_t kMessageBytes = 512;
-constexpr int kEntries = 16;  // of as many calls: a rank that refuses calls, or gives up in them, is ahead of the others
+constexpr int kEntries = 16;                    // of as many calls: a rank that refuses calls, or gives up in them, is ahead of the others
 constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together, unless rows are very long
 constexpr size_t kMinRingSlots = 8;
 constexpr uint64_t kSegmentMagic = 0x64656570'65700002;  // changes with this layout
