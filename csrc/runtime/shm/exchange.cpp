@@ -272,9 +272,9 @@ std::optional<CapacityError> ShmExchange::exceeded_bound(int expert_alignment, L
             for (int c = 0; c < config_.num_channels; ++c) num_rows += counts(source)[c * config_.num_ranks + rank];
         if (num_rows > bound)
             return CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) + " rows, more than " +
-                                    (given < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
-                                               : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
-                                rank);
+                                     (given < 0 ? std::string("a buffer can number (2^31 - 1); dispatch fewer tokens")
+                                                : "its num_recv_rows of " + std::to_string(bound) + "; give a larger bound or none"),
+                                 rank);
     }
     return std::nullopt;
 }
