@@ -310,6 +310,7 @@ class NvlinkExchange:
     tuning: GpuTuning
     num_calls: int
     num_handle_numbers: int
+    is_void: bool
     def shim(self) -> ExchangeShim: ...
     def dispatch(
         self, call: GpuDispatchCall, num_sms: int, is_split: bool, stream: int, numbers: Tensor, allocate: Callable[[int, bool], None]

@@ -23,7 +23,7 @@ class Calls:
         device: device,
         shape_of: Callable[[int, str], Any],
         current_stream: Callable[[], int],
-        refuse: Callable[[Exception], None],
+        tell: Callable[[BaseException, bool], None],
     ) -> None: ...
     def release(self) -> None: ...
     def dispatch(

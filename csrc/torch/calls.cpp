@@ -14,18 +14,18 @@ bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == 
 }  // namespace
 
 Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream,
-             py::object refuse)
+             py::object tell)
     : settings(settings),
       shim_(std::move(shim)),
       make_shape_(std::move(shape_of)),
       current_stream_(std::move(current_stream)),
-      refuse_(std::move(refuse)),
+      tell_(std::move(tell)),
       exchange_(shim_in<ExchangeShim>(shim_.attr("capsule")(), kShimName)),
       device_(device) {}
 
 void Calls::release() {
     exchange_ = nullptr;
-    shim_ = make_shape_ = current_stream_ = refuse_ = py::none();
+    shim_ = make_shape_ = current_stream_ = tell_ = py::none();
 }
 
 CallMode Calls::mode(int num_sms) const { return {num_sms == -1 ? settings.num_sms : num_sms, false, current_stream_().cast<uintptr_t>()}; }
@@ -212,13 +212,13 @@ std::pair<Tensor, Tensor> Calls::combine(const Dispatched& handle, const Tensor&
 // ---- failures ----
 
 // The exception that is being handled, as Python's.
-void Calls::raise_again(bool tells) {
+void Calls::raise_again(bool has_entered) {
     torch::translate_exception_to_python(std::current_exception());
-    if (tells) {
+    {
         py::error_scope kept;  // the error, until the peers have been told
         PyErr_NormalizeException(&kept.type, &kept.value, &kept.trace);
         try {
-            refuse_(py::handle(kept.value));
+            tell_(py::handle(kept.value), has_entered);
         } catch (const py::error_already_set&) {  // the GPU has failed: the first error says why
         }
     }

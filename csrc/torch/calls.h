@@ -51,8 +51,8 @@ public:
         int num_sms;  // -1: the exchange's own
     };
     // shim: `_C.ExchangeShim`. shape_of(num_tokens, layout): the `HandleShape` of a dispatch. current_stream(): its address.
-    // refuse(error): tells the peers that this rank does not make its call.
-    Calls(py::object shim, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object refuse);
+    // tell(error, has_entered): tells the peers that this rank does not make its call, or does not finish it.
+    Calls(py::object shim, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object tell);
 
     const Settings settings;
     bool is_ready() const { return exchange_ != nullptr && !exchange_->has_failed(); }
@@ -82,16 +82,16 @@ public:
     Tensor tokens_per_expert(const Dispatched& handle) const;  // [num_local_experts], a part of the handle's memory
     static RowScaling scaling(const Tensor& weights, const Tensor& x, const ExpertRowsArg* expert_rows, const Tensor& grad_weights);
 
-    // What `call` returns. If it fails before the call is entered, the peers are told. All calls are made in this.
+    // What `call` returns. If it fails, the peers are told. All calls are made in this.
     template <class Call>
-    auto or_refuse(const Call& call) {
+    auto or_tell(const Call& call) {
         ExchangeShim& exchange = *exchange_;
         const py::object kept = shim_;  // which owns the exchange
         const int64_t before = exchange.num_calls();
         try {
             return call();
         } catch (...) {
-            raise_again(exchange.num_calls() == before);
+            raise_again(exchange.num_calls() != before);
         }
     }
 
@@ -108,13 +108,13 @@ private:
         const py::gil_scoped_release released;
         return steps(exchange);
     }
-    [[noreturn]] void raise_again(bool tells);
+    [[noreturn]] void raise_again(bool has_entered);
     void require(bool was_made) const {
         if (!was_made) raise_failure_of(shim_);
     }
     const std::array<int64_t, 5>& starts_of(int64_t num_tokens, bool is_expert_layout);
 
-    py::object shim_, make_shape_, current_stream_, refuse_;
+    py::object shim_, make_shape_, current_stream_, tell_;
     ExchangeShim* exchange_;
     const at::Device device_;
     std::array<int64_t, 5> starts_[2]{};  // by layout, of the last dispatch, which had

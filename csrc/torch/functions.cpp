@@ -83,7 +83,7 @@ variable_list natively(int64_t number, const Call& call) {
     if (found.is_none()) return {};
     auto& calls = found.cast<Calls&>();
     const at::AutoDispatchBelowADInplaceOrView below;
-    return calls.is_ready() ? calls.or_refuse([&] { return call(calls); }) : variable_list{};
+    return calls.is_ready() ? calls.or_tell([&] { return call(calls); }) : variable_list{};
 }
 
 // ---- dispatch ----
@@ -92,7 +92,7 @@ variable_list natively(int64_t number, const Call& call) {
 variable_list run_dispatch(Calls& calls, const DispatchRequest& request, const Tensor& x, const Tensor& weights, DispatchResult& result) {
     Outgoing out = request.out;
     out.x = x, out.topk_weights = weights;
-    calls.or_refuse([&] {
+    calls.or_tell([&] {
         if (request.along != nullptr) {
             result.handle = *request.along;
             result.in = calls.dispatch_cached(*request.along, out, nullptr, request.num_sms);
@@ -164,7 +164,7 @@ private:
 // ---- combine ----
 
 Tensor run_combine(Calls& calls, const Dispatched& handle, const CombineRequest& request) {
-    return calls.or_refuse(
+    return calls.or_tell(
         [&] { return calls.combine(handle, request.rows[0], request.expert_rows, request.inputs, request.num_sms).first; });
 }
 

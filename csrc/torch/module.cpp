@@ -112,9 +112,9 @@ py::object combine_by_expert(Calls& calls, py::handle tensors, py::handle weight
 
 std::unique_ptr<Calls> make(py::object shim, int64_t number, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk, int64_t hidden,
                             int64_t num_max_tokens, int num_sms, const at::Device& device, py::object shape_of, py::object current_stream,
-                            py::object refuse) {
+                            py::object tell) {
     const Calls::Settings settings{number, num_ranks, num_local_experts, num_topk, hidden, num_max_tokens, num_sms};
-    return std::make_unique<Calls>(std::move(shim), settings, device, std::move(shape_of), std::move(current_stream), std::move(refuse));
+    return std::make_unique<Calls>(std::move(shim), settings, device, std::move(shape_of), std::move(current_stream), std::move(tell));
 }
 
 std::unique_ptr<LowLatencyCalls> make_low_latency(py::object shim, int64_t num_ranks, int64_t num_local_experts, int64_t num_topk,
@@ -145,7 +145,7 @@ PYBIND11_MODULE(_torch, m) {
     py::class_<Calls>(m, "Calls")
         .def(py::init(&make), py::kw_only(), py::arg("shim"), py::arg("number"), py::arg("num_ranks"), py::arg("num_local_experts"),
              py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("num_sms"), py::arg("device"), py::arg("shape_of"),
-             py::arg("current_stream"), py::arg("refuse"))
+             py::arg("current_stream"), py::arg("tell"))
         .def("release", &Calls::release)
         .def("dispatch", torch::wrap_pybind_function(dispatch_rows), py::arg("x"), py::arg("x_scales"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("is_expert_layout"), py::arg("expert_alignment"), py::arg("num_recv_rows"),

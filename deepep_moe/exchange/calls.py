@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
-from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, tell_peers
 from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_device, check_dispatch, check_num_sms
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import Settings
@@ -157,14 +157,13 @@ class Calls:
 
     def _tell_on_failure(self, num_calls: int, function: Callable[[], _Result]) -> _Result:
         """Return the function's result. Where anything fails (memory, an interrupt), tell the peers: this rank refuses the call, or leaves
-        it if it has entered more than `num_calls`. They know of an EPError by the call itself."""
+        it if it has entered more than `num_calls`."""
         try:
             return function()
-        except EPError:
-            raise
         except BaseException as error:
-            backend, reason = self.backend, f"{type(error).__name__}: {error}"
-            (backend.refuse if backend.num_calls == num_calls else backend.abandon)(reason)
+            backend = self._backend
+            if backend is not None:
+                tell_peers(backend, error, backend.num_calls != num_calls)
             raise
 
     def _admit(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:

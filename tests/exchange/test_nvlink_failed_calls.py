@@ -55,7 +55,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
     buffer, x, idx = make_buffer(rank, timeout_s=60)
     good = buffer.dispatch(x, idx)
     expected = buffer.combine(good.recv_x, good.handle)
-    communicator = buffer.calls.backend._communicator
+    communicator = buffer.calls.backend._exchange
     learns = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
     for _ in range(2):
         out = buffer.dispatch(x, idx + 1 if rank == 1 else idx, num_recv_rows=64)
@@ -66,7 +66,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
             with learns(match=WHY):
                 buffer.check()
         if how == "nobody":
-            buffer.calls.backend._communicator = Unchecked(communicator)
+            buffer.calls.backend._exchange = Unchecked(communicator)
         with learns(match=WHY) if how == "by the call" else nullcontext():
             if call == "combine":
                 buffer.combine(torch.ones_like(out.recv_x), out.handle)
@@ -74,7 +74,7 @@ def along_failed_dispatch(rank, num_ranks, call, how):
                 buffer.dispatch(x, handle=out.handle)
         torch.cuda.synchronize()
         dist.barrier()
-        buffer.calls.backend._communicator = communicator
+        buffer.calls.backend._exchange = communicator
         if how != "by the call":
             with pytest.raises(ValueError, match=FAILED) if how == "before" else learns(match=WHY):
                 buffer.check()
@@ -126,7 +126,7 @@ def rows_that_do_not_come(rank, num_ranks):
     buffer, x, idx = make_buffer(rank, timeout_s=4)
     if rank == 1:
         buffer.calls._native = None  # whose calls do not go through Python
-        buffer.calls.backend._communicator = SendsNothing(buffer.calls.backend._communicator)
+        buffer.calls.backend._exchange = SendsNothing(buffer.calls.backend._exchange)
     out = buffer.dispatch(x, idx, num_recv_rows=64)
     torch.cuda.synchronize()
     if rank == 0:
@@ -141,7 +141,7 @@ def test_handle_of_rows_that_do_not_come():
 
 
 def runs_out_of_memory(rank, num_ranks):
-    """Once rows are on their way, a rank that has no memory to receive them says so, and its own still arrive."""
+    """Once rows are on their way, a rank that has no memory to receive them says so in the next call, and its own still arrive."""
 
     def fail(*_):
         raise torch.OutOfMemoryError("no room")
@@ -158,6 +158,8 @@ def runs_out_of_memory(rank, num_ranks):
         sent.fill_(-7)
     else:
         rows = buffer.dispatch(x, idx).recv_x
+        with pytest.raises(EPPeerError, match="rank 0 did not make its call: OutOfMemoryError: no room"):
+            buffer.dispatch(x, idx)
     out = buffer.dispatch(x, idx)
     if rows is not None:
         assert_same("recv_x", rows, out.recv_x)

@@ -63,6 +63,7 @@ public:
     // Throws what a kernel of this rank has reported so far, once.
     void check();
     bool has_failed() const { return deepep_moe::has_failed(host_->failure); }
+    bool is_void() const { return void_plan_ == num_plans_; }  // the last call: a kernel's failure in it has been thrown
     // Of whatever lies in the workspace, between calls: what the link gives, for benchmarks.
     void copy_block(int peer, int64_t bytes, uintptr_t stream);
 
@@ -95,7 +96,6 @@ private:
     void abandon();
     void join(cudaStream_t stream);
     bool follows_plan(cudaStream_t stream) const;
-    bool is_void() const { return void_plan_ == num_plans_; }
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
 

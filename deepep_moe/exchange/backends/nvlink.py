@@ -20,6 +20,7 @@ from deepep_moe.exchange.backends.base import (
     Move,
     Rows,
     RowScaling,
+    tell_peers,
 )
 from deepep_moe.exchange.handle import DispatchHandle, HandleShape, PackedHandle
 from deepep_moe.group.settings import Settings
@@ -142,7 +143,8 @@ class NvlinkBackend:
         return module.Calls(
             shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
-            device=self.device, shape_of=self.handle_shape, current_stream=partial(current_stream, self.device), refuse=self._refuse_for,
+            device=self.device, shape_of=self.handle_shape, current_stream=partial(current_stream, self.device),
+            tell=partial(tell_peers, self),
         )  # fmt: skip
 
     def check(self) -> None:
@@ -164,11 +166,10 @@ class NvlinkBackend:
         self._exchange.refuse(message, current_stream(self.device))
 
     def abandon(self, message: str) -> None:
-        """Peers have what they need of the call: its rows have been sent. They learn `message` in their next call."""
-        self.refuse(message)
-
-    def _refuse_for(self, error: Exception) -> None:
-        self.refuse(f"{type(error).__name__}: {error}")
+        """Peers have what they need of the call: its rows have been sent. They learn `message` in their next call, unless it is what a
+        kernel of the call has found, which they know."""
+        if not self._exchange.is_void:
+            self.refuse(message)
 
     def destroy(self) -> None:
         self._exchange = None
