@@ -13,8 +13,7 @@ bool is_fp8(at::ScalarType type) { return type == at::kFloat8_e4m3fn || type == 
 
 }  // namespace
 
-Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream,
-             py::object tell)
+Calls::Calls(py::object shim, const Settings& settings, at::Device device, py::object shape_of, py::object current_stream, py::object tell)
     : settings(settings),
       shim_(std::move(shim)),
       make_shape_(std::move(shape_of)),

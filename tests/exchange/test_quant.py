@@ -85,6 +85,16 @@ def test_kernel_equals_operators(dtype):
             assert_same(f"scale {scale}", ours, theirs)
 
 
+@pytest.mark.gpu
+def test_rows_that_begin_at_any_address():
+    device = device_of("nvlink", 0)
+    flat = torch.randn(1 + 5 * 136, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = flat.to(device)[1:].view(5, 136)
+    assert x.is_contiguous() and (x.data_ptr() % 16 or x.device.type == "cpu")
+    for ours, theirs in zip(quantize_fp8(x), reference.quantize_fp8(flat[1:].view(5, 136)), strict=True):
+        assert_same("y and scales", ours, theirs)
+
+
 def quantized_dispatch(rank, num_ranks, backend):
     device = device_of(backend, rank)
     buffer = Buffer(None, 40, 256, 8, 2, backend=backend, timeout_s=60)

@@ -127,12 +127,14 @@ void NvlinkLowLatency::begin(bool sends, cudaStream_t stream) {
 
 void NvlinkLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
+    const std::lock_guard lock(enqueuing_);
     begin(sends, as_stream(stream));
     launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
 }
 
 void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
+    const std::lock_guard lock(enqueuing_);
     begin(sends, as_stream(stream));
     launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
 }
@@ -141,9 +143,13 @@ void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends
 
 void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    begin(params.action == LowLatencyControlParams::kRefuse, as_stream(stream));
-    params.context = context();
-    launch_low_latency_control(params, as_stream(stream));
+    {
+        const std::lock_guard lock(enqueuing_);
+        begin(params.action == LowLatencyControlParams::kRefuse, as_stream(stream));
+        params.context = context();
+        launch_low_latency_control(params, as_stream(stream));
+        if (params.action == LowLatencyControlParams::kRefuse) num_to_catch_up_ = kMaxInFlight;
+    }
     check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
 }
 
@@ -152,7 +158,6 @@ void NvlinkLowLatency::refuse(const std::string& reason, uintptr_t stream) {
     params.action = LowLatencyControlParams::kRefuse;
     copy_text(params.reason, sizeof(LowLatencyReason::text), reason.empty() ? "unknown" : reason);
     control(params, stream);
-    num_to_catch_up_ = kMaxInFlight;
 }
 
 void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {

@@ -1,6 +1,8 @@
 // Low-latency calls of the GPUs of one host: who owns workspace and counters, what is launched, what failed.
 #pragma once
 
+#include <mutex>
+
 #include "common/errors.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/failures.h"
@@ -64,6 +66,7 @@ private:
     };
     HostSlots* host_ = nullptr;  // pinned
     LastStreams last_;
+    std::mutex enqueuing_;      // by one thread at a time: one may send while another receives
     int num_to_catch_up_ = 0;  // calls whose call before last may have been refused, or have failed
 };
 
