@@ -66,7 +66,7 @@ private:
     };
     HostSlots* host_ = nullptr;  // pinned
     LastStreams last_;
-    std::mutex enqueuing_;      // by one thread at a time: one may send while another receives
+    std::mutex enqueuing_;     // by one thread at a time: one may send while another receives
     int num_to_catch_up_ = 0;  // calls whose call before last may have been refused, or have failed
 };
 
