@@ -1,6 +1,7 @@
 """The nvlink backend on a processor: csrc/cuda compiled against tests/emulation, and a `torch.cuda` that knows one more device.
 
-`python tests/emulated_gpu.py` builds it and runs the GPU tests that need nothing but kernels.
+`python tests/emulated_gpu.py` builds it and runs the GPU tests that need nothing but kernels. DEEPEP_MOE_SANITIZE names sanitizers of the
+compiler to build it with, all of the CPU library included: `.ci/sanitize cpu` runs both so.
 """
 
 import os
@@ -12,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-SITE = ROOT / "build" / "emulation" / "site"
+SANITIZERS = os.environ.get("DEEPEP_MOE_SANITIZE", "")  # as -fsanitize takes them
+SITE = ROOT / "build" / ("emulation-" + SANITIZERS if SANITIZERS else "emulation") / "site"
 VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-U_FORTIFY_SOURCE", "-DDEEPEP_MOE_CUDA=1"]
+SANITIZE = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"] if SANITIZERS else []
 SUITES = {
     "exchange": ("tests/exchange",),
     "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py"),
@@ -68,7 +71,8 @@ def compile_object(source: Path) -> Path:
         from torch.utils.cpp_extension import include_paths
 
         macros += [f'-DDEEPEP_MOE_TORCH="{torch.__version__}"', *(f"-isystem{path}" for path in include_paths())]
-    command = ["g++", *FLAGS, *macros, *(f"-I{path}" for path in include), "-x", "c++", "-MMD", "-c", str(source), "-o", str(target)]
+    flags = [*FLAGS, *SANITIZE, *macros, *(f"-I{path}" for path in include)]
+    command = ["g++", *flags, "-x", "c++", "-MMD", "-c", str(source), "-o", str(target)]
     if not is_up_to_date(target, command):
         subprocess.run(command, check=True)
         target.with_suffix(".command").write_text(" ".join(command))
@@ -109,7 +113,7 @@ def torch_libraries() -> list[str]:
 def link_module(package: Path, name: str, objects: list[Path], *libraries: str) -> None:
     module = package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
-        subprocess.run(["g++", "-shared", "-pthread", *map(str, objects), *libraries, "-o", str(module)], check=True)
+        subprocess.run(["g++", "-shared", "-pthread", *SANITIZE, *map(str, objects), *libraries, "-o", str(module)], check=True)
 
 
 def run(*arguments: str, with_torch: bool = True) -> subprocess.CompletedProcess[str]:

@@ -47,7 +47,9 @@ def dispatch_by_expert(
         made = native.dispatch_by_expert(x, topk_idx, topk_weights, len(leading), tokens_per_row)
         if made is not None:
             rows, weights, shape, num_rows, memory, numbers = made
-            return rows, weights, PackedHandle(calls.number, "expert", 1, num_rows, shape, memory, numbers)
+            handle = PackedHandle(calls.number, "expert", 1, num_rows, shape, memory, numbers)
+            handle.seal()
+            return rows, weights, handle
     weights, handle, *rows = _DispatchByExpert.apply(x, topk_idx, topk_weights, calls, leading, tokens_per_row)
     return tuple(rows), weights, handle
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, tell_peers
-from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_device, check_dispatch, check_num_sms
+from deepep_moe.exchange.checks import (
+    check_cached_dispatch,
+    check_combine,
+    check_device,
+    check_dispatch,
+    check_num_sms,
+    check_unchanged,
+)
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import Settings
 
@@ -94,6 +101,7 @@ class Calls:
         tell = partial(self._tell_on_failure, backend.num_calls)
         rows, handle, move = tell(partial(backend.plan, args))
         self._move(args.mode, partial(tell, move), args, rows, handle)
+        handle.seal()
         return rows, handle
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> Rows:
@@ -173,6 +181,8 @@ class Calls:
         self._wait_for_pending()
         self.refuse_on_failure(check_device, args.x, backend)
         self.refuse_on_failure(check, args, self.settings)
+        if isinstance(args, (CachedDispatchArgs, CombineArgs)):
+            self.refuse_on_failure(check_unchanged, args.handle)
         try:
             failure = backend.take_failure()
         except EPError as error:

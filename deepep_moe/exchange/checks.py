@@ -165,6 +165,11 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
         check_tensor("handle.recv_row_idx", handle.recv_row_idx, shape, (torch.int32,))
 
 
+def check_unchanged(handle: DispatchHandle) -> None:
+    if not handle.is_unchanged:
+        raise ValueError("a tensor of this handle was changed in place after its dispatch; it must stay as it is: dispatch again")
+
+
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
     num_tokens = args.handle.num_tokens
     _check_rows("x", args.x, num_tokens // (args.fusion or NO_FUSION).tokens_per_row, s, _ALL)

@@ -45,11 +45,23 @@ class DispatchHandle:
 
     memory: ClassVar[Tensor | None] = None
     """Of a `PackedHandle`."""
+    versions: ClassVar[tuple[int, ...] | None] = None
+    """Of the tensors when the dispatch had made them, as PyTorch counts changes in place; each handle of `seal` has its own."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those that lie with the rows."""
         return self.topk_idx, self.recv_row_idx, self.recv_counts, self.num_recv_tokens_per_expert, self.recv_topk_idx
+
+    def seal(self) -> None:
+        """Once the dispatch has made the tensors: whoever changes one in place from now on gets an error in the next call."""
+        saved = self.to_save()
+        if not saved[0].is_inference():  # whose changes PyTorch does not count
+            self.__dict__["versions"] = tuple(tensor._version for tensor in saved)
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.versions is None or self.versions == tuple(tensor._version for tensor in self.to_save())
 
     @property
     def num_tokens(self) -> int:

@@ -36,6 +36,7 @@ def dispatch(
     handle = PackedHandle(calls.number, layout, expert_alignment, num_rows, shape, memory, numbers)
     handle.complete(num_rows, recv_topk_idx, current_stream(x.device))
     handle.__dict__["num_recv_tokens_per_expert"] = counts
+    handle.seal()
     return DispatchOutput(recv_x, scales, recv_topk_idx, weights, counts, handle, None, None)
 
 
@@ -68,8 +69,9 @@ def _is_plain(num_sms: Any) -> bool:
 
 
 def _is_on_stream(handle: DispatchHandle, x: Any) -> bool:
-    """Is the call along `handle` on its dispatch's stream, so that the handle's memory need not be protected?"""
-    return isinstance(handle, PackedHandle) and isinstance(x, Tensor) and handle.stream in (None, current_stream(x.device))
+    """Is the handle as it was made, and the call on its dispatch's stream, so that its memory need not be protected?"""
+    is_own = isinstance(handle, PackedHandle) and isinstance(x, Tensor) and handle.is_unchanged
+    return is_own and handle.stream in (None, current_stream(x.device))
 
 
 # ---- what C++ calls: it declines gradients too, of higher order or of tensors that kernels cannot read ----

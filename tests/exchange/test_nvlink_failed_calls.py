@@ -98,7 +98,7 @@ def one_failed_handle(rank, num_ranks):
     torch.cuda.synchronize()
     buffer.check()
     if rank == 0:
-        out.handle.recv_counts[0] |= -(2**31)  # as the kernel that waits for rows leaves it
+        out.handle.recv_counts.data[0] |= -(2**31)  # as the kernel that waits for rows leaves it
     buffer.combine(out.recv_x, out.handle)
     torch.cuda.synchronize()
     dist.barrier()

@@ -81,8 +81,13 @@ def changed_handle(rank, num_ranks):
     buffer = make_buffer(timeout_s=1.0)
     handle = buffer.dispatch(X, IDX).handle
     handle.topk_idx.fill_(-1)
+    for call in (lambda: buffer.dispatch(X, handle=handle), lambda: buffer.combine(torch.zeros(handle.num_rows, HIDDEN), handle)):
+        with pytest.raises(ValueError, match="a tensor of this handle was changed in place after its dispatch; it must stay as it is"):
+            call()
+    unseen = buffer.dispatch(X, IDX).handle
+    unseen.topk_idx.data.fill_(-1)  # which PyTorch does not count
     with pytest.raises(RuntimeError, match="its handle was changed after its dispatch"):
-        buffer.dispatch(X, handle=handle)
+        buffer.dispatch(X, handle=unseen)
 
 
 def test_changed_handle():
@@ -220,7 +225,7 @@ def test_peer_that_stops_in_the_middle():
 
 
 def test_workspace_formula():
-    """docs/design/shm.md: header, two entries with their counts, and a ring per source and channel."""
+    """docs/design/shm.md: header, 16 entries with their counts, and a ring per source and channel."""
     from deepep_moe import _C
 
     for num_ranks, num_channels, hidden in [(1, 1, 8), (2, 1, 2048), (8, 2, 7168), (64, 4, 7168)]:
@@ -228,7 +233,7 @@ def test_workspace_formula():
         slot = -(-(8 * 8) // 64) * 64 + hidden * 4
         ring = -(-max(2**20 // num_channels, 8 * (-(-slot // 64) * 64)) // 4096) * 4096
         counts = 4 * num_channels * (num_ranks + 256 * num_ranks)
-        rest = got - num_ranks * num_channels * (ring + 128) - 2 * counts
+        rest = got - num_ranks * num_channels * (ring + 128) - 16 * counts
         assert 0 <= rest <= 20480
 
 

@@ -89,11 +89,7 @@ class CollectiveBackend:
 
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, topk_idx = self.settings, args.topk_idx
-        try:
-            refuse_bad_routing(topk_idx, s.num_experts)
-        except ValueError as error:
-            self.refuse(str(error))
-            raise
+        refuse_bad_routing(topk_idx, s.num_experts)
         per_rank = is_token_in_rank(topk_idx, s.num_ranks, s.num_local_experts).sum(0)
         per_expert = num_tokens_per_expert(topk_idx, s.num_experts)
         counts = self._enter(self._entry(0, args.x, args.layout, args), torch.cat([per_rank, per_expert]).cpu())
