@@ -3,6 +3,7 @@
 Operators and handles know a buffer by the number of its calls.
 """
 
+import contextlib
 import itertools
 import os
 import weakref
@@ -164,7 +165,8 @@ class Calls:
             raise
         except BaseException as error:
             backend, reason = self.backend, f"{type(error).__name__}: {error}"
-            (backend.refuse if backend.num_calls == num_calls else backend.abandon)(reason)
+            with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+                (backend.refuse if backend.num_calls == num_calls else backend.abandon)(reason)
             raise
 
     def _admit(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:
