@@ -4,6 +4,7 @@ Each token has an expert on each rank, so every rank waits for every other one.
 """
 
 import contextlib
+import random
 import signal
 import time
 from typing import Any
@@ -13,16 +14,20 @@ import torch.distributed as dist
 
 from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.exchange.backends.collective import CollectiveBackend
+from deepep_moe.testing import run_ranks
+from deepep_moe.testing.launch import RankFailedError
 
 SOON_S = 20.0  # far from the deadline of 300 s, and kept on a busy machine
 NUM_TOKENS = 4
 ERRORS = (MemoryError, KeyboardInterrupt, RuntimeError)
 
 
-def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS) -> Any:
+def make(
+    kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None
+) -> Any:
     """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "low latency"."""
-    dist.barrier()
-    sizes = (None, num_tokens, hidden, 2 * num_ranks, num_ranks)
+    dist.barrier(group=group)
+    sizes = (group, num_tokens, hidden, 2 * num_ranks, num_ranks)
     if kind == "low latency":
         return LowLatencyBuffer(*sizes, timeout_s=timeout_s)
     return Buffer(*sizes, backend=kind, timeout_s=timeout_s)
@@ -63,6 +68,15 @@ def make_call(buffer: Buffer, operation: str, handle: Any, **how: Any) -> Any:
     if operation == "dispatch along a handle":
         return buffer.dispatch(x, handle=handle, **how)
     return buffer.combine(torch.ones(handle.num_rows, buffer.hidden), handle, **how)
+
+
+def at_random(function: Any, num_ranks: int, kind: str, *, is_killed: bool = False) -> None:
+    """Run `function(rank, num_ranks, kind, seed)`; rank seed % num_ranks is the victim."""
+    seed = random.SystemRandom().randrange(2**32)
+    try:
+        run_ranks(function, num_ranks, kind, seed, expected_dead=[seed % num_ranks] if is_killed else ())
+    except RankFailedError as error:
+        raise AssertionError(f"seed {seed}, {kind}: {error}") from error
 
 
 # ---- faults ----
