@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_is_tensor, check_tensor
+from deepep_moe.arguments import check_is_tensor, check_plain, check_tensor
 from deepep_moe.device import DTYPE_NAMES, FLOATS
 from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
@@ -27,6 +27,7 @@ def check_tensors(x: Any, **tensors: Any) -> None:
     for name, tensor in {"x": x, **tensors}.items():
         if tensor is not None or name == "x":
             check_is_tensor(name, tensor)
+            check_plain(name, tensor)
 
 
 def check_owner(handle: Any, buffer_id: int) -> None:

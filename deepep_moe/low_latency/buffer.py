@@ -325,7 +325,10 @@ class LowLatencyBuffer(Sizes):
                 event = backend.start_async(call)
             else:
                 backend.run(call)
-        except Exception as error:
+        except BaseException as error:
+            is_whole = not (async_op or return_hook)
+            if is_whole and backend.can_be_interrupted and not isinstance(error, (EPError, ValueError)):
+                self._refuse(error)  # the next call: of this one the peers have all rows
             if failure is not None:
                 raise error from failure
             raise
@@ -378,7 +381,7 @@ class LowLatencyBuffer(Sizes):
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
         self._num_calls += 1
-        self._alive().refuse(str(error))
+        self._alive().refuse(f"{type(error).__name__}: {error}")
         raise error
 
     def _raise_failure_of(self, handle: LowLatencyHandle) -> None:

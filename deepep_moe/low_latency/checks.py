@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_tensor
+from deepep_moe.arguments import check_owns_memory, check_tensor
 from deepep_moe.device import FLOATS
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
@@ -44,6 +44,7 @@ def _check_no_gradient(name: str, x: Tensor) -> None:
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: LowLatencyBackend) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+    check_owns_memory(name, x)
     if x.device != backend.device:
         raise ValueError(f"{name} is on {x.device}; this buffer moves tensors on {backend.device}")
     check_tensor(name, x, shape, FLOATS)
@@ -60,6 +61,9 @@ def check_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, s: Settings, backend: LowLatencyBackend
 ) -> None:
     """Raises TypeError or ValueError."""
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if isinstance(tensor, Tensor):
+            check_owns_memory(name, tensor)
     if isinstance(x, Tensor) and x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, {s.hidden}]")
     num_tokens = x.shape[0] if isinstance(x, Tensor) else 0

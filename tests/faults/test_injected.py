@@ -123,7 +123,9 @@ def interrupted_between_chunks(rank, num_ranks, kind_of_error):
     assert (buffer.combine(torch.ones_like(out.recv_x), out.handle) == num_ranks).all()
 
 
-@pytest.mark.parametrize("kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError))))
+@pytest.mark.parametrize(
+    "kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError)))
+)
 @pytest.mark.parametrize("num_ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
 def test_interrupts_between_chunks(num_ranks, kind_of_error):
     run_ranks(interrupted_between_chunks, num_ranks, kind_of_error)

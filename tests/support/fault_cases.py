@@ -22,9 +22,7 @@ NUM_TOKENS = 4
 ERRORS = (MemoryError, KeyboardInterrupt, RuntimeError)
 
 
-def make(
-    kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None
-) -> Any:
+def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None) -> Any:
     """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "low latency"."""
     dist.barrier(group=group)
     sizes = (group, num_tokens, hidden, 2 * num_ranks, num_ranks)

@@ -126,7 +126,9 @@ class CollectiveBackend:
 
         def move() -> None:
             num_received = handle.recv_counts.flatten().tolist()
-            self._enter(self._entry(1, args.x, handle.layout, args), lambda _: partial(self._send_rows, args, handle.topk_idx, num_received))
+            self._enter(
+                self._entry(1, args.x, handle.layout, args), lambda _: partial(self._send_rows, args, handle.topk_idx, num_received)
+            )
             self._move(args, handle, rows, cached=True)
 
         return rows, move
