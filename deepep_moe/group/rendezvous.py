@@ -163,7 +163,8 @@ class Exchange:
         try:
             if self._peer is None:
                 self._post()
-            for self._peer, work in self._works:
+            for peer, work in self._works:
+                self._peer = peer
                 if not work.is_completed():  # who waits for it a second time waits for another message
                     work.wait(datetime.timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
@@ -179,11 +180,10 @@ class Exchange:
         return self._rows
 
     def _post(self) -> None:
-        for self._peer in [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]:
-            sent = dist.isend(self._own, group=self._group, group_dst=self._peer, tag=_TAG)
-            self._works.append((self._peer, sent))
-            received = dist.irecv(self._rows[self._peer], group=self._group, group_src=self._peer, tag=_TAG)
-            self._works.append((self._peer, received))
+        for peer in [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]:
+            self._peer = peer
+            self._works.append((peer, dist.isend(self._own, group=self._group, group_dst=peer, tag=_TAG)))
+            self._works.append((peer, dist.irecv(self._rows[peer], group=self._group, group_src=peer, tag=_TAG)))
 
 
 def gather_objects(

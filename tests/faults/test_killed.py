@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -36,14 +37,14 @@ def killed(rank, num_ranks, kind, seed):
         os._exit(0)
     began, step, error = time.monotonic(), 0, None
     while error is None:
-        error, _ = outcome(lambda: make_step(buffer, step % 50))
+        error, _ = outcome(partial(make_step, buffer, step % 50))
         step += 1
     assert isinstance(error, EPTimeoutError) and error.rank == victim, repr(error)
     assert time.monotonic() - began < SOON_S
     tell(f"rank {rank} knows")
     wait_for(*(f"rank {peer} knows" for peer in range(num_ranks) if peer != victim))
     buffer.destroy()
-    del buffer, error
+    del error
     after = held()
     assert all(now <= then for now, then in zip(after, before, strict=True)), f"{after}, before {before}"
     return True
