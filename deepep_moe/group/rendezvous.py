@@ -94,10 +94,13 @@ def join(group: "dist.ProcessGroup | None", what: str) -> "tuple[dist.ProcessGro
 
 
 def introduce(
-    settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None"
-) -> list[Introduction]:
+    settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None", *,
+    kind: str = "Buffer", mask_stalled: bool = False,
+) -> list[Introduction]:  # fmt: skip
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
     common = {} if error else {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
+    if not error:
+        common |= {"mask_stalled": mask_stalled, "kind": kind}
     message = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_WORDS]
     group_backend = "none" if group is None else str(dist.get_backend_config(group))
     own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
@@ -114,6 +117,7 @@ def introduce(
     for rank, peer in enumerate(peers):
         if peer.error is not None:
             raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
+    check_same([{"kind of buffer": peer.settings.pop("kind")} for peer in peers], "create the same kind on every rank")
     check_same([{"backend": peer.backend, **peer.settings} for peer in peers], "create the Buffer with the same value on every rank")
     return peers
 

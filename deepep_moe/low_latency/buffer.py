@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
+from deepep_moe.arguments import check_bool
 from deepep_moe.device import DTYPES
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
@@ -79,10 +80,11 @@ class LowLatencyBuffer(Sizes):
         num_threads = 1
         try:
             s = check_low_latency_settings(check_settings(s, backend, BACKENDS, timeout_s))
+            check_bool("mask_stalled", mask_stalled)
             num_threads = config.num_threads(num_ranks)
         except (TypeError, ValueError) as refused:
             error = refused
-        peers = introduce(s, backend, num_threads, error, group)
+        peers = introduce(s, backend, num_threads, error, group, kind="LowLatencyBuffer", mask_stalled=mask_stalled)
         self._settings = s
         self._backend: LowLatencyBackend | None = make_backend(backend, s, peers, group, mask_stalled)
         self.backend: str = self._backend.name
