@@ -77,7 +77,7 @@ def check_dispatch(
             f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
             "create the LowLatencyBuffer with a larger bound"
         )
-    if scale_format not in _SCALE_FORMATS:
+    if not isinstance(scale_format, str) or scale_format not in _SCALE_FORMATS:
         raise ValueError(f"scale_format is {scale_format!r}; it must be one of {list(_SCALE_FORMATS)}")
     if fp8:
         _check_blocks(s)
@@ -107,6 +107,8 @@ def check_combine(
 
 def check_combine_input(dtype: torch.dtype, s: Settings, backend: LowLatencyBackend) -> None:
     """Raises what `check_combine` would for rows of this dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be float32 or bfloat16 or float16")
     _check_rows("combine's x", torch.empty((1, s.hidden), dtype=dtype, device=backend.device), (1, s.hidden), backend)
 
 

@@ -34,7 +34,8 @@ def results(buffer, x, idx, weights, more):
         hooked = buffer.dispatch(x, idx, weights, return_hook=True)
         hooked.hook()
         rows = [rows[:2] for rows in (out.recv_x.float(), again.recv_x, hooked.recv_x)]
-        return [*rows, out.num_recv_tokens_per_expert, buffer.combine(again.recv_x, again.handle), buffer.combine_input(torch.float32)[:, :0]]
+        y = buffer.combine(again.recv_x, again.handle)
+        return [*rows, out.num_recv_tokens_per_expert, y, buffer.combine_input(torch.float32)[:, :0]]
     found = []
     for layout in ("expert", "rank"):
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
@@ -47,7 +48,8 @@ def results(buffer, x, idx, weights, more):
         (y.square().sum() + out.recv_topk_weights.sum()).backward()
         counted = buffer.layout(idx)
         found += [out.recv_x, out.recv_topk_weights, along.recv_x, bounded.recv_x, scaled.recv_x.float(), scaled.recv_x_scales, y]
-        found += [leaf.grad for leaf in leaves] + [out.num_recv_tokens_per_expert, counted.num_tokens_per_rank, out.handle.num_rows_per_expert]
+        found += [leaf.grad for leaf in leaves]
+        found += [out.num_recv_tokens_per_expert, counted.num_tokens_per_rank, out.handle.num_rows_per_expert]
     return found
 
 
@@ -87,7 +89,7 @@ def gates(rank, num_ranks):
 
     def results():
         leaf = logits.clone().requires_grad_()
-        idx, weights, probs = ops.gate(leaf, 2)[:3]
+        idx, weights, _ = ops.gate(leaf, 2)
         weights.square().sum().backward()
         return [idx, weights, leaf.grad]
 
@@ -106,7 +108,8 @@ def test_gate():
 def layer_of(num_ranks, backend):
     torch.manual_seed(5)
     router = Router(16, 2 * num_ranks, 2)
-    return MoELayer(router, [torch.nn.Linear(16, 16) for _ in range(2)], torch.nn.Linear(16, 16), num_max_tokens_per_rank=8, backend=backend)
+    experts, shared = [torch.nn.Linear(16, 16) for _ in range(2)], torch.nn.Linear(16, 16)
+    return MoELayer(router, experts, shared, num_max_tokens_per_rank=8, backend=backend)
 
 
 def layers(rank, num_ranks, backend):
