@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Fusion, Mode, Rows, RowScaling
+from deepep_moe.exchange.backward import watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import check_handle
 from deepep_moe.exchange.handle import DispatchHandle
@@ -335,6 +336,7 @@ def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_grads: Ten
         grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights)
     else:
         grad_x, _, grad_topk_weight_grads = dispatch_cached(calls, calls.own_mode, rows, None, grads, handle)
+    watch_backward(calls)
     return grad_x, grad_weights, rows if ctx.with_bias else None, grad_topk_weight_grads
 
 
