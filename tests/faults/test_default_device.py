@@ -22,7 +22,7 @@ def default_device(how):
 
 
 HOW = ("set_default_device", "context")
-on_each_kind = pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
+on_each_kind = pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
 
 
 def results(buffer, x, idx, weights, more):
@@ -127,6 +127,6 @@ def layers(rank, num_ranks, backend):
         assert torch.equal(found, expected) and all(p.grad is not None for p in layer.experts.parameters())
 
 
-@pytest.mark.parametrize("backend", ("shm", "collective"))
+@pytest.mark.parametrize("backend", ("shm", pytest.param("collective", marks=pytest.mark.slow)))
 def test_layers(backend):
     run_ranks(layers, 2, backend)
