@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from fault_cases import SOON_S, inputs, make, make_step, outcome
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, init_device_mesh
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
@@ -26,8 +27,6 @@ class Wrapper(torch.Tensor):
 
 
 def distributed(x):
-    from torch.distributed.tensor import DTensor, init_device_mesh
-
     return DTensor.from_local(x, init_device_mesh("cpu", (dist.get_world_size(),)), run_check=False)
 
 

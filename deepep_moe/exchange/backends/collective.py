@@ -289,6 +289,7 @@ class CollectiveBackend:
     def _all_to_all(self, parts: list[Tensor], num_sent: list[int], num_received: list[int], phase: str) -> list[Tensor]:
         """Send rows of `parts` (by destination), receive as many kinds of rows (by source), all in one message a peer."""
         if self.settings.num_ranks == 1:
+            self._owed = None
             return parts
         row_bytes = [part.shape[1] * part.element_size() for part in parts]
         payload = torch.cat([_reinterpret(part, torch.uint8, size) for part, size in zip(parts, row_bytes, strict=True)], dim=1)
