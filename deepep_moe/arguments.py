@@ -40,6 +40,28 @@ def check_is_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 
 
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor without rows of its own in this process's memory, for which no operator has a rule."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return
+    kind, names = type(tensor), {base.__name__ for base in type(tensor).__mro__} if type(tensor) is not Tensor else ()
+    if "DTensor" in names:
+        raise TypeError(f"{name} is a DTensor; pass {name}.to_local()")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor; it must be dense: pass {name}.values()")
+    if "FakeTensor" in names:
+        raise TypeError(f"{name} is a {kind.__name__}, which has no data; it must be a torch.Tensor with data")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; it must be dense: pass {name}.to_dense()")
+
+
+def check_owns_memory(name: str, tensor: Tensor) -> None:
+    """As `check_plain`, and refuse what only operators could read."""
+    check_plain(name, tensor)
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; it must be a plain torch.Tensor")
+
+
 def lazy_negative(name: str) -> ValueError:
     """For a tensor that is the negative of its memory: native code reads memory."""
     return ValueError(f"{name} is a lazy negative (its is_neg() is True); pass {name}.resolve_neg()")

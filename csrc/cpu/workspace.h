@@ -21,7 +21,7 @@ constexpr size_t kMessageBytes = 512;
 constexpr int kEntries = 16;                    // of as many calls: a rank that refuses calls, or gives up in them, is ahead of the others
 constexpr size_t kRingBytes = size_t{1} << 20;  // of all channels of one source together, unless rows are very long
 constexpr size_t kMinRingSlots = 8;
-constexpr uint64_t kSegmentMagic = 0x64656570'65700002;  // changes with this layout
+constexpr uint64_t kSegmentMagic = 0x64656570'65700003;  // changes with this layout
 
 enum class SegmentState : int { kAlive = 1, kDestroyed = 2 };
 
@@ -39,6 +39,7 @@ struct SegmentHeader {
     int rank;
     std::atomic<SegmentState> state;
     alignas(kCacheLine) std::atomic<uint64_t> entered;  // the last call the rank has entered
+    std::atomic<uint64_t> ended;                        // the last call whose rows this rank has sent and received
     alignas(kCacheLine) std::atomic<uint64_t> beat;     // grows while the rank waits: a rank that is stuck does not wait
     alignas(kCacheLine) FailureRecord failure;
 };

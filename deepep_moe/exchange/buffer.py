@@ -1,7 +1,7 @@
 """`Buffer`: dispatch and combine over a group of ranks."""
 
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.ops.quant import quantize_fp8
 
 logger = logging.getLogger("deepep_moe")
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class Buffer(Sizes):
@@ -254,7 +255,7 @@ class Buffer(Sizes):
         """
         self.calls.check()
 
-    def refuse(self, error: Exception) -> Exception:
+    def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it, also for wrappers with checks of their own. The
         peers raise EPPeerError with the same reason. Returns `error`, to be raised."""
         return self.calls.refuse(error)

@@ -3,6 +3,7 @@
 Operators and handles know a buffer by the number of its calls.
 """
 
+import contextlib
 import itertools
 import os
 import weakref
@@ -32,6 +33,7 @@ live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDiction
 _numbers = itertools.count()
 _Args = TypeVar("_Args", DispatchArgs, CachedDispatchArgs, CombineArgs)
 _Result = TypeVar("_Result")
+_Error = TypeVar("_Error", bound=BaseException)
 
 _num_forks = 0  # between the first process and this one
 
@@ -145,7 +147,7 @@ class Calls:
 
     # ---- refusals ----
 
-    def refuse(self, error: Exception) -> Exception:
+    def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
         `error`, to be raised."""
         if self._num_forks != _num_forks:
@@ -163,6 +165,16 @@ class Calls:
         except (TypeError, ValueError, torch.OutOfMemoryError) as error:
             raise self.refuse(error) from None
 
+    def refuse_on_any_failure(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Return the function's result. It makes one call: where it fails before that, with whatever error, refuse the call."""
+        num_calls = self.backend.num_calls
+        try:
+            return function(*args)
+        except BaseException as error:
+            if not isinstance(error, EPError) and self.backend.num_calls == num_calls:
+                self.refuse(error)
+            raise
+
     def _tell_on_failure(self, num_calls: int, function: Callable[[], _Result]) -> _Result:
         """Return the function's result. Where anything fails (memory, an interrupt), tell the peers: this rank refuses the call, or leaves
         it if it has entered more than `num_calls`."""
@@ -171,7 +183,8 @@ class Calls:
         except BaseException as error:
             backend = self._backend
             if backend is not None:
-                tell_peers(backend, error, backend.num_calls != num_calls)
+                with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+                    tell_peers(backend, error, backend.num_calls != num_calls)
             raise
 
     def _admit(self, check: Callable[[Any, Settings], None], args: _Args) -> Backend:

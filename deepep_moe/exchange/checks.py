@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_is_tensor, check_tensor
+from deepep_moe.arguments import check_is_tensor, check_plain, check_tensor
 from deepep_moe.device import DTYPE_NAMES, FLOATS
 from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.group.settings import Settings
+from deepep_moe.group.settings import MAX_NUMBER, Settings
 
 MAX_ALIGNMENT = 1 << 16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -27,6 +27,7 @@ def check_tensors(x: Any, **tensors: Any) -> None:
     for name, tensor in {"x": x, **tensors}.items():
         if tensor is not None or name == "x":
             check_is_tensor(name, tensor)
+            check_plain(name, tensor)
 
 
 def check_owner(handle: Any, buffer_id: int) -> None:
@@ -39,8 +40,8 @@ def check_owner(handle: Any, buffer_id: int) -> None:
 def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
     if topk_idx is None:
         raise ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch")
-    if isinstance(num_recv_rows, int) and num_recv_rows < 0:
-        raise ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows")
+    if isinstance(num_recv_rows, int) and not 0 <= num_recv_rows <= MAX_NUMBER:
+        raise ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows, at most {MAX_NUMBER}")
     for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", 0 if num_recv_rows is None else num_recv_rows)):
         if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; it must be a whole number")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.exchange.backends.base import CombineArgs, Fusion
+from deepep_moe.exchange.backward import watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, may_fuse, scaled_gradients
@@ -80,4 +81,5 @@ def combine_gradients(
         grad_x, grad_weights = scaled_gradients(calls, grad, handle, x, weights, tokens_per_row, expert_rows)
     else:
         grad_x, _, _ = dispatch_cached(calls, calls.own_mode, grad, None, None, handle)
+    watch_backward(calls)
     return grad_weights, *((grad_x,) if is_joined else split_rows(grad_x, handle.num_rows_per_expert_list, leading))

@@ -21,15 +21,15 @@ def notify_peers_on_failure(buffer: Buffer, function: Callable[..., _Result], *a
     num_calls = buffer.num_calls
     try:
         return function(*args)
-    except Exception as error:
+    except BaseException as error:
         notify_peers(buffer, error, num_calls)
         raise
 
 
-def notify_peers(buffer: Buffer, error: Exception, num_calls: int | None = None) -> None:
+def notify_peers(buffer: Buffer, error: BaseException, num_calls: int | None = None) -> None:
     """Let the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls` of
     them, they know already."""
-    if isinstance(error, _StopRecomputationError):  # by which checkpointing ends a recomputation
+    if isinstance(error, (_StopRecomputationError, GeneratorExit)):  # by which checkpointing ends a recomputation, Python a generator
         return
     with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
         if num_calls is None or buffer.num_calls == num_calls:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Fusion, Mode, Rows, RowScaling
+from deepep_moe.exchange.backward import watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import check_handle
 from deepep_moe.exchange.handle import DispatchHandle
@@ -32,6 +33,13 @@ def _mode_arguments(mode: Mode) -> tuple[int, bool, bool]:
 
 def _mode(calls: Calls, num_sms: int, is_async: bool, is_split: bool) -> Mode:
     return calls.mode_of(None if num_sms < 0 else num_sms, is_async, is_split)
+
+
+def _call_operator(calls: Calls, operator: Any, *args: Any) -> Any:
+    """What fails on the way to an operator, such as a tensor's own `__torch_dispatch__`, is told to the peers."""
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    return calls.refuse_on_any_failure(operator, *args)
 
 
 # ---- handles ----
@@ -113,7 +121,9 @@ def dispatch(
             return _Dispatch.apply(*tensors, calls, mode, *how)
         rows, handle = calls.dispatch(DispatchArgs(mode, *tensors, *how, calls.number))
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
-    recv_x, scales, idx, weights, *rest = torch.ops.deepep_moe.dispatch(*tensors, calls.number, *how, *_mode_arguments(mode))
+    recv_x, scales, idx, weights, *rest = _call_operator(
+        calls, torch.ops.deepep_moe.dispatch, *tensors, calls.number, *how, *_mode_arguments(mode)
+    )
     handle = _handle(calls.number, layout, expert_alignment, recv_x.shape[0], rest, idx if layout == "rank" else None)
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights, handle
 
@@ -226,7 +236,9 @@ def dispatch_cached(
             return _DispatchCached.apply(*tensors, calls, mode, handle)
         rows = calls.dispatch_cached(CachedDispatchArgs(mode, *tensors, handle))
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
-    recv_x, scales, weights = torch.ops.deepep_moe.dispatch_cached(*tensors, *_arguments(handle), *_mode_arguments(mode))
+    recv_x, scales, weights = _call_operator(
+        calls, torch.ops.deepep_moe.dispatch_cached, *tensors, *_arguments(handle), *_mode_arguments(mode)
+    )
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights
 
 
@@ -289,7 +301,7 @@ def combine(
         if needs_gradients(tensors):
             return _Combine.apply(*tensors, calls, mode, handle)
         return calls.combine(CombineArgs(mode, *tensors, handle))
-    combined_x, grads = torch.ops.deepep_moe.combine(*tensors, *_arguments(handle), *_mode_arguments(mode))
+    combined_x, grads = _call_operator(calls, torch.ops.deepep_moe.combine, *tensors, *_arguments(handle), *_mode_arguments(mode))
     return combined_x, None if topk_weight_grads is None else grads
 
 
@@ -324,6 +336,7 @@ def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_grads: Ten
         grad_x, grad_weights = scaled_gradients(calls, rows, handle, x, weights)
     else:
         grad_x, _, grad_topk_weight_grads = dispatch_cached(calls, calls.own_mode, rows, None, grads, handle)
+    watch_backward(calls)
     return grad_x, grad_weights, rows if ctx.with_bias else None, grad_topk_weight_grads
 
 

@@ -94,10 +94,13 @@ def join(group: "dist.ProcessGroup | None", what: str) -> "tuple[dist.ProcessGro
 
 
 def introduce(
-    settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None"
-) -> list[Introduction]:
+    settings: Settings, backend: str, num_threads: int, error: Exception | None, group: "dist.ProcessGroup | None", *,
+    kind: str = "Buffer", mask_stalled: bool = False,
+) -> list[Introduction]:  # fmt: skip
     """Exchange introductions. Raises the caller's own error, EPPeerError for a peer's, EPMismatchError where settings differ."""
     common = {} if error else {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
+    if not error:
+        common |= {"mask_stalled": mask_stalled, "kind": kind}
     message = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_WORDS]
     group_backend = "none" if group is None else str(dist.get_backend_config(group))
     own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
@@ -114,6 +117,7 @@ def introduce(
     for rank, peer in enumerate(peers):
         if peer.error is not None:
             raise EPPeerError(f"rank {rank} could not create its Buffer: {peer.error}", rank=rank)
+    check_same([{"kind of buffer": peer.settings.pop("kind")} for peer in peers], "create the same kind on every rank")
     check_same([{"backend": peer.backend, **peer.settings} for peer in peers], "create the Buffer with the same value on every rank")
     return peers
 
@@ -132,33 +136,58 @@ def moves_cpu_tensors(group: "dist.ProcessGroup") -> bool:
     return "cpu:" in str(dist.get_backend_config(group))
 
 
-def exchange(own: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: float) -> Tensor:
-    """`own` [n] of every rank, a CPU tensor of the same size on each: [num_ranks, n].
+def is_of_handler(error: BaseException) -> bool:
+    """Has a signal's handler raised this, and not torch.distributed, which was waiting?"""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and not trace.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "deepep_moe."))
 
-    Raises EPTimeoutError naming the rank that died or did not answer in time. A group for GPU tensors only goes through the current
-    device and has no deadline but its own.
-    """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if not moves_cpu_tensors(group):
-        gathered = torch.empty(num_ranks, len(own), dtype=own.dtype, device="cuda")
-        dist.all_gather_into_tensor(gathered, own.cuda(), group=group)
-        return gathered.cpu()
-    rows = own.repeat(num_ranks, 1)
-    works: list[tuple[int, Any]] = []
-    peer = rank
-    try:
-        for peer in [(rank + offset) % num_ranks for offset in range(1, num_ranks)]:
-            works.append((peer, dist.isend(own, group=group, group_dst=peer, tag=_TAG)))
-            works.append((peer, dist.irecv(rows[peer], group=group, group_src=peer, tag=_TAG)))
-        for peer, work in works:  # noqa: B007 (named in the error)
-            work.wait(datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise EPTimeoutError(
-            f"rank {rank}: rank {peer} did not deliver within {timeout_s:g} s; phase '{phase}', expected 1 message, seen 0; "
-            f"torch.distributed says: {error}",
-            rank=peer, phase=phase, expected=1, seen=0,
-        ) from error  # fmt: skip
-    return rows
+
+class Exchange:
+    """A vector `own` [n] of every rank on its way to all ranks, a CPU tensor of the same size on each."""
+
+    def __init__(self, own: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: float):
+        self._own, self._group, self._phase, self._timeout_s = own, group, phase, timeout_s
+        self._num_ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._rows = own.repeat(self._num_ranks, 1)
+        self._works: list[tuple[int, Any]] = []
+        self._peer: int | None = None  # the last one that a message is, or was, for
+
+    def wait(self) -> Tensor:
+        """Return [num_ranks, n]. May be called again where an exception of a signal's handler has ended it.
+
+        Raises EPTimeoutError naming the rank that died or did not answer in time. A group for GPU tensors only goes through the current
+        device and has no deadline but its own.
+        """
+        if not moves_cpu_tensors(self._group):
+            gathered = torch.empty(self._num_ranks, len(self._own), dtype=self._own.dtype, device="cuda")
+            dist.all_gather_into_tensor(gathered, self._own.cuda(), group=self._group)
+            return gathered.cpu()
+        try:
+            if self._peer is None:
+                self._post()
+            for peer, work in self._works:
+                self._peer = peer
+                if not work.is_completed():  # who waits for it a second time waits for another message
+                    work.wait(datetime.timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            if is_of_handler(error):
+                raise
+            raise EPTimeoutError(
+                f"rank {self._rank}: rank {self._peer} did not deliver within {self._timeout_s:g} s; phase '{self._phase}', "
+                f"expected 1 message, seen 0; torch.distributed says: {error}",
+                rank=self._peer or 0, phase=self._phase, expected=1, seen=0,
+            ) from error  # fmt: skip
+        if len(self._works) < 2 * (self._num_ranks - 1):
+            raise EPError(f"rank {self._rank} was interrupted while it sent its messages of phase '{self._phase}'")
+        return self._rows
+
+    def _post(self) -> None:
+        for peer in [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]:
+            self._peer = peer
+            self._works.append((peer, dist.isend(self._own, group=self._group, group_dst=peer, tag=_TAG)))
+            self._works.append((peer, dist.irecv(self._rows[peer], group=self._group, group_src=peer, tag=_TAG)))
 
 
 def gather_objects(
@@ -166,19 +195,19 @@ def gather_objects(
 ) -> list[_Message]:
     """Return `read(value)` for the `value` of every rank, which travels as JSON: None, bools, numbers, text, bytes, lists and dicts.
 
-    Collective; raises as `exchange`, and EPError naming the rank whose message `read` does not take (AttributeError, KeyError,
+    Collective; raises as `Exchange`, and EPError naming the rank whose message `read` does not take (AttributeError, KeyError,
     TypeError, ValueError).
     """
     if group is None or num_ranks == 1:
         return [read(value)]
     data = torch.frombuffer(bytearray(json.dumps(value, default=_as_json).encode()), dtype=torch.uint8)
-    sizes = exchange(torch.tensor([len(data)]), group, phase, timeout_s).flatten().tolist()
+    sizes = Exchange(torch.tensor([len(data)], device="cpu"), group, phase, timeout_s).wait().flatten().tolist()
     for rank, size in enumerate(sizes):
         if not 0 < size <= _MAX_BYTES:
             raise _strange(rank, f"{size} bytes long", f"1 to {_MAX_BYTES}", phase)
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: len(data)] = data
-    rows = exchange(padded, group, phase, timeout_s)
+    rows = Exchange(padded, group, phase, timeout_s).wait()
     return [_read(row[:size].numpy().tobytes(), read, rank, phase) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))]
 
 

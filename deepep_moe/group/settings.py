@@ -8,6 +8,8 @@ from deepep_moe.arguments import as_int
 
 NOT_BUILT = ("nvshmem",)
 """Backends that are known by name and cannot serve: asked for, they say so; nothing offers them."""
+MAX_NUMBER = 2**31 - 1
+"""Of rows, columns and experts: native code counts them in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout
         plain[name] = as_int(name, getattr(s, name))
         if plain[name] < least:
             raise ValueError(f"{name} is {plain[name]}; it must be at least {least}")
+        if plain[name] > MAX_NUMBER:
+            raise ValueError(f"{name} is {plain[name]}; it must be at most {MAX_NUMBER}")
     deadline = config.timeout_s() if timeout_s is None else timeout_s
-    if not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
+    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
         raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
     s = replace(s, timeout_s=float(deadline), **plain)
     if s.hidden % (_C.ROW_ALIGNMENT // 4):

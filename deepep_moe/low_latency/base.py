@@ -26,6 +26,8 @@ class LowLatencyBackend:
 
     name: str
     device: torch.device
+    can_be_interrupted = False
+    """A signal's handler may raise in the middle of a call."""
 
     def __init__(self, settings: Settings, native: Any):
         self.settings = settings

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
+from deepep_moe.arguments import check_bool
 from deepep_moe.device import DTYPES
 from deepep_moe.errors import BufferDestroyedError, EPError
 from deepep_moe.event import Event
@@ -79,10 +80,11 @@ class LowLatencyBuffer(Sizes):
         num_threads = 1
         try:
             s = check_low_latency_settings(check_settings(s, backend, BACKENDS, timeout_s))
+            check_bool("mask_stalled", mask_stalled)
             num_threads = config.num_threads(num_ranks)
         except (TypeError, ValueError) as refused:
             error = refused
-        peers = introduce(s, backend, num_threads, error, group)
+        peers = introduce(s, backend, num_threads, error, group, kind="LowLatencyBuffer", mask_stalled=mask_stalled)
         self._settings = s
         self._backend: LowLatencyBackend | None = make_backend(backend, s, peers, group, mask_stalled)
         self.backend: str = self._backend.name
@@ -325,7 +327,10 @@ class LowLatencyBuffer(Sizes):
                 event = backend.start_async(call)
             else:
                 backend.run(call)
-        except Exception as error:
+        except BaseException as error:
+            is_whole = not (async_op or return_hook)
+            if is_whole and backend.can_be_interrupted and not isinstance(error, (EPError, ValueError)):
+                self._refuse(error)  # the next call: of this one the peers have all rows
             if failure is not None:
                 raise error from failure
             raise
@@ -378,7 +383,7 @@ class LowLatencyBuffer(Sizes):
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
         self._num_calls += 1
-        self._alive().refuse(str(error))
+        self._alive().refuse(f"{type(error).__name__}: {error}")
         raise error
 
     def _raise_failure_of(self, handle: LowLatencyHandle) -> None:

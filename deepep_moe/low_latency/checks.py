@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_tensor
+from deepep_moe.arguments import check_owns_memory, check_tensor
 from deepep_moe.device import FLOATS
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
@@ -44,6 +44,7 @@ def _check_no_gradient(name: str, x: Tensor) -> None:
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: LowLatencyBackend) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+    check_owns_memory(name, x)
     if x.device != backend.device:
         raise ValueError(f"{name} is on {x.device}; this buffer moves tensors on {backend.device}")
     check_tensor(name, x, shape, FLOATS)
@@ -60,6 +61,9 @@ def check_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, s: Settings, backend: LowLatencyBackend
 ) -> None:
     """Raises TypeError or ValueError."""
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if isinstance(tensor, Tensor):
+            check_owns_memory(name, tensor)
     if isinstance(x, Tensor) and x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, {s.hidden}]")
     num_tokens = x.shape[0] if isinstance(x, Tensor) else 0
@@ -73,7 +77,7 @@ def check_dispatch(
             f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
             "create the LowLatencyBuffer with a larger bound"
         )
-    if scale_format not in _SCALE_FORMATS:
+    if not isinstance(scale_format, str) or scale_format not in _SCALE_FORMATS:
         raise ValueError(f"scale_format is {scale_format!r}; it must be one of {list(_SCALE_FORMATS)}")
     if fp8:
         _check_blocks(s)
@@ -103,6 +107,8 @@ def check_combine(
 
 def check_combine_input(dtype: torch.dtype, s: Settings, backend: LowLatencyBackend) -> None:
     """Raises what `check_combine` would for rows of this dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; it must be float32 or bfloat16 or float16")
     _check_rows("combine's x", torch.empty((1, s.hidden), dtype=dtype, device=backend.device), (1, s.hidden), backend)
 
 

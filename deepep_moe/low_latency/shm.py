@@ -18,6 +18,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     name = "shm"
     device = torch.device("cpu")
+    can_be_interrupted = True
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, _C.ShmLowLatency(**native_settings(settings, mask_stalled)))

@@ -79,7 +79,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._returned_from(self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device).buffer)
         try:
             return forward(layer, hidden_states, *args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             notify_peers(self.buffer, error, self._num_calls)
             raise
 
@@ -94,7 +94,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         num_calls = buffer.num_calls
         try:
             return part(layer, *args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # by which Megatron-Core leaves a layer that it captures
                 notify_peers(buffer, error, num_calls)
             raise

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.errors import EPError, EPPeerError
-from deepep_moe.group.rendezvous import exchange, introduce
+from deepep_moe.group.rendezvous import Exchange, introduce
 from deepep_moe.group.settings import Settings
 from deepep_moe.testing import run_ranks
 
@@ -26,11 +26,11 @@ class Bomb:
 
 def send(data, size=None):
     """What `gather_objects` sends for a message, of bytes that it would not write."""
-    sizes = exchange(torch.tensor([len(data) if size is None else size]), dist.group.WORLD, "test", 60).flatten()
+    sizes = Exchange(torch.tensor([len(data) if size is None else size]), dist.group.WORLD, "test", 60).wait().flatten()
     if size is None:
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        exchange(padded, dist.group.WORLD, "test", 60)
+        Exchange(padded, dist.group.WORLD, "test", 60).wait()
 
 
 WANTED = r"the message of rank 1 is .*; it must be .*construction of a Buffer.* same version of deepep_moe"

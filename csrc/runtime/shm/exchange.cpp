@@ -165,7 +165,7 @@ void ShmExchange::record_failure(const Write& write) {
     failure.sequence.store(0);
     std::atomic_thread_fence(std::memory_order_release);
     write(failure);
-    failure.sequence.store(sequence_, std::memory_order_release);
+    failure.sequence.store(sequence_);
 }
 
 void ShmExchange::fail(const Lack& lack) {
@@ -185,10 +185,15 @@ void ShmExchange::fail(const Lack& lack) {
 void ShmExchange::abandon(const std::string& reason) {
     const Call call(*this);
     if (entry(rank_).refused != 0) return;  // the peers know
-    record_failure([&](FailureRecord& failure) {
-        failure.culprit = rank_;
-        copy_text(failure.reason, kMessageBytes, reason);
-    });
+    bool has_ended = header(rank_).ended.load() == sequence_;
+    if (!has_ended) {
+        record_failure([&](FailureRecord& failure) {
+            failure.culprit = rank_;
+            copy_text(failure.reason, kMessageBytes, reason);
+        });
+        for (int peer = 0; peer < config_.num_ranks; ++peer) has_ended |= header(peer).ended.load() >= sequence_;
+    }
+    if (has_ended) publish_refusal(begin_entry({}), reason);
 }
 
 // What it throws ends the waits of all threads of the call.
@@ -223,6 +228,14 @@ Channel ShmExchange::channel(int index) {
 template <class Params, class Move>
 void ShmExchange::run_channels(const Params& params, Move move) {
     parallel_ranges(config_.num_channels, config_.num_channels, [&](int index, int64_t, int64_t) { move(params, channel(index)); });
+    end_call();
+}
+
+// A rank that leaves a call looks for peers that have ended it, and these look for such a rank: one of both sees the other.
+void ShmExchange::end_call() {
+    header(rank_).ended.store(sequence_);
+    for (int peer = 0; peer < config_.num_ranks; ++peer)
+        if (header(peer).failure.sequence.load() == sequence_) pass_on({peer, "the end of the call", 0, 0}, peer);
 }
 
 PlanResult ShmExchange::plan(const PlanParams& params) {

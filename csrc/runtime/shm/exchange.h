@@ -54,7 +54,8 @@ public:
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }
     // Takes part in a call whose arguments were refused, so that the peers learn why instead of waiting.
     void refuse(const std::string& message);
-    // Leaves the last call, which this rank has entered and cannot finish: peers that wait in it learn why.
+    // Leaves the last call, which this rank has entered and cannot finish: peers that are in it learn why. Those that have ended it
+    // need nothing more of it; for them this rank refuses the next call.
     void abandon(const std::string& reason);
 
     int num_ranks() const override { return config_.num_ranks; }
@@ -75,6 +76,7 @@ private:
     Channel channel(int index);
     template <class Params, class Move>
     void run_channels(const Params& params, Move move);
+    void end_call();
 
     class Call;
     [[noreturn]] void pass_on(const Lack& lack, int peer) const;

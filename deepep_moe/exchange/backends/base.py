@@ -168,7 +168,8 @@ class Backend(Protocol):
         ...
 
     def abandon(self, message: str) -> None:
-        """Tell the peers, which are or will be in the last call, that this rank has entered it and cannot finish it."""
+        """Tell the peers, which are or will be in the last call, that this rank has entered it and cannot finish it. They learn it in the
+        next call where they have its rows."""
         ...
 
     def destroy(self) -> None: ...

@@ -22,7 +22,7 @@ from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerE
 from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
-from deepep_moe.group.rendezvous import exchange
+from deepep_moe.group.rendezvous import Exchange, is_of_handler
 from deepep_moe.group.settings import Settings
 
 _OPERATIONS = ("dispatch", "cached dispatch", "combine")
@@ -81,7 +81,8 @@ class CollectiveBackend:
         host, _ = processes[settings.rank]
         self._neighbours = {rank: _C.running(pid) for rank, (other, pid) in enumerate(processes) if other == host}
         self.num_calls = 0
-        # What peers wait for in the call that this rank has entered: to send its rows, and to take theirs.
+        # What is left of the entry into the last call, and what peers wait for then: to send this rank's rows, and to take theirs.
+        self._arriving: Callable[[], object] | None = None
         self._owed: Callable[[], object] | None = None
         self._broken: str | None = None  # why the group's messages are out of step, for good
 
@@ -92,13 +93,17 @@ class CollectiveBackend:
         refuse_bad_routing(topk_idx, s.num_experts)
         per_rank = is_token_in_rank(topk_idx, s.num_ranks, s.num_local_experts).sum(0)
         per_expert = num_tokens_per_expert(topk_idx, s.num_experts)
-        counts = self._enter(self._entry(0, args.x, args.layout, args), torch.cat([per_rank, per_expert]).cpu())
+        narrow_topk_idx = topk_idx.to(torch.int32, copy=True).contiguous()
+
+        def owe(counts: Tensor) -> Callable[[], object]:
+            self._check_bounds(args, counts)
+            return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist())
+
+        counts = self._enter(self._entry(0, args.x, args.layout, args), owe, torch.cat([per_rank, per_expert]).cpu())
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
         tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
         needed = self._check_bounds(args, counts)
-        narrow_topk_idx, num_received = topk_idx.to(torch.int32, copy=True).contiguous(), to_here.flatten().tolist()
-        self._owed = partial(self._send_rows, args, narrow_topk_idx, num_received)
         num_rows = needed if args.num_recv_rows < 0 else args.num_recv_rows
         num_recv_tokens = int(to_here.sum())
         is_expert = args.layout == "expert"
@@ -116,8 +121,10 @@ class CollectiveBackend:
         handle, rows = args.handle, self._allocate(args, args.handle)
 
         def move() -> None:
-            self._enter(self._entry(1, args.x, handle.layout, args))
-            self._owed = partial(self._send_rows, args, handle.topk_idx, handle.recv_counts.flatten().tolist())
+            num_received = handle.recv_counts.flatten().tolist()
+            self._enter(
+                self._entry(1, args.x, handle.layout, args), lambda _: partial(self._send_rows, args, handle.topk_idx, num_received)
+            )
             self._move(args, handle, rows, cached=True)
 
         return rows, move
@@ -128,8 +135,7 @@ class CollectiveBackend:
         topk_weight_grads = None if args.topk_weight_grads is None else args.x.new_empty(handle.num_tokens, s.num_topk, dtype=torch.float32)
 
         def move() -> None:
-            self._enter(self._entry(2, args.x, handle.layout, args))
-            self._owed = partial(self._send_sums, args)
+            self._enter(self._entry(2, args.x, handle.layout, args), lambda _: partial(self._send_sums, args))
             self._combine(args, combined_x, topk_weight_grads)
 
         return combined_x, topk_weight_grads, move
@@ -158,10 +164,16 @@ class CollectiveBackend:
     def abandon(self, message: str) -> None:
         """Do for the peers what they wait for, as nothing else ends their wait; they learn `message` in their next call."""
         try:
+            if self._arriving is not None:
+                self._arriving()
             if self._owed is not None:
                 self._owed()
-        except Exception as error:
+        except (EPPeerError, EPMismatchError, EPCapacityError):
+            return  # all ranks have failed in this call
+        except BaseException as error:
             self._broken = self._broken or f"{message}; then {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
         if self._broken is None:
             self.refuse(message)
 
@@ -273,6 +285,7 @@ class CollectiveBackend:
     def _all_to_all(self, parts: list[Tensor], num_sent: list[int], num_received: list[int], phase: str) -> list[Tensor]:
         """Send rows of `parts` (by destination), receive as many kinds of rows (by source), all in one message a peer."""
         if self.settings.num_ranks == 1:
+            self._owed = None
             return parts
         row_bytes = [part.shape[1] * part.element_size() for part in parts]
         payload = torch.cat([_reinterpret(part, torch.uint8, size) for part, size in zip(parts, row_bytes, strict=True)], dim=1)
@@ -285,6 +298,8 @@ class CollectiveBackend:
             else:
                 work.wait(datetime.timedelta(seconds=self.settings.timeout_s))
         except RuntimeError as error:
+            if is_of_handler(error):
+                raise
             raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
         pieces = received.split(row_bytes, dim=1)
         return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
@@ -301,20 +316,33 @@ class CollectiveBackend:
         dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[x.dtype])
         return Entry(0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
 
-    def _enter(self, own: Entry, counts: Tensor | None = None, message: str = "") -> Tensor:
-        """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64."""
+    def _enter(
+        self, own: Entry, owe: Callable[[Tensor], Callable[[], object]] | None = None, counts: Tensor | None = None, message: str = ""
+    ) -> Tensor:
+        """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64.
+        owe(counts): what this rank owes its peers once all have entered."""
         s = self.settings
         if self._broken is not None:
             raise EPError(
                 f"an earlier call of this buffer ended half-way ({self._broken}), so that its process group is out of step; make a new "
                 "process group and a new Buffer"
             )
-        self.num_calls += 1
-        own.call, self._owed = self.num_calls, None
+        own.call, self._owed = self.num_calls + 1, None
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
         counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64, device="cpu") if counts is None else counts
         fields = torch.tensor(list(vars(own).values()), dtype=torch.int64, device="cpu")
-        entries = self._exchange(torch.cat([fields, counts, torch.frombuffer(bytearray(text), dtype=torch.int64)]))
+        vector = torch.cat([fields, counts, torch.frombuffer(bytearray(text), dtype=torch.int64)])
+        is_alone = self.group is None or s.num_ranks == 1
+        messages = None if is_alone else Exchange(vector, self.group, "entry into the call", s.timeout_s)  # type: ignore[arg-type]
+        arrive = self._arriving = partial(self._arrive, own, vector, messages, owe)
+        self.num_calls += 1
+        return arrive()
+
+    def _arrive(
+        self, own: Entry, vector: Tensor, messages: Exchange | None, owe: Callable[[Tensor], Callable[[], object]] | None
+    ) -> Tensor:
+        """The rest of `_enter`, also a second time after an interrupt."""
+        entries = vector[None] if messages is None else self._received(messages)
         peers = [Entry(*row[:_NUM_FIELDS].tolist()) for row in entries]
         for rank, peer in enumerate(peers):
             if peer.failed:
@@ -322,17 +350,18 @@ class CollectiveBackend:
                 raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank)
         different = [rank for rank, peer in enumerate(peers) if (peer.call, *peer.signature()) != (own.call, *own.signature())]
         if different:
-            calls = "; ".join(f"rank {rank}: {peers[rank].describe()}" for rank in [s.rank, *different])
+            calls = "; ".join(f"rank {rank}: {peers[rank].describe()}" for rank in [self.settings.rank, *different])
             raise EPMismatchError(f"ranks make different calls: {calls}")
         self._bounds = [peer.num_recv_rows for peer in peers]
-        return entries[:, _NUM_FIELDS : -_MESSAGE_BYTES // 8]
+        counts = entries[:, _NUM_FIELDS : -_MESSAGE_BYTES // 8]
+        self._owed = None if owe is None else owe(counts)
+        self._arriving = None
+        return counts
 
-    def _exchange(self, own: Tensor) -> Tensor:
-        """All ranks' vectors, [num_ranks, len(own)]. Raises EPTimeoutError naming the rank that did not answer."""
-        if self.group is None or self.settings.num_ranks == 1:
-            return own[None]
+    def _received(self, messages: Exchange) -> Tensor:
+        """All ranks' vectors, [num_ranks, n]. Raises EPTimeoutError naming the rank that did not answer."""
         try:
-            return exchange(own, self.group, "entry into the call", self.settings.timeout_s)
+            return messages.wait()
         except EPTimeoutError as error:
             dead = self._dead_rank()
             culprit = error.rank if dead < 0 else dead

@@ -54,7 +54,7 @@ class PackedAutoEPMoELayer(AutoEPMoELayer):
                 return forward_around(self, hidden_states, self._route)
             with _routing_by_method(self):
                 return super().forward(hidden_states)
-        except Exception as error:
+        except BaseException as error:
             notify_peers(buffer, error, num_calls)
             raise
 

@@ -1,0 +1,74 @@
+"""Ranks that construct different things: all are told at once."""
+
+import pytest
+import torch
+from fault_cases import make, make_step
+
+from deepep_moe import Buffer, LowLatencyBuffer, ops
+from deepep_moe.errors import EPMismatchError
+from deepep_moe.testing import run_ranks
+
+
+def different(rank, num_ranks):
+    kinds = r"ranks disagree on kind of buffer \(rank 0: 'Buffer', rank 1: 'LowLatencyBuffer'\); create the same kind on every rank"
+    for backend in ("auto", "shm"):
+        with pytest.raises(EPMismatchError, match=kinds):
+            (Buffer, LowLatencyBuffer)[rank](None, 8, 16, 4, 2, backend=backend)
+    with pytest.raises(EPMismatchError, match=r"ranks disagree on mask_stalled \(rank 0: False, rank 1: True\)"):
+        LowLatencyBuffer(None, 8, 16, 4, 2, mask_stalled=rank == 1)
+    make_step(make("shm", num_ranks), 1)
+
+
+def test_different_constructions():
+    run_ranks(different, 2)
+
+
+# ---- what native code would refuse in its own words ----
+
+
+@pytest.mark.parametrize("kind", (Buffer, LowLatencyBuffer))
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    (
+        ("hidden", 2**40, "hidden is 1099511627776; it must be at most 2147483647"),
+        ("num_experts", 2**40, "num_experts is 1099511627776; it must be at most 2147483647"),
+        ("num_max_tokens_per_rank", 2**40, "num_max_tokens_per_rank is 1099511627776; it must be at most 2147483647"),
+        ("timeout_s", True, "timeout_s is True; it must be a positive number of seconds"),
+    ),
+)
+def test_settings(kind, name, value, text):
+    settings = {"num_max_tokens_per_rank": 8, "hidden": 16, "num_experts": 4, "num_topk": 2} | {name: value}
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        kind(None, **settings)
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_bound_on_rows(backend):
+    buffer, x, idx = Buffer(None, 8, 16, 4, 2, backend=backend), torch.ones(4, 16), torch.tensor([[0, 1]] * 4)
+    for bound in (2**62, 2**31, -1):
+        with pytest.raises(ValueError, match=f"^num_recv_rows is {bound}; it must be None or a number of rows, at most 2147483647$"):
+            buffer.dispatch(x, idx, num_recv_rows=bound)
+
+
+def test_options_of_low_latency():
+    buffer = LowLatencyBuffer(None, 8, 128, 4, 2)
+    with pytest.raises(ValueError, match=r"^scale_format is \['fp32'\]; it must be one of \['fp32', 'ue8m0'\]$"):
+        buffer.dispatch(torch.ones(4, 128), torch.tensor([[0, 1]] * 4), fp8=True, scale_format=["fp32"])
+    with pytest.raises(TypeError, match="^dtype is 'float32'; it must be float32 or bfloat16 or float16$"):
+        buffer.combine_input("float32")
+    with pytest.raises(TypeError, match="^mask_stalled is 'yes'; it must be a bool$"):
+        LowLatencyBuffer(None, 8, 128, 4, 2, mask_stalled="yes")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    (
+        ({"num_groups": 2.0}, "num_groups is 2.0; it must be an int"),
+        ({"normalize": "no"}, "normalize is 'no'; it must be a bool"),
+        ({"logits": [[1.0]]}, "logits must be a torch.Tensor, not list"),
+        ({"expert_bias": [0.0]}, "expert_bias must be a torch.Tensor, not list"),
+    ),
+)
+def test_options_of_gate(options, text):
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        ops.gate(**({"logits": torch.ones(4, 8), "num_topk": 2} | options))

@@ -1,0 +1,132 @@
+"""A default device of the caller's, as of deferred initialization, changes nothing: constructions and calls use the devices of their
+inputs."""
+
+import contextlib
+
+import pytest
+import torch
+from fault_cases import inputs, make, make_step
+
+from deepep_moe import ops
+from deepep_moe.nn import MoELayer, Router
+from deepep_moe.testing import run_ranks
+
+
+@contextlib.contextmanager
+def default_device(how):
+    if how == "set_default_device":
+        torch.set_default_device("meta")
+    with torch.device("meta") if how == "context" else contextlib.nullcontext():
+        yield
+    torch.set_default_device(None)
+
+
+HOW = ("set_default_device", "context")
+on_each_kind = pytest.mark.parametrize("kind", ("shm", pytest.param("collective", marks=pytest.mark.slow), "low latency"))
+
+
+def results(buffer, x, idx, weights, more):
+    """Everything that calls return, with gradients where there are some."""
+    if buffer.backend == "shm" and hasattr(buffer, "capacity"):
+        out = buffer.dispatch(x, idx, weights, fp8=more)
+        again = buffer.dispatch(x, idx, weights, async_op=True)
+        again.event.wait()
+        hooked = buffer.dispatch(x, idx, weights, return_hook=True)
+        hooked.hook()
+        rows = [rows[:2] for rows in (out.recv_x.float(), again.recv_x, hooked.recv_x)]
+        y = buffer.combine(again.recv_x, again.handle)
+        return [*rows, out.num_recv_tokens_per_expert, y, buffer.combine_input(torch.float32)[:, :0]]
+    found = []
+    for layout in ("expert", "rank"):
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        out = buffer.dispatch(leaves[0], idx, leaves[1], layout=layout, expert_alignment=4 if layout == "expert" else 1)
+        along = buffer.dispatch(x, handle=out.handle)
+        bounded = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=64, async_op=True)
+        bounded.event.wait()
+        scaled = buffer.dispatch(x, idx, layout=layout, fp8=True)
+        y = buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights if layout == "expert" else None, bias=x)
+        (y.square().sum() + out.recv_topk_weights.sum()).backward()
+        counted = buffer.layout(idx)
+        found += [out.recv_x, out.recv_topk_weights, along.recv_x, bounded.recv_x, scaled.recv_x.float(), scaled.recv_x_scales, y]
+        found += [leaf.grad for leaf in leaves]
+        found += [out.num_recv_tokens_per_expert, counted.num_tokens_per_rank, out.handle.num_rows_per_expert]
+    return found
+
+
+def calls(rank, num_ranks, kind):
+    buffer = make(kind, num_ranks, hidden=128)
+    x, idx = inputs(buffer, 1)
+    weights = (torch.arange(idx.numel(), dtype=torch.float32) + rank).view(idx.shape)
+    expected = results(buffer, x, idx, weights, False)
+    for how in HOW:
+        with default_device(how):
+            found = results(buffer, x, idx, weights, False)
+        for value, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+    make_step(buffer, 2)
+
+
+@on_each_kind
+def test_calls(kind):
+    run_ranks(calls, 2, kind)
+
+
+def constructions(rank, num_ranks, kind):
+    for step, how in enumerate(HOW):
+        with default_device(how):
+            buffer = make(kind, num_ranks)
+        make_step(buffer, step)
+        buffer.destroy()
+
+
+@on_each_kind
+def test_constructions(kind):
+    run_ranks(constructions, 2, kind)
+
+
+def gates(rank, num_ranks):
+    logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
+
+    def results():
+        leaf = logits.clone().requires_grad_()
+        idx, weights, _ = ops.gate(leaf, 2)
+        weights.square().sum().backward()
+        return [idx, weights, leaf.grad]
+
+    expected = results()
+    for how in HOW:
+        with default_device(how):
+            found = results()
+        for value, wanted in zip(found, expected, strict=True):
+            assert torch.equal(value, wanted)
+
+
+def test_gate():
+    run_ranks(gates, 1)
+
+
+def layer_of(num_ranks, backend):
+    torch.manual_seed(5)
+    router = Router(16, 2 * num_ranks, 2)
+    experts, shared = [torch.nn.Linear(16, 16) for _ in range(2)], torch.nn.Linear(16, 16)
+    return MoELayer(router, experts, shared, num_max_tokens_per_rank=8, backend=backend)
+
+
+def layers(rank, num_ranks, backend):
+    """Made without memory, then given some: as torchtitan and FSDP make models."""
+    plain = layer_of(num_ranks, backend)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    expected = plain(x)
+    for how in HOW:
+        with default_device(how):
+            layer = layer_of(num_ranks, backend)
+            layer.to_empty(device="cpu")
+            layer.load_state_dict(plain.state_dict())
+            found = layer(x)
+            found.sum().backward()
+        assert torch.equal(found, expected) and all(p.grad is not None for p in layer.experts.parameters())
+
+
+@pytest.mark.parametrize("backend", ("shm", pytest.param("collective", marks=pytest.mark.slow)))
+def test_layers(backend):
+    run_ranks(layers, 2, backend)

@@ -1,0 +1,131 @@
+"""Faults at each step of a call: one rank fails, the others learn it at once, and the next calls of all ranks are right."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+from events import tell, wait_for
+from fault_cases import ERRORS, MOMENTS, SOON_S, alarm, fault, inputs, make, make_call, make_step, moments, outcome, routing
+
+from deepep_moe.errors import EPPeerError
+from deepep_moe.testing import run_ranks
+
+SIZES = [(kind, num_ranks) for kind in ("shm", "collective") for num_ranks in (2, 3, 5)]
+FAST = (("shm", 3), ("collective", 3))
+on_all_sizes = pytest.mark.parametrize(
+    ("kind", "num_ranks"), [pytest.param(*size, marks=() if size in FAST else pytest.mark.slow) for size in SIZES]
+)
+
+
+def check_told(buffer, culprit, error, found, elapsed_s, what):
+    """The culprit raises its own error. A peer raises EPPeerError in the same call, or in the next one if it has all rows of this one."""
+    if buffer.rank == culprit:
+        assert found is error, f"{what}: {found!r}"
+        return
+    in_next_call = found is None
+    if in_next_call:
+        found, elapsed_s = outcome(lambda: buffer.dispatch(*inputs(buffer, 0)))
+    assert isinstance(found, EPPeerError) and found.rank == culprit, f"{what}: {found!r}"
+    assert f"{type(error).__name__}: {error}" in str(found) and f"rank {culprit}" in str(found), f"{what}: {found}"
+    assert elapsed_s < SOON_S, what
+    is_shm, is_over = buffer.backend == "shm", what[1] in ("after rows", "waiting for rows")
+    assert in_next_call is (is_over or (not is_shm and what[1] != "before entry")), what
+
+
+def fails(rank, num_ranks, kind):
+    buffer = make(kind, num_ranks)
+    handle = buffer.dispatch(*inputs(buffer, 0)).handle
+    for step, (operation, moment) in enumerate(moments(kind)):
+        for kind_of_error in ERRORS:
+            culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
+            if rank == culprit:
+                with fault(buffer, moment, error):
+                    found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
+            else:
+                found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
+            check_told(buffer, culprit, error, *found, (operation, moment, kind_of_error))
+            make_step(buffer, step)
+
+
+@on_all_sizes
+def test_faults(kind, num_ranks):
+    run_ranks(fails, num_ranks, kind)
+
+
+def fails_beside(rank, num_ranks, kind):
+    """Asynchronous calls: the event raises."""
+    buffer = make(kind, num_ranks)
+    handle = buffer.dispatch(*inputs(buffer, 0)).handle
+
+    def call(operation):
+        made = make_call(buffer, operation, handle, async_op=True)
+        (made[1] if operation == "combine" else made.event).wait()
+
+    for step, (operation, moment) in enumerate(moments(kind)):
+        culprit, error = step % num_ranks, ERRORS[step % 2 * 2](f"fault {step}")  # an interrupt is for the main thread
+        if rank == culprit:
+            with fault(buffer, moment, error):
+                found = outcome(lambda operation=operation: call(operation))
+        else:
+            found = outcome(lambda operation=operation: call(operation))
+        check_told(buffer, culprit, error, *found, (operation, moment, "asynchronous"))
+        make_step(buffer, step)
+
+
+@on_all_sizes
+def test_faults_of_asynchronous_calls(kind, num_ranks):
+    run_ranks(fails_beside, num_ranks, kind)
+
+
+# ---- interrupts ----
+
+
+def interrupted_in_entry(rank, num_ranks, kind):
+    """A signal's handler raises while this rank waits for peers to enter. A process group lets it raise once they have."""
+    buffer = make(kind, num_ranks)
+    handle = buffer.dispatch(*inputs(buffer, 0)).handle
+    for step, operation in enumerate(MOMENTS):
+        culprit, error = step % num_ranks, ERRORS[step](f"fault {step}")
+        if rank == culprit:
+            with alarm(0.1, error):
+                found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
+            tell(f"left {step}")
+        else:
+            wait_for(f"left {step}") if kind == "shm" else time.sleep(0.3)
+            found = outcome(lambda operation=operation: make_call(buffer, operation, handle))
+        check_told(buffer, culprit, error, *found, (operation, "in entry"))
+        make_step(buffer, step)
+
+
+@on_all_sizes
+def test_interrupts_in_entry(kind, num_ranks):
+    run_ranks(interrupted_in_entry, num_ranks, kind)
+
+
+def interrupted_between_chunks(rank, num_ranks, kind_of_error):
+    """The rings are full: the last rank does not drain them before the culprit has left."""
+    hidden, num_tokens, late = 4096, 500, num_ranks - 1
+    buffer = make("shm", num_ranks, hidden=hidden, num_tokens=num_tokens)
+    x, idx, error = torch.full((num_tokens, hidden), float(rank)), routing(num_ranks, num_tokens), kind_of_error("fault")
+    move, culprit = buffer.calls._move, 0
+    if rank == late:
+        buffer.calls._move = lambda *args: (wait_for("left"), move(*args))
+    with alarm(0.3, error) if rank == culprit else contextlib.nullcontext():
+        found = outcome(lambda: buffer.dispatch(x, idx))
+    if rank == culprit:
+        tell("left")
+    buffer.calls._move = move
+    check_told(buffer, culprit, error, *found, ("a dispatch", "between chunks"))
+    out = buffer.dispatch(x, idx)
+    sources = out.recv_x.view(2, num_ranks, -1, hidden)  # by local expert, then source
+    assert (sources == torch.arange(num_ranks).view(1, -1, 1, 1)).all()
+    assert (buffer.combine(torch.ones_like(out.recv_x), out.handle) == num_ranks).all()
+
+
+@pytest.mark.parametrize(
+    "kind_of_error", (KeyboardInterrupt, *(pytest.param(e, marks=pytest.mark.slow) for e in (MemoryError, RuntimeError)))
+)
+@pytest.mark.parametrize("num_ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))))
+def test_interrupts_between_chunks(num_ranks, kind_of_error):
+    run_ranks(interrupted_between_chunks, num_ranks, kind_of_error)

@@ -1,0 +1,56 @@
+"""Ranks that die at any moment: the others learn who it was long before the deadline, and nothing is left behind."""
+
+import os
+import random
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from events import tell, wait_for
+from fault_cases import SOON_S, at_random, make, make_step, outcome
+
+from deepep_moe.errors import EPTimeoutError
+
+KINDS = ("shm", "collective", "low latency")
+
+
+def held():
+    """Descriptors, threads and mappings of ours that this process holds."""
+    with open("/proc/self/maps") as file:
+        mappings = sum("deepep_moe" in line and "memfd" in line for line in file)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings
+
+
+def killed(rank, num_ranks, kind, seed):
+    victim = seed % num_ranks
+    buffer = make(kind, num_ranks)
+    make_step(buffer, 0)
+    buffer.destroy()
+    before = held()
+    buffer = make(kind, num_ranks)
+    dist.barrier()
+    if rank == victim and os.fork() == 0:
+        time.sleep(random.Random(seed).uniform(0, 0.05))
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    began, step, error = time.monotonic(), 0, None
+    while error is None:
+        error, _ = outcome(partial(make_step, buffer, step % 50))
+        step += 1
+    assert isinstance(error, EPTimeoutError) and error.rank == victim, repr(error)
+    assert time.monotonic() - began < SOON_S
+    tell(f"rank {rank} knows")
+    wait_for(*(f"rank {peer} knows" for peer in range(num_ranks) if peer != victim))
+    buffer.destroy()
+    del error
+    after = held()
+    assert all(now <= then for now, then in zip(after, before, strict=True)), f"{after}, before {before}"
+    return True
+
+
+@pytest.mark.parametrize("number", (0, 1, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in range(3, 23))))
+def test_killed_process(number):
+    at_random(killed, 3, KINDS[number % 3], is_killed=True)
+    assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]

@@ -1,0 +1,64 @@
+"""Faults in low-latency calls over shared memory: peers learn them at once, in this call or, where they have its rows, in the next."""
+
+import contextlib
+
+from events import tell, wait_for
+from fault_cases import ERRORS, SOON_S, alarm, inputs, make, make_step, once, outcome
+
+from deepep_moe.errors import EPPeerError
+from deepep_moe.testing import run_ranks
+
+
+def calls_of(buffer, handle):
+    x, idx = inputs(buffer, 0)
+    rows = x.new_ones(buffer.num_local_experts, buffer.capacity, buffer.hidden)
+    return {"dispatch": lambda: buffer.dispatch(x, idx), "combine": lambda: buffer.combine(rows, handle)}
+
+
+def check_told(rank, culprit, error, found, elapsed_s, what):
+    if rank == culprit:
+        assert found is error, f"{what}: {found!r}"
+        return
+    assert isinstance(found, EPPeerError) and found.rank == culprit and elapsed_s < SOON_S, f"{what}: {found!r}"
+    assert f"rank {culprit} did not make its call: {type(error).__name__}: {error}" in str(found), what
+
+
+def fails(rank, num_ranks):
+    buffer = make("low latency", num_ranks)
+    calls = calls_of(buffer, buffer.dispatch(*inputs(buffer, 0)).handle)
+    for step, (operation, call) in enumerate(calls.items()):
+        for kind_of_error in ERRORS:
+            culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
+            own = buffer._backend.empty
+            if rank == culprit:
+                buffer._backend.empty = once(own, error)
+            check_told(rank, culprit, error, *outcome(call), (operation, kind_of_error))
+            buffer._backend.empty = own
+            make_step(buffer, step)
+
+
+def test_faults_before_entry():
+    run_ranks(fails, 3)
+
+
+def interrupted(rank, num_ranks):
+    buffer = make("low latency", num_ranks)
+    calls = calls_of(buffer, buffer.dispatch(*inputs(buffer, 0)).handle)
+    for step, (operation, call) in enumerate(calls.items()):
+        for kind_of_error in ERRORS:
+            culprit, error = (step + len(kind_of_error.__name__)) % num_ranks, kind_of_error(f"fault {step}")
+            if rank != culprit:
+                wait_for(f"left {step} {kind_of_error.__name__}")
+            with alarm(0.1, error) if rank == culprit else contextlib.nullcontext():
+                found = outcome(call)
+            if rank == culprit:
+                tell(f"left {step} {kind_of_error.__name__}")
+            else:
+                assert found[0] is None, f"the rows were there: {found[0]!r}"
+                found = outcome(calls["dispatch"])
+            check_told(rank, culprit, error, *found, (operation, kind_of_error))
+            make_step(buffer, step)
+
+
+def test_interrupts():
+    run_ranks(interrupted, 3)

@@ -1,0 +1,98 @@
+"""Ranks that stall: the others blame them after the deadline, and all are in step again once they are back."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from events import event, tell
+from fault_cases import SOON_S, at_random, make, make_step, outcome
+
+from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.testing import run_ranks
+
+OUT_OF_STEP = (EPTimeoutError, EPPeerError, EPMismatchError)
+
+
+def stalls(rank, num_ranks, kind, deadline_s, num_deadlines):
+    buffer, late = make(kind, num_ranks, deadline_s), num_ranks - 1
+    make_step(buffer, 0)
+    dist.barrier()
+    if rank == late:
+        time.sleep(num_deadlines * deadline_s)
+    errors = []
+    for _ in range(10):
+        error, _ = outcome(lambda: make_step(buffer, 1))
+        if error is None:
+            break
+        assert isinstance(error, OUT_OF_STEP), repr(error)
+        errors.append(error)
+    if rank != late:
+        assert isinstance(errors[0], EPTimeoutError) and errors[0].rank == late, errors
+    for step in range(2, 5):  # of the same numbers on all ranks
+        make_step(buffer, step)
+
+
+@pytest.mark.parametrize("kind", ("shm", "low latency"))
+def test_stall(kind):
+    run_ranks(stalls, 3, kind, 1.0, 1.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_deadlines", (1.7, 2.6))
+@pytest.mark.parametrize("num_ranks", (2, 3, 5))
+@pytest.mark.parametrize("kind", ("shm", "low latency"))
+def test_stalls(kind, num_ranks, num_deadlines):
+    run_ranks(stalls, num_ranks, kind, 2.0, num_deadlines)
+
+
+def stalls_in_group(rank, num_ranks):
+    """A process group cannot be used after a deadline. The late rank learns it too, and the ranks make a new group."""
+    deadline_s, late = 1.0, num_ranks - 1
+    buffer, spare = make("collective", num_ranks, deadline_s), dist.new_group(backend="gloo")
+    make_step(buffer, 0)
+    dist.barrier()
+    if rank == late:
+        time.sleep(1.7 * deadline_s)
+    error, _ = outcome(lambda: make_step(buffer, 1))
+    assert isinstance(error, EPTimeoutError) and "make a new one and a new Buffer" in str(error), repr(error)
+    assert rank == late or error.rank == late, repr(error)
+    error, elapsed_s = outcome(lambda: make_step(buffer, 1))
+    assert isinstance(error, EPError) and elapsed_s < 1, repr(error)
+    assert "make a new process group and a new Buffer" in str(error)
+    buffer.destroy()
+    make_step(make("collective", num_ranks, group=spare), 2)
+
+
+def test_stall_in_process_group():
+    run_ranks(stalls_in_group, 3)
+
+
+def stopped(rank, num_ranks, kind, seed):
+    """A process stops at some moment for more than a deadline; nobody knows in which call it was."""
+    deadline_s, victim = 1.0, seed % num_ranks
+    buffer = make(kind, num_ranks, deadline_s)
+    make_step(buffer, 1)
+    dist.barrier()
+    if rank == victim and os.fork() == 0:  # a process that stops its parent for a while
+        time.sleep(random.Random(seed).uniform(0, 0.05))
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(1.6 * deadline_s)
+        os.kill(os.getppid(), signal.SIGCONT)
+        tell("resumed")
+        os._exit(0)
+    num_right, ends, began = 0, [event(f"done {peer}") for peer in range(num_ranks)], time.monotonic()
+    while not all(end.exists() for end in ends):
+        error, _ = outcome(lambda: make_step(buffer, 1))
+        assert error is None or isinstance(error, OUT_OF_STEP), repr(error)
+        num_right += error is None and event("resumed").exists()
+        if num_right == 3:
+            tell(f"done {rank}")
+        assert time.monotonic() - began < SOON_S, f"out of step: {error!r}"
+
+
+@pytest.mark.parametrize("number", (0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 11))))
+def test_stopped_process(number):
+    at_random(stopped, 3, ("shm", "low latency")[number % 2])

@@ -1,0 +1,175 @@
+"""Buffers whose rows can be computed by hand, and faults at each step of their calls. Runs in workers.
+
+Each token has an expert on each rank, so every rank waits for every other one.
+"""
+
+import contextlib
+import random
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepep_moe import Buffer, LowLatencyBuffer
+from deepep_moe.exchange.backends.collective import CollectiveBackend
+from deepep_moe.testing import run_ranks
+from deepep_moe.testing.launch import RankFailedError
+
+SOON_S = 20.0  # far from the deadline of 300 s, and kept on a busy machine
+NUM_TOKENS = 4
+ERRORS = (MemoryError, KeyboardInterrupt, RuntimeError)
+
+
+def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None) -> Any:
+    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "low latency"."""
+    dist.barrier(group=group)
+    sizes = (group, num_tokens, hidden, 2 * num_ranks, num_ranks)
+    if kind == "low latency":
+        return LowLatencyBuffer(*sizes, timeout_s=timeout_s)
+    return Buffer(*sizes, backend=kind, timeout_s=timeout_s)
+
+
+def routing(num_ranks: int, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
+    """Token t goes to local expert t % 2 of every rank."""
+    return 2 * torch.arange(num_ranks).expand(num_tokens, num_ranks) + (torch.arange(num_tokens) % 2)[:, None]
+
+
+def values(step: int, rank: int) -> list[float]:
+    return [float(100 * step + 10 * rank + token) for token in range(NUM_TOKENS)]
+
+
+def inputs(buffer: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.tensor(values(step, buffer.rank))[:, None].expand(NUM_TOKENS, buffer.hidden).contiguous()
+    return x, routing(buffer.num_ranks)
+
+
+def make_step(buffer: Any, step: int) -> None:
+    """A dispatch and a combine, in a Buffer a dispatch along the handle too. All ranks must give the same `step`."""
+    num_ranks, (x, idx) = buffer.num_ranks, inputs(buffer, step)
+    received = [[values(step, rank)[token] for rank in range(num_ranks) for token in (expert, expert + 2)] for expert in (0, 1)]
+    out = buffer.dispatch(x, idx)
+    if isinstance(buffer, LowLatencyBuffer):
+        assert [rows[: len(wanted), 0].tolist() for rows, wanted in zip(out.recv_x, received, strict=True)] == received, step
+    else:
+        assert out.recv_x[:, -1].tolist() == received[0] + received[1], step
+        along = buffer.dispatch(x + 1, handle=out.handle)
+        assert (along.recv_x == out.recv_x + 1).all(), step
+    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [num_ranks * value for value in values(step, buffer.rank)], step
+
+
+def make_call(buffer: Buffer, operation: str, handle: Any, **how: Any) -> Any:
+    x, idx = inputs(buffer, 0)
+    if operation == "dispatch":
+        return buffer.dispatch(x, idx, **how)
+    if operation == "dispatch along a handle":
+        return buffer.dispatch(x, handle=handle, **how)
+    return buffer.combine(torch.ones(handle.num_rows, buffer.hidden), handle, **how)
+
+
+def at_random(function: Any, num_ranks: int, kind: str, *, is_killed: bool = False) -> None:
+    """Run `function(rank, num_ranks, kind, seed)`; rank seed % num_ranks is the victim."""
+    seed = random.SystemRandom().randrange(2**32)
+    try:
+        run_ranks(function, num_ranks, kind, seed, expected_dead=[seed % num_ranks] if is_killed else ())
+    except RankFailedError as error:
+        raise AssertionError(f"seed {seed}, {kind}: {error}") from error
+
+
+# ---- faults ----
+
+
+class Interposed:
+    """A native exchange whose methods raise before or after they run."""
+
+    def __init__(self, native: Any, error: BaseException, before: tuple[str, ...] = (), after: tuple[str, ...] = ()):
+        self._native, self._error, self._before, self._after = native, error, before, after
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._native, name)
+        if name not in (*self._before, *self._after):
+            return method
+
+        def run(*args: Any) -> Any:
+            if name in self._before:
+                raise self._error
+            method(*args)
+            raise self._error
+
+        return run
+
+
+MOVES = ("dispatch", "dispatch_cached", "combine")
+MOMENTS = {
+    "dispatch": ("before entry", "before rows are allocated", "before rows", "after rows"),
+    "dispatch along a handle": ("before entry", "before rows", "after rows"),
+    "combine": ("before entry", "before rows", "after rows"),
+}
+
+
+def moments(kind: str) -> list[tuple[str, str]]:
+    """(operation, moment) of the faults that can be put into the calls of a backend. The native call of `shm` that enters also moves rows,
+    but for a dispatch: see `interrupted`."""
+    found = [(operation, moment) for operation, those in MOMENTS.items() for moment in those]
+    return [case for case in found if kind != "shm" or case[0] == "dispatch" or case[1] != "before rows"]
+
+
+def once(method: Any, error: BaseException, is_after: bool = False) -> Any:
+    """`method`, whose first call raises."""
+    calls: list[int] = []
+
+    def run(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 1:
+            return method(*args)
+        if is_after:
+            method(*args)
+        raise error
+
+    return run
+
+
+@contextlib.contextmanager
+def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
+    """Let the call made meanwhile fail at `moment`."""
+    backend = buffer.calls.backend
+    if moment == "before rows are allocated":
+        name, faulty = "_allocate", once(backend._allocate, error)
+    elif isinstance(backend, CollectiveBackend):
+        name = "_entry" if moment == "before entry" else "_all_to_all"
+        faulty = once(getattr(backend, name), error, is_after=moment == "after rows")
+    else:
+        before = ("plan", *MOVES[1:]) if moment == "before entry" else MOVES if moment == "before rows" else ()
+        name, faulty = "_exchange", Interposed(backend._exchange, error, before, MOVES if moment == "after rows" else ())
+    own = getattr(backend, name)
+    setattr(backend, name, faulty)
+    try:
+        yield
+    finally:
+        setattr(backend, name, own)
+
+
+@contextlib.contextmanager
+def alarm(after_s: float, error: BaseException) -> Any:
+    """Raise from a signal's handler, as Ctrl-C does."""
+
+    def handle(*_: Any) -> None:
+        raise error
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def outcome(call: Any) -> tuple[BaseException | None, float]:
+    """What a call has raised, and after how long."""
+    began = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        return error, time.monotonic() - began
+    return None, time.monotonic() - began
