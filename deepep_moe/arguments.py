@@ -40,8 +40,15 @@ def check_is_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 
 
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Nearly all are."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def check_plain(name: str, tensor: Tensor) -> None:
     """Refuse a tensor without rows of its own in this process's memory, for which no operator has a rule."""
+    if _is_ordinary(tensor):
+        return
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return
     kind, names = type(tensor), {base.__name__ for base in type(tensor).__mro__} if type(tensor) is not Tensor else ()
@@ -57,6 +64,8 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 def check_owns_memory(name: str, tensor: Tensor) -> None:
     """As `check_plain`, and refuse what only operators could read."""
+    if _is_ordinary(tensor):
+        return
     check_plain(name, tensor)
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; it must be a plain torch.Tensor")
