@@ -34,6 +34,10 @@ class _Connectable(Protocol):
         """Map the memory of all ranks; `addresses` by rank. Raises OSError, RuntimeError or ValueError where one cannot be reached."""
         ...
 
+    def disconnect(self) -> None:
+        """Unmap the memory of the peers, as some rank could not map another's."""
+        ...
+
     def seal(self) -> None:
         """Close this rank's memory to everybody else, once all ranks are connected."""
         ...
@@ -273,9 +277,12 @@ def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.Pro
         except (OSError, RuntimeError, ValueError) as error:
             failure = str(error)[:_MAX_WORDS]
     reasons = gather_objects(failure, group, settings.num_ranks, "mapping of workspaces", settings.timeout_s, _read_failure)
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            return f"on rank {rank}: {reason}"
+    told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if told:
+        if backend is not None:
+            backend.disconnect()
+        gather_objects(None, group, settings.num_ranks, "unmapping of workspaces", settings.timeout_s, _read_failure)
+        return told[0]
     assert backend is not None
     backend.seal()
     return backend

@@ -31,6 +31,9 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
     def connect(self, addresses: list[bytes]) -> None:
         self._native.connect(addresses)
 
+    def disconnect(self) -> None:
+        self._native.disconnect()
+
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
 

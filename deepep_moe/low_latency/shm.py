@@ -35,6 +35,9 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def connect(self, addresses: list[tuple[str, int]]) -> None:
         self._native.connect([path for path, _ in addresses], [pid for _, pid in addresses])
 
+    def disconnect(self) -> None:
+        """Mappings end with the backend: each keeps the memory."""
+
     def seal(self) -> None:
         self._native.seal()
 

@@ -339,3 +339,20 @@ def test_use_in_a_forked_process():
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     buffer.dispatch(X, IDX)
+
+
+def refuses_in_a_child(rank, num_ranks):
+    """A forked process that refuses a call leaves its owner's connections alone."""
+    buffer = make_buffer("collective")
+    buffer.dispatch(X, IDX)
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        error = ValueError("of the child")
+        os._exit(0 if buffer.refuse(error) is error else 1)
+    if child is not None:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    buffer.combine(buffer.dispatch(X, IDX).recv_x, buffer.dispatch(X, IDX).handle)
+
+
+def test_refusal_in_a_forked_process():
+    run_ranks(refuses_in_a_child, 2)

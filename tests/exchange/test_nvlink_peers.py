@@ -14,6 +14,7 @@ from nvlink_cases import make_buffer
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError, EPTimeoutError
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +35,32 @@ def memory_used(device):
         return total - free
     maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:emulated-gpu-{os.getpid()}" in line)
     return sum(int(end, 16) - int(begin, 16) for begin, end in (fields[0].split("-") for fields in maps))
+
+
+def one_rank_cannot_map(rank, num_ranks):
+    """All ranks unmap what they have mapped, and only then free their own: nothing is kept, and nobody writes to what is not there."""
+    device = device_of("nvlink", rank)
+    make_buffer(rank)[0].destroy()  # what the device needs besides
+    dist.barrier()
+    before = memory_used(device)
+    connect = NvlinkBackend.connect
+    if rank == 1:
+
+        def fail(backend, addresses):
+            raise OSError("no way to rank 0")
+
+        NvlinkBackend.connect = fail
+    with pytest.raises(RuntimeError, match="on rank 1: no way to rank 0"):
+        large_buffer()
+    NvlinkBackend.connect = connect
+    dist.barrier()
+    assert memory_used(device) - before < ROOM
+    buffer, x, idx = make_buffer(rank)
+    assert buffer.dispatch(x, idx).recv_x.isfinite().all()
+
+
+def test_a_rank_that_cannot_map_its_peers():
+    run_ranks(one_rank_cannot_map, 2)
 
 
 def memory_that_a_peer_may_write_to(rank, num_ranks):

@@ -85,7 +85,7 @@ class Heard(logging.Handler):
 
 def stalls(rank, _, backend):
     heard = Heard()
-    buffer = make_buffer(CASE, backend, rank, timeout_s=DEADLINE_S, mask_stalled=rank != MASKED)
+    buffer = make_buffer(CASE, backend, rank, timeout_s=DEADLINE_S, mask_stalled=True)
     run_case(buffer, CASE, rank, backend)
     dist.barrier()
     began = time.monotonic()
@@ -405,7 +405,7 @@ def lose_counts(buffer, case, call, source):
 
 def loses_counts(rank, _):
     """Rank 1 has entered the call, its rows are there, how many they are does not come: to rank 0 it has not come."""
-    buffer = make_buffer(CASE, "nvlink", rank, timeout_s=2.0 if rank == 0 else 60, mask_stalled=rank == 0)
+    buffer = make_buffer(CASE, "nvlink", rank, timeout_s=2.0 if rank == 0 else 60, mask_stalled=True)
     case = replace(CASE, mode="hook")
     if rank == MASKED:
         out, hook = start_dispatch(buffer, case, rank, "nvlink")

@@ -24,6 +24,7 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
         .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })
         .def("connect", &NvlinkLowLatency::connect, py::arg("handles"))
+        .def("disconnect", &NvlinkLowLatency::disconnect)
         .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("mask", &NvlinkLowLatency::mask, py::arg("rank"), py::arg("masked"), py::arg("stream"), Released())
         .def("rejoin", &NvlinkLowLatency::rejoin, py::arg("stream"), Released())

@@ -95,6 +95,7 @@ void bind_gpu(py::module_& m) {
         .def_readwrite("tuning", &NvlinkExchange::tuning)
         .def("handle", [](const NvlinkExchange& self) { return py::bytes(self.handle()); })
         .def("connect", &NvlinkExchange::connect, py::arg("handles"))
+        .def("disconnect", &NvlinkExchange::disconnect)
         .def("copy_block", &NvlinkExchange::copy_block, py::arg("peer"), py::arg("bytes"), py::arg("stream"), Released())
         .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("check", &NvlinkExchange::check, Released());

@@ -41,6 +41,7 @@ public:
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
+    void disconnect() { memory_.disconnect(); }                             // where some rank could not connect
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // called now and then by waits, which end if it throws
     GpuTuning tuning;
 

@@ -24,7 +24,8 @@ public:
     std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
     // Throws where a GPU is reached, but not over NVLink: what rows rely on (cuda/low_latency.h) is not known of such links.
     void connect(const std::vector<std::string>& handles);
-    int num_blocks;  // of a kernel at most; all must be on the GPU at once. For benchmarks.
+    void disconnect() { memory_.disconnect(); }  // where some rank could not connect
+    int num_blocks;                              // of a kernel at most; all must be on the GPU at once. For benchmarks.
 
     // All enqueue work and return. Work on another stream than the last call's waits for that call.
     void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "runtime/nvlink/device.h"
 
@@ -84,6 +85,15 @@ GpuMemory::~GpuMemory() {
     if (is_shared) keep_until_left({workspaces_[rank_], left_, device_, {processes_, processes_ + num_ranks_}});
     if (!is_shared) cudaFree(workspaces_[rank_]);
     free_those_left();
+}
+
+void GpuMemory::disconnect() {
+    const DeviceGuard guard(device_);
+    is_connected_ = false;
+    watch_.reset();
+    for (int rank = 0; rank < num_ranks_; ++rank)
+        if (rank != rank_ && workspaces_[rank] != nullptr)
+            check_cuda(cudaIpcCloseMemHandle(std::exchange(workspaces_[rank], nullptr)), "cudaIpcCloseMemHandle");
 }
 
 void GpuMemory::tell_peers() const {

@@ -28,6 +28,8 @@ public:
     void allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left);
     std::string handle() const;  // of kHandleBytes
     void connect(const std::vector<std::string>& handles);
+    // Unmaps what `connect` has mapped, where some rank could not: once all ranks have, each may free its own.
+    void disconnect();
     std::byte* of(int rank) const { return workspaces_[rank]; }
 
     // For a kernel; `failure` in host memory, the others in the device's.

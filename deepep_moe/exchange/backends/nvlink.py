@@ -82,6 +82,9 @@ class NvlinkBackend:
         """Map the workspaces of all ranks. Raises RuntimeError where a GPU cannot reach another."""
         self._exchange.connect(addresses)
 
+    def disconnect(self) -> None:
+        self._exchange.disconnect()
+
     def seal(self) -> None:
         """Nothing to close: CUDA's handles end with the allocation."""
 

@@ -52,6 +52,9 @@ class ShmBackend:
         """Map the shared memory of all ranks; `addresses` by rank. Raises OSError or ValueError where one cannot be opened."""
         self._exchange.connect([path for path, _ in addresses], [pid for _, pid in addresses])
 
+    def disconnect(self) -> None:
+        """Mappings end with the backend: each keeps the memory."""
+
     def seal(self) -> None:
         """Once all ranks are connected: nobody else can open this rank's shared memory any more."""
         self._exchange.seal()
