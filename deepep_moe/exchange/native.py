@@ -70,8 +70,9 @@ def _is_plain(num_sms: Any) -> bool:
 
 def _is_on_stream(handle: DispatchHandle, x: Any) -> bool:
     """Is the handle as it was made, and the call on its dispatch's stream, so that its memory need not be protected?"""
-    is_own = isinstance(handle, PackedHandle) and isinstance(x, Tensor) and handle.is_unchanged
-    return is_own and handle.stream in (None, current_stream(x.device))
+    if not isinstance(handle, PackedHandle) or not isinstance(x, Tensor):
+        return False
+    return handle.is_unchanged and handle.stream in (None, current_stream(x.device))
 
 
 # ---- what C++ calls: it declines gradients too, of higher order or of tensors that kernels cannot read ----
