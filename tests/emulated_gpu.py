@@ -17,9 +17,10 @@ SANITIZERS = os.environ.get("DEEPEP_MOE_SANITIZE", "")  # as -fsanitize takes th
 SITE = ROOT / "build" / ("emulation-" + SANITIZERS if SANITIZERS else "emulation") / "site"
 VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-U_FORTIFY_SOURCE", "-DDEEPEP_MOE_CUDA=1"]
-SANITIZE = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"] if SANITIZERS else []
+# vptr takes a member function of a second base class, as pybind11 calls it, for one of another object.
+SANITIZE = f"-fsanitize={SANITIZERS} -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer -g1".split() if SANITIZERS else []
 SUITES = {
-    "exchange": ("tests/exchange",),
+    "exchange": ("tests/exchange", "tests/faults"),
     "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py"),
     "gate": ("tests/gate", "tests/nn/test_router.py", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
 }

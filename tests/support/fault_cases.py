@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from exchange_cases import device_of
 
 from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.exchange.backends.collective import CollectiveBackend
+from deepep_moe.exchange.backends.shm import ShmBackend
 from deepep_moe.testing import run_ranks
 from deepep_moe.testing.launch import RankFailedError
 
@@ -24,11 +26,16 @@ ERRORS = (MemoryError, KeyboardInterrupt, RuntimeError)
 
 def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None) -> Any:
     """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "low latency"."""
+    if kind == "nvlink":
+        device_of(kind, dist.get_rank())
     dist.barrier(group=group)
     sizes = (group, num_tokens, hidden, 2 * num_ranks, num_ranks)
     if kind == "low latency":
         return LowLatencyBuffer(*sizes, timeout_s=timeout_s)
-    return Buffer(*sizes, backend=kind, timeout_s=timeout_s)
+    buffer = Buffer(*sizes, backend=kind, timeout_s=timeout_s)
+    if kind == "nvlink":
+        buffer.calls._native = None  # whose calls go past what faults are put into
+    return buffer
 
 
 def routing(num_ranks: int, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
@@ -42,7 +49,8 @@ def values(step: int, rank: int) -> list[float]:
 
 def inputs(buffer: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.tensor(values(step, buffer.rank))[:, None].expand(NUM_TOKENS, buffer.hidden).contiguous()
-    return x, routing(buffer.num_ranks)
+    device = device_of(buffer.backend, buffer.rank)
+    return x.to(device), routing(buffer.num_ranks).to(device)
 
 
 def make_step(buffer: Any, step: int) -> None:
@@ -65,7 +73,7 @@ def make_call(buffer: Buffer, operation: str, handle: Any, **how: Any) -> Any:
         return buffer.dispatch(x, idx, **how)
     if operation == "dispatch along a handle":
         return buffer.dispatch(x, handle=handle, **how)
-    return buffer.combine(torch.ones(handle.num_rows, buffer.hidden), handle, **how)
+    return buffer.combine(torch.ones(handle.num_rows, buffer.hidden, device=x.device), handle, **how)
 
 
 def at_random(function: Any, num_ranks: int, kind: str, *, is_killed: bool = False) -> None:
@@ -112,6 +120,8 @@ def moments(kind: str) -> list[tuple[str, str]]:
     """(operation, moment) of the faults that can be put into the calls of a backend. The native call of `shm` that enters also moves rows,
     but for a dispatch: see `interrupted`."""
     found = [(operation, moment) for operation, those in MOMENTS.items() for moment in those]
+    if kind == "nvlink":  # one native call does it all
+        return [case for case in found if case[1] != "before rows"]
     return [case for case in found if kind != "shm" or case[0] == "dispatch" or case[1] != "before rows"]
 
 
@@ -140,7 +150,8 @@ def fault(buffer: Buffer, moment: str, error: BaseException) -> Any:
         name = "_entry" if moment == "before entry" else "_all_to_all"
         faulty = once(getattr(backend, name), error, is_after=moment == "after rows")
     else:
-        before = ("plan", *MOVES[1:]) if moment == "before entry" else MOVES if moment == "before rows" else ()
+        entries = ("plan", *MOVES[1:]) if isinstance(backend, ShmBackend) else MOVES
+        before = entries if moment == "before entry" else MOVES if moment == "before rows" else ()
         name, faulty = "_exchange", Interposed(backend._exchange, error, before, MOVES if moment == "after rows" else ())
     own = getattr(backend, name)
     setattr(backend, name, faulty)
