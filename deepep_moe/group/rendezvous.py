@@ -4,6 +4,7 @@ A buffer is made in three steps. `join` finds the group, `introduce` tells every
 memory of all ranks.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -146,6 +147,18 @@ def is_of_handler(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and not trace.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "deepep_moe."))
+
+
+def hang_up(group: "dist.ProcessGroup") -> None:
+    """End the waits of all peers for this rank, which has given up: gloo closes all connections of a rank once one of its receives has
+    passed its deadline. The group cannot be used afterwards."""
+    if not moves_cpu_tensors(group):
+        return
+    rank, nothing = dist.get_rank(group), torch.empty(1, dtype=torch.uint8, device="cpu")
+    for peer in range(dist.get_world_size(group)):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):  # that of the deadline, or of a connection that is closed already
+                dist.irecv(nothing, group=group, group_src=peer, tag=_TAG + 1).wait(datetime.timedelta(milliseconds=1))
 
 
 class Exchange:

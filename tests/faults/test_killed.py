@@ -12,6 +12,7 @@ from events import tell, wait_for
 from fault_cases import SOON_S, at_random, make, make_step, outcome
 
 from deepep_moe.errors import EPTimeoutError
+from deepep_moe.testing import run_ranks
 
 KINDS = ("shm", "collective", "low latency")
 
@@ -48,6 +49,27 @@ def killed(rank, num_ranks, kind, seed):
     after = held()
     assert all(now <= then for now, then in zip(after, before, strict=True)), f"{after}, before {before}"
     return True
+
+
+def waits_for_a_survivor(rank, num_ranks, kind):
+    """Rank 1 finds rank 2 dead and makes no call. Rank 0 waits for rank 1 first."""
+    buffer = make(kind, num_ranks)
+    make_step(buffer, 0)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(1)
+    error, elapsed_s = outcome(partial(make_step, buffer, 1))
+    assert isinstance(error, EPTimeoutError) and error.rank == 2, repr(error)
+    assert elapsed_s < SOON_S
+    tell(f"rank {rank} knows")
+    wait_for(f"rank {1 - rank} knows")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivor_that_waits_for_another(kind):
+    run_ranks(waits_for_a_survivor, 3, kind, expected_dead=[2])
 
 
 @pytest.mark.parametrize("number", (0, 1, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in range(3, 23))))

@@ -22,7 +22,7 @@ from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerE
 from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
-from deepep_moe.group.rendezvous import Exchange, is_of_handler
+from deepep_moe.group.rendezvous import Exchange, hang_up, is_of_handler
 from deepep_moe.group.settings import Settings
 
 _OPERATIONS = ("dispatch", "cached dispatch", "combine")
@@ -380,6 +380,8 @@ class CollectiveBackend:
 
     def _timeout(self, culprit: int, phase: str, expected: int, seen: int, why: str) -> EPTimeoutError:
         self._broken = f"nothing came from rank {culprit}"
+        if self.group is not None:
+            hang_up(self.group)
         named = f"rank {culprit}" if culprit >= 0 else "a peer (torch.distributed does not say which)"
         return EPTimeoutError(
             f"rank {self.settings.rank} in call {self.num_calls}: {named} did not deliver; phase '{phase}', expected {expected}, "
