@@ -158,7 +158,8 @@ def hang_up(group: "dist.ProcessGroup") -> None:
     for peer in range(dist.get_world_size(group)):
         if peer != rank:
             with contextlib.suppress(RuntimeError):  # that of the deadline, or of a connection that is closed already
-                dist.irecv(nothing, group=group, group_src=peer, tag=_TAG + 1).wait(datetime.timedelta(milliseconds=1))
+                work: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG + 1)
+                work.wait(datetime.timedelta(milliseconds=1))
 
 
 class Exchange:
