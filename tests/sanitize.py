@@ -48,7 +48,7 @@ def low_latency(rank: int, num_ranks: int, case: LowLatencyCase) -> None:
 
     def with_few_blocks(self, *arguments, **options):
         constructor(self, *arguments, **options)
-        self._backend._exchange.num_blocks = FEW_BLOCKS + num_ranks
+        self._backend._native.num_blocks = FEW_BLOCKS + num_ranks
 
     LowLatencyBuffer.__init__ = with_few_blocks
     run_case(make_buffer(case, "nvlink", rank, timeout_s=200), case, rank, "nvlink")

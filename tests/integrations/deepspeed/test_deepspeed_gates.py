@@ -142,7 +142,7 @@ def test_capacity_is_rounded_in_single_precision():
 def gpu(monkeypatch):
     device = device_of("nvlink", 0)
     if emulated_gpu.is_chosen():
-        monkeypatch.setattr(top2, "GPU", "cpu")
+        monkeypatch.setattr(top2, "is_gpu", lambda device: True)
     was_deterministic, was_only_warning = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
