@@ -68,7 +68,11 @@ class LowLatencyCalls:
     def combine(self, x: Tensor, state: Tensor, num_tokens: int, out: Tensor | None, wire: str | None, stream: int) -> Tensor | None: ...
 
 def set_hooks(
-    *, plain: Callable[[int], Calls | None], dispatch_gradients: Callable[..., Any], combine_gradients: Callable[..., Any]
+    *,
+    plain: Callable[[int], Calls | None],
+    pass_failed: Callable[[int, int], None],
+    dispatch_gradients: Callable[..., Any],
+    combine_gradients: Callable[..., Any],
 ) -> None: ...
 def gate(
     logits: Tensor,

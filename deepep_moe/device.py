@@ -33,6 +33,24 @@ def current_stream(device: torch.device | None) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index) if device is not None and device.type == "cuda" else 0
 
 
+_LASTING_STREAMS = {0}  # addresses; PyTorch never destroys its own streams
+_EXTERNAL_STREAM = 1 << 63  # kExternalStream of csrc/runtime/nvlink/streams.h
+
+
+def call_stream(device: torch.device | None) -> int:
+    """Return `current_stream(device)` for a call of a buffer. A bit of it says that somebody else owns the stream, who may destroy it once
+    the call is made (`torch.cuda.ExternalStream`)."""
+    stream = current_stream(device)
+    return stream if stream in _LASTING_STREAMS else _new_stream(stream, device)
+
+
+def _new_stream(stream: int, device: torch.device | None) -> int:
+    if torch.cuda.current_stream(device).stream_id == stream:  # so PyTorch numbers streams that it has not made
+        return stream | _EXTERNAL_STREAM
+    _LASTING_STREAMS.add(stream)
+    return stream
+
+
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the tensor's GPU the current one meanwhile."""
     return contextlib.nullcontext() if tensor.device.index in (None, torch.cuda.current_device()) else torch.cuda.device(tensor.device)

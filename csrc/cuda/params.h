@@ -13,11 +13,13 @@ struct GpuCounts {
     unsigned long long met, ready;  // GpuContext::plan of the last one that has met its peers, and that has written the rest
     long long num_recv_tokens, num_rows;
     int send_counts[kMaxGpuRanks], recv_counts[kMaxGpuRanks];
+    long long exceeded_bound, exceeding_rows;  // the latter not 0: more rows than a call's bound; written last
 };
 
 // What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
 struct GpuState {
     unsigned long long sequence;  // of the last call whose plan has summed up this rank's tokens
+    unsigned long long last_met;  // of the last call that this rank has entered and its peers too, without a refusal
     // GpuContext::plan of the last one that has placed its tokens, met its peers, and counted their rows.
     unsigned long long placed, met, counted;
     int gave_up;  // set with a failure: all waits of this rank end

@@ -1,12 +1,13 @@
 // Plan: where this rank's tokens go. The first kernel of every call.
 //
 //   blocks          num_segments (64 at most) of kPlanThreads; all are on the GPU at once, as they wait for each other
-//   block 0         enters the call: stores `entered` at every rank
+//   block 0         enters the call: stores `entered` at every rank. After a call that this rank refused or failed in, it first waits
+//                   until the peers have entered that one
 //   every block     counts one segment of the tokens, by ballots and prefix sums: the same in every run, no atomics on order
 //   last to count   sums the segments; stores `sequence`, counts at every rank; waits for the peers' `entered` and counts; tells the host
 //   other blocks    wait for `sequence`, then place their tokens: a slot for each destination; the last to place stores `placed`
 //
-// Along a handle the counts are known, and nobody exchanges them.
+// Along a handle the counts are known, and nobody exchanges them. A refusal is entered like a call, and waits for nobody.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"
@@ -29,6 +30,14 @@ __device__ __noinline__ void refuse_duplicate(const GpuContext& c, int entry, in
 // All threads of a block.
 __device__ __noinline__ void refuse_handle(const GpuContext& c) {
     if (threadIdx.x == 0) report(c, kFailedHandle, c.rank, GpuPhase::kNone, 0, 0);
+    __syncthreads();
+}
+
+// All threads of a block, where this rank has not met its peers in `last`, the call before. A peer that is behind still looks at the words
+// of the call before that, which this call is about to overwrite. Once all have entered `last`, none does.
+__device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long last) {
+    const int peer = static_cast<int>(threadIdx.x);
+    if (peer < c.config.num_ranks) wait_flag(c, Workspace(c, c.rank).entered(last, peer), last << kValueBits, peer, GpuPhase::kEntry);
     __syncthreads();
 }
 
@@ -80,23 +89,27 @@ struct Plan {
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
 
     __device__ void enter() const {
+        if (c.state->last_met + 1 != sequence && !is_refusal()) catch_up(c, sequence - 1);
         const bool is_failed_handle = p.cached && p.recv_counts != nullptr && p.recv_counts[0] < 0, had_given_up = gave_up(c);
         if (is_failed_handle) refuse_handle(c);
         if (static_cast<int>(threadIdx.x) >= config.num_ranks) return;
         const bool has_failed = (is_failed_handle || had_given_up) &&
                                 static_cast<volatile GpuFailure*>(c.failure)->kind != kNoFailure;  // else the peers hear later
-        const bool refuses = p.stamp.what == 0 || has_failed;
+        const bool refuses = is_refusal() || has_failed;
         const Workspace theirs(c, threadIdx.x);
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
-        if (p.stamp.what == 0) stamp = p.stamp;
+        if (is_refusal()) stamp = p.stamp;
         stamp.what = p.stamp.what;
         if (refuses) refuse(theirs);
         if (!refuses) store_relaxed(theirs.entered(sequence, c.rank), sequence << kValueBits | digest(p.stamp.what));
     }
 
+    // The host has refused this call.
+    __device__ bool is_refusal() const { return p.stamp.what == 0; }
+
     __device__ void refuse(const Workspace& theirs) const {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
-        if (p.stamp.what != 0) stamp.reason[0] = '\0', stamp.why = *c.failure;
+        if (!is_refusal()) stamp.reason[0] = '\0', stamp.why = *c.failure;
         stamp.what = 0;
         store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
     }
@@ -195,7 +208,7 @@ struct Plan {
 
     __device__ void exchange() const {
         __shared__ bool refuses, failed;
-        if (threadIdx.x == 0) refuses = failed = gave_up(c);
+        if (threadIdx.x == 0) refuses = failed = is_refusal() || gave_up(c);
         __syncthreads();
         if (refuses) {  // the reason is there before any count says so
             if (static_cast<int>(threadIdx.x) < config.num_ranks) refuse(Workspace(c, threadIdx.x));
@@ -207,9 +220,10 @@ struct Plan {
         __syncthreads();
         if (threadIdx.x == 0) let_place();
         if (warp == kPlanWarps - 1) {
-            const bool met = __all_sync(kFullWarp, (lane >= config.num_ranks || meet(lane)) && !refuses);
+            const bool met = !refuses && __all_sync(kFullWarp, lane >= config.num_ranks || meet(lane));
             __syncwarp();  // what any lane has seen
             if (lane == 0 && met) {
+                c.state->last_met = sequence;
                 store_release_local(&c.state->met, c.plan);
                 static_cast<volatile GpuCounts*>(c.counts)->met = c.plan;
             }
@@ -345,8 +359,11 @@ struct Plan {
     // Tells the host. A warp's work.
     __device__ void tell() const {
         volatile GpuCounts* counts = c.counts;
-        if (lane == 0 && p.num_recv_rows_bound >= 0 && *num_rows > p.num_recv_rows_bound)
-            report(c, kBoundExceeded, c.rank, GpuPhase::kNone, p.num_recv_rows_bound, *num_rows);
+        if (lane == 0 && p.num_recv_rows_bound >= 0 && *num_rows > p.num_recv_rows_bound) {
+            counts->exceeded_bound = p.num_recv_rows_bound;
+            __threadfence_system();
+            counts->exceeding_rows = *num_rows;
+        }
         if (!p.reports_counts) return;
         if (lane < config.num_ranks) {
             counts->recv_counts[lane] = count_of(lane, config.num_experts + c.rank);

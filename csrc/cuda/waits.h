@@ -28,7 +28,6 @@ enum GpuFailureKind : int {
     kPeerEnded,  // or its process has ended, in this order
     kIndexOutOfRange,
     kDuplicateExpert,
-    kBoundExceeded,
     kPeerRefused,
     kMismatch,
     kOvertaken,

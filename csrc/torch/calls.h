@@ -56,6 +56,7 @@ public:
 
     const Settings settings;
     bool is_ready() const { return exchange_ != nullptr && !exchange_->has_failed(); }
+    int64_t num_calls() const { return exchange_->num_calls(); }
     void release();  // the exchange: of a buffer that is destroyed, whoever still refers to this
 
     // num_recv_rows: -1 without a bound. num_sms: -1 as the settings say.

@@ -1,5 +1,7 @@
 #include "torch/functions.h"
 
+#include <torch/csrc/autograd/engine.h>
+
 namespace deepep_moe {
 
 using torch::autograd::AutogradContext;
@@ -84,6 +86,31 @@ variable_list natively(int64_t number, const Call& call) {
     auto& calls = found.cast<Calls&>();
     const at::AutoDispatchBelowADInplaceOrView below;
     return calls.is_ready() ? calls.or_tell([&] { return call(calls); }) : variable_list{};
+}
+
+// ---- a pass that fails ----
+
+// Of the backward pass that runs. PyTorch calls what is queued at the end of a pass, and only drops it where the pass fails.
+struct PassWatch {
+    int64_t number, num_calls;
+    bool is_over = false;
+
+    ~PassWatch() {
+        if (is_over || Py_IsInitialized() == 0) return;
+        const py::gil_scoped_acquire gil;
+        try {
+            hooks().pass_failed(number, num_calls);
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("deepep_moe");
+        }
+    }
+};
+
+// If the pass that runs fails before its next call of the buffer, the peers, which would wait for that, learn it.
+void watch_pass(const Calls& calls) {
+    if (torch::autograd::get_current_graph_task_id() < 0) return;  // somebody calls a node, and no pass runs
+    auto watch = std::make_shared<PassWatch>(PassWatch{calls.settings.number, calls.num_calls()});
+    torch::autograd::Engine::get_default_engine().queue_callback([watch = std::move(watch)] { watch->is_over = true; });
 }
 
 // ---- dispatch ----
@@ -222,6 +249,7 @@ private:
             scaling = calls.scaling(scaled[0], scaled[1], expert_rows ? &*expert_rows : nullptr, grad_weights);
         }
         const Tensor grad_x = calls.dispatch_cached(handle, out, scaled.empty() ? nullptr : &scaling, -1).x;
+        watch_pass(calls);
         variable_list made{grad_weights};
         append_rows(made, grad_x, calls, handle, kept[kLeading]);
         return made;

@@ -5,10 +5,11 @@
 
 namespace deepep_moe {
 
-// Set once by Python. plain(number): the `Calls` of a buffer that can make a plain call now, or None. The others make the gradients of a
-// call that C++ declines: of higher order, under a transform, of tensors that kernels cannot read.
+// Set once by Python. plain(number): the `Calls` of a buffer that can make a plain call now, or None. pass_failed(number, num_calls): tells
+// the peers of a buffer that has made no call since that a backward pass has failed. The others make the gradients of a call that C++
+// declines: of higher order, under a transform, of tensors that kernels cannot read.
 struct Hooks {
-    py::object plain, dispatch_gradients, combine_gradients;
+    py::object plain, pass_failed, dispatch_gradients, combine_gradients;
 };
 Hooks& hooks();
 

@@ -160,10 +160,10 @@ PYBIND11_MODULE(_torch, m) {
              py::arg("source_weights"), py::arg("handle"));
     m.def(
         "set_hooks",
-        [](py::object plain, py::object dispatch_gradients, py::object combine_gradients) {
-            hooks() = {std::move(plain), std::move(dispatch_gradients), std::move(combine_gradients)};
+        [](py::object plain, py::object pass_failed, py::object dispatch_gradients, py::object combine_gradients) {
+            hooks() = {std::move(plain), std::move(pass_failed), std::move(dispatch_gradients), std::move(combine_gradients)};
         },
-        py::kw_only(), py::arg("plain"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
+        py::kw_only(), py::arg("plain"), py::arg("pass_failed"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
     bind_gate(m);
     py::class_<LowLatencyCalls>(m, "LowLatencyCalls")
         .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),

@@ -15,7 +15,7 @@ from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import check_beside_handle, check_num_sms, check_owner, check_quantizable, check_routing, check_tensors
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
-from deepep_moe.group.rendezvous import introduce, join
+from deepep_moe.group.rendezvous import gather_objects, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.ops.quant import quantize_fp8
 
@@ -75,6 +75,7 @@ class Buffer(Sizes):
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
         made = make_backend(backend, self._settings, peers, group)
+        self._group = group
         self.backend: str = made.name
         self.num_channels: int = made.capabilities.num_channels
         self.calls = Calls(made, self._settings, num_sms)
@@ -254,6 +255,16 @@ class Buffer(Sizes):
         gate, a logit or expert bias that is not finite.
         """
         self.calls.check()
+
+    def recover(self) -> None:
+        """Bring the ranks back into step after an error, whatever calls each of them has made since. What has failed is forgotten, and a
+        call whose hook was not called is dropped. Handles of dispatches that succeeded stay valid.
+
+        Collective: every rank of the group calls it once it has caught its error. Waits for the GPU and for the peers. Raises EPTimeoutError
+        that names a rank which does not come, and EPError where only a new Buffer helps: docs/design/failures.md says after what.
+        """
+        s = self._settings
+        self.calls.recover(lambda number: gather_objects(number, self._group, s.num_ranks, "recovery of a Buffer", s.timeout_s, int))
 
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it, also for wrappers with checks of their own. The

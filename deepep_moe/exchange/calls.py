@@ -145,6 +145,22 @@ class Calls:
         backend, self._backend, self._native = self._backend, None, None
         backend.destroy()
 
+    def recover(self, meet: Callable[[int], list[int]]) -> None:
+        """Bring the ranks back into step: those that have made fewer calls refuse the rest. meet(number): that of every rank."""
+        self._refuse_other_process()
+        backend, pending = self.backend, self._pending
+        self._pending = self._earlier_failure = None
+        if pending is not None and not pending.is_half:
+            pending.failure()
+        self._refuse_rest(backend.num_calls, meet)  # which ends the waits of peers, so that they can settle
+        self._refuse_rest(backend.settle(), meet)
+        meet(0)
+        backend.settle()
+
+    def _refuse_rest(self, number: int, meet: Callable[[int], list[int]]) -> None:
+        for _ in range(max(meet(number)) - number):
+            self.backend.refuse("this rank had made fewer calls than its peers when they recovered")
+
     # ---- refusals ----
 
     def refuse(self, error: _Error) -> _Error:
@@ -200,8 +216,8 @@ class Calls:
             failure = backend.take_failure()
         except EPError as error:
             raise self.refuse(error) from None
-        if failure is not None and isinstance(args, (CachedDispatchArgs, CombineArgs)) and args.handle.has_failed:
-            raise self.refuse(failure)  # it is the failure of this handle, so no call can be made before it is raised
+        if failure is not None and _cannot_be_made_after_a_failure(args):
+            raise self.refuse(failure)
         self._earlier_failure = failure or self._earlier_failure
         return backend
 
@@ -254,6 +270,12 @@ class Calls:
         self._pending = None
         if error is not None and not pending.seen:
             raise self.refuse(EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")) from error
+
+
+def _cannot_be_made_after_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> bool:
+    """A dispatch whose host waits for counts would wait for the rank that has failed, whose next call may be far away. Along a handle that
+    has failed there is no call. Others are made, so that the failure of one call is not that of two."""
+    return args.num_recv_rows < 0 if isinstance(args, DispatchArgs) else args.handle.has_failed
 
 
 def _second_half(move: Move, _keep_alive: Any) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from deepep_moe import torch_module
-from deepep_moe.device import current_stream
+from deepep_moe.device import call_stream
 from deepep_moe.exchange import expert_rows
 from deepep_moe.exchange.backends.base import LAYOUTS
+from deepep_moe.exchange.backward import pass_failed
 from deepep_moe.exchange.calls import Calls, calls_of, live_calls
 from deepep_moe.exchange.checks import MAX_ALIGNMENT
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, HandleShape, PackedHandle
@@ -34,7 +35,7 @@ def dispatch(
         return None
     recv_x, scales, recv_topk_idx, weights, counts, shape, num_rows, memory, numbers = made
     handle = PackedHandle(calls.number, layout, expert_alignment, num_rows, shape, memory, numbers)
-    handle.complete(num_rows, recv_topk_idx, current_stream(x.device))
+    handle.complete(num_rows, recv_topk_idx, call_stream(x.device))
     handle.__dict__["num_recv_tokens_per_expert"] = counts
     handle.seal()
     return DispatchOutput(recv_x, scales, recv_topk_idx, weights, counts, handle, None, None)
@@ -72,7 +73,7 @@ def _is_on_stream(handle: DispatchHandle, x: Any) -> bool:
     """Is the handle as it was made, and the call on its dispatch's stream, so that its memory need not be protected?"""
     if not isinstance(handle, PackedHandle) or not isinstance(x, Tensor):
         return False
-    return handle.is_unchanged and handle.stream in (None, current_stream(x.device))
+    return handle.is_unchanged and handle.stream in (None, call_stream(x.device))
 
 
 # ---- what C++ calls: it declines gradients too, of higher order or of tensors that kernels cannot read ----
@@ -110,4 +111,6 @@ def _combine_gradients(
 
 
 if torch_module.MODULE is not None:
-    torch_module.MODULE.set_hooks(plain=_native, dispatch_gradients=_dispatch_gradients, combine_gradients=_combine_gradients)
+    torch_module.MODULE.set_hooks(
+        plain=_native, pass_failed=pass_failed, dispatch_gradients=_dispatch_gradients, combine_gradients=_combine_gradients
+    )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, torch_module
-from deepep_moe.device import current_stream
+from deepep_moe.device import call_stream
 from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import Call, LowLatencyBackend, native_settings
@@ -77,7 +77,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         )  # fmt: skip
 
     def stream(self) -> int:
-        return current_stream(self.device)
+        return call_stream(self.device)
 
     def has_failed(self, state: Tensor) -> bool:
         if torch.cuda.is_current_stream_capturing():

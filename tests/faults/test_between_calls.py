@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from exchange_cases import device_of
 from fault_cases import SOON_S, outcome
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.nn import MoELayer, Router
 from deepep_moe.testing import run_ranks
 
@@ -51,21 +52,27 @@ def learns(rank, error, found, elapsed_s, reason):
         assert f"rank 1 did not make its call: {reason}" in str(found), found
 
 
-def fails(rank, num_ranks, backend):
+def make_model(rank, num_ranks, backend):
+    device = device_of(backend, rank)
     torch.manual_seed(rank)
     buffer = Buffer(None, 8, HIDDEN, 2 * num_ranks, 2, backend=backend)
     layers = [
         MoELayer(Router(HIDDEN, 2 * num_ranks, 2), [Expert(HIDDEN, HIDDEN) for _ in range(2)], Expert(HIDDEN, HIDDEN), buffer=buffer)
         for _ in range(2)
     ]
-    model, x = torch.nn.Sequential(*layers), torch.randn(8, HIDDEN)
-    expert = layers[1].experts.experts[1]
+    return torch.nn.Sequential(*layers).to(device), torch.randn(8, HIDDEN, device=device), [layer.experts.experts[1] for layer in layers], buffer
 
-    def step():
-        model.zero_grad()
-        model(x).sum().backward()
-        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
+def make_step(model, x):
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def fails(rank, num_ranks, backend):
+    model, x, experts, _ = make_model(rank, num_ranks, backend)
+    expert = experts[1]
+    step = partial(make_step, model, x)
     step()
     for kind_of_error in IN_FORWARD:
         error = kind_of_error("of an expert")
@@ -94,6 +101,28 @@ def test_layer(num_ranks, backend):
     run_ranks(fails, num_ranks, backend)
 
 
+def fails_on_gpus(rank, num_ranks):
+    """A peer learns it in its next call, which it has made by then and the culprit has not."""
+    model, x, experts, buffer = make_model(rank, num_ranks, "nvlink")
+    expert = experts[1]
+    step = partial(make_step, model, x)
+    step()
+    for where in ("fails", "in_backward", "fails", "in_backward"):
+        error = RuntimeError(where)
+        setattr(expert, where, error if rank == 1 else None)
+        reason = "RuntimeError: fails" if where == "fails" else "RuntimeError: its backward pass failed; see its output for the error"
+        learns(rank, error, *outcome(step), reason)
+        setattr(expert, where, None)
+        buffer.recover()
+        step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", (2, 3))
+def test_layer_on_gpus(num_ranks):
+    run_ranks(fails_on_gpus, num_ranks)
+
+
 def other_ends(rank, num_ranks):
     """The end of a generator, and of a recomputation, are no failures."""
     from deepep_moe.exchange.failures import notify_peers_on_failure
@@ -106,3 +135,32 @@ def other_ends(rank, num_ranks):
 
 def test_ends_that_are_no_failures():
     run_ranks(other_ends, 1)
+
+
+def recovers(rank, num_ranks, backend):
+    """Ranks that have made different numbers of calls are in step again."""
+    model, x, experts, buffer = make_model(rank, num_ranks, backend)
+    expert = experts[0]
+    step = partial(make_step, model, x)
+    step()
+    for turn in range(3):
+        error = RuntimeError("of an expert")
+        expert.fails = error if rank == turn % num_ranks else None
+        found, elapsed_s = outcome(partial(model, x))
+        expert.fails = None
+        assert (found is error if rank == turn % num_ranks else isinstance(found, EPPeerError)) and elapsed_s < SOON_S, repr(found)
+        if backend != "collective":  # there a refusal waits for the peers
+            for _ in range(rank * turn):
+                buffer.refuse(RuntimeError("alone"))
+        num_calls = buffer.num_calls
+        buffer.recover()
+        assert buffer.num_calls >= num_calls
+        step()
+    buffer.calls.destroy()
+    with pytest.raises(BufferDestroyedError):
+        buffer.recover()
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_recovery(backend):
+    run_ranks(recovers, 2, backend)

@@ -98,6 +98,7 @@ void bind_gpu(py::module_& m) {
         .def("disconnect", &NvlinkExchange::disconnect)
         .def("copy_block", &NvlinkExchange::copy_block, py::arg("peer"), py::arg("bytes"), py::arg("stream"), Released())
         .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("stream"), Released())
+        .def("settle", &NvlinkExchange::settle, Released())
         .def("check", &NvlinkExchange::check, Released());
     m.def(
         "gpu_workspace_bytes",

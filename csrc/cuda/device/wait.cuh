@@ -12,10 +12,10 @@ using tuning::kNsBetweenHostLooks, tuning::kPauseNs;
 
 __device__ __forceinline__ bool gave_up(const GpuWaits& w) { return *static_cast<volatile int*>(w.gave_up) != 0; }
 
-// Tells the host. Every failure but an exceeded bound ends the rank's part in the call; the first one is kept.
+// Tells the host. A failure ends the rank's part in the call; the first one is kept.
 __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kind, int peer, GpuPhase phase, long long expected,
                                            long long seen) {
-    if (kind != kBoundExceeded && atomicCAS(w.gave_up, 0, 1) != 0) return;
+    if (atomicCAS(w.gave_up, 0, 1) != 0) return;
     volatile GpuFailure* failure = w.failure;
     failure->peer = peer;
     failure->phase = static_cast<int>(phase);

@@ -32,10 +32,14 @@ int lane_blocks(int64_t num_lanes) {
 // While a thread makes a call. Throws std::logic_error where another one does.
 class NvlinkExchange::Step {
 public:
-    explicit Step(NvlinkExchange& owner) : owner_(owner), guard_(owner.device_) {
+    Step(NvlinkExchange& owner, uintptr_t stream) : owner_(owner), guard_(owner.device_) {
         if (owner.busy_.exchange(true)) throw ThreadsError(kTwoThreads);
+        owner.last_.begins(stream);
     }
-    ~Step() { owner_.busy_.store(false); }
+    ~Step() {
+        owner_.last_.ends();
+        owner_.busy_.store(false);
+    }
     Step(const Step&) = delete;
 
 private:
@@ -44,7 +48,7 @@ private:
 };
 
 int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, int64_t* numbers, const Allocate& allocate) {
-    const Step step(*this);
+    const Step step(*this, mode.stream);
     const cudaStream_t stream = as_stream(mode.stream);
     const int num_sms = num_senders(mode, tuning.num_sms);
     const int64_t bound = call.plan.num_recv_rows_bound;
@@ -78,7 +82,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
 }
 
 void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode& mode) {
-    const Step step(*this);
+    const Step step(*this, mode.stream);
     const int num_sms = num_senders(mode, tuning.num_sms);
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, true);
     const cudaStream_t stream = as_stream(mode.stream);
@@ -90,7 +94,7 @@ void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode
 }
 
 void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
-    const Step step(*this);
+    const Step step(*this, mode.stream);
     const bool is_for_several = call.params.is_expert_layout && config_.num_ranks > 2;
     const int num_sms = num_senders(mode, is_for_several ? tuning.num_sms_of_sums : tuning.num_sms);
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, false);
@@ -105,17 +109,17 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
 }
 
 void NvlinkExchange::end_dispatch(const GpuDispatchCall& call, uintptr_t stream) {
-    const Step step(*this);
+    const Step step(*this, stream);
     finish(call.params, as_stream(stream));
 }
 
 void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
-    const Step step(*this);
+    const Step step(*this, stream);
     finish(call.params, as_stream(stream));
 }
 
 void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
-    const Step step(*this);
+    const Step step(*this, stream);
     plan(call.plan, call.signature, as_stream(stream));
 }
 
@@ -124,12 +128,9 @@ void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
     params.cached = true;
     copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
     const DeviceGuard guard(device_);
-    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-    const GpuFailure earlier = host_->failure;
+    last_.begins(stream);
     plan(params, {}, as_stream(stream));
-    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-    host_->failure = earlier;  // this rank's caller gets the error it was refused with, and later what an earlier call had
-    Failures::clear(state_words(), kStateBytes);
+    last_.ends();
 }
 
 // ---- what a call is made with ----
@@ -245,7 +246,6 @@ void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuP
         check_this_call();
         if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
         if (Clock::now() > deadline) {
-            check_cuda(cudaDeviceSynchronize(), "the GPU failed");
             const auto expected = static_cast<int64_t>(num_plans_), seen = static_cast<int64_t>(word);
             throw TimeoutError("rank " + std::to_string(rank_) + ": this rank's own GPU did not come to its call within " +
                                    std::to_string(static_cast<int64_t>(seconds)) + " s; phase '" + name_of(phase) + "', expected " +
@@ -370,16 +370,39 @@ std::byte* NvlinkExchange::outbox_for(int peer) const { return memory_.of(rank_)
 // ---- failures ----
 
 void NvlinkExchange::check() {
-    if (!has_failed()) return;
-    const DeviceGuard guard(device_);
-    const GpuFailure failure = in_calls(Failures::take(host_->failure, state_words(), kStateBytes));
-    if (failure.kind != kBoundExceeded) void_plan_ = num_plans_;
-    raise(failure);
+    check_this_call();
+    if (!has_exceeded_bound()) return;
+    GpuCounts& counts = host_->counts;
+    const int64_t num_rows = std::exchange(counts.exceeding_rows, 0);
+    throw CapacityError("rank " + std::to_string(rank_) + " would receive " + std::to_string(num_rows) +
+                            " rows, more than its num_recv_rows of " + std::to_string(counts.exceeded_bound) +
+                            "; give a larger bound or none",
+                        rank_);
 }
 
-// Of a call without a bound: that an earlier one exceeded its own is for the next call to raise.
+int64_t NvlinkExchange::settle() {
+    const DeviceGuard guard(device_);
+    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+    failures_.forget(host_->failure, state_words(), kStateBytes);
+    host_->counts.exceeding_rows = 0;
+    void_plan_ = num_plans_;
+    unsigned long long sequence = 0;
+    failures_.read(&sequence, &state_->sequence, sizeof(sequence));
+    return static_cast<int64_t>(sequence);
+}
+
+// Without a bound that was exceeded: a call that has none leaves that of an earlier call to the next.
 void NvlinkExchange::check_this_call() {
-    if (static_cast<volatile GpuFailure&>(host_->failure).kind != kBoundExceeded) check();
+    if (!deepep_moe::has_failed(host_->failure)) return;
+    const DeviceGuard guard(device_);
+    const auto is_done = [&] {
+        if (!last_.has_captured()) return last_.is_done() && streams_.is_done();
+        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // nobody says on which streams graphs run
+        return true;
+    };
+    const GpuFailure failure = failures_.take(host_->failure, state_words(), kStateBytes, is_done);
+    void_plan_ = num_plans_;
+    raise(in_calls(failure));
 }
 
 // What was expected and seen, as numbers of calls where the words say those.
@@ -395,9 +418,6 @@ std::string NvlinkExchange::describe(const GpuFailure& f, int rank) const {
     const std::string me = "rank " + std::to_string(rank);
     const auto call_of = [&](int peer) { return deepep_moe::describe(unpack(stamp_of(peer, static_cast<int>(f.expected)).what)); };
     switch (f.kind) {
-        case kBoundExceeded:
-            return me + " would receive " + std::to_string(f.seen) + " rows, more than its num_recv_rows of " + std::to_string(f.expected) +
-                   "; give a larger bound or none";
         case kMismatch:
             return "ranks make different calls: " + me + ": " + call_of(rank_) + "; rank " + std::to_string(f.peer) + ": " +
                    call_of(f.peer);
@@ -408,7 +428,6 @@ std::string NvlinkExchange::describe(const GpuFailure& f, int rank) const {
 
 void NvlinkExchange::raise(const GpuFailure& f) const {
     switch (f.kind) {
-        case kBoundExceeded: throw CapacityError(describe(f, rank_), rank_);
         case kMismatch: throw MismatchError(describe(f, rank_));
         case kPeerRefused: throw PeerError(describe(f, rank_), f.peer);
         default: failures_.raise(f);
@@ -425,16 +444,13 @@ std::string NvlinkExchange::reason_of(int peer, int parity) const {
 long long NvlinkExchange::last_call_of(int peer) const {
     unsigned long long entered[2];
     for (int parity = 0; parity < 2; ++parity)
-        check_cuda(cudaMemcpy(&entered[parity], memory_.of(rank_) + layout_.entered_of(parity, peer), sizeof(entered[parity]),
-                              cudaMemcpyDeviceToHost),
-                   "cudaMemcpy");
+        failures_.read(&entered[parity], memory_.of(rank_) + layout_.entered_of(parity, peer), sizeof(entered[parity]));
     return static_cast<long long>(std::max(entered[0], entered[1]) >> kValueBits);
 }
 
 GpuStamp NvlinkExchange::stamp_of(int peer, int parity) const {
     GpuStamp stamp{};
-    const std::byte* from = memory_.of(rank_) + layout_.stamp_of(parity, peer);
-    check_cuda(cudaMemcpy(&stamp, from, sizeof(stamp), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    failures_.read(&stamp, memory_.of(rank_) + layout_.stamp_of(parity, peer), sizeof(stamp));
     return stamp;
 }
 

@@ -58,12 +58,14 @@ public:
     void end_combine(const GpuCombineCall& call, uintptr_t stream);
     // Enters a call and goes no further, for tests of peers that wait in vain.
     void enter(const GpuDispatchCall& call, uintptr_t stream);
-    // Enters a call only to tell the peers that this rank does not make it.
+    // Enters a call only to tell the peers that this rank does not make it. Waits for nobody, on the GPU neither.
     void refuse(const std::string& reason, uintptr_t stream);
 
+    // Waits for the GPU, forgets what was reported, and returns how many calls the GPU has entered or refused: replays of graphs count.
+    int64_t settle();
     // Throws what a kernel of this rank has reported so far, once.
     void check();
-    bool has_failed() const { return deepep_moe::has_failed(host_->failure); }
+    bool has_failed() const { return deepep_moe::has_failed(host_->failure) || has_exceeded_bound(); }
     bool is_void() const { return void_plan_ == num_plans_; }  // the last call: a kernel's failure in it has been thrown
     // Of whatever lies in the workspace, between calls: what the link gives, for benchmarks.
     void copy_block(int peer, int64_t bytes, uintptr_t stream);
@@ -101,6 +103,7 @@ private:
     std::byte* outbox_for(int peer) const;
 
     void check_this_call();
+    bool has_exceeded_bound() const { return static_cast<const volatile GpuCounts&>(host_->counts).exceeding_rows != 0; }
     void* state_words() const { return &state_->gave_up; }
     [[noreturn]] void raise(const GpuFailure& failure) const;
     GpuFailure in_calls(GpuFailure failure) const;
@@ -115,7 +118,7 @@ private:
     const double timeout_s_;
     int num_multiprocessors_ = 0, shared_bytes_ = 0;
     GpuMemory memory_;
-    const Failures failures_;
+    Failures failures_;
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
     GpuState* state_ = nullptr;

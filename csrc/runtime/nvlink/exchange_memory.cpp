@@ -50,6 +50,7 @@ void NvlinkExchange::allocate() {
     host_ = new (host) HostSlots{};
     expert_counts_ = reinterpret_cast<int*>(host_ + 1);
     allocate_scratch();
+    failures_.create();
     last_.create();
     streams_.create();
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -91,6 +92,7 @@ NvlinkExchange::~NvlinkExchange() {
 }
 
 void NvlinkExchange::release() {
+    failures_.destroy();
     last_.destroy();
     streams_.destroy();
     cudaFree(scratch_);

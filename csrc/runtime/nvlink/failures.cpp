@@ -1,6 +1,8 @@
 #include "runtime/nvlink/failures.h"
 
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 
 #include "common/errors.h"
 #include "runtime/nvlink/device.h"
@@ -8,21 +10,38 @@
 namespace deepep_moe {
 namespace {
 
+constexpr auto kPatience = std::chrono::seconds(5);  // with work of others that lies behind a failed call
+
 std::string name_of_rank(int rank) { return "rank " + std::to_string(rank); }
 
 }  // namespace
 
-GpuFailure Failures::take(GpuFailure& slot, void* words, size_t num_bytes) {
-    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
+void Failures::create() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+
+void Failures::destroy() {
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+}
+
+GpuFailure Failures::take(GpuFailure& slot, void* words, size_t num_bytes, const std::function<bool()>& is_done) const {
     const GpuFailure failure = slot;
-    slot = {};
-    clear(words, num_bytes);
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    while (!is_done()) {
+        if (std::chrono::steady_clock::now() > deadline) return failure;
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    forget(slot, words, num_bytes);
     return failure;
 }
 
-void Failures::clear(void* words, size_t num_bytes) {
-    check_cuda(cudaMemset(words, 0, num_bytes), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+void Failures::forget(GpuFailure& slot, void* words, size_t num_bytes) const {
+    check_cuda(cudaMemsetAsync(words, 0, num_bytes, stream_), "cudaMemsetAsync");
+    check_cuda(cudaStreamSynchronize(stream_), "the GPU failed");
+    slot = {};
+}
+
+void Failures::read(void* to, const void* from, size_t num_bytes) const {
+    check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+    check_cuda(cudaStreamSynchronize(stream_), "the GPU failed");
 }
 
 std::string Failures::describe(const GpuFailure& f, int rank) const {

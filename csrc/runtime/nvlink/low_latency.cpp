@@ -59,6 +59,7 @@ void NvlinkLowLatency::allocate() {
     check_cuda(cudaMemset(state_, 0, sizeof(LowLatencyState)), "cudaMemset");
     check_cuda(cudaHostAlloc(&pointer, sizeof(HostSlots), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
     host_ = new (pointer) HostSlots{};
+    failures_.create();
     last_.create();
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
@@ -71,6 +72,7 @@ NvlinkLowLatency::~NvlinkLowLatency() {
 }
 
 void NvlinkLowLatency::release() {
+    failures_.destroy();
     last_.destroy();
     cudaFree(state_);
     cudaFreeHost(host_);
@@ -115,7 +117,9 @@ LowLatencyContext NvlinkLowLatency::context() const {
 }
 
 // Of a call, or of its half that receives.
-void NvlinkLowLatency::begin(bool sends, cudaStream_t stream) {
+void NvlinkLowLatency::begin(bool sends, uintptr_t address) {
+    const cudaStream_t stream = as_stream(address);
+    last_.begins(address);
     last_.follow(stream);
     if (!sends || num_to_catch_up_ == 0) return;
     if (!is_capturing(stream)) --num_to_catch_up_;
@@ -128,29 +132,30 @@ void NvlinkLowLatency::begin(bool sends, cudaStream_t stream) {
 void NvlinkLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(enqueuing_);
-    begin(sends, as_stream(stream));
+    begin(sends, stream);
     launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
+    last_.ends();
 }
 
 void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream) {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(enqueuing_);
-    begin(sends, as_stream(stream));
+    begin(sends, stream);
     launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
+    last_.ends();
 }
 
 // ---- between calls ----
 
 void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream) {
     const DeviceGuard guard(device_);
-    {
-        const std::lock_guard lock(enqueuing_);
-        begin(params.action == LowLatencyControlParams::kRefuse, as_stream(stream));
-        params.context = context();
-        launch_low_latency_control(params, as_stream(stream));
-        if (params.action == LowLatencyControlParams::kRefuse) num_to_catch_up_ = kMaxInFlight;
-    }
-    check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
+    const std::lock_guard lock(enqueuing_);
+    const bool refuses = params.action == LowLatencyControlParams::kRefuse;
+    begin(refuses, stream);
+    params.context = context();
+    launch_low_latency_control(params, as_stream(stream));
+    last_.ends();
+    if (refuses) num_to_catch_up_ = kMaxInFlight;
 }
 
 void NvlinkLowLatency::refuse(const std::string& reason, uintptr_t stream) {
@@ -165,6 +170,7 @@ void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
     params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
     params.rank = rank;
     control(params, stream);
+    check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
 }
 
 void NvlinkLowLatency::rejoin(uintptr_t stream) {
@@ -173,6 +179,7 @@ void NvlinkLowLatency::rejoin(uintptr_t stream) {
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kRejoin;
     control(params, stream);
+    check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
     check();
 }
 
@@ -192,7 +199,12 @@ void NvlinkLowLatency::check() {
 // What it was, once the GPU has done all that it was given.
 GpuFailure NvlinkLowLatency::forget_failure() {
     const DeviceGuard guard(device_);
-    return Failures::take(host_->failure, &state_->gave_up, sizeof(state_->gave_up));
+    const auto is_done = [&] {
+        if (!last_.has_captured()) return last_.is_done();
+        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // nobody says on which streams graphs run
+        return true;
+    };
+    return failures_.take(host_->failure, &state_->gave_up, sizeof(state_->gave_up), is_done);
 }
 
 std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f) const {
@@ -223,8 +235,7 @@ void NvlinkLowLatency::raise(const GpuFailure& f) const {
 
 std::string NvlinkLowLatency::reason_of(int peer) const {
     LowLatencyReason reason{};
-    const std::byte* from = memory_.of(rank_) + layout_.reason_of(peer);
-    check_cuda(cudaMemcpy(&reason, from, sizeof(reason), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    failures_.read(&reason, memory_.of(rank_) + layout_.reason_of(peer), sizeof(reason));
     return reason.text[0] != '\0' ? reason.text : failures_.describe(reason.why, peer);
 }
 

@@ -30,7 +30,7 @@ public:
     // All enqueue work and return. Work on another stream than the last call's waits for that call.
     void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);
     void combine(const LowLatencyCombineParams& params, bool sends, bool receives, uintptr_t stream);
-    void refuse(const std::string& reason, uintptr_t stream);
+    void refuse(const std::string& reason, uintptr_t stream);  // waits for nobody
 
     // These wait for the GPU, so that `masks` says what they did.
     void mask(int rank, bool masked, uintptr_t stream);
@@ -46,7 +46,7 @@ private:
     void check_link(int rank, const std::string& bus) const;
     LowLatencyContext context() const;
     void control(LowLatencyControlParams& params, uintptr_t stream);
-    void begin(bool sends, cudaStream_t stream);
+    void begin(bool sends, uintptr_t stream);
     GpuFailure forget_failure();
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string describe_mismatch(const GpuFailure& failure) const;
@@ -59,7 +59,7 @@ private:
     const bool masks_stalled_;
     unsigned long long failed_mark_;
     GpuMemory memory_;
-    const Failures failures_;
+    Failures failures_;
     LowLatencyState* state_ = nullptr;
     struct HostSlots {
         GpuFailure failure;

@@ -13,6 +13,12 @@ cudaEvent_t new_event() {
     return event;
 }
 
+// Throws where the GPU has failed in what was asked about.
+bool is_ready(cudaError_t status) {
+    if (status != cudaErrorNotReady) check_cuda(status, "the GPU failed");
+    return status == cudaSuccess;
+}
+
 void record(cudaEvent_t event, cudaStream_t stream) { check_cuda(cudaEventRecord(event, stream), "cudaEventRecord"); }
 void wait(cudaStream_t stream, cudaEvent_t event) { check_cuda(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent"); }
 
@@ -35,23 +41,46 @@ unsigned long long capture_of(cudaStream_t stream) {
 
 // ---- the order of calls ----
 
-void LastStreams::create() { followed_ = new_event(); }
+void LastStreams::create() { followed_ = new_event(), ended_ = new_event(); }
 
 void LastStreams::destroy() {
-    if (followed_ != nullptr) cudaEventDestroy(followed_);
+    for (cudaEvent_t event : {followed_, ended_})
+        if (event != nullptr) cudaEventDestroy(event);
 }
 
 void LastStreams::follow(cudaStream_t stream) {
-    const bool captures = is_capturing(stream);
+    const unsigned long long capture = capture_of(stream);
+    const bool captures = capture != 0;
     const std::optional<cudaStream_t> last = captures ? captured_ : running_;
-    if (last && *last != stream && is_capturing(*last) == captures) {
-        record(followed_, *last);
-        wait(stream, followed_);
+    if (last && *last != stream) {
+        if (!captures && is_marked_) {
+            wait(stream, ended_);
+        } else if (captures ? capture_ == capture : !is_capturing(*last)) {
+            record(followed_, *last);
+            wait(stream, followed_);
+        }
     }
-    (captures ? captured_ : running_) = stream;
+    go_on(stream, capture);
 }
 
-void LastStreams::go_on(cudaStream_t stream) { (is_capturing(stream) ? captured_ : running_) = stream; }
+void LastStreams::go_on(cudaStream_t stream, unsigned long long capture) {
+    captures_ = capture != 0;
+    if (captures_) {
+        captured_ = stream;
+        capture_ = capture;
+    } else {
+        running_ = stream;
+        is_marked_ = false;
+    }
+}
+
+void LastStreams::ends() {
+    if (is_external_ && running_ && !captures_) is_marked_ = cudaEventRecord(ended_, *running_) == cudaSuccess;
+}
+
+bool LastStreams::is_done() const {
+    return !running_ || is_ready(is_marked_ ? cudaEventQuery(ended_) : cudaStreamQuery(*running_));
+}
 
 // ---- sending beside the call's stream ----
 
@@ -83,6 +112,10 @@ void SendStreams::has_sent(cudaStream_t stream) { record(sent_, stream); }
 
 void SendStreams::join(cudaStream_t stream) {
     if (std::exchange(is_sending_, false) && capture_of(stream) == sends_in_) wait(stream, sent_);
+}
+
+bool SendStreams::is_done() const {
+    return is_ready(cudaStreamQuery(sending)) && is_ready(cudaStreamQuery(copying)) && is_ready(cudaStreamQuery(announcing));
 }
 
 void SendStreams::announce_after(cudaStream_t copies) {

@@ -172,6 +172,12 @@ class Backend(Protocol):
         next call where they have its rows."""
         ...
 
+    def settle(self) -> int:
+        """Wait for what this rank has in flight, forget what failed, and return how many calls it has entered or refused. Not collective.
+
+        Raises EPError where only a new Buffer helps."""
+        ...
+
     def destroy(self) -> None: ...
 
 

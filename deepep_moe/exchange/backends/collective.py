@@ -177,6 +177,17 @@ class CollectiveBackend:
         if self._broken is None:
             self.refuse(message)
 
+    def settle(self) -> int:
+        self._refuse_if_broken()
+        return self.num_calls
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise EPError(
+                f"an earlier call of this buffer ended half-way ({self._broken}), so that its process group is out of step; make a new "
+                "process group and a new Buffer"
+            )
+
     def destroy(self) -> None:
         self.group = None
 
@@ -322,11 +333,7 @@ class CollectiveBackend:
         """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64.
         owe(counts): what this rank owes its peers once all have entered."""
         s = self.settings
-        if self._broken is not None:
-            raise EPError(
-                f"an earlier call of this buffer ended half-way ({self._broken}), so that its process group is out of step; make a new "
-                "process group and a new Buffer"
-            )
+        self._refuse_if_broken()
         own.call, self._owed = self.num_calls + 1, None
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
         counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64, device="cpu") if counts is None else counts

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, device, torch_module
-from deepep_moe.device import DTYPES, current_stream
+from deepep_moe.device import DTYPES, call_stream
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
     NO_FUSION,
@@ -72,7 +72,7 @@ class NvlinkBackend:
 
     def copy_to(self, peer: int, num_bytes: int) -> None:
         """A copy engine's copy of workspace memory to `peer`, on the current stream, between calls: what the link gives; for benchmarks."""
-        self._exchange.copy_block(peer, num_bytes, current_stream(self.device))
+        self._exchange.copy_block(peer, num_bytes, call_stream(self.device))
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace."""
@@ -146,7 +146,7 @@ class NvlinkBackend:
         return module.Calls(
             shim=self._exchange.shim(), number=number, num_ranks=s.num_ranks, num_local_experts=s.num_local_experts,
             num_topk=s.num_topk, hidden=s.hidden, num_max_tokens=s.num_max_tokens_per_rank, num_sms=self._num_sms(mode),
-            device=self.device, shape_of=self.handle_shape, current_stream=partial(current_stream, self.device),
+            device=self.device, shape_of=self.handle_shape, current_stream=partial(call_stream, self.device),
             tell=partial(tell_peers, self),
         )  # fmt: skip
 
@@ -166,13 +166,16 @@ class NvlinkBackend:
     def refuse(self, message: str) -> None:
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
-        self._exchange.refuse(message, current_stream(self.device))
+        self._exchange.refuse(message, call_stream(self.device))
 
     def abandon(self, message: str) -> None:
         """Peers have what they need of the call: its rows have been sent. They learn `message` in their next call, unless it is what a
         kernel of the call has found, which they know."""
         if not self._exchange.is_void:
             self.refuse(message)
+
+    def settle(self) -> int:
+        return self._exchange.settle()
 
     def destroy(self) -> None:
         self._exchange = None
@@ -207,7 +210,7 @@ class NvlinkBackend:
 
     def _stream_of(self, mode: Mode) -> int:
         if not mode.is_async or mode.is_split:
-            return current_stream(self.device)
+            return call_stream(self.device)
         if self._own_stream is None:
             self._own_stream = torch.cuda.Stream(self.device)
         self._follow_current(mode)
@@ -229,7 +232,7 @@ class NvlinkBackend:
                 raise BufferDestroyedError("the buffer was destroyed before this call's hook; its results will not come")
             self._record(torch.cuda.current_stream(self.device), args, *used)
             end = self._exchange.end_combine if isinstance(args, CombineArgs) else self._exchange.end_dispatch
-            end(call, current_stream(self.device))
+            end(call, call_stream(self.device))
 
         return finish
 
