@@ -385,6 +385,7 @@ def gpu_gate_forward(
     num_ranks: int,
     is_token_in_rank: Tensor | None,
     shares: Tensor | None,
+    device: int,
     stream: int,
 ) -> None: ...
 def gpu_gate_backward(
@@ -396,9 +397,10 @@ def gpu_gate_backward(
     grad_probs: Tensor | None,
     grad_shares: Tensor | None,
     grad_logits: Tensor,
+    device: int,
     stream: int,
 ) -> None: ...
-def gpu_gate_check() -> None: ...
+def gpu_gate_check(device: int) -> None: ...
 def gpu_gate_shim() -> Any: ...
 def gpu_top2(
     *,

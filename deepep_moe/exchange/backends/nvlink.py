@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, device, torch_module
-from deepep_moe.device import DTYPES, current_stream
+from deepep_moe.device import DTYPES, current_stream, device_index
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
     NO_FUSION,
@@ -152,7 +152,7 @@ class NvlinkBackend:
 
     def check(self) -> None:
         self._exchange.check()
-        _C.gpu_gate_check()
+        _C.gpu_gate_check(device_index(self.device))
 
     def take_failure(self) -> Exception | None:
         if torch.cuda.is_current_stream_capturing():
