@@ -107,6 +107,7 @@ class ShmLowLatency:
     handle_bytes: int
     path: str
     masks: int
+    num_calls: int
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
     def dispatch(
