@@ -107,6 +107,7 @@ class ShmLowLatency:
     handle_bytes: int
     path: str
     masks: int
+    num_calls: int
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
     def dispatch(
@@ -385,6 +386,7 @@ def gpu_gate_forward(
     num_ranks: int,
     is_token_in_rank: Tensor | None,
     shares: Tensor | None,
+    device: int,
     stream: int,
 ) -> None: ...
 def gpu_gate_backward(
@@ -396,9 +398,10 @@ def gpu_gate_backward(
     grad_probs: Tensor | None,
     grad_shares: Tensor | None,
     grad_logits: Tensor,
+    device: int,
     stream: int,
 ) -> None: ...
-def gpu_gate_check() -> None: ...
+def gpu_gate_check(device: int) -> None: ...
 def gpu_gate_shim() -> Any: ...
 def gpu_top2(
     *,

@@ -27,6 +27,11 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == GPU
 
 
+def device_index(device: torch.device | None) -> int:
+    """Return the number of the GPU, 0 without one."""
+    return 0 if device is None or device.index is None else device.index
+
+
 def current_stream(device: torch.device | None) -> int:
     """Return the address of the device's current stream, 0 without a GPU. `torch.cuda.current_stream` makes an object of it, which takes
     as long as a launch."""

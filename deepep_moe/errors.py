@@ -1,5 +1,10 @@
 """Errors of the library. Wrong arguments raise `ValueError` or `TypeError`; everything else is an `EPError`."""
 
+import re
+
+# How every backend passes a peer's error on: as its class, a colon and its message.
+_TOLD = re.compile(r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not create its Buffer): ([^\W\d]\w*): ")
+
 
 class EPError(RuntimeError):
     """Base of every error that is not a wrong argument of the caller."""
@@ -20,12 +25,15 @@ class EPTimeoutError(EPError):
 class EPPeerError(EPError):
     """Another rank left this call with an error of its own, which the message repeats.
 
-    Attribute: `rank`, the peer that failed, in the buffer's group.
+    Attributes: `rank`, the peer that failed, in the buffer's group; `cause`, the name of its error's class, such as "ValueError", or ""
+    where the peer has not told it: it destroyed its buffer, or its GPU found the error.
     """
 
     def __init__(self, message: str, *, rank: int = -1):
         super().__init__(message)
         self.rank = rank
+        told = _TOLD.match(message)
+        self.cause = told[1] if told else ""
 
 
 class EPMismatchError(EPError):

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -50,5 +51,12 @@ struct ThreadsError : std::logic_error {
 struct DestroyedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+
+// What peers are told of an error: the name of its class in Python, a colon and its message.
+inline std::string told(const std::exception& error) {
+    const bool is_value = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
+    const bool is_memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+    return (is_value ? "ValueError: " : is_memory ? "MemoryError: " : "RuntimeError: ") + std::string(error.what());
+}
 
 }  // namespace deepep_moe

@@ -92,11 +92,13 @@ struct GpuGateParams {
     bool* is_token_in_rank;       // [num_tokens, num_ranks], or null
     int32_t* next_counts;         // [num_experts + num_ranks] to be zeroed, for the next launch; or null
     unsigned long long* failure;  // host memory; the last non-finite number found, as below
+    int device;                   // whose failures are looked at before
 };
 
 struct GpuGateBackwardParams {
     GateBackwardParams gate;
     const float* grad_probs;  // [num_tokens, num_experts], or null
+    int device;               // whose failures are looked at before
 };
 
 inline bool are_valid_on_gpu(const GateOptions& o, int num_ranks) {

@@ -1,7 +1,7 @@
 // Low-latency dispatch and combine, on processors and GPUs alike: what lies in one rank's workspace, which its peers write, and what a
 // call is made of.
 //
-//   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[num_ranks][kMaxReasonBytes] | kTurns turns, each:
+//   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[on processors kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
 //     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | what each backend makes of rows [num_ranks][num_max_tokens]
 //
 // Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in
@@ -87,11 +87,11 @@ struct LowLatencyLayout {
     int64_t entered, counts, rows, turn_bytes;  // in a turn
 
     LowLatencyLayout() = default;
-    DEEPEP_MOE_HD LowLatencyLayout(const LowLatencyConfig& c, int64_t bytes_of_rows) : resumed(0), entered(0) {
+    DEEPEP_MOE_HD LowLatencyLayout(const LowLatencyConfig& c, int64_t bytes_of_rows, int reasons_per_rank = 1) : resumed(0), entered(0) {
         const int64_t ranks = c.num_ranks;
         left = 8 * ranks;
         reasons = left + 8 * ranks;
-        turns = round_up(reasons + kMaxReasonBytes * ranks, 128);
+        turns = round_up(reasons + kMaxReasonBytes * ranks * reasons_per_rank, 128);
         counts = 8 * ranks;
         rows = round_up(counts + 8 * ranks * c.num_local_experts, 128);
         turn_bytes = rows + bytes_of_rows;

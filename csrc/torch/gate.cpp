@@ -110,6 +110,8 @@ uintptr_t current_stream(const at::Device& device) {
     return device.is_cuda() ? hooks().current_stream(device.index()).cast<uintptr_t>() : 0;
 }
 
+int index_of(const at::Device& device) { return device.has_index() ? device.index() : 0; }  // as `device_index` of deepep_moe/device.py
+
 template <class Type>
 Type* data_of(const Tensor& tensor) {
     return tensor.defined() && tensor.numel() > 0 ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
@@ -179,7 +181,8 @@ Outputs launch_forward(const Request& request) {
                                request.num_ranks,
                                data_of<bool>(made.in_rank),
                                data_of<int32_t>(counts.next),
-                               nullptr};
+                               nullptr,
+                               index_of(logits.device())};
     if (!hooks().shim->forward(params, stream)) throw Declined{};
     counts.keep();
     return made;
@@ -199,7 +202,7 @@ Tensor launch_backward(const Gradients& grads, const Tensor& given_logits, const
     const Tensor logits = given_logits.contiguous(), chosen = topk_idx.contiguous(), grad_logits = at::empty_like(logits);
     const GateBackwardParams gate{
         options, data_of<void>(logits), data_of<void>(chosen), data_of<float>(weights), data_of<float>(shares), data_of<void>(grad_logits)};
-    return hooks().shim->backward({gate, data_of<float>(probs)}, stream) ? grad_logits : Tensor();
+    return hooks().shim->backward({gate, data_of<float>(probs), index_of(logits.device())}, stream) ? grad_logits : Tensor();
 }
 
 // ---- the function ----

@@ -9,7 +9,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from deepep_moe.group.settings import Settings
 _TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group
 _MAX_BYTES = 1 << 20  # of a message: a few strings and numbers
 _MAX_WORDS = 10_000  # characters of an error in a message
+_HUNG_UP = "closed its connection: it has ended, or has given up on another rank (see its output)"
 
 
 class _Connectable(Protocol):
@@ -116,7 +117,8 @@ def introduce(
             raise ValueError("settings")
         return peer
 
-    peers = gather_objects(asdict(own), group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
+    with _hanging_up(group):
+        peers = gather_objects(asdict(own), group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
     if error is not None:
         raise error
     for rank, peer in enumerate(peers):
@@ -162,6 +164,18 @@ def hang_up(group: "dist.ProcessGroup") -> None:
                 work.wait(datetime.timedelta(milliseconds=1))
 
 
+@contextlib.contextmanager
+def _hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
+    """Make a part of a construction. Where this rank gives up or fails in it, end the waits of its peers; other errors are raised on all
+    ranks."""
+    try:
+        yield
+    except BaseException as error:
+        if group is not None and (isinstance(error, EPTimeoutError) or not isinstance(error, EPError)):
+            hang_up(group)
+        raise
+
+
 class Exchange:
     """A vector `own` [n] of every rank on its way to all ranks, a CPU tensor of the same size on each."""
 
@@ -192,9 +206,10 @@ class Exchange:
         except RuntimeError as error:
             if is_of_handler(error):
                 raise
+            why = f"did not deliver within {self._timeout_s:g} s" if "Timed out" in str(error) else _HUNG_UP
             raise EPTimeoutError(
-                f"rank {self._rank}: rank {self._peer} did not deliver within {self._timeout_s:g} s; phase '{self._phase}', "
-                f"expected 1 message, seen 0; torch.distributed says: {error}",
+                f"rank {self._rank}: rank {self._peer} {why}; phase '{self._phase}', expected 1 message, seen 0; "
+                f"torch.distributed says: {error}",
                 rank=self._peer or 0, phase=self._phase, expected=1, seen=0,
             ) from error  # fmt: skip
         if len(self._works) < 2 * (self._num_ranks - 1):
@@ -269,6 +284,11 @@ def _read_failure(told: Any) -> str | None:
 def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
     """Return the backend that `make` makes, with every rank's memory mapped, or the reason why some rank cannot reach another. The answer
     is the same on every rank. Collective."""
+    with _hanging_up(group):
+        return _connect(make, settings, group)
+
+
+def _connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
     failure: str | None = None
     backend: _Backend | None = None
     address: Any = None

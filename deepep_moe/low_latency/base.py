@@ -64,6 +64,11 @@ class LowLatencyBackend:
 
     # ---- the rest ----
 
+    def num_calls(self) -> int:
+        """Return the number of calls that this rank has sent or refused. Calls that C++ has made need not be counted: none is made while
+        another is in flight."""
+        raise NotImplementedError
+
     def mask(self, rank: int, masked: bool) -> None:
         raise NotImplementedError
 

@@ -89,7 +89,6 @@ class LowLatencyBuffer(Sizes):
         self._backend: LowLatencyBackend | None = make_backend(backend, s, peers, group, mask_stalled)
         self.backend: str = self._backend.name
         self._number = next(_numbers)
-        self._num_calls = 0
         self._in_flight: list[tuple[int, Event]] = []
         """Calls that may not be received yet, by number."""
         self._combine_input: dict[torch.dtype, Tensor] = {}
@@ -161,7 +160,6 @@ class LowLatencyBuffer(Sizes):
         if native is not None:
             made = native.dispatch(x, topk_idx, topk_weights, fp8, scale_format, self._alive().stream())
             if made is not None:
-                self._num_calls += 1
                 num_tokens, recv_x, scales, counts, state = made
                 return LowLatencyOutput(recv_x, scales, counts, LowLatencyHandle(self._number, num_tokens, state), None, None)
         s, backend = self._settings, self._begin()
@@ -222,7 +220,6 @@ class LowLatencyBuffer(Sizes):
         if native is not None and self._is_received(handle):
             made = native.combine(x, handle.state, handle.num_tokens, out, wire, self._alive().stream())
             if made is not None:
-                self._num_calls += 1
                 return made
         s, backend = self._settings, self._begin()
         try:
@@ -317,7 +314,6 @@ class LowLatencyBuffer(Sizes):
 
     def _run(self, call: Call, async_op: bool, return_hook: bool) -> Event | None:
         backend = self._alive()
-        self._num_calls += 1
         failure, self._earlier_failure = self._earlier_failure, None
         event = None
         try:
@@ -335,7 +331,7 @@ class LowLatencyBuffer(Sizes):
                 raise error from failure
             raise
         if event is not None:
-            self._in_flight.append((self._num_calls, event))
+            self._in_flight.append((backend.num_calls(), event))
         if failure is not None:
             if event is not None:
                 event.wait()  # nobody will be given it
@@ -357,7 +353,7 @@ class LowLatencyBuffer(Sizes):
             if error is not None and self._earlier_failure is None:
                 self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")
                 self._earlier_failure.__cause__ = error
-        if self._in_flight and self._num_calls + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
+        if self._in_flight and self._alive().num_calls() + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
             raise ValueError("the call before last was not received yet; call its hook(), or wait for its event, then make this call again")
 
     def _plain(self) -> Any:
@@ -382,7 +378,6 @@ class LowLatencyBuffer(Sizes):
 
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
-        self._num_calls += 1
         self._alive().refuse(f"{type(error).__name__}: {error}")
         raise error
 

@@ -23,6 +23,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         super().__init__(settings, _C.NvlinkLowLatency(device=index, **native_settings(settings, mask_stalled)))
         self.device = torch.device("cuda", index)
         self._own_stream: torch.cuda.Stream | None = None
+        self._num_calls = 0
 
     def address(self) -> bytes:
         """The CUDA IPC handle of this rank's workspace, and where its GPU is."""
@@ -42,7 +43,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         if self._own_stream is None:
             self._own_stream = torch.cuda.Stream(self.device)
         self._own_stream.wait_stream(current)
-        self._call(call, True, True, self._own_stream.cuda_stream)
+        self._enqueue(call, True, True, self._own_stream.cuda_stream)
         self._keep(call, self._own_stream)
         recorded = torch.cuda.Event()
         recorded.record(self._own_stream)
@@ -65,7 +66,11 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
                 value.record_stream(stream)
 
     def _move(self, call: Call, sends: bool, receives: bool) -> None:
-        self._call(call, sends, receives, self.stream())
+        self._enqueue(call, sends, receives, self.stream())
+
+    def _enqueue(self, call: Call, sends: bool, receives: bool, stream: int) -> None:
+        self._call(call, sends, receives, stream)
+        self._num_calls += sends
 
     def plain_calls(self, statistics: Tensor) -> Any:
         module, s = torch_module.MODULE, self.settings
@@ -99,3 +104,7 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
         if torch.cuda.is_current_stream_capturing():
             return  # nobody is in a call yet, and nobody may wait for a GPU now
         self._native.refuse(reason, self.stream())
+        self._num_calls += 1
+
+    def num_calls(self) -> int:
+        return self._num_calls

@@ -50,6 +50,9 @@ class ShmLowLatencyBackend(LowLatencyBackend):
     def _move(self, call: Call, sends: bool, receives: bool) -> None:
         self._call(call, sends, receives)
 
+    def num_calls(self) -> int:
+        return self._native.num_calls
+
     def mask(self, rank: int, masked: bool) -> None:
         self._native.mask(rank, masked)
 

@@ -73,7 +73,7 @@ def gate(
     `deepep_moe.reference.gate` is the exact definition.
 
     On a GPU the call is one launch and waits for nothing. So a logit or bias that is not finite is found there: the token chooses no
-    expert (-1), and the next call that looks, of the gate, its backward or `check_gate`, raises.
+    expert (-1), and the next call on that GPU that looks, of the gate, its backward or `check_gate`, raises, whichever layer it is of.
 
     Args:
         logits: `[num_tokens, num_experts]` float32, bfloat16 or float16, on the CPU or a GPU; there at most 1024 experts. The gradient
@@ -153,11 +153,12 @@ def gate_full(
 
 
 def check_gate(device: torch.device | int | None = None) -> None:
-    """Waits for the GPU `device`, by default the current one, and raises ValueError where the gate has found a logit or bias there, or on
-    another device since the last look, that is not finite. Without GPU it has nothing to do: the CPU's gate raises at once."""
+    """Waits for the GPU `device`, by default the current one, and raises ValueError where the gate has found a logit or bias there, since
+    the last look, that is not finite. Without GPU it has nothing to do: the CPU's gate raises at once."""
     if torch.cuda.is_available() and hasattr(_C, "gpu_gate_check"):
         torch.cuda.synchronize(device)
-        _C.gpu_gate_check()
+        index = device if device is None or isinstance(device, int) else torch.device(device).index
+        _C.gpu_gate_check(torch.cuda.current_device() if index is None else index)
 
 
 def _native(logits: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, config, torch_module
-from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device
+from deepep_moe.device import DTYPES, current_stream, device_index, is_gpu, on_device
 from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
 
@@ -117,7 +117,7 @@ def _launch(
             _options(*logits.shape, settings, logits.dtype), logits=logits, expert_bias=expert_bias, mask=mask, topk_idx=topk_idx,
             topk_weights=topk_weights, counts=counts, next_counts=next_counts, probs=probs if dense else None,
             routing_map=routing_map if dense else None, num_ranks=num_ranks, is_token_in_rank=in_rank if num_ranks else None,
-            shares=shares, stream=stream,
+            shares=shares, device=device_index(logits.device), stream=stream,
         )  # fmt: skip
     if next_counts is not None:
         _next_counts[key] = next_counts
@@ -226,7 +226,8 @@ def _gate_backward(
         with on_device(logits):
             _C.gpu_gate_backward(
                 _options(*logits.shape, settings, logits.dtype), logits=logits, topk_idx=topk_idx, grad_topk_weights=grad_topk_weights,
-                grad_probs=grad_probs, grad_shares=grad_shares, grad_logits=grad_logits, stream=current_stream(logits.device),
+                grad_probs=grad_probs, grad_shares=grad_shares, grad_logits=grad_logits, device=device_index(logits.device),
+                stream=current_stream(logits.device),
             )  # fmt: skip
         return grad_logits
     if grad_probs is not None:

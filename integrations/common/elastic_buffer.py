@@ -22,11 +22,8 @@ class OutgrownError(ValueError):
 
     @classmethod
     def caused(cls, error: Exception) -> bool:
-        """Return whether `error` is this error, or the EPPeerError of a rank whose peer raised it.
-
-        A peer's error arrives as text only: the name of its class, a colon and its message.
-        """
-        return isinstance(error, cls) or f"{cls.__name__}: " in str(error)
+        """Return whether `error` is this error, or the EPPeerError of a rank whose peer raised it."""
+        return isinstance(error, cls) or (isinstance(error, EPPeerError) and error.cause == cls.__name__)
 
 
 class ElasticBuffer:

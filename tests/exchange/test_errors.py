@@ -81,7 +81,7 @@ def bad_dispatch(rank, num_ranks, backend, names):
         else:
             with pytest.raises(EPPeerError, match=f"rank 0 did not make its call: .*{message}") as info:
                 buffer.dispatch(**arguments)
-            assert info.value.rank == 0
+            assert info.value.rank == 0 and info.value.cause == error.__name__
         out = buffer.dispatch(X, IDX, WEIGHTS)
         assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
 

@@ -50,6 +50,7 @@ def learns(rank, error, found, elapsed_s, reason):
     else:
         assert isinstance(found, EPPeerError) and found.rank == 1 and elapsed_s < SOON_S, repr(found)
         assert f"rank 1 did not make its call: {reason}" in str(found), found
+        assert found.cause == reason.split(":")[0], found.cause
 
 
 def make_model(rank, num_ranks, backend):

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from fault_cases import make, make_step
+import torch.distributed as dist
+from events import tell, wait_for
+from fault_cases import SOON_S, make, make_step, outcome
 
 from deepep_moe import Buffer, LowLatencyBuffer, ops
-from deepep_moe.errors import EPMismatchError
+from deepep_moe.errors import EPMismatchError, EPTimeoutError
+from deepep_moe.exchange.backends.shm import ShmBackend
+from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 from deepep_moe.testing import run_ranks
 
 
@@ -21,6 +25,65 @@ def different(rank, num_ranks):
 
 def test_different_constructions():
     run_ranks(different, 2)
+
+
+# ---- a rank that gives up the construction, while another one waits for it ----
+
+
+def gives_up_on_a_stalled_rank(rank, kind):
+    """Rank 1 introduces itself to rank 2 only. So rank 0 waits for rank 1, and rank 2, one message further, for rank 0."""
+    if rank == 1:
+        send = dist.isend
+
+        def stall(*args, group_dst, **options):
+            if group_dst == 0:
+                wait_for("rank 0 knows", "rank 2 knows")
+                raise SystemExit
+            return send(*args, group_dst=group_dst, **options)
+
+        dist.isend = stall
+    error, elapsed_s = outcome(lambda: kind(None, 8, 16, 6, 2, timeout_s=1.0 if rank == 0 else 25.0))
+    if rank == 1:
+        assert isinstance(error, SystemExit)
+        return
+    assert isinstance(error, EPTimeoutError) and elapsed_s < SOON_S, repr(error)
+    if rank == 0:
+        assert error.rank == 1 and "rank 1 did not deliver within 1 s; phase 'construction of a Buffer'" in str(error)
+    else:
+        assert "rank 0 closed its connection: it has ended, or has given up on another rank (see its output)" in str(error)
+    tell(f"rank {rank} knows")
+
+
+def fails_while_it_maps(rank, kind):
+    """Rank 1 fails in a way that is nobody's answer, while its peers wait for what it has to say."""
+    error, backend = KeyboardInterrupt(), (ShmBackend, ShmLowLatencyBackend)[kind is LowLatencyBuffer]
+    if rank == 1:
+        backend.connect = fail_with(error)
+    found, elapsed_s = outcome(lambda: kind(None, 8, 16, 6, 2, timeout_s=25.0))
+    if rank == 1:
+        assert found is error
+    else:
+        assert isinstance(found, EPTimeoutError) and found.phase == "mapping of workspaces" and elapsed_s < SOON_S, repr(found)
+    tell(f"rank {rank} knows")
+    wait_for(*(f"rank {peer} knows" for peer in range(3)))
+
+
+def fail_with(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def in_three_ranks(rank, _, function, kind):
+    dist.barrier()
+    function(rank, kind)
+
+
+@pytest.mark.parametrize("kind", (Buffer, LowLatencyBuffer))
+@pytest.mark.parametrize("function", (gives_up_on_a_stalled_rank, fails_while_it_maps))
+def test_rank_that_gives_up(function, kind):
+    run_ranks(in_three_ranks, 3, function, kind)
 
 
 # ---- what native code would refuse in its own words ----

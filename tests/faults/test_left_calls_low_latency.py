@@ -21,6 +21,7 @@ def check_told(rank, culprit, error, found, elapsed_s, what):
         return
     assert isinstance(found, EPPeerError) and found.rank == culprit and elapsed_s < SOON_S, f"{what}: {found!r}"
     assert f"rank {culprit} did not make its call: {type(error).__name__}: {error}" in str(found), what
+    assert found.cause == type(error).__name__, what
 
 
 def fails(rank, num_ranks):

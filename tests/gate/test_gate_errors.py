@@ -1,6 +1,7 @@
 """What the gate refuses, in Python and in its native functions."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -187,6 +188,19 @@ def test_gpu_names_non_finite_logits_at_the_next_look(value, dtype):
 
 
 @pytest.mark.gpu
+def test_gpu_failures_are_those_of_their_device():
+    """Looked for on another device, a failure is neither raised nor lost."""
+    logits = torch.zeros(4, 24)
+    logits[2, 7] = math.nan
+    run(device_of("nvlink", 0), logits, 2)
+    with mock.patch.object(torch.cuda, "synchronize"):  # there may be one device only
+        ops.check_gate(1)
+    message = r"logits has nan for token 2, expert 7 in an earlier call of the gate on the GPU \(device 0\), by this or another layer"
+    with pytest.raises(ValueError, match=message):
+        ops.check_gate(torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
 def test_gpu_names_a_bias_that_is_not_finite():
     device = device_of("nvlink", 0)
     bias = torch.zeros(24)
@@ -216,6 +230,6 @@ def test_gpu_refuses_options_that_would_leave_memory():
     device_of("nvlink", 0)
     nothing = dict.fromkeys(("logits", "topk_idx", "grad_topk_weights", "grad_probs", "grad_shares", "grad_logits"))
     with pytest.raises(ValueError, match="gate options out of bounds: num_experts 1040, at most 1024 on a GPU"):
-        _C.gpu_gate_backward(native_options(num_experts=1040), **nothing, stream=0)
+        _C.gpu_gate_backward(native_options(num_experts=1040), **nothing, device=0, stream=0)
     with pytest.raises(ValueError, match="gate options out of bounds: num_tokens 100, num_experts 12, num_topk 33"):
-        _C.gpu_gate_backward(native_options(num_topk=33), **nothing, stream=0)
+        _C.gpu_gate_backward(native_options(num_topk=33), **nothing, device=0, stream=0)

@@ -78,6 +78,63 @@ def test_refusals_in_a_row(backend):
     run_ranks(refusing_on_and_on, 2, backend)
 
 
+def refuses_ahead(rank, _):
+    buffer, x, idx = make("shm", rank)
+    for number in range(0, 6, 2):
+        if rank == 1:
+            wait_for(f"refused {number}")
+        for reason in (f"e{number}", f"e{number + 1}"):
+            with pytest.raises(ValueError if rank == 0 else EPPeerError, match=f"scale_format is '{reason}'"):
+                buffer.dispatch(x, idx, scale_format=reason if rank == 0 else "fp32")
+        if rank == 0:
+            tell(f"refused {number}")
+    check_usable(buffer, x, idx)
+
+
+def test_each_refusal_has_its_reason():
+    run_ranks(refuses_ahead, 2)
+
+
+# ---- calls that fail before they have a number ----
+
+
+class Fails:
+    """Native calls, of which no dispatch begins."""
+
+    def __init__(self, native):
+        self._native = native
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def dispatch(self, *_):
+        raise RuntimeError("no dispatch begins")
+
+
+def fails_before_its_number(rank, _, backend):
+    """The call in flight stays the last one, so one more may be sent, and only one."""
+    buffer, x, idx = make(backend, rank)
+    native = buffer._backend._native
+    for _ in range(3):
+        first = buffer.dispatch(x, idx, return_hook=True)
+        buffer._backend._native = Fails(native)
+        for how in ("return_hook", "async_op"):
+            with pytest.raises(RuntimeError, match="no dispatch begins"):
+                buffer.dispatch(x, idx, **{how: True})
+        buffer._backend._native = native
+        second = buffer.dispatch(x, idx, return_hook=True)
+        with pytest.raises(ValueError, match="the call before last was not received yet"):
+            buffer.dispatch(x, idx)
+        first.hook()
+        second.hook()
+    check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_failure_before_the_number(backend):
+    run_ranks(fails_before_its_number, 2, backend)
+
+
 def along_failed_dispatch(rank, _, learns_first):
     """On a GPU a dispatch gives a handle before it has failed; what was not received has no place, so nothing goes along it."""
     buffer, x, idx = make("nvlink", rank)

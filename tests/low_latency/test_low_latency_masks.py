@@ -285,7 +285,7 @@ def test_return_that_nobody_waits_for():
 def layout(case):
     """Offsets of csrc/common/low_latency.h."""
     ranks, tokens = case.num_ranks, case.num_ranks * case.max_tokens
-    turns = -(-(16 * ranks + 240 * ranks) // 128) * 128
+    turns = -(-(16 * ranks + 4 * 240 * ranks) // 128) * 128
     lanes = -(-(8 * ranks + 8 * case.num_experts) // 128) * 128
     arrived = -(-(lanes + 8 * tokens * case.num_topk) // 128) * 128
     turn_bytes = arrived + tokens * (128 + -(-4 * case.hidden // 128) * 128)
@@ -393,9 +393,10 @@ def lose_counts(buffer, case, call, source):
             or os.stat(path).st_size != buffer.workspace_bytes
         ):
             continue
-        turn_bytes = (buffer.workspace_bytes - layout(case)[0]) // 4
+        turns = -(-256 * case.num_ranks // 128) * 128
+        turn_bytes = (buffer.workspace_bytes - turns) // 4
         num_bytes = 8 * buffer.num_local_experts
-        at = layout(case)[0] + call % 4 * turn_bytes + 8 * case.num_ranks + source * num_bytes
+        at = turns + call % 4 * turn_bytes + 8 * case.num_ranks + source * num_bytes
         with open(path, "r+b") as file, mmap.mmap(file.fileno(), buffer.workspace_bytes) as memory:
             assert all(int.from_bytes(memory[i : i + 8], "little") >> 24 == call for i in range(at, at + num_bytes, 8))
             memory[at : at + num_bytes] = bytes(num_bytes)

@@ -1,6 +1,7 @@
 // Bindings of the GPU's gate: options, tensors and a stream in, nothing out. See deepep_moe/_C.pyi.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -15,25 +16,35 @@ namespace {
 
 void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
 
-// Where kernels leave what was not finite: memory of the host that all devices see, so that looking at it waits for nothing.
-unsigned long long* failure_word() {
-    static unsigned long long* const word = [] {
+// Where the kernels of a device leave what was not finite: memory of the host, so that looking at it waits for nothing.
+struct alignas(64) FailureWord {
+    unsigned long long found = 0;
+};
+constexpr int kMaxDevices = 128;
+
+FailureWord* failure_words() {
+    static FailureWord* const words = [] {
         void* memory = nullptr;
-        const cudaError_t status = cudaHostAlloc(&memory, sizeof(unsigned long long), cudaHostAllocMapped | cudaHostAllocPortable);
+        const cudaError_t status = cudaHostAlloc(&memory, kMaxDevices * sizeof(FailureWord), cudaHostAllocMapped | cudaHostAllocPortable);
         if (status != cudaSuccess)
             throw std::runtime_error(std::string("no memory of the host for the gate: ") + cudaGetErrorString(status));
-        return new (memory) unsigned long long(0);
+        return new (memory) FailureWord[kMaxDevices];
     }();
-    return word;
+    return words;
 }
 
-unsigned long long failure() { return *static_cast<volatile unsigned long long*>(failure_word()); }
+unsigned long long* failure_word(int device) {
+    if (device < 0 || device >= kMaxDevices) throw std::invalid_argument("device is " + std::to_string(device) + "; it must be 0 to 127");
+    return &failure_words()[device].found;
+}
 
-// Raises what a kernel has found since the last look.
-void check() {
-    const unsigned long long failure = ::failure();
-    if (failure == 0) return;
-    *failure_word() = 0;
+unsigned long long failure(int device) { return std::atomic_ref(*failure_word(device)).load(std::memory_order_relaxed); }
+
+// Raises what a kernel of the device has found since the last look. A kernel may write meanwhile: that stays for the next look.
+void check(int device) {
+    if (::failure(device) == 0) return;
+    const unsigned long long failure = std::atomic_ref(*failure_word(device)).exchange(0, std::memory_order_relaxed);
+    if (failure == 0) return;  // another thread raises it
     const int what = static_cast<int>(failure >> kFailureWhatShift & 3);
     const bool is_bias = (failure >> kFailureWhatShift & static_cast<int>(GateFailure::kBias)) != 0;
     const std::string value = what == static_cast<int>(GateFailure::kNan)   ? "nan"
@@ -43,8 +54,9 @@ void check() {
     const std::string expert = "expert " + std::to_string(failure & ((1u << kFailureWhatShift) - 1));
     throw std::invalid_argument(
         (is_bias ? "expert_bias has " + value + " for " + expert : "logits has " + value + " for " + token + ", " + expert) +
-        " in an earlier call of the gate on the GPU; it must be finite: such tokens chose no expert; look for an "
-        "overflow before the router, or mask the token");
+        " in an earlier call of the gate on the GPU (device " + std::to_string(device) +
+        "), by this or another layer or model; it must be finite: such tokens chose no expert; look for an overflow before the router, or "
+        "mask the token");
 }
 
 void check_gpu_options(const GateOptions& o, int num_ranks) {
@@ -67,9 +79,9 @@ void launch_backward(const GpuGateBackwardParams& params, uintptr_t stream) {
 
 // What csrc/torch calls. `call` is made where kernels have found nothing; a report stays for the call from Python.
 template <class Call>
-bool guarded(const Call& call) noexcept {
+bool guarded(int device, const Call& call) noexcept {
     try {
-        if (failure() != 0) return false;
+        if (failure(device) != 0) return false;
         call();
         return true;
     } catch (const std::exception&) {
@@ -79,12 +91,14 @@ bool guarded(const Call& call) noexcept {
 
 constexpr GateShim kShim{
     [](GpuGateParams params, uintptr_t stream) noexcept {
-        return guarded([&] {
-            params.failure = failure_word();
+        return guarded(params.device, [&] {
+            params.failure = failure_word(params.device);
             launch_forward(params, stream);
         });
     },
-    [](const GpuGateBackwardParams& params, uintptr_t stream) noexcept { return guarded([&] { launch_backward(params, stream); }); },
+    [](const GpuGateBackwardParams& params, uintptr_t stream) noexcept {
+        return guarded(params.device, [&] { launch_backward(params, stream); });
+    },
     [](uintptr_t stream) noexcept {
         try {
             return is_capturing(as_stream(stream));
@@ -97,8 +111,8 @@ constexpr GateShim kShim{
 void forward(const GateOptions& options, const TensorArg& logits, const TensorArg& expert_bias, const TensorArg& mask,
              const TensorArg& topk_idx, const TensorArg& topk_weights, const TensorArg& counts, const TensorArg& next_counts,
              const TensorArg& probs, const TensorArg& routing_map, int num_ranks, const TensorArg& is_token_in_rank,
-             const TensorArg& shares, uintptr_t stream) {
-    check();
+             const TensorArg& shares, int device, uintptr_t stream) {
+    check(device);
     const GateParams gate{options,
                           logits.as<const void*>(),
                           expert_bias.as<const float*>(),
@@ -108,20 +122,20 @@ void forward(const GateOptions& options, const TensorArg& logits, const TensorAr
                           counts.as<int32_t*>(),
                           shares.as<float*>()};
     launch_forward({gate, probs.as<float*>(), routing_map.as<bool*>(), num_ranks, is_token_in_rank.as<bool*>(), next_counts.as<int32_t*>(),
-                    failure_word()},
+                    failure_word(device), device},
                    stream);
 }
 
 void backward(const GateOptions& options, const TensorArg& logits, const TensorArg& topk_idx, const TensorArg& grad_topk_weights,
-              const TensorArg& grad_probs, const TensorArg& grad_shares, const TensorArg& grad_logits, uintptr_t stream) {
-    check();
+              const TensorArg& grad_probs, const TensorArg& grad_shares, const TensorArg& grad_logits, int device, uintptr_t stream) {
+    check(device);
     const GateBackwardParams gate{options,
                                   logits.as<const void*>(),
                                   topk_idx.as<const void*>(),
                                   grad_topk_weights.as<const float*>(),
                                   grad_shares.as<const float*>(),
                                   grad_logits.as<void*>()};
-    launch_backward({gate, grad_probs.as<const float*>()}, stream);
+    launch_backward({gate, grad_probs.as<const float*>(), device}, stream);
 }
 
 // Tensors [num_experts] or [num_layers, num_experts].
@@ -164,10 +178,11 @@ void bind_gpu_gate(py::module_& m) {
     m.attr("MAX_GPU_GATE_EXPERTS") = kMaxGateExperts;
     m.def("gpu_gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"),
           py::arg("topk_idx"), py::arg("topk_weights"), py::arg("counts"), py::arg("next_counts"), py::arg("probs"), py::arg("routing_map"),
-          py::arg("num_ranks"), py::arg("is_token_in_rank"), py::arg("shares"), py::arg("stream"));
+          py::arg("num_ranks"), py::arg("is_token_in_rank"), py::arg("shares"), py::arg("device"), py::arg("stream"));
     m.def("gpu_gate_backward", &backward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("topk_idx"),
-          py::arg("grad_topk_weights"), py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("stream"));
-    m.def("gpu_gate_check", &check);
+          py::arg("grad_topk_weights"), py::arg("grad_probs"), py::arg("grad_shares"), py::arg("grad_logits"), py::arg("device"),
+          py::arg("stream"));
+    m.def("gpu_gate_check", &check, py::arg("device"));
     m.def("gpu_gate_shim", [] { return py::capsule(&kShim, kGateShimName); });
     bind_top2(m);
     m.def("gpu_update_expert_bias", &update_expert_bias, py::kw_only(), py::arg("num_tokens_per_expert"), py::arg("expert_bias"),

@@ -245,7 +245,7 @@ PlanResult ShmExchange::plan(const PlanParams& params) {
     try {
         count_own(params.layout);
     } catch (const std::exception& error) {
-        publish_refusal(own, error.what());
+        publish_refusal(own, told(error));
         throw;
     }
     std::memcpy(const_cast<int32_t*>(counts(rank_)), own_counts_.data(), own_counts_.size() * sizeof(int32_t));

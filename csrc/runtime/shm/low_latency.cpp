@@ -207,7 +207,7 @@ void ShmLowLatency::publish_refusal(uint64_t number, const std::string& text) {
     what.is_refused = true;
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
         if (!contains(refused.ranks, peer)) continue;
-        copy_text(reason(peer, rank_), kMaxReasonBytes, text);
+        copy_text(reason(peer, rank_, number), kMaxReasonBytes, text);
         refused.turn(peer).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
     }
     set_fate(number, Fate::kFailed);
@@ -226,7 +226,7 @@ void ShmLowLatency::send_call(const Params& params, uint64_t& number) {
     try {
         send(call(number, ranks_in(number)), params);
     } catch (const std::exception& error) {  // nothing has been sent
-        publish_refusal(number, error.what());
+        publish_refusal(number, told(error));
         throw;
     }
 }
@@ -240,7 +240,7 @@ void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLaten
         if (!contains(ranks, peer)) continue;
         const LowLatencyWhat what = what_of(turn(number).entered(peer).load(std::memory_order_acquire));
         if (what.is_refused) {
-            const char* text = reason(rank_, peer);
+            const char* text = reason(rank_, peer, number);
             throw PeerError(rank_name(peer) + " did not make its call: " + std::string(text, strnlen(text, kMaxReasonBytes)), peer);
         }
         if (what.packed() != own.packed()) others += "; " + rank_name(peer) + ": " + describe(what);

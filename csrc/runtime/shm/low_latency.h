@@ -23,6 +23,7 @@ public:
     ShmLowLatency(const LowLatencyConfig& config, int rank, double timeout_s, bool mask_stalled);
     ~ShmLowLatency();
 
+    uint64_t num_calls() const { return num_sent_; }  // sent or refused so far
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
     std::string path() const { return peers_.path(); }
@@ -67,7 +68,9 @@ private:
     LowLatencyTurn turn(uint64_t number) const { return {config_, layout_, workspaces_[rank_], number}; }
     std::atomic_ref<uint64_t> resumed(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.resumed_of(source)); }
     std::atomic_ref<uint64_t> left(int owner, int source) const { return shared_word(workspaces_[owner] + layout_.left_of(source)); }
-    char* reason(int owner, int source) const { return reinterpret_cast<char*>(workspaces_[owner] + layout_.reason_of(source)); }
+    char* reason(int owner, int source, uint64_t number) const {
+        return reinterpret_cast<char*>(workspaces_[owner] + layout_.reason_of(source, number));
+    }
     void forget_flags(int source);
 
     const LowLatencyConfig config_;

@@ -1,5 +1,6 @@
 """Backend `nvlink`: GPUs of one host that reach each other's memory; kernels push rows into it (csrc/cuda, csrc/runtime)."""
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, device, torch_module
-from deepep_moe.device import DTYPES, call_stream
+from deepep_moe.device import DTYPES, call_stream, device_index
 from deepep_moe.errors import BufferDestroyedError, EPCapacityError, EPMismatchError, EPPeerError
 from deepep_moe.exchange.backends.base import (
     NO_FUSION,
@@ -152,7 +153,7 @@ class NvlinkBackend:
 
     def check(self) -> None:
         self._exchange.check()
-        _C.gpu_gate_check()
+        _C.gpu_gate_check(device_index(self.device))
 
     def take_failure(self) -> Exception | None:
         if torch.cuda.is_current_stream_capturing():
@@ -175,7 +176,10 @@ class NvlinkBackend:
             self.refuse(message)
 
     def settle(self) -> int:
-        return self._exchange.settle()
+        number = self._exchange.settle()
+        with contextlib.suppress(ValueError):  # a gate may have seen rows that a failed call has left
+            _C.gpu_gate_check(device_index(self.device))
+        return number
 
     def destroy(self) -> None:
         self._exchange = None
