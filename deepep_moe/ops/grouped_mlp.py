@@ -103,12 +103,11 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | No
     for name, tensor, shape in ((name, tensor, shape) for name, tensor, shape in shapes if tensor is not None):
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
-    for name, tensor in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype} and x {x.dtype}; cast one of them, or use autocast")
-    for name, tensor in (("w1", w1), ("w2", w2)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} with strides {list(tensor.stride())} is not contiguous; pass {name}.contiguous()")
+    for name, weight in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
+        if weight is not None and weight.dtype != x.dtype:
+            raise TypeError(f"{name} has dtype {weight.dtype} and x {x.dtype}; cast one of them, or use autocast")
+        if weight is not None and weight.dim() == 3 and not weight.is_contiguous():
+            raise ValueError(f"{name} with strides {list(weight.stride())} is not contiguous; pass {name}.contiguous()")
 
 
 # ---- activations ----

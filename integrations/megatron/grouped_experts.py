@@ -67,9 +67,10 @@ class GroupedMLP(SequentialMLP):
                 sum may hold anything, and come out as zeros.
             permuted_probs: [R] fp32 or fp64.
         """
-        rows, probs = permuted_local_hidden_states, permuted_probs
+        rows = permuted_local_hidden_states
+        probs: Tensor | None = permuted_probs
         if self.config.moe_apply_probs_on_input:
-            scale = clear_tail(probs, tokens_per_expert).unsqueeze(-1)
+            scale = clear_tail(permuted_probs, tokens_per_expert).unsqueeze(-1)
             rows, probs = (scale * clear_tail(rows, tokens_per_expert)).to(rows.dtype), None
         first, second = self.linear_fc1, self.linear_fc2
         output = grouped_mlp(
@@ -136,6 +137,7 @@ def _collapse(experts: GroupedMLP, incompatible_keys: Any = None) -> None:
 class _Stacked(torch.nn.Module):
     """The weights and biases of one linear layer of all experts. They are taken from the layers, which keep none."""
 
+    weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 
     def __init__(self, linears: list[Any]):
