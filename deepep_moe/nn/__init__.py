@@ -1,7 +1,8 @@
 """Modules for mixture-of-experts layers, with no framework around them."""
 
 from deepep_moe.low_latency.overlap import Span, Timeline, overlapped, routed_experts
+from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.moe import LocalExperts, MoELayer, SwiGLU
 from deepep_moe.nn.router import Router
 
-__all__ = ["LocalExperts", "MoELayer", "Router", "Span", "SwiGLU", "Timeline", "overlapped", "routed_experts"]
+__all__ = ["GroupedExperts", "LocalExperts", "MoELayer", "Router", "Span", "SwiGLU", "Timeline", "overlapped", "routed_experts"]

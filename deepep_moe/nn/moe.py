@@ -11,6 +11,7 @@ from deepep_moe.arguments import check_is_tensor
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.router import Router
 
 
@@ -52,6 +53,12 @@ class LocalExperts(nn.Module):
         return torch.cat(outputs)
 
 
+def _num_experts(experts: nn.Module) -> int | None:
+    if isinstance(experts, LocalExperts):
+        return len(experts.experts)
+    return experts.num_local_experts if isinstance(experts, GroupedExperts) else None
+
+
 def _check_output(who: str, y: Any, x: Tensor) -> None:
     check_is_tensor(f"the output of {who}", y)
     if y.shape != x.shape:
@@ -69,7 +76,8 @@ class MoELayer(nn.Module):
     Args:
         router: decides; its hidden, num_experts and num_topk are the layer's. Its parameters are replicated on all ranks.
         experts: the experts of this rank: a sequence of modules [num_rows, hidden] -> [num_rows, hidden], one per local expert; or one
-            module called as `experts(x [num_rows, hidden], num_rows_per_expert [num_local_experts])`, for grouped kernels.
+            module called as `experts(x [num_rows, hidden], num_rows_per_expert [num_local_experts])`, with the counts on the device of x:
+            `GroupedExperts`, or your own.
         shared_expert: a module [num_tokens, hidden] -> [num_tokens, hidden], replicated on all ranks.
         buffer: one made for the router's settings, or None: the layer makes its own from the rest. Layers that run one after another
             should share one: on a GPU, for 4096 tokens, each takes from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168).
@@ -113,9 +121,10 @@ class MoELayer(nn.Module):
                 f"the buffer was made for hidden, num_experts, num_topk = {made_for}, "
                 f"the router has {(router.hidden, router.num_experts, router.num_topk)}; they must be the same"
             )
-        if isinstance(self.experts, LocalExperts) and len(self.experts.experts) != self.buffer.num_local_experts:
+        given = _num_experts(self.experts)
+        if given is not None and given != self.buffer.num_local_experts:
             raise ValueError(
-                f"{len(self.experts.experts)} experts were given; this rank of {self.buffer.num_ranks} holds "
+                f"{given} experts were given; this rank of {self.buffer.num_ranks} holds "
                 f"{self.buffer.num_local_experts} of {router.num_experts}"
             )
 

@@ -1,17 +1,23 @@
-"""Operations on one rank, each a function with autograd that torch.compile traces, beside its definition in `deepep_moe.reference`."""
+"""Operations on one rank, each a function with autograd, beside its definition in `deepep_moe.reference`.
+
+torch.compile traces them, except `grouped_mlp`, at which it breaks the graph.
+"""
 
 from deepep_moe.ops.balance import global_aux_loss, sequence_aux_loss, update_expert_bias
 from deepep_moe.ops.dense import nodes_per_token, to_dense
 from deepep_moe.ops.gate import FullGateOutput, GateOutput, check_gate, gate, gate_full
+from deepep_moe.ops.grouped_mlp import clear_tail, grouped_mlp
 from deepep_moe.ops.quant import quantize_fp8
 
 __all__ = [
     "FullGateOutput",
     "GateOutput",
     "check_gate",
+    "clear_tail",
     "gate",
     "gate_full",
     "global_aux_loss",
+    "grouped_mlp",
     "nodes_per_token",
     "quantize_fp8",
     "sequence_aux_loss",

@@ -3,6 +3,7 @@
 from deepep_moe.reference import low_latency
 from deepep_moe.reference.exchange import Received, combine, combine_lane_values, dispatch, layout, rank_of
 from deepep_moe.reference.gate import gate, gate_shares
+from deepep_moe.reference.grouped_mlp import grouped_mlp
 from deepep_moe.reference.quant import quantize_fp8
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "dispatch",
     "gate",
     "gate_shares",
+    "grouped_mlp",
     "layout",
     "low_latency",
     "quantize_fp8",

@@ -38,6 +38,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="deepep_moe routes too (default: without --compare: it rounds last bits in its own way, which training amplifies)",
     )
+    parser.add_argument("--grouped-experts", action="store_true", help="deepep_moe runs the experts too, all of a layer at once")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")

@@ -27,6 +27,7 @@ class Settings:
     device: str = "cpu"
     backend: str = "auto"
     gate: bool = True
+    grouped_experts: bool = False
     steps: int = 400
     seed: int = 1234
     seq_length: int = 128
@@ -141,7 +142,9 @@ def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
         warnings.filterwarnings("ignore", module=module)
     if settings.device == "cuda":
         _repeat_exactly()
-    options = {"backend": settings.backend, "gate": settings.gate} if settings.dispatcher == "deepep_moe" else None
+    options = None
+    if settings.dispatcher == "deepep_moe":
+        options = {"backend": settings.backend, "gate": settings.gate, "grouped_experts": settings.grouped_experts}
     sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
     with model_parallel(settings.device, **sizes, seed=settings.seed, options=options) as device:
         result = _loop(Trainer(settings, device), data.load_corpus(), rank, num_ranks)

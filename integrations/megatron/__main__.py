@@ -44,6 +44,11 @@ def _parser() -> argparse.ArgumentParser:
         help="let the gate of deepep_moe choose the experts where it can (default), or leave routing to Megatron-Core",
     )
     parser.add_argument("--num-sms", type=int, metavar="N", help="on GPUs, the SMs that send (default: the buffer's own choice)")
+    parser.add_argument(
+        "--grouped-experts",
+        action="store_true",
+        help="run the experts of a layer at once where Megatron-Core would run one after another (SequentialMLP)",
+    )
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
     return parser
@@ -60,6 +65,7 @@ def main() -> None:
         expert_alignment=options.expert_alignment,
         gate=options.gate,
         num_sms=options.num_sms,
+        grouped_experts=options.grouped_experts,
     )
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.

@@ -12,3 +12,4 @@ class Options:
     expert_alignment: int = 1
     gate: bool = True
     num_sms: int | None = None
+    grouped_experts: bool = False

@@ -61,6 +61,10 @@ def is_selected(config: Any) -> bool:
     return getattr(config, _BACKEND_FIELD) == BACKEND_NAME
 
 
+def _is_ours(config: Any) -> bool:
+    return config.moe_token_dispatcher_type == "flex" and is_selected(config)
+
+
 def _check_version() -> None:
     """Raise EPError for a Megatron-Core that is too old, and warn about one that is newer than the tested ones."""
     import megatron.core
@@ -149,6 +153,7 @@ def enable(
     expert_alignment: int = 1,
     gate: bool = True,
     num_sms: int | None = None,
+    grouped_experts: bool = False,
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -176,6 +181,8 @@ def enable(
             fp32, router replay, ...) a warning says why and Megatron-Core's own routing runs, as with False. Logits that are not finite
             raise ValueError. The gate does not see changes of its probs and routing_map behind autograd's back (`.data`, `.numpy()`).
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
+        grouped_experts: where Megatron-Core would build a `SequentialMLP`, build experts whose products run at once for all experts, with
+            the same weights and checkpoints. Other classes of experts, such as TEGroupedMLP, stay.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -188,11 +195,12 @@ def enable(
     if num_max_tokens_per_rank is not None:
         num_max_tokens_per_rank = _positive("num_max_tokens_per_rank", num_max_tokens_per_rank)
     check_num_sms(num_sms)
-    if not isinstance(gate, bool):
-        raise ValueError(f"gate is {gate!r}; it must be True or False")
+    for name, value in (("gate", gate), ("grouped_experts", grouped_experts)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be True or False")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {offered(BACKENDS)}")
-    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms)
+    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, grouped_experts)
     if _enabled is not None:
         if _enabled.options != options:
             raise ValueError(f"deepep_moe is already enabled with {_enabled.options}, and not with {options}; call disable() first")
@@ -211,7 +219,11 @@ def enable(
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
         patches.set(TransformerConfig, "__post_init__", _keeping_the_choice(TransformerConfig.__post_init__))
         if gate:
-            serve_routers(patches, lambda config: config.moe_token_dispatcher_type == "flex" and is_selected(config))
+            serve_routers(patches, _is_ours)
+        if grouped_experts:
+            from deepep_moe.integrations.megatron.grouped_experts import serve_experts
+
+            serve_experts(patches, _is_ours)
         _enabled = _Enabled(options, buffers, patches, _widen_choices())
     except BaseException:
         patches.restore()

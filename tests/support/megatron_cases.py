@@ -39,6 +39,16 @@ def layer_config(**switches: Any) -> Any:
     return TransformerConfig(**(defaults | switches))
 
 
+def expert_biases() -> dict[str, Any]:
+    """Switches for experts with biases; none where this Megatron-Core has no such experts."""
+    switches = {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None}  # shared experts have no biases
+    try:
+        layer_config(**switches)
+    except AssertionError:  # 0.13
+        return {}
+    return switches
+
+
 @contextlib.contextmanager
 def model_parallel(device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: int = 1, **options: Any) -> Iterator[dict[str, int]]:
     """Megatron-Core with these groups and deepep_moe enabled; yields the sizes as config fields. Undoes everything."""

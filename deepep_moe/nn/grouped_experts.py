@@ -1,0 +1,114 @@
+"""The experts of one rank as one module, whose products run for all of them at once."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepep_moe.arguments import as_int, check_bool
+from deepep_moe.ops.grouped_mlp import Activation, grouped_mlp
+
+
+class GroupedExperts(nn.Module):
+    """The feed-forward networks of a rank's experts: `down(silu(gate(x)) * up(x))`, or `down(activation(up(x)))` with `gated=False`.
+
+    Takes the place of `LocalExperts` in a `MoELayer`, with one parameter for all experts where that has one for each. The host launches the
+    same number of kernels for any number of experts, and waits for no counts (`deepep_moe.ops.grouped_mlp` says when).
+
+    Args:
+        num_local_experts: experts of this rank.
+        hidden: columns of the input and the output.
+        intermediate: columns between the two products.
+        gated: SwiGLU (arXiv 2002.05202), else `activation`.
+        activation: a function [num_rows, intermediate] -> the same, only with `gated=False`. Default `torch.nn.functional.gelu`.
+        bias: add a bias after each product.
+        recompute_activation: keep less for the backward, which computes the activation once more.
+        zero_tail: as in `deepep_moe.ops.grouped_mlp`.
+        device, dtype: of the parameters. The grouped kernels of PyTorch need bfloat16, and `hidden` and `intermediate` multiples of 8.
+
+    Attributes:
+        up: [num_local_experts, intermediate, hidden] parameter. With `gated` [num_local_experts, 2 * intermediate, hidden], and the gate's
+            rows come first, as in `SwiGLU.gate_up`.
+        down: [num_local_experts, hidden, intermediate] parameter.
+        up_bias, down_bias: [num_local_experts, rows of a matrix] parameters, or None.
+
+    Raises:
+        TypeError: a setting has another type.
+        ValueError: a size is not positive, or `activation` comes with `gated=True`.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        gated: bool = True,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        bias: bool = False,
+        recompute_activation: bool = False,
+        zero_tail: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        switches = {"gated": gated, "bias": bias, "recompute_activation": recompute_activation, "zero_tail": zero_tail}
+        for name, value in switches.items():
+            check_bool(name, value)
+        self.num_local_experts = _positive("num_local_experts", num_local_experts)
+        self.hidden, self.intermediate = _positive("hidden", hidden), _positive("intermediate", intermediate)
+        self.gated, self.recompute_activation, self.zero_tail = gated, recompute_activation, zero_tail
+        self.activation = _activation(gated, activation)
+        inner = 2 * self.intermediate if gated else self.intermediate
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.up = nn.Parameter(torch.empty(self.num_local_experts, inner, self.hidden, **factory))
+        self.down = nn.Parameter(torch.empty(self.num_local_experts, self.hidden, self.intermediate, **factory))
+        self.up_bias = nn.Parameter(torch.empty(self.num_local_experts, inner, **factory)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(self.num_local_experts, self.hidden, **factory)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights and biases as `torch.nn.Linear` does."""
+        for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor, num_rows_per_expert: Tensor | Sequence[int], probs: Tensor | None = None) -> Tensor:
+        """Return each row's output, times its prob.
+
+        Args:
+            x: [num_rows, hidden] grouped by expert, in the dtype of the parameters unless under autocast.
+            num_rows_per_expert: [num_local_experts], on the device of x or on the host. Their sum is at most num_rows. Rows behind it may
+                hold anything and come out as zeros.
+            probs: [num_rows] fp32, or None for ones. A `MoELayer` gives none, as its combine weights the rows.
+
+        Returns:
+            [num_rows, hidden] in the dtype of x.
+
+        Raises:
+            TypeError, ValueError: as `deepep_moe.ops.grouped_mlp`.
+        """
+        return grouped_mlp(
+            x, num_rows_per_expert, self.up, self.down, b1=self.up_bias, b2=self.down_bias, probs=probs, activation=self.activation,
+            recompute_activation=self.recompute_activation, zero_tail=self.zero_tail,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        sizes = f"num_local_experts={self.num_local_experts}, hidden={self.hidden}, intermediate={self.intermediate}"
+        return f"{sizes}, gated={self.gated}, bias={self.up_bias is not None}"
+
+
+def _positive(name: str, value: Any) -> int:
+    if (number := as_int(name, value)) < 1:
+        raise ValueError(f"{name} is {number}; it must be a positive whole number")
+    return number
+
+
+def _activation(gated: bool, activation: Callable[[Tensor], Tensor] | None) -> Activation:
+    if gated and activation is not None:
+        raise ValueError(f"activation is {activation!r}, but gated experts use SwiGLU; pass gated=False, or leave activation out")
+    return "swiglu" if gated else activation or nn.functional.gelu

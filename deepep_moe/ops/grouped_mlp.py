@@ -1,0 +1,241 @@
+"""The feed-forward networks of several experts at once: two grouped products, and between them the activation, scaled by the gate's probs.
+
+On Hopper and Blackwell GPUs the host launches a fixed number of kernels for any number of experts, and waits for none.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from deepep_moe.arguments import check_is_tensor
+from deepep_moe.ops.grouped_products import Groups, group_sums, multiply, multiply_back, weight_gradients
+
+Activation = Literal["swiglu"] | Callable[[Tensor], Tensor]
+
+
+def grouped_mlp(
+    x: Tensor,
+    counts: Tensor | Sequence[int],
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    probs: Tensor | None = None,
+    activation: Activation = "swiglu",
+    recompute_activation: bool = False,
+    zero_tail: bool = True,
+) -> Tensor:
+    """Return, for each row of expert e, `(act(x @ w1[e].T + b1[e]) * prob) @ w2[e].T + b2[e] * prob`.
+
+    Differentiable once in x, weights, biases and probs. The counts may be on the GPU, which the host then does not wait for. Rows behind
+    the last expert's, the tail, have no expert. They may hold anything, NaN too: no other row and no gradient of a weight, bias or prob
+    reads them.
+
+    bfloat16 rows on Hopper and Blackwell GPUs use `torch.nn.functional.grouped_mm`. Otherwise the products run one expert after another;
+    on GPUs a warning says why, once. Under autocast x, weights and biases are cast first.
+
+    Args:
+        x: [num_rows, in], grouped by expert, fp32, bf16 or fp16.
+        counts: [num_experts] int64 or int32, the rows of each expert: on the device of x, or on the CPU, or a list. Their sum is at most
+            num_rows. On a GPU this is not checked: rows that do not exist are not read.
+        w1: [num_experts, inner, in] contiguous, in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first.
+        w2: [num_experts, out, intermediate] contiguous, in the dtype of x.
+        b1, b2: [num_experts, inner] and [num_experts, out] in the dtype of x.
+        probs: [num_rows] fp32 or another floating-point dtype. None stands for ones.
+        activation: "swiglu" for `silu(gate) * up`, or a function [num_rows, inner] -> [num_rows, intermediate] that treats each row alone.
+        recompute_activation: keep only `x @ w1.T` and probs for the backward, and compute the activation there once more.
+        zero_tail: clear the tail of the result and of x's gradient. With counts on a GPU that costs a pass over each. False leaves any
+            values there, for a caller that does not read them. The tail of the probs' gradient is always zero.
+
+    Returns:
+        [num_rows, out] in the dtype of x. Operations and roundings are those of the expression in this dtype, as PyTorch evaluates it
+        eagerly; a product with a prob is rounded once.
+
+    Raises:
+        TypeError, ValueError: a tensor has another type, dtype, shape or device, or counts on the host do not fit.
+    """
+    x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
+    _check(x, w1, w2, b1, b2, probs)
+    groups = Groups(counts, len(w1), x)
+    act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
+    inner = _Linear.apply(x, w1, b1, groups, zero_tail)
+    return _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail)
+
+
+def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+    """Return values [num_rows, ...] with zeros behind the rows that `counts` [num_experts] names. Differentiable; does not wait."""
+    return _ClearTail.apply(values, Groups(counts, len(counts), values))
+
+
+# ---- checks ----
+
+
+def _is_swiglu(activation: Activation) -> bool:
+    if activation == "swiglu" or callable(activation):
+        return activation == "swiglu"
+    raise ValueError(f"activation is {activation!r}; it must be 'swiglu' or a function")
+
+
+def _autocast(*tensors: Tensor | None) -> Any:
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def _check(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, probs: Tensor | None) -> None:
+    for name, tensor, dims in (("x", x, 2), ("w1", w1, 3), ("w2", w2, 3)):
+        check_is_tensor(name, tensor)
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must have {dims} dimensions")
+    if w1.shape[2] != x.shape[1] or w2.shape[0] != w1.shape[0] or w1.shape[0] == 0:
+        raise ValueError(
+            f"x, w1 and w2 have shapes {list(x.shape)}, {list(w1.shape)} and {list(w2.shape)}; they must be [num_rows, in], "
+            "[num_experts, inner, in] and [num_experts, out, intermediate] with at least one expert"
+        )
+    shapes = (("b1", b1, w1.shape[:2]), ("b2", b2, w2.shape[:2]), ("probs", probs, x.shape[:1]))
+    for name, tensor, shape in ((name, tensor, shape) for name, tensor, shape in shapes if tensor is not None):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+    for name, weight in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
+        if weight is not None and weight.dtype != x.dtype:
+            raise TypeError(f"{name} has dtype {weight.dtype} and x {x.dtype}; cast one of them, or use autocast")
+        if weight is not None and weight.dim() == 3 and not weight.is_contiguous():
+            raise ValueError(f"{name} with strides {list(weight.stride())} is not contiguous; pass {name}.contiguous()")
+
+
+# ---- activations ----
+
+
+def _scaled(values: Tensor, probs: Tensor | None) -> Tensor:
+    """Multiply values by probs in place, where they fit, with one rounding."""
+    return values if probs is None else values.mul_(probs.unsqueeze(-1))
+
+
+class _SwiGLU:
+    """silu(gate) * up * prob, for inner = gate and up side by side."""
+
+    def forward(self, inner: Tensor, probs: Tensor | None) -> Tensor:
+        gate, up = inner.chunk(2, dim=-1)
+        return _scaled(silu(gate).mul_(up), probs)
+
+    def backward(self, grad: Tensor, inner: Tensor, probs: Tensor | None, with_output: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of inner and probs, and the output again if asked for. Overwrites grad."""
+        gate, up = inner.chunk(2, dim=-1)
+        activated = silu(gate)
+        product = activated * up
+        grad_probs = None if probs is None else grad.to(probs.dtype, copy=True).mul_(product).sum(-1)
+        grad = _scaled(grad, probs)
+        grad_inner = torch.empty_like(inner)
+        grad_gate, grad_up = grad_inner.chunk(2, dim=-1)
+        torch.mul(grad, activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+        return grad_inner, grad_probs, _scaled(product, probs) if with_output else None
+
+
+class _AnyActivation:
+    """Any function times prob. Its backward is that of PyTorch, for a second forward."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        self._function = function
+
+    def forward(self, inner: Tensor, probs: Tensor | None) -> Tensor:
+        values = self._function(inner)
+        return values if probs is None else (values * probs.unsqueeze(-1)).to(values.dtype)
+
+    def backward(self, grad: Tensor, inner: Tensor, probs: Tensor | None, with_output: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (inner, probs) if tensor is not None]
+        with torch.enable_grad():
+            output = self.forward(leaves[0], leaves[1] if probs is not None else None)
+            grads = torch.autograd.grad(output, leaves, grad)
+        return grads[0], grads[1] if probs is not None else None, output.detach() if with_output else None
+
+
+# ---- autograd ----
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w.T + b. The tail of the result is not set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.groups, ctx.zero_tail = groups, zero_tail
+        result = multiply(x, w, groups)
+        return result if b is None else result.add_(groups.spread(b))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, w), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
+        grad_x = multiply_back(grad, w, groups) if needs[0] else None
+        if grad_x is not None and ctx.zero_tail:
+            groups.clear_tail(grad_x)
+        grad_w = weight_gradients(grad, x, groups) if needs[1] else None
+        return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    """act(inner) * prob @ w.T + b * prob."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inner: Tensor,
+        probs: Tensor | None,
+        w: Tensor,
+        b: Tensor | None,
+        groups: Groups,
+        act: "_SwiGLU | _AnyActivation",
+        recompute: bool,
+        zero_tail: bool,
+    ) -> Tensor:
+        activated = act.forward(inner, probs)
+        if activated.shape[1] != w.shape[2]:
+            raise ValueError(
+                f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {activated.shape[1]}; "
+                "the last dimension of w2 must be this"
+            )
+        ctx.save_for_backward(inner, probs, w, b, None if recompute else activated)
+        ctx.groups, ctx.act = groups, act
+        result = multiply(activated, w, groups)
+        if b is not None:
+            bias = groups.spread(b)
+            result.add_(bias if probs is None else bias * probs.unsqueeze(-1))
+        return groups.clear_tail(result) if zero_tail else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inner, probs, w, b, activated), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
+        grad_inner, grad_probs, again = ctx.act.backward(multiply_back(grad, w, groups), inner, probs, activated is None)
+        grad_w = weight_gradients(grad, again if activated is None else activated, groups) if needs[2] else None
+        grad_b = None
+        if b is not None:
+            grad_b = group_sums(_times(grad, probs), groups)
+            if grad_probs is not None:
+                grad_probs += (groups.spread(b).to(grad_probs.dtype) * grad).sum(-1)
+        if grad_probs is not None:
+            groups.clear_tail(grad_probs)
+        return grad_inner, grad_probs, grad_w, grad_b, None, None, None, None
+
+
+def _times(rows: Tensor, probs: Tensor | None) -> Tensor:
+    return rows if probs is None else (rows * probs.unsqueeze(-1)).to(rows.dtype)
+
+
+class _ClearTail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return groups.clear_tail(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.groups.clear_tail(grad.clone()), None

@@ -1,0 +1,40 @@
+"""Sharded checkpoints of a parameter that holds those of several experts."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+
+def stack_sharded(of_experts: list[ShardedTensor | ShardedTensorFactory], parameter: torch.Tensor, key: str) -> ShardedTensorFactory:
+    """Return an entry for a stacked parameter [num_experts, ...] that saves and loads the entries of the experts.
+
+    The optimizer calls it with its own states of that parameter, which have the parameter's shape. `key` stands for the experts' keys,
+    which may differ from one another, and the optimizer puts a name before it.
+    """
+
+    def build(full_key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
+        if flattened_range is not None:
+            raise ValueError(
+                f"{full_key}: the optimizer saves a flattened range of grouped experts, which cannot be split by expert; choose another "
+                "distrib_optim_sharding_type than 'fully_sharded_model_space', such as 'dp_reshardable' or 'fully_reshardable'"
+            )
+        pairs = zip(of_experts, data, strict=True)
+        return [_entry(entry, full_key.replace(key, entry.key), of_expert, replica_id) for entry, of_expert in pairs]
+
+    def merge(loaded: list[Any]) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack([_tensor(entry, part) for entry, part in zip(of_experts, loaded, strict=True)])
+
+    return ShardedTensorFactory(key, parameter, build, merge, of_experts[0].replica_id)
+
+
+def _entry(entry: Any, key: str, data: torch.Tensor, replica_id: Any) -> Any:
+    if isinstance(entry, ShardedTensorFactory):
+        return replace(entry, key=key, data=data, replica_id=replica_id).build()
+    return replace(entry, key=key, data=data, dtype=data.dtype, replica_id=replica_id)
+
+
+def _tensor(entry: Any, loaded: Any) -> torch.Tensor:
+    return entry.merge_fn(loaded) if isinstance(entry, ShardedTensorFactory) else loaded

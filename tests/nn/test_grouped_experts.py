@@ -1,0 +1,123 @@
+"""GroupedExperts against a module for each expert, alone and in a MoELayer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from deepep_moe.nn import GroupedExperts, LocalExperts, MoELayer, Router, SwiGLU
+from deepep_moe.testing import run_ranks
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS = 16, 24, 4
+
+
+def swiglus(num_experts):
+    torch.manual_seed(3)
+    return [SwiGLU(HIDDEN, INTERMEDIATE) for _ in range(num_experts)]
+
+
+def grouped_of(modules):
+    """GroupedExperts with the weights of these."""
+    grouped = GroupedExperts(len(modules), HIDDEN, INTERMEDIATE)
+    with torch.no_grad():
+        for index, module in enumerate(modules):
+            grouped.up[index] = module.gate_up.weight
+            grouped.down[index] = module.down.weight
+    return grouped
+
+
+def plain_of(grouped, index):
+    """One expert of GroupedExperts with biases and without a gate, as a module."""
+    first, second = nn.Linear(HIDDEN, INTERMEDIATE), nn.Linear(INTERMEDIATE, HIDDEN)
+    with torch.no_grad():
+        for linear, weight, bias in ((first, grouped.up, grouped.up_bias), (second, grouped.down, grouped.down_bias)):
+            linear.weight.copy_(weight[index])
+            linear.bias.copy_(bias[index])
+    return nn.Sequential(first, nn.ReLU(), second)
+
+
+def test_by_hand():
+    """silu(0) = 0 for the first expert; the second has silu(1) * 2 * 3 = 6 / (1 + e^-1) = 4.38635."""
+    experts = GroupedExperts(2, 1, 1)
+    with torch.no_grad():
+        experts.up.copy_(torch.tensor([[[0.0], [1.0]], [[1.0], [2.0]]]))
+        experts.down.copy_(torch.tensor([[[5.0]], [[3.0]]]))
+    y = experts(torch.ones(2, 1), [1, 1])
+    torch.testing.assert_close(y, torch.tensor([[0.0], [4.3863511]]))
+
+
+def test_like_local_experts():
+    modules = swiglus(3)
+    grouped, local = grouped_of(modules), LocalExperts(copy.deepcopy(modules))
+    x = torch.randn(9, HIDDEN)
+    for experts in (grouped, local):
+        experts(x, [4, 0, 5]).square().sum().backward()
+    torch.testing.assert_close(grouped(x, [4, 0, 5]), local(x, [4, 0, 5]))
+    torch.testing.assert_close(grouped.up.grad, torch.stack([module.gate_up.weight.grad for module in local.experts]))
+    torch.testing.assert_close(grouped.down.grad, torch.stack([module.down.weight.grad for module in local.experts]))
+
+
+def test_biases_and_another_activation():
+    torch.manual_seed(1)
+    grouped = GroupedExperts(2, HIDDEN, INTERMEDIATE, gated=False, activation=nn.functional.relu, bias=True)
+    local = LocalExperts([plain_of(grouped, index) for index in range(2)])
+    x = torch.randn(7, HIDDEN)
+    for experts in (grouped, local):
+        experts(x, [3, 4]).square().sum().backward()
+    torch.testing.assert_close(grouped(x, [3, 4]), local(x, [3, 4]))
+    for name, number, kind in (("up", 0, "weight"), ("up_bias", 0, "bias"), ("down", 2, "weight"), ("down_bias", 2, "bias")):
+        expected = torch.stack([getattr(expert[number], kind).grad for expert in local.experts])
+        torch.testing.assert_close(getattr(grouped, name).grad, expected, msg=name)
+
+
+def layer_on_ranks(rank, num_ranks):
+    modules = swiglus(NUM_EXPERTS)[rank * NUM_EXPERTS // num_ranks : (rank + 1) * NUM_EXPERTS // num_ranks]
+    torch.manual_seed(0)
+    router = Router(HIDDEN, NUM_EXPERTS, 2)
+    x = torch.randn(6 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    results = []
+    for experts in (grouped_of(modules), modules):
+        layer = MoELayer(copy.deepcopy(router), experts, num_max_tokens_per_rank=64, expert_alignment=4)
+        rows = x.clone().requires_grad_()
+        y = layer(rows)
+        y.square().sum().backward()
+        results.append((y.detach(), rows.grad, layer.router.weight.grad, sum(p.grad.square().sum() for p in layer.expert_parameters())))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_in_a_layer(num_ranks):
+    run_ranks(layer_on_ranks, num_ranks)
+
+
+def test_initialization_is_that_of_linear():
+    experts = GroupedExperts(8, 64, 16, bias=True)
+    for weight, bias, columns in ((experts.up, experts.up_bias, 64), (experts.down, experts.down_bias, 16)):
+        for values in (weight, bias):
+            assert 0.9 * columns**-0.5 < values.abs().max() <= columns**-0.5
+
+
+REFUSED = {
+    "hidden is 0; it must be a positive whole number": {"hidden": 0},
+    "but gated experts use SwiGLU; pass gated=False, or leave activation out": {"activation": torch.relu},
+    "bias is 1; it must be a bool": {"bias": 1},
+    "num_local_experts is 2.0; it must be an int": {"num_local_experts": 2.0},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        GroupedExperts(**({"num_local_experts": 2, "hidden": 4, "intermediate": 4} | REFUSED[message]))
+    assert message in str(raised.value)
+
+
+def wrong_number(rank, num_ranks):
+    with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
+        MoELayer(Router(HIDDEN, NUM_EXPERTS, 2), GroupedExperts(3, HIDDEN, INTERMEDIATE), num_max_tokens_per_rank=8)
+
+
+def test_a_layer_refuses_another_number_of_experts():
+    run_ranks(wrong_number, 1)
