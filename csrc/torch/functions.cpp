@@ -92,9 +92,11 @@ variable_list natively(int64_t number, const Call& call) {
 
 // Of the backward pass that runs. PyTorch calls what is queued at the end of a pass, and only drops it where the pass fails.
 struct PassWatch {
-    int64_t number, num_calls;
+    const int64_t number, num_calls;
     bool is_over = false;
 
+    explicit PassWatch(const Calls& calls) : number(calls.settings.number), num_calls(calls.num_calls()) {}
+    PassWatch(const PassWatch&) = delete;
     ~PassWatch() {
         if (is_over || Py_IsInitialized() == 0) return;
         const py::gil_scoped_acquire gil;
@@ -109,7 +111,7 @@ struct PassWatch {
 // If the pass that runs fails before its next call of the buffer, the peers, which would wait for that, learn it.
 void watch_pass(const Calls& calls) {
     if (torch::autograd::get_current_graph_task_id() < 0) return;  // somebody calls a node, and no pass runs
-    auto watch = std::make_shared<PassWatch>(PassWatch{calls.settings.number, calls.num_calls()});
+    auto watch = std::make_shared<PassWatch>(calls);
     torch::autograd::Engine::get_default_engine().queue_callback([watch = std::move(watch)] { watch->is_over = true; });
 }
 
