@@ -260,8 +260,10 @@ class Buffer(Sizes):
         """Bring the ranks back into step after an error, whatever calls each of them has made since. What has failed is forgotten, and a
         call whose hook was not called is dropped. Handles of dispatches that succeeded stay valid.
 
-        Collective: every rank of the group calls it once it has caught its error. Waits for the GPU and for the peers. Raises EPTimeoutError
-        that names a rank which does not come, and EPError where only a new Buffer helps: docs/design/failures.md says after what.
+        Collective: every rank of the group calls it once it has caught its error. Waits for the GPU and for the peers.
+
+        Raises EPTimeoutError naming a rank that does not come, EPError where only a new Buffer helps; docs/design/failures.md says after
+        what.
         """
         s = self._settings
         self.calls.recover(lambda number: gather_objects(number, self._group, s.num_ranks, "recovery of a Buffer", s.timeout_s, int))

@@ -61,7 +61,8 @@ def make_model(rank, num_ranks, backend):
         MoELayer(Router(HIDDEN, 2 * num_ranks, 2), [Expert(HIDDEN, HIDDEN) for _ in range(2)], Expert(HIDDEN, HIDDEN), buffer=buffer)
         for _ in range(2)
     ]
-    return torch.nn.Sequential(*layers).to(device), torch.randn(8, HIDDEN, device=device), [layer.experts.experts[1] for layer in layers], buffer
+    experts = [layer.experts.experts[1] for layer in layers]
+    return torch.nn.Sequential(*layers).to(device), torch.randn(8, HIDDEN, device=device), experts, buffer
 
 
 def make_step(model, x):
@@ -103,10 +104,17 @@ def test_layer(num_ranks, backend):
 
 
 def fails_on_gpus(rank, num_ranks):
-    """A peer learns it in its next call, which it has made by then and the culprit has not."""
+    """A peer has made calls that the culprit has not by the time that it learns it: where it next looks."""
     model, x, experts, buffer = make_model(rank, num_ranks, "nvlink")
     expert = experts[1]
-    step = partial(make_step, model, x)
+
+    def step():
+        model.zero_grad()
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+        buffer.check()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
     step()
     for where in ("fails", "in_backward", "fails", "in_backward"):
         error = RuntimeError(where)

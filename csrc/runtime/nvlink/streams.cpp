@@ -78,9 +78,7 @@ void LastStreams::ends() {
     if (is_external_ && running_ && !captures_) is_marked_ = cudaEventRecord(ended_, *running_) == cudaSuccess;
 }
 
-bool LastStreams::is_done() const {
-    return !running_ || is_ready(is_marked_ ? cudaEventQuery(ended_) : cudaStreamQuery(*running_));
-}
+bool LastStreams::is_done() const { return !running_ || is_ready(is_marked_ ? cudaEventQuery(ended_) : cudaStreamQuery(*running_)); }
 
 // ---- sending beside the call's stream ----
 

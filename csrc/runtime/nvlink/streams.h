@@ -21,11 +21,11 @@ class LastStreams {
 public:
     void create();  // on the current device, before use
     void destroy();
-    void begins(uintptr_t stream) { is_external_ = is_external(stream); }  // a call, or its second half
-    void follow(cudaStream_t stream);                                      // it is the first half, and waits for the call before
+    void begins(uintptr_t stream) { is_external_ = is_external(stream); }   // a call, or its second half
+    void follow(cudaStream_t stream);                                       // it is the first half, and waits for the call before
     void go_on(cudaStream_t stream) { go_on(stream, capture_of(stream)); }  // the rest of the call is on this stream
     void ends();  // what the call enqueues on its stream is there; a second half may follow
-    cudaStream_t running() const { return running_.value_or(nullptr); }    // of the call that is made
+    cudaStream_t running() const { return running_.value_or(nullptr); }  // of the call that is made
     bool is_done() const;  // Is all done that the last call's stream had been given: an external one by the call's end, others by now?
     bool has_captured() const { return capture_ != 0; }
 
@@ -51,7 +51,7 @@ public:
     void has_sent(cudaStream_t stream);     // what is on `stream` by now is the last of it
     void join(cudaStream_t stream);
     bool is_sending() const { return is_sending_; }
-    bool is_done() const;  // all that these streams were given
+    bool is_done() const;                      // all that these streams were given
     void announce_after(cudaStream_t copies);  // `announcing` waits for what is on `copies` by now
 
     cudaStream_t sending = nullptr, copying = nullptr, announcing = nullptr;
