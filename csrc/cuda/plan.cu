@@ -7,7 +7,8 @@
 //   last to count   sums the segments; stores `sequence`, counts at every rank; waits for the peers' `entered` and counts; tells the host
 //   other blocks    wait for `sequence`, then place their tokens: a slot for each destination; the last to place stores `placed`
 //
-// Along a handle the counts are known, and nobody exchanges them. A refusal is entered like a call, and waits for nobody.
+// Along a handle the counts are known, and nobody exchanges them. A refusal is entered like a call and waits for nobody, if it is not one
+// of many in a row.
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"
@@ -33,11 +34,12 @@ __device__ __noinline__ void refuse_handle(const GpuContext& c) {
     __syncthreads();
 }
 
-// All threads of a block, where this rank has not met its peers in `last`, the call before. A peer that is behind still looks at the words
-// of the call before that, which this call is about to overwrite. Once all have entered `last`, none does.
-__device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long last) {
+// All threads of a block, where this rank may not have met its peers in `call` or since. A peer that is behind still looks at words of the
+// call before that: of its entry, or the stamp of a refusal, which this rank is about to overwrite. Once all have entered `call`, none
+// does.
+__device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long call) {
     const int peer = static_cast<int>(threadIdx.x);
-    if (peer < c.config.num_ranks) wait_flag(c, Workspace(c, c.rank).entered(last, peer), last << kValueBits, peer, GpuPhase::kEntry);
+    if (peer < c.config.num_ranks) wait_flag(c, Workspace(c, c.rank).entered(call, peer), call << kValueBits, peer, GpuPhase::kEntry);
     __syncthreads();
 }
 
@@ -50,7 +52,7 @@ __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long
     counts[at] = static_cast<int>(word - expected);
     // A rank that refuses does not wait for its peers, so this may be its refusal of a later call.
     const bool refuses = word >= (expected | kRefused);
-    if (refuses) report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+    if (refuses) report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(sequence), 0);
     return word != 0 && !refuses;
 }
 
@@ -89,7 +91,8 @@ struct Plan {
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
 
     __device__ void enter() const {
-        if (c.state->last_met + 1 != sequence && !is_refusal()) catch_up(c, sequence - 1);
+        const unsigned long long lead = is_refusal() ? kStamps - 1 : 1;  // that this rank may have in its peers
+        if (c.state->last_met + lead < sequence) catch_up(c, sequence - lead);
         const bool is_failed_handle = p.cached && p.recv_counts != nullptr && p.recv_counts[0] < 0, had_given_up = gave_up(c);
         if (is_failed_handle) refuse_handle(c);
         if (static_cast<int>(threadIdx.x) >= config.num_ranks) return;
@@ -278,7 +281,7 @@ struct Plan {
         const unsigned long long seen = wait_word(c, own.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
         if (seen == 0) return false;
         if (peer == c.rank || seen == (sequence << kValueBits | digest(p.stamp.what))) return true;
-        report(c, (seen & kRefused) == 0 ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence & 1), 0);
+        report(c, (seen & kRefused) == 0 ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence), 0);
         return false;
     }
 

@@ -1,7 +1,7 @@
 // Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
 //   entered u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
-//   stamps GpuStamp[2][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_ranks][columns] |
+//   stamps GpuStamp[kStamps][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_ranks][columns] |
 //   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots |
 //   outbox [num_ranks - 1][num_max_tokens] slots
 //
@@ -22,6 +22,7 @@ constexpr int kMaxGpuRanks = 8;
 constexpr int kChunkSlots = 4;            // rows that a warp sends at a time and one flag announces
 constexpr int kReducedSlots = 8;          // rows of the outbox that a sending warp waits for at a time
 constexpr int kArrivedStride = 16;        // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
+constexpr int kStamps = 8;                // calls whose stamps a rank keeps for its peers
 constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
 
 struct GpuWorkspaceConfig {
@@ -76,7 +77,7 @@ struct GpuWorkspaceLayout {
           lanes_ready(entered + 2 * 8 * c.num_ranks),
           left(lanes_ready + 8 * c.num_ranks),
           stamps(left + 8 * c.num_ranks),
-          arrived(divide_up(stamps + 2 * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks, 128) * 128),
+          arrived(divide_up(stamps + kStamps * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks, 128) * 128),
           num_ranks(c.num_ranks),
           columns(c.num_experts + c.num_ranks),
           num_chunks(static_cast<int>(divide_up(c.num_max_tokens, kChunkSlots))),
@@ -91,8 +92,8 @@ struct GpuWorkspaceLayout {
 
     // Offsets of what a rank has in the workspace of another; parity: that of the call.
     DEEPEP_MOE_HD int64_t entered_of(int parity, int source) const { return entered + 8 * (parity * num_ranks + source); }
-    DEEPEP_MOE_HD int64_t stamp_of(int parity, int source) const {
-        return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (parity * num_ranks + source);
+    DEEPEP_MOE_HD int64_t stamp_of(unsigned long long call, int source) const {
+        return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (static_cast<int64_t>(call % kStamps) * num_ranks + source);
     }
     // Slots from a peer of the owner, and for one.
     DEEPEP_MOE_HD int64_t inbox_of(int owner, int peer) const { return inbox + (peer - (peer > owner)) * box_bytes; }

@@ -126,7 +126,7 @@ struct Workspace {
         return flag(layout.arrived, (source * layout.num_chunks + index / kChunkSlots) * kArrivedStride);
     }
     __device__ GpuStamp* stamp(unsigned long long sequence, int source) const {
-        return reinterpret_cast<GpuStamp*>(base + layout.stamp_of(static_cast<int>(sequence & 1), source));
+        return reinterpret_cast<GpuStamp*>(base + layout.stamp_of(sequence, source));
     }
     // [columns] words of a rank.
     __device__ unsigned long long* counts(unsigned long long sequence, int source) const {

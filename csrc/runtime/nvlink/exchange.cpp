@@ -17,9 +17,6 @@ constexpr int64_t kRoundsToLook = 1 << 10;  // of a wait of the host, before it 
 constexpr int64_t kRoundsToAsk = 1 << 20;   // before it asks the GPU and the caller: some tens of milliseconds
 constexpr int kSecondsOfWork = 10;          // that the GPU may have before a call
 
-// Words of the state that a failure leaves as it found them: the next call begins afresh.
-constexpr size_t kStateBytes = sizeof(GpuState) - offsetof(GpuState, gave_up);
-
 // That tell the peers about `num_lanes` lanes of top-k, which takes them microseconds.
 int lane_blocks(int64_t num_lanes) {
     return static_cast<int>(std::clamp<int64_t>(divide_up(num_lanes, tuning::kLanesOfLaneBlock), 1, tuning::kMaxLaneBlocks));
@@ -366,92 +363,5 @@ void NvlinkExchange::copy_block(int peer, int64_t bytes, uintptr_t stream) {
 // This rank's slots in the memory of `peer`, and those for `peer` in its own.
 std::byte* NvlinkExchange::inbox_of(int peer) const { return memory_.of(peer) + layout_.inbox_of(peer, rank_); }
 std::byte* NvlinkExchange::outbox_for(int peer) const { return memory_.of(rank_) + layout_.outbox_of(rank_, peer); }
-
-// ---- failures ----
-
-void NvlinkExchange::check() {
-    check_this_call();
-    if (!has_exceeded_bound()) return;
-    GpuCounts& counts = host_->counts;
-    const int64_t num_rows = std::exchange(counts.exceeding_rows, 0);
-    throw CapacityError("rank " + std::to_string(rank_) + " would receive " + std::to_string(num_rows) +
-                            " rows, more than its num_recv_rows of " + std::to_string(counts.exceeded_bound) +
-                            "; give a larger bound or none",
-                        rank_);
-}
-
-int64_t NvlinkExchange::settle() {
-    const DeviceGuard guard(device_);
-    check_cuda(cudaDeviceSynchronize(), "the GPU failed");
-    failures_.forget(host_->failure, state_words(), kStateBytes);
-    host_->counts.exceeding_rows = 0;
-    void_plan_ = num_plans_;
-    unsigned long long sequence = 0;
-    failures_.read(&sequence, &state_->sequence, sizeof(sequence));
-    return static_cast<int64_t>(sequence);
-}
-
-// Without a bound that was exceeded: a call that has none leaves that of an earlier call to the next.
-void NvlinkExchange::check_this_call() {
-    if (!deepep_moe::has_failed(host_->failure)) return;
-    const DeviceGuard guard(device_);
-    const auto is_done = [&] {
-        if (!last_.has_captured()) return last_.is_done() && streams_.is_done();
-        check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // nobody says on which streams graphs run
-        return true;
-    };
-    const GpuFailure failure = failures_.take(host_->failure, state_words(), kStateBytes, is_done);
-    void_plan_ = num_plans_;
-    raise(in_calls(failure));
-}
-
-// What was expected and seen, as numbers of calls where the words say those.
-GpuFailure NvlinkExchange::in_calls(GpuFailure f) const {
-    const auto phase = static_cast<GpuPhase>(f.phase);
-    if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts)) return f;
-    f.expected >>= kValueBits;
-    f.seen = phase == GpuPhase::kEntry ? last_call_of(f.peer) : f.seen >> kValueBits;
-    return f;
-}
-
-std::string NvlinkExchange::describe(const GpuFailure& f, int rank) const {
-    const std::string me = "rank " + std::to_string(rank);
-    const auto call_of = [&](int peer) { return deepep_moe::describe(unpack(stamp_of(peer, static_cast<int>(f.expected)).what)); };
-    switch (f.kind) {
-        case kMismatch:
-            return "ranks make different calls: " + me + ": " + call_of(rank_) + "; rank " + std::to_string(f.peer) + ": " +
-                   call_of(f.peer);
-        case kPeerRefused: return failures_.peer_refused(f.peer, reason_of(f.peer, static_cast<int>(f.expected)));
-        default: return failures_.describe(f, rank);
-    }
-}
-
-void NvlinkExchange::raise(const GpuFailure& f) const {
-    switch (f.kind) {
-        case kMismatch: throw MismatchError(describe(f, rank_));
-        case kPeerRefused: throw PeerError(describe(f, rank_), f.peer);
-        default: failures_.raise(f);
-    }
-}
-
-// What `peer` has said of its refusal.
-std::string NvlinkExchange::reason_of(int peer, int parity) const {
-    const GpuStamp stamp = stamp_of(peer, parity);
-    return stamp.reason[0] != '\0' ? stamp.reason : describe(in_calls(stamp.why), peer);
-}
-
-// The last call that `peer` has entered, as far as this rank knows.
-long long NvlinkExchange::last_call_of(int peer) const {
-    unsigned long long entered[2];
-    for (int parity = 0; parity < 2; ++parity)
-        failures_.read(&entered[parity], memory_.of(rank_) + layout_.entered_of(parity, peer), sizeof(entered[parity]));
-    return static_cast<long long>(std::max(entered[0], entered[1]) >> kValueBits);
-}
-
-GpuStamp NvlinkExchange::stamp_of(int peer, int parity) const {
-    GpuStamp stamp{};
-    failures_.read(&stamp, memory_.of(rank_) + layout_.stamp_of(parity, peer), sizeof(stamp));
-    return stamp;
-}
 
 }  // namespace deepep_moe

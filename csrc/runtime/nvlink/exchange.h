@@ -58,7 +58,8 @@ public:
     void end_combine(const GpuCombineCall& call, uintptr_t stream);
     // Enters a call and goes no further, for tests of peers that wait in vain.
     void enter(const GpuDispatchCall& call, uintptr_t stream);
-    // Enters a call only to tell the peers that this rank does not make it. Waits for nobody, on the GPU neither.
+    // Enters a call only to tell the peers that this rank does not make it. The host waits for nobody, and the GPU only
+    // where this rank has refused kStamps - 1 calls that some peer has not entered.
     void refuse(const std::string& reason, uintptr_t stream);
 
     // Waits for the GPU, forgets what was reported, and returns how many calls the GPU has entered or refused: replays of graphs count.
@@ -108,8 +109,8 @@ private:
     [[noreturn]] void raise(const GpuFailure& failure) const;
     GpuFailure in_calls(GpuFailure failure) const;
     std::string describe(const GpuFailure& failure, int rank) const;
-    std::string reason_of(int peer, int parity) const;
-    GpuStamp stamp_of(int peer, int parity) const;
+    std::string reason_of(int peer, long long call) const;
+    GpuStamp stamp_of(int peer, long long call) const;
     long long last_call_of(int peer) const;
 
     const GpuWorkspaceConfig config_;
