@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <stdexcept>
+#include <utility>
 
 #include "common/types.h"
 
@@ -43,7 +44,7 @@ inline void relax_cpu() {
 }
 
 // Call `idle` whenever nothing could be done and `progress` whenever something was. Spins, then yields, then sleeps; looks at the
-// peers every few milliseconds; fails when nothing was done for the monitor's deadline. `lacks(report)` must call `report(Lack)`
+// peers every few milliseconds; fails when nothing was done for the monitor's deadline, nor at one more look after it. `lacks(report)` must call `report(Lack)`
 // for everything waited for; the blame goes to the first peer that is not itself waiting.
 class Waiter {
 public:
@@ -51,7 +52,7 @@ public:
 
     void progress() {
         rounds_ = 0;
-        suspected_ = false;
+        suspected_ = is_overdue_ = false;
     }
 
     template <class Lacks>
@@ -89,6 +90,8 @@ private:
             suspected_ = true;
         });
         if (std::chrono::duration<double>(Clock::now() - began_).count() < monitor_.timeout_s()) return;
+        // The time may have passed while this process was stopped or in a signal's handler: what came meanwhile is taken first.
+        if (!std::exchange(is_overdue_, true)) return;
         Lack first{}, stuck{};
         lacks([&](const Lack& lack) {
             if (!first.phase) first = lack;
@@ -100,7 +103,7 @@ private:
 
     PeerMonitor& monitor_;
     int64_t rounds_ = 0;
-    bool suspected_ = false;
+    bool suspected_ = false, is_overdue_ = false;
     Clock::time_point began_{};
     uint64_t beats_[kMaxRanks] = {};
 };

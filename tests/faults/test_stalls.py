@@ -70,6 +70,27 @@ def test_stall_in_process_group():
     run_ranks(stalls_in_group, 3)
 
 
+def held_up(rank, num_ranks, kind):
+    """A signal's handler outlasts the deadline of a wait. What the others sent meanwhile was in time."""
+    deadline_s, is_late = 2.0, rank == 0
+    buffer = make(kind, num_ranks, deadline_s)
+    make_step(buffer, 0)
+    dist.barrier()
+    if is_late:
+        signal.signal(signal.SIGALRM, lambda *_: time.sleep(1.3 * deadline_s))
+        signal.setitimer(signal.ITIMER_REAL, 0.05 * deadline_s)
+    else:
+        time.sleep(0.9 * deadline_s)
+    began = time.monotonic()
+    make_step(buffer, 1)
+    assert not is_late or time.monotonic() - began > 1.3 * deadline_s
+
+
+@pytest.mark.parametrize("kind", ("shm", "low latency"))
+def test_held_up_by_itself(kind):
+    run_ranks(held_up, 3, kind)
+
+
 def stopped(rank, num_ranks, kind, seed):
     """A process stops at some moment for more than a deadline; nobody knows in which call it was."""
     deadline_s, victim = 1.0, seed % num_ranks
