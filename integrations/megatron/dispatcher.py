@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
-from deepep_moe._C import MAX_TOPK
+from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.handle import DispatchOutput
@@ -19,14 +19,11 @@ from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
+from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
 
 _NO_PADDING = (
     "moe_pad_expert_input_to_capacity is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "
     "(moe_pad_experts_for_cuda_graph_inference sets it). enable(expert_alignment=...) pads the rows of each expert"
-)
-_NO_SHARED_OVERLAP = (
-    "moe_shared_expert_overlap is True, but deepep_moe does not overlap the shared expert with communication; set it to False "
-    "(drop --moe-shared-expert-overlap)"
 )
 
 
@@ -48,25 +45,23 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
         self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
+        self._shared: SharedExperts | None = None
         self._elastic: ElasticBuffer | None = None  # it replaces `buffer` when a rank has more tokens
         self._handle: Any = None
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
         self._tokens_per_expert: torch.Tensor | None = None
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
-        # The 1F1B overlap schedule writes these two and reads the count; nothing here reads what it writes.
+        # Megatron-Core's 1F1B schedule writes these two and reads the count; nothing here reads what it writes.
         self._comm_manager = SimpleNamespace(
             token_probs=None, dispatched_probs=None, get_number_of_tokens_per_expert=lambda: self._tokens_per_expert
         )
-        # That schedule frees the inputs of dispatch and of the experts (it resizes their storage to 0) once they have run. The first is a
-        # view of what router and shared expert saved for backward, the second is what the experts saved. So it gets copies to free.
-        self._inputs_are_freed = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
         # Local graphs write the choices of later micro batches into the tensor of the first one, whose backward still needs it.
         self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Raise ValueError, as overlap of the shared expert is not supported."""
-        raise ValueError(_NO_SHARED_OVERLAP)
+        """Let the shared experts [T, H] -> [T, H] run beside the calls, on their own stream. `moe_shared_expert_overlap` asks for it."""
+        self._shared = SharedExperts(shared_experts)
 
     def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine.
@@ -81,23 +76,30 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
             notify_peers(self.buffer, error, self._num_calls)
+            if self._shared is not None:
+                self._shared.forget()
             raise
 
-    def run_part(self, part: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `part(layer, ...)`, a method of the layer that makes no call of the buffer. If it fails on this rank, the peers are told.
+    def run_part(self, part: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `part(...)`, which makes no call of the buffer. If it fails on this rank, the peers are told.
 
-        A recomputation of the layer runs its parts only, so `run_layer` cannot tell them.
+        These are methods of the layer. A recomputation of it, and the 1F1B schedule, run its parts only, so `run_layer` cannot tell them.
         """
         if self._elastic is None:
-            return part(layer, *args, **kwargs)
+            return part(*args, **kwargs)
         buffer = self._elastic.buffer
         num_calls = buffer.num_calls
         try:
-            return part(layer, *args, **kwargs)
+            return part(*args, **kwargs)
         except BaseException as error:
             if type(error).__name__ != "MoECudaGraphPartialCaptureSignal":  # by which Megatron-Core leaves a layer that it captures
                 notify_peers(buffer, error, num_calls)
             raise
+
+    def run_first_part(self, part: Callable[..., Any], hidden_states: torch.Tensor, *args: Any) -> Any:
+        """Run `part(hidden_states [S/TP, B, H], ...)`, which comes before the dispatch, as `run_part` does. Collective at first."""
+        self._find(hidden_states.shape[:-1].numel(), self._hidden, hidden_states.device)
+        return self.run_part(part, hidden_states, *args)
 
     def _returned_from(self, buffer: Buffer) -> None:
         """Note that the forward uses `buffer` and that all calls of it so far have returned. If the forward fails while this number stays,
@@ -127,7 +129,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             topk_idx, topk_weights = choice.topk_idx, choice.weights_for(probs)
         topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
         self.topk_idx = topk_idx.clone() if self._choice_is_overwritten else topk_idx
-        return (x.clone() if self._inputs_are_freed else x), topk_weights
+        return x, topk_weights
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
@@ -139,6 +141,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         def send(buffer: Buffer) -> DispatchOutput:
             return buffer.dispatch(x, topk_idx, probs, layout="expert", expert_alignment=alignment)
 
+        if self._shared is not None:
+            self._shared.before_dispatch(hidden_states)
         try:
             buffer, out = elastic.dispatch(num_tokens, send)
         except ValueError as error:
@@ -150,6 +154,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._handle = out.handle
         self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
         assert out.recv_topk_weights is not None  # they were sent
+        if self._shared is not None:
+            self._shared.after_dispatch(hidden_states, out.recv_x)
         return out.recv_x, out.recv_topk_weights
 
     def _explain_excess(self) -> str:
@@ -164,7 +170,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Return recv_x [R, H], rows per local expert [L] and probs [R]. The rows are in the experts' order already."""
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
-        return (hidden_states.clone() if self._inputs_are_freed else hidden_states), self._tokens_per_expert, probs
+        return hidden_states, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the rows as they are, as there is no permutation to undo."""
@@ -173,12 +179,16 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32."""
         handle, self._handle = self._handle, None
+        if self._shared is not None:
+            self._shared.before_combine()
         combined = self.buffer.combine(hidden_states.contiguous(), handle)
         self._returned_from(self.buffer)
         return combined
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [S/TP, B, H]."""
+        """[T, H] -> [S/TP, B, H], with the shared experts' output where they ran beside the calls."""
+        if self._shared is not None:
+            hidden_states = self._shared.add_to(hidden_states)
         return hidden_states.view(self.hidden_shape)
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
@@ -188,8 +198,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
 def _check_config(config: Any, expert_alignment: int) -> None:
     """Raise ValueError for switches that the dispatcher would not honour."""
-    if config.moe_shared_expert_overlap:
-        raise ValueError(_NO_SHARED_OVERLAP)
+    check_shared_overlap(config)
+    _check_rows(config)
     lanes = config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
     if lanes > MAX_TOPK:
         raise ValueError(
@@ -205,6 +215,17 @@ def _check_config(config: Any, expert_alignment: int) -> None:
             f"expert_alignment is {expert_alignment}, but with moe_router_padding_for_quantization or moe_router_padding_for_fp8 the "
             f"experts expect padded rows; call enable(expert_alignment={_quantized_alignment(config)}), or switch that padding off and let "
             "the experts pad"
+        )
+
+
+def _check_rows(config: Any) -> None:
+    """Raise ValueError for rows that no buffer takes. (The width of a latent row is that of a smaller projection.)"""
+    name = "moe_latent_size" if getattr(config, "moe_latent_size", None) else "hidden_size"
+    hidden, dtype = getattr(config, name), config.params_dtype
+    if hidden * dtype.itemsize % ROW_ALIGNMENT:
+        raise ValueError(
+            f"{name} is {hidden}, so a row in {dtype} has {hidden * dtype.itemsize} bytes, but deepep_moe moves rows of a multiple of "
+            f"{ROW_ALIGNMENT} bytes; set {name} to a multiple of {ROW_ALIGNMENT // dtype.itemsize}"
         )
 
 

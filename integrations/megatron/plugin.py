@@ -210,6 +210,8 @@ def enable(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from deepep_moe.integrations.megatron.gating import serve_routers
+    from deepep_moe.integrations.megatron.overlap_schedule import serve_schedule
+    from deepep_moe.integrations.megatron.shared_experts import serve_shared_overlap
 
     buffers, patches = LayerBuffers(options), Patches()
     try:
@@ -218,6 +220,8 @@ def enable(
             if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
         patches.set(TransformerConfig, "__post_init__", _keeping_the_choice(TransformerConfig.__post_init__))
+        serve_shared_overlap(patches, _is_ours)
+        serve_schedule(patches)
         if gate:
             serve_routers(patches, _is_ours)
         if grouped_experts:

@@ -101,6 +101,7 @@ def _patch_torch(patches: Patches) -> None:
     patches.set(cuda, "default_stream", lambda device=None: CpuStream())
     patches.set(cuda, "stream", lambda stream: contextlib.nullcontext())
     patches.set(cuda, "synchronize", lambda device=None: None)
+    patches.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
     # Megatron-Core's nvtx helpers and schedules push ranges, which the CPU build of PyTorch refuses.
     patches.set(cuda.nvtx, "range_push", lambda message: None)
     patches.set(cuda.nvtx, "range_pop", lambda: None)

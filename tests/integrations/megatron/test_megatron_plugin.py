@@ -114,7 +114,11 @@ def _one_rank_worker(rank: int, num_ranks: int) -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     with model_parallel():
-        _refused("moe_shared_expert_overlap is True, .*; set it to False", moe_shared_expert_overlap=True)
+        _refused("hidden_size is 30, so a row in torch.float32 has 120 bytes, .*; set hidden_size to a multiple of 4", hidden_size=30)
+        _refused(
+            "hidden_size is 36, so a row in torch.bfloat16 has 72 bytes, .*; set hidden_size to a multiple of 8", hidden_size=36,
+            params_dtype=torch.bfloat16,
+        )  # fmt: skip
         _refused("moe_pad_expert_input_to_capacity is True, .*; set it to False", moe_pad_expert_input_to_capacity=True)
         padding = "moe_router_padding_for_quantization"
         if not hasattr(layer_config(), padding):

@@ -1,0 +1,297 @@
+"""Megatron-Core's own schedules that run a layer in parts: 1F1B with the backward of another batch, and shared experts beside the calls."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
+
+from deepep_moe.errors import EPPeerError
+from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+VOCABULARY, LENGTH, NUM_BATCHES = 64, 8, 3
+NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "moe_router_dtype": "fp32"}
+
+
+def has_schedule() -> bool:
+    return importlib.util.find_spec("megatron.core.models.common.model_chunk_schedule_plan") is not None
+
+
+needs_schedule = pytest.mark.skipif(not has_schedule(), reason="megatron-core before 0.14 has no such schedule")
+
+
+# ---- 1F1B ----
+
+
+def build_model(config: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    return GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope", share_embeddings_and_output_weights=False)
+
+
+def batches(rank: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    positions = torch.arange(LENGTH).expand(2, -1)
+    found = []
+    for _ in range(NUM_BATCHES):
+        tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
+        found.append({"input_ids": tokens[:, :-1], "position_ids": positions, "attention_mask": None, "labels": tokens[:, 1:]})
+    return found
+
+
+def one_after_another(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    losses = []
+    for batch in batches:
+        losses.append(model(**batch))
+        losses[-1].backward(torch.ones_like(losses[-1]))
+    return {"losses": torch.stack(losses).detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def interleaved(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Each batch's forward with the backward of the one before."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
+    from megatron.core.pipeline_parallel.utils import set_streams
+
+    set_streams(torch.cuda.current_stream(), torch.cuda.Stream())
+    losses: list[torch.Tensor] = []
+    earlier = None
+    for batch in [*batches, None]:
+        plan = model.build_schedule_plan(**batch) if batch is not None else None
+        gradient = torch.ones_like(losses[-1]) if earlier is not None else None
+        loss = TransformerModelChunkSchedulePlan.run(plan, earlier, b_grad=gradient)
+        if plan is not None:
+            losses.append(loss)
+        earlier = plan
+    return {"losses": torch.stack(losses).detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def schedule_config(sizes: dict[str, int], **changes: Any) -> Any:
+    return layer_config(**sizes, **({"num_layers": 2, **NO_DROPOUT, **selection()} | changes))
+
+
+def _schedule_worker(rank: int, num_ranks: int, backend: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
+    with model_parallel(ep=num_ranks, backend=backend, **options) as sizes:
+        config = schedule_config(sizes, **changes)
+        want = one_after_another(build_model(config), batches(rank))
+        for is_set in (False, True):
+            config.overlap_moe_expert_parallel_comm = is_set  # late: the config's own check demands 16-bit parameters
+            got = interleaved(build_model(config), batches(rank))
+            for name, value in want.items():
+                assert torch.equal(got[name], value), f"{name}, rank {rank}"
+
+
+@needs_schedule
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+@pytest.mark.parametrize("options", ({}, {"grouped_experts": True}), ids=("sequential", "grouped"))
+def test_schedule_repeats_the_bits(backend, options):
+    """It frees the inputs of parts that have run, whether or not the config says that it will."""
+    run_ranks(_schedule_worker, 2, backend, options, {})
+
+
+@needs_schedule
+def test_schedule_without_shared_experts():
+    run_ranks(_schedule_worker, 2, "shm", {}, {"moe_shared_expert_intermediate_size": None})
+
+
+def _kept_worker(rank: int, num_ranks: int) -> None:
+    """What a node may free: rows only where the experts keep others, and never what somebody else keeps."""
+    with model_parallel(ep=num_ranks) as sizes:
+        config = schedule_config(sizes)
+        for fp8, frees in ((None, False), ("hybrid", True)):
+            model = build_model(config)
+            for layer in model.decoder.layers:
+                layer.config.fp8 = fp8
+            plan = model.build_schedule_plan(**batches(rank)[0]).get_layer(0)
+            assert (plan.moe_dispatch.free_input, plan.mlp.free_input, plan.moe_combine.free_input) == (False, frees, True)
+        theirs = build_model(schedule_config(sizes, moe_token_dispatcher_type="alltoall"))
+        plan = theirs.build_schedule_plan(**batches(rank)[0]).get_layer(0)
+        assert plan.moe_dispatch.free_input and plan.mlp.free_input
+
+
+@needs_schedule
+def test_schedule_frees_what_nobody_keeps():
+    run_ranks(_kept_worker, 2)
+
+
+class Fault(torch.autograd.Function):
+    """Raises in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a fault in the backward")
+
+
+def _fail(module: Any, *_: Any) -> None:
+    raise RuntimeError("a fault in the forward")
+
+
+def _fault_after(module: Any, arguments: Any, output: Any) -> Any:
+    return (Fault.apply(output[0]), *output[1:])
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "router": lambda layer: layer.mlp.router.register_forward_pre_hook(_fail),
+    "attention": lambda layer: layer.self_attention.register_forward_pre_hook(_fail),
+    "experts": lambda layer: layer.mlp.experts.register_forward_pre_hook(_fail),
+    "experts' backward": lambda layer: layer.mlp.experts.register_forward_hook(_fault_after),
+    "attention's backward": lambda layer: layer.self_attention.register_forward_hook(_fault_after),
+}
+
+
+def _faults_worker(rank: int, num_ranks: int, where: str) -> None:
+    with model_parallel(ep=num_ranks) as sizes:
+        model = build_model(schedule_config(sizes))
+        if rank == 1:
+            FAULTS[where](model.decoder.layers[0])
+        is_backward = where.endswith("backward")
+        with pytest.raises(RuntimeError) as raised:
+            interleaved(model, batches(rank))
+        if rank == 1:
+            assert str(raised.value) == f"a fault in the {'backward' if is_backward else 'forward'}"
+        else:
+            assert isinstance(raised.value, EPPeerError) and raised.value.rank == 1
+            assert "RuntimeError: a fault in the " in str(raised.value)
+
+
+@needs_schedule
+@pytest.mark.parametrize("where", FAULTS)
+def test_peers_learn_of_faults_in_the_schedule(where):
+    run_ranks(_faults_worker, 2, where)
+
+
+# ---- shared experts ----
+
+SHARED: list[tuple[str, dict, dict]] = [
+    ("EP 2", {"ep": 2}, {}),
+    ("TP 2, EP 2", {"tp": 2, "ep": 2}, {}),
+    ("grouped experts", {"ep": 2, "grouped_experts": True}, {}),
+    ("gate of the shared expert", {"ep": 2}, {"moe_shared_expert_gate": True}),
+    ("recomputed", {"ep": 2}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+]
+
+
+def _shared_worker(rank: int, num_ranks: int) -> None:
+    for name, groups, changes in SHARED:
+        with model_parallel(**groups) as sizes:
+            plain, beside = (
+                build_layer(layer_config(**sizes, **changes, **selection(), moe_shared_expert_overlap=overlaps)) for overlaps in (False, True)
+            )
+            assert beside.config.moe_shared_expert_overlap and beside.shared_expert_overlap
+            generator = torch.Generator().manual_seed(rank)
+            x, cotangent = (torch.randn(6, 2, HIDDEN, generator=generator) for _ in range(2))
+            passes = [forward_backward(layer, x, cotangent) for layer in (beside, plain)]
+            assert_same(*passes, f"{name}, rank {rank}")
+
+
+def test_shared_experts_beside_the_calls_change_nothing():
+    run_ranks(_shared_worker, 2)
+
+
+def _order_worker(rank: int, num_ranks: int) -> list[str]:
+    """The order of the parts and of the calls, in each version of Megatron-Core its own."""
+    with model_parallel(ep=num_ranks) as sizes:
+        layer = build_layer(layer_config(**sizes, **selection(), moe_shared_expert_overlap=True))
+        layer(torch.randn(6, 2, HIDDEN))
+        seen: list[str] = []
+
+        def watch(owner: Any, name: str) -> None:
+            stock = getattr(owner, name)
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                seen.append(name)
+                return stock(*args, **kwargs)
+
+            setattr(owner, name, watched)
+
+        for name in ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward", "post_forward_comm", "get_output"):
+            watch(layer.shared_experts, name)
+        for name in ("dispatch", "combine"):
+            watch(layer.token_dispatcher.buffer, name)
+        layer(torch.randn(6, 2, HIDDEN))
+        return seen
+
+
+def test_order_of_the_parts():
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    first = ["pre_forward_comm", "dispatch"]
+    if hasattr(SharedExpertMLP, "wait_current_stream"):
+        first.reverse()
+    rest = ["linear_fc1_forward_and_act", "combine", "linear_fc2_forward", "post_forward_comm", "get_output"]
+    assert run_ranks(_order_worker, 2) == [first + rest] * 2
+
+
+def _failed_worker(rank: int, num_ranks: int) -> None:
+    """After a forward that failed between the parts, the next one is right."""
+    with model_parallel(ep=num_ranks) as sizes:
+        layer = build_layer(layer_config(**sizes, **selection(), moe_shared_expert_overlap=True))
+        generator = torch.Generator().manual_seed(rank)
+        x, cotangent = (torch.randn(6, 2, HIDDEN, generator=generator) for _ in range(2))
+        want = forward_backward(layer, x, cotangent)
+        hook = layer.experts.register_forward_pre_hook(_fail) if rank == 1 else None
+        with pytest.raises(RuntimeError, match="a fault in the forward"):
+            layer(x)
+        if hook is not None:
+            hook.remove()
+        got = forward_backward(layer, x, cotangent)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_shared_experts_after_a_failure():
+    run_ranks(_failed_worker, 2)
+
+
+EXCLUDED: list[tuple[str, dict]] = [
+    ("moe_shared_expert_overlap is True and overlap_moe_expert_parallel_comm True", {"overlap_moe_expert_parallel_comm": True}),
+    ("moe_shared_expert_overlap is True and moe_latent_size 16", {"moe_latent_size": 16}),
+    (
+        "moe_shared_expert_overlap is True and recompute_modules has 'shared_experts'",
+        {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+    ),
+]
+
+
+def _excluded_worker(rank: int, num_ranks: int) -> None:
+    from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
+
+    with model_parallel(ep=num_ranks) as sizes:
+        for message, changes in EXCLUDED:
+            config = layer_config(**sizes, **selection(), moe_shared_expert_overlap=True)
+            for name, value in changes.items():  # late, past Megatron-Core's own checks
+                setattr(config, name, value)
+            with pytest.raises(ValueError, match=message):
+                check_shared_overlap(config)
+            if "moe_latent_size" not in changes:  # which needs TransformerEngine first
+                with pytest.raises(ValueError, match=message):
+                    build_layer(config)
+
+
+def test_what_excludes_shared_experts_beside_the_calls():
+    run_ranks(_excluded_worker, 1)
+
+
+def test_other_dispatchers_refuse_the_switch_as_before():
+    from deepep_moe.integrations.megatron import disable, enable
+
+    enable()
+    try:
+        with pytest.raises(ValueError, match="moe_shared_expert_overlap only works with"):
+            layer_config(moe_token_dispatcher_type="allgather", moe_shared_expert_overlap=True)
+        config = layer_config(**selection(), moe_shared_expert_overlap=True)
+        assert config.moe_shared_expert_overlap
+    finally:
+        disable()
