@@ -37,6 +37,8 @@ class ElasticBuffer:
         construct: Callable[[int], Buffer],
         chosen: int | None,
         option: str,
+        *,
+        is_bounded: bool = False,
     ):
         """Construct the first buffer. Collective over `group`.
 
@@ -47,9 +49,10 @@ class ElasticBuffer:
             chosen: the user's bound in tokens, which is kept. None: the largest number of the first forward over all ranks, and more when
                 a rank has more.
             option: what the user sets to choose the bound, for messages.
+            is_bounded: agree on a bound for CPU tensors too.
         """
         self._group, self._device, self._construct, self._chosen, self._option = group, device, construct, chosen, option
-        bound = chosen or (self._agree_on_bound(num_tokens) if _is_bounded(device) else _MANY)
+        bound = chosen or (self._agree_on_bound(num_tokens) if is_bounded or _is_bounded(device) else _MANY)
         self.buffer, self.num_max_tokens = construct(bound), bound
         self._outgrown: list[Buffer] = []  # a backward may still need them
 

@@ -49,6 +49,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="run the experts of a layer at once where Megatron-Core would run one after another (SequentialMLP)",
     )
+    parser.add_argument(
+        "--sync-free",
+        action="store_true",
+        help="let the host wait for nothing in MoE layers: rows get room for every routing, or for --recv-capacity-factor",
+    )
+    parser.add_argument(
+        "--recv-capacity-factor",
+        type=float,
+        metavar="F",
+        help="with --sync-free, room for F times an even share of all rows; more rows are an error",
+    )
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
     return parser
@@ -66,6 +77,8 @@ def main() -> None:
         gate=options.gate,
         num_sms=options.num_sms,
         grouped_experts=options.grouped_experts,
+        sync_free=options.sync_free,
+        recv_capacity_factor=options.recv_capacity_factor,
     )
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.

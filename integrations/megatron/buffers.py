@@ -1,5 +1,7 @@
 """The buffers that the MoE layers of Megatron-Core share."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -8,6 +10,7 @@ from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.megatron.options import Options
+from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity, capacity_factor_of
 
 _OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
 
@@ -22,6 +25,7 @@ class LayerBuffers(BufferRegistry):
         super().__init__()
         self.options = options
         self._is_closed = False
+        self._capacities: list[RecvCapacity] = []
 
     def ready(
         self,
@@ -33,10 +37,12 @@ class LayerBuffers(BufferRegistry):
         *,
         device: torch.device,
         num_sms: int | None = None,
+        is_bounded: bool = False,
     ) -> ElasticBuffer:
         """Return the buffer for these numbers. The first call for them constructs it, so every rank of `group` must make it together.
 
-        `num_sms` None stands for that of the options. Raises BufferDestroyedError after `close()`, and what `Buffer` raises.
+        `num_sms` None stands for that of the options. `is_bounded`: agree on a bound on tokens also where memory needs none. Raises
+        BufferDestroyedError after `close()`, and what `Buffer` raises.
         """
         if self._is_closed:
             raise BufferDestroyedError(
@@ -48,9 +54,30 @@ class LayerBuffers(BufferRegistry):
             return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend, num_sms=num_sms)
 
         def construct_elastic() -> ElasticBuffer:
-            return ElasticBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION)
+            return ElasticBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION, is_bounded=is_bounded)
 
-        return self.get((group, hidden, num_experts, num_topk, num_sms), construct_elastic)
+        return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded), construct_elastic)
+
+    def capacity_for(self, config: Any) -> RecvCapacity | None:
+        """Return the room for rows of a layer, or None where its host waits for their number."""
+        is_sync_free, factor = capacity_factor_of(config, self.options)
+        if not is_sync_free:
+            return None
+        self._capacities.append(RecvCapacity(factor))
+        return self._capacities[-1]
+
+    def grow_capacity(self, times: float) -> None:
+        for capacity in self._capacities:
+            capacity.grow(times)
+
+    def check_capacity(self) -> None:
+        """Raise what GPUs report of this step, for which the host waits. Does nothing where there is room for every routing."""
+        if all(capacity.factor is None for capacity in self._capacities):
+            return
+        if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
+        for buffer in self.buffers():
+            buffer.check()
 
     def close(self) -> None:
         """Destroy all buffers and refuse new ones. May be called any number of times."""

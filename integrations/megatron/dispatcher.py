@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
+from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.handle import DispatchOutput
@@ -24,6 +25,11 @@ from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check
 _NO_PADDING = (
     "moe_pad_expert_input_to_capacity is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "
     "(moe_pad_experts_for_cuda_graph_inference sets it). enable(expert_alignment=...) pads the rows of each expert"
+)
+
+_OVER_CAPACITY = (
+    "Nothing was dropped. Run the step again after deepep_moe.integrations.megatron.recover() and grow_recv_capacity(), or give a larger "
+    "recv_capacity_factor."
 )
 
 
@@ -41,6 +47,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.buffers = buffers
+        self._capacity = buffers.capacity_for(config)
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
@@ -63,6 +70,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Let the shared experts [T, H] -> [T, H] run beside the calls, on their own stream. `moe_shared_expert_overlap` asks for it."""
         self._shared = SharedExperts(shared_experts)
 
+    def check_layer(self, layer: Any) -> None:
+        """Raise ValueError for experts that would wait for their counts, where no host is to wait."""
+        if self._capacity is not None and not getattr(layer.experts, "takes_counts_on_device", False):
+            raise ValueError(
+                f"sync_free is asked for, but {type(layer.experts).__name__} reads its counts on the host; call "
+                "enable(grouped_experts=True) and leave moe_grouped_gemm out, or leave out sync_free"
+            )
+
     def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine.
 
@@ -76,6 +91,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return forward(layer, hidden_states, *args, **kwargs)
         except BaseException as error:
             notify_peers(self.buffer, error, self._num_calls)
+            if isinstance(error, EPCapacityError):
+                error.add_note(_OVER_CAPACITY)
             if self._shared is not None:
                 self._shared.forget()
             raise
@@ -110,7 +127,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Return the buffer that the layers share. Collective where it is constructed."""
         num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
-        self._elastic = self.buffers.ready(self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms)
+        self._elastic = self.buffers.ready(
+            self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms,
+            is_bounded=self._capacity is not None,
+        )  # fmt: skip
         return self._elastic
 
     def dispatch_preprocess(
@@ -139,7 +159,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         assert topk_idx is not None  # dispatch_preprocess has set it
 
         def send(buffer: Buffer) -> DispatchOutput:
-            return buffer.dispatch(x, topk_idx, probs, layout="expert", expert_alignment=alignment)
+            num_recv_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment)
+            return buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_recv_rows)
 
         if self._shared is not None:
             self._shared.before_dispatch(hidden_states)
@@ -152,7 +173,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             raise
         self._returned_from(buffer)
         self._handle = out.handle
-        self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
+        if self._capacity is None:
+            self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
+        else:
+            self._tokens_per_expert = out.handle.num_rows_per_expert
         assert out.recv_topk_weights is not None  # they were sent
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)
@@ -167,7 +191,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Return recv_x [R, H], rows per local expert [L] and probs [R]. The rows are in the experts' order already."""
+        """Return recv_x [R, H], rows per local expert [L] and probs [R]. The rows are in the experts' order already.
+
+        The counts are on the host, or if `sync_free` on the rows' device. Rows behind their sum are zeros.
+        """
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
         return hidden_states, self._tokens_per_expert, probs
@@ -209,6 +236,8 @@ def _check_config(config: Any, expert_alignment: int) -> None:
         )
     if config.moe_pad_expert_input_to_capacity:
         raise ValueError(_NO_PADDING)
+    if getattr(config, "moe_paged_stash", False):
+        raise ValueError("moe_paged_stash is True, which deepep_moe does not serve; set it to False")
     pads = getattr(config, "moe_router_padding_for_quantization", False) or getattr(config, "moe_router_padding_for_fp8", False)
     if pads and expert_alignment % _quantized_alignment(config):
         raise ValueError(

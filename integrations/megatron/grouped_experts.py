@@ -46,6 +46,9 @@ class GroupedMLP(SequentialMLP):
     Raises ValueError for settings that it does not honour. While it is constructed, the experts of one layer are in memory twice.
     """
 
+    takes_counts_on_device = True
+    """For `sync_free`."""
+
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any):
         _check_config(config)
         super().__init__(num_local_experts, config, *args, **kwargs)

@@ -1,11 +1,18 @@
 """The options of the Megatron-Core adapter, which are the arguments of `enable()`."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
+
+from deepep_moe.arguments import as_int
+from deepep_moe.exchange.backends.select import BACKENDS
+from deepep_moe.exchange.checks import check_num_sms
+from deepep_moe.group.settings import offered
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `enable()`, checked."""
+    """The arguments of `enable()`. Raises ValueError for values out of bounds, TypeError for wrong types."""
 
     num_max_tokens_per_rank: int | None = None
     backend: str = "auto"
@@ -13,3 +20,33 @@ class Options:
     gate: bool = True
     num_sms: int | None = None
     grouped_experts: bool = False
+    sync_free: bool = False
+    recv_capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive("expert_alignment", self.expert_alignment)
+        if self.num_max_tokens_per_rank is not None:
+            _check_positive("num_max_tokens_per_rank", self.num_max_tokens_per_rank)
+        check_num_sms(self.num_sms)
+        for name in ("gate", "grouped_experts", "sync_free"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {value!r}; it must be True or False")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}; it must be one of {offered(BACKENDS)}")
+        if self.recv_capacity_factor is not None:
+            check_capacity_factor("recv_capacity_factor", self.recv_capacity_factor)
+            if not self.sync_free:
+                raise ValueError("recv_capacity_factor is given without sync_free; pass sync_free=True, or leave it out")
+
+
+def check_capacity_factor(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError for what is no factor."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a positive number, 1 for an even share of all rows")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if (number := as_int(name, value)) < 1:
+        raise ValueError(f"{name} is {number}; it must be a positive whole number")

@@ -12,13 +12,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from deepep_moe.arguments import as_int
 from deepep_moe.errors import EPError
-from deepep_moe.exchange.backends.select import BACKENDS
-from deepep_moe.exchange.checks import check_num_sms
-from deepep_moe.group.settings import offered
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
-from deepep_moe.integrations.megatron.options import Options
+from deepep_moe.integrations.megatron.options import Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches
 
 BACKEND_NAME = "deepep_moe"
@@ -112,6 +108,19 @@ def _by_dispatcher(stock: Callable[..., Any], how: str) -> Callable[..., Any]:
     return method
 
 
+def _checking_the_layer(stock: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of MoELayer, at whose end our dispatcher sees the whole layer."""
+    from deepep_moe.integrations.megatron.dispatcher import NativeTokenDispatcher
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if isinstance(self.token_dispatcher, NativeTokenDispatcher):
+            self.token_dispatcher.check_layer(self)
+
+    return __init__
+
+
 def _widen_choices() -> Any:
     """Add our name to the choices that Megatron-LM's command line reads from the config's annotation. Return the previous annotation."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -125,27 +134,6 @@ def _widen_choices() -> Any:
     return previous
 
 
-def _positive(name: str, value: Any) -> int:
-    if (number := as_int(name, value)) < 1:
-        raise ValueError(f"{name} is {number}; it must be a positive whole number")
-    return number
-
-
-def _keeping_the_choice(stock: Callable[..., None]) -> Callable[..., None]:
-    """Wrap TransformerConfig.__post_init__, which would replace our backend by DeepEP's with a warning at most."""
-
-    @functools.wraps(stock)
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(self, _BACKEND_FIELD, None) == BACKEND_NAME and getattr(self, "moe_enable_deepep", False):
-            raise ValueError(
-                f"moe_enable_deepep is True, which puts {_BACKEND_FIELD}={BACKEND_NAME!r} back to DeepEP's 'deepep'; leave "
-                "moe_enable_deepep out (drop --moe-enable-deepep)"
-            )
-        stock(self, *args, **kwargs)
-
-    return __post_init__
-
-
 def enable(
     *,
     num_max_tokens_per_rank: int | None = None,
@@ -154,6 +142,8 @@ def enable(
     gate: bool = True,
     num_sms: int | None = None,
     grouped_experts: bool = False,
+    sync_free: bool = False,
+    recv_capacity_factor: float | None = None,
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -183,35 +173,32 @@ def enable(
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
         grouped_experts: where Megatron-Core would build a `SequentialMLP`, build experts whose products run at once for all experts, with
             the same weights and checkpoints. Other classes of experts, such as TEGroupedMLP, stay.
+        sync_free: the host waits for nothing between router and combine, as counts of rows stay on the GPU. Rows get room for every
+            routing: tokens of all ranks x min(top-k, experts of the rank), for hidden and intermediate values alike. With one rank these
+            are the rows that come. Needs experts that take counts on the GPU, such as `grouped_experts`.
+        recv_capacity_factor: room for that many times an even share of all rows instead. More rows than that are EPCapacityError on all
+            ranks of the expert-parallel group, at the latest from `finalize_model_grads` of Megatron-Core, which then waits for the GPU:
+            nothing is dropped, and the step can be run again after `recover()` and `grow_recv_capacity()`.
+            `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: an argument has a wrong value, or deepep_moe is enabled already with other arguments.
+        TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.
         EPError: this Megatron-Core is not supported.
         ImportError: Megatron-Core is not installed.
     """
     global _enabled
-    expert_alignment = _positive("expert_alignment", expert_alignment)
-    if num_max_tokens_per_rank is not None:
-        num_max_tokens_per_rank = _positive("num_max_tokens_per_rank", num_max_tokens_per_rank)
-    check_num_sms(num_sms)
-    for name, value in (("gate", gate), ("grouped_experts", grouped_experts)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; it must be True or False")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of {offered(BACKENDS)}")
-    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, grouped_experts)
+    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, grouped_experts, sync_free, recv_capacity_factor)
     if _enabled is not None:
         if _enabled.options != options:
             raise ValueError(f"deepep_moe is already enabled with {_enabled.options}, and not with {options}; call disable() first")
         return
     _check_version()
     from megatron.core.transformer.moe import moe_layer
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from deepep_moe.integrations.megatron.config_switches import serve_config
     from deepep_moe.integrations.megatron.gating import serve_routers
     from deepep_moe.integrations.megatron.overlap_schedule import serve_schedule
-    from deepep_moe.integrations.megatron.shared_experts import serve_shared_overlap
+    from deepep_moe.integrations.megatron.recv_capacity import serve_step_ends
 
     buffers, patches = LayerBuffers(options), Patches()
     try:
@@ -219,9 +206,10 @@ def enable(
         for name in ("forward", *_PARTS):
             if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
-        patches.set(TransformerConfig, "__post_init__", _keeping_the_choice(TransformerConfig.__post_init__))
-        serve_shared_overlap(patches, _is_ours)
+        patches.set(moe_layer.MoELayer, "__init__", _checking_the_layer(moe_layer.MoELayer.__init__))
+        serve_config(patches, _is_ours, _BACKEND_FIELD)
         serve_schedule(patches)
+        serve_step_ends(patches, buffers.check_capacity)
         if gate:
             serve_routers(patches, _is_ours)
         if grouped_experts:
@@ -232,6 +220,21 @@ def enable(
     except BaseException:
         patches.restore()
         raise
+
+
+def recover() -> None:
+    """Bring the buffers of all layers back into step after an error, as `Buffer.recover` does. Collective over their groups; does nothing
+    without `enable()`."""
+    if _enabled is not None:
+        for buffer in _enabled.buffers.buffers():
+            buffer.recover()
+
+
+def grow_recv_capacity(times: float = 2.0) -> None:
+    """Let all layers have room for that many times more rows, never more than for every routing. All ranks must call it alike."""
+    check_capacity_factor("times", times)
+    if _enabled is not None:
+        _enabled.buffers.grow_capacity(times)
 
 
 def disable() -> None:

@@ -1,18 +1,12 @@
 """Megatron-Core's shared experts beside the exchange: in parts, on their own stream, between the calls of the dispatcher.
 
-`moe_shared_expert_overlap` asks for it. Megatron-Core 0.18 and newer take the switch with a flex dispatcher. `serve_shared_overlap` lets
-older ones take it for ours.
+`moe_shared_expert_overlap` asks for it. Megatron-Core itself knows it with its alltoall dispatcher, from 0.18 also with flex dispatchers.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from deepep_moe.integrations.megatron.patches import Patches
 
 _SWITCH = "moe_shared_expert_overlap"
 _BETWEEN_CALLS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
@@ -72,32 +66,3 @@ def check_shared_overlap(config: Any) -> None:
             raise ValueError(f"{_SWITCH} is True and {name} {getattr(config, name)}, which exclude each other; set one of them")
     if config.recompute_granularity == "selective" and "shared_experts" in (config.recompute_modules or ()):
         raise ValueError(f"{_SWITCH} is True and recompute_modules has 'shared_experts', which exclude each other; leave one of them out")
-
-
-@contextlib.contextmanager
-def _hidden(config: Any) -> Iterator[None]:
-    setattr(config, _SWITCH, False)
-    try:
-        yield
-    finally:
-        setattr(config, _SWITCH, True)
-
-
-def serve_shared_overlap(patches: Patches, is_ours: Callable[[Any], bool]) -> None:
-    """Let configs of which `is_ours` is true have the switch in Megatron-Core before 0.18, which refuses it for every flex dispatcher."""
-    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    if hasattr(SharedExpertMLP, "wait_current_stream"):
-        return
-    stock = TransformerConfig.__post_init__
-
-    @functools.wraps(stock)
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not (getattr(self, _SWITCH) and is_ours(self)):
-            return stock(self, *args, **kwargs)
-        with _hidden(self):
-            stock(self, *args, **kwargs)
-        check_shared_overlap(self)
-
-    patches.set(TransformerConfig, "__post_init__", __post_init__)

@@ -188,7 +188,8 @@ def _shared_worker(rank: int, num_ranks: int) -> None:
     for name, groups, changes in SHARED:
         with model_parallel(**groups) as sizes:
             plain, beside = (
-                build_layer(layer_config(**sizes, **changes, **selection(), moe_shared_expert_overlap=overlaps)) for overlaps in (False, True)
+                build_layer(layer_config(**sizes, **changes, **selection(), moe_shared_expert_overlap=overlaps))
+                for overlaps in (False, True)
             )
             assert beside.config.moe_shared_expert_overlap and beside.shared_expert_overlap
             generator = torch.Generator().manual_seed(rank)

@@ -1,7 +1,5 @@
 """The dispatcher against Megatron-Core's alltoall dispatcher: outputs, every gradient, ten optimizer steps."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
