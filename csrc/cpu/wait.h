@@ -44,8 +44,8 @@ inline void relax_cpu() {
 }
 
 // Call `idle` whenever nothing could be done and `progress` whenever something was. Spins, then yields, then sleeps; looks at the
-// peers every few milliseconds; fails when nothing was done for the monitor's deadline, nor at one more look after it. `lacks(report)` must call `report(Lack)`
-// for everything waited for; the blame goes to the first peer that is not itself waiting.
+// peers every few milliseconds; fails when nothing was done for the monitor's deadline, nor at one more look after it. `lacks(report)` must
+// call `report(Lack)` for everything waited for; the blame goes to the first peer that is not itself waiting.
 class Waiter {
 public:
     explicit Waiter(PeerMonitor& monitor) : monitor_(monitor) {}

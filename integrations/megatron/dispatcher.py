@@ -19,7 +19,8 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.gating import choice_for
-from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense
+from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded
+from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense, weights_at
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
 
 _NO_PADDING = (
@@ -50,6 +51,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._capacity = buffers.capacity_for(config)
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
+        self._choice: Any = None  # the same, before tensor parallelism
         self.buffer: Any = None
         self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
         self._shared: SharedExperts | None = None
@@ -142,35 +144,28 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
-        choice = choice_for(routing_map)
-        if choice is None:
-            topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
-        else:
+        choice, first_run = choice_for(routing_map), recorded()
+        if first_run is not None:
+            topk_idx, topk_weights = first_run.topk_idx, weights_at(probs.reshape(-1, num_experts), first_run.topk_idx)
+        elif choice is not None:
             topk_idx, topk_weights = choice.topk_idx, choice.weights_for(probs)
+        else:
+            topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
+        self._choice = topk_idx
         topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
         self.topk_idx = topk_idx.clone() if self._choice_is_overwritten else topk_idx
         return x, topk_weights
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
-        num_tokens, self._hidden = hidden_states.shape
-        elastic = self._find(num_tokens, self._hidden, hidden_states.device)
-        x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
-        assert topk_idx is not None  # dispatch_preprocess has set it
-
-        def send(buffer: Buffer) -> DispatchOutput:
-            num_recv_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment)
-            return buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_recv_rows)
-
         if self._shared is not None:
             self._shared.before_dispatch(hidden_states)
-        try:
-            buffer, out = elastic.dispatch(num_tokens, send)
-        except ValueError as error:
-            # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
-            if bool((topk_idx >= elastic.buffer.num_experts).any()):
-                raise ValueError(self._explain_excess()) from error
-            raise
+        first_run = take_recorded()
+        if first_run is not None:
+            buffer, out = first_run.buffer, first_run.buffer.dispatch(hidden_states.contiguous(), None, probs, handle=first_run.handle)
+        else:
+            buffer, out = self._dispatch(hidden_states, probs)
+            record(Dispatched(buffer, out.handle, self._choice))
         self._returned_from(buffer)
         self._handle = out.handle
         if self._capacity is None:
@@ -181,6 +176,24 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)
         return out.recv_x, out.recv_topk_weights
+
+    def _dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[Buffer, DispatchOutput]:
+        num_tokens, self._hidden = hidden_states.shape
+        elastic = self._find(num_tokens, self._hidden, hidden_states.device)
+        x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
+        assert topk_idx is not None  # dispatch_preprocess has set it
+
+        def send(buffer: Buffer) -> DispatchOutput:
+            num_recv_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment)
+            return buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_recv_rows)
+
+        try:
+            return elastic.dispatch(num_tokens, send)
+        except ValueError as error:
+            # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
+            if bool((topk_idx >= elastic.buffer.num_experts).any()):
+                raise ValueError(self._explain_excess()) from error
+            raise
 
     def _explain_excess(self) -> str:
         return (

@@ -198,6 +198,7 @@ def enable(
     from deepep_moe.integrations.megatron.config_switches import serve_config
     from deepep_moe.integrations.megatron.gating import serve_routers
     from deepep_moe.integrations.megatron.overlap_schedule import serve_schedule
+    from deepep_moe.integrations.megatron.recompute import serve_recompute
     from deepep_moe.integrations.megatron.recv_capacity import serve_step_ends
 
     buffers, patches = LayerBuffers(options), Patches()
@@ -209,6 +210,7 @@ def enable(
         patches.set(moe_layer.MoELayer, "__init__", _checking_the_layer(moe_layer.MoELayer.__init__))
         serve_config(patches, _is_ours, _BACKEND_FIELD)
         serve_schedule(patches)
+        serve_recompute(patches)
         serve_step_ends(patches, buffers.check_capacity)
         if gate:
             serve_routers(patches, _is_ours)

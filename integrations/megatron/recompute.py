@@ -1,0 +1,99 @@
+"""Activation recomputation of MoE layers, which goes along the handles of the first forward.
+
+Megatron-Core's `checkpoint` runs a part of the model without gradients, and once more in the backward. The second run sends its rows where
+the first one sent them, with no exchange of counts, and reads the probs of the experts chosen then. So a router that would choose
+otherwise in the second run cannot come apart from its rows.
+"""
+
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.integrations.megatron.patches import Patches
+
+_ATTRIBUTE = "_deepep_moe_dispatches"  # of a checkpoint's context
+
+
+class Dispatched(NamedTuple):
+    """One dispatch of a first run."""
+
+    buffer: Buffer
+    handle: DispatchHandle
+    topk_idx: torch.Tensor
+    """[num_tokens, num_topk] the router's choice, without the shards of tensor parallelism."""
+
+
+class _Run:
+    """A checkpointed part that runs: `dispatches` of the first run in order, those that are left in the second."""
+
+    def __init__(self, dispatches: deque[Dispatched], is_second: bool):
+        self.dispatches, self.is_second = dispatches, is_second
+
+
+class _Runs(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Run] = []
+
+
+_runs = _Runs()
+
+
+def record(dispatched: Dispatched) -> None:
+    """Remember a dispatch, if it is of a first run."""
+    run = _runs.stack[-1] if _runs.stack else None
+    if run is not None and not run.is_second:
+        run.dispatches.append(dispatched)
+
+
+def recorded() -> Dispatched | None:
+    """Return what the first run did in the place of the next dispatch, or None outside of a second run."""
+    run = _runs.stack[-1] if _runs.stack else None
+    return run.dispatches[0] if run is not None and run.is_second and run.dispatches else None
+
+
+def take_recorded() -> Dispatched | None:
+    """The same, to be dispatched now."""
+    found = recorded()
+    if found is not None:
+        _runs.stack[-1].dispatches.popleft()
+    return found
+
+
+@contextlib.contextmanager
+def _running(run: _Run) -> Iterator[None]:
+    _runs.stack.append(run)
+    try:
+        yield
+    finally:
+        _runs.stack.pop()
+
+
+def serve_recompute(patches: Patches) -> None:
+    """Let Megatron-Core's checkpoints keep the dispatches of their first run for the second."""
+    from megatron.core.tensor_parallel.random import CheckpointFunction
+
+    stock_forward, stock_backward = CheckpointFunction.forward, CheckpointFunction.backward
+
+    @functools.wraps(stock_forward)
+    def forward(ctx: Any, *args: Any) -> Any:
+        run = _Run(deque(), is_second=False)
+        with _running(run):
+            outputs = stock_forward(ctx, *args)
+        setattr(ctx, _ATTRIBUTE, run.dispatches)
+        return outputs
+
+    @functools.wraps(stock_backward)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # A copy: a graph that is retained runs its backward again.
+        with _running(_Run(deque(getattr(ctx, _ATTRIBUTE, ())), is_second=True)):
+            return stock_backward(ctx, *grads)
+
+    patches.set(CheckpointFunction, "forward", staticmethod(forward))
+    patches.set(CheckpointFunction, "backward", staticmethod(backward))
