@@ -7,6 +7,6 @@ config. Without editing a script: `python -m deepep_moe.integrations.megatron pr
 `harness.cpu` lets Megatron-Core run without a GPU. Importing this package does not import Megatron-Core.
 """
 
-from deepep_moe.integrations.megatron.plugin import disable, enable, grow_recv_capacity, recover
+from deepep_moe.integrations.megatron.plugin import disable, enable, grow_recv_capacity, recover, take_metrics
 
-__all__ = ["disable", "enable", "grow_recv_capacity", "recover"]
+__all__ = ["disable", "enable", "grow_recv_capacity", "recover", "take_metrics"]

@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="F",
         help="with --sync-free, room for F times an even share of all rows; more rows are an error",
     )
+    parser.add_argument(
+        "--metrics", action="store_true", help="write load, exchange time and calls over capacity of each MoE layer to TensorBoard and W&B"
+    )
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
     return parser
@@ -79,6 +82,7 @@ def main() -> None:
         grouped_experts=options.grouped_experts,
         sync_free=options.sync_free,
         recv_capacity_factor=options.recv_capacity_factor,
+        metrics=options.metrics,
     )
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.

@@ -9,6 +9,7 @@ import deepep_moe
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
+from deepep_moe.integrations.megatron.metrics import Metrics
 from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity, capacity_factor_of
 
@@ -24,6 +25,7 @@ class LayerBuffers(BufferRegistry):
     def __init__(self, options: Options):
         super().__init__()
         self.options = options
+        self.metrics = Metrics() if options.metrics else None
         self._is_closed = False
         self._capacities: list[RecvCapacity] = []
 

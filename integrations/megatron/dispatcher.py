@@ -4,6 +4,7 @@ A dispatch delivers rows grouped by local expert, so no permutation follows it a
 combine is an unweighted sum.
 """
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.failures import notify_peers
-from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.gating import choice_for
+from deepep_moe.integrations.megatron.metrics import LayerMetrics
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded
 from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense, weights_at
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
@@ -55,6 +57,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.buffer: Any = None
         self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
         self._shared: SharedExperts | None = None
+        self.metrics: LayerMetrics | None = None
         self._elastic: ElasticBuffer | None = None  # it replaces `buffer` when a rank has more tokens
         self._handle: Any = None
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
@@ -72,13 +75,15 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Let the shared experts [T, H] -> [T, H] run beside the calls, on their own stream. `moe_shared_expert_overlap` asks for it."""
         self._shared = SharedExperts(shared_experts)
 
-    def check_layer(self, layer: Any) -> None:
-        """Raise ValueError for experts that would wait for their counts, where no host is to wait."""
+    def join(self, layer: Any) -> None:
+        """See the whole layer, once it is there. Raises ValueError for experts that would wait for their counts where no host is to."""
         if self._capacity is not None and not getattr(layer.experts, "takes_counts_on_device", False):
             raise ValueError(
                 f"sync_free is asked for, but {type(layer.experts).__name__} reads its counts on the host; call "
                 "enable(grouped_experts=True) and leave moe_grouped_gemm out, or leave out sync_free"
             )
+        if self.buffers.metrics is not None:
+            self.metrics = self.buffers.metrics.follow(layer)
 
     def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine.
@@ -95,6 +100,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             notify_peers(self.buffer, error, self._num_calls)
             if isinstance(error, EPCapacityError):
                 error.add_note(_OVER_CAPACITY)
+                if self.metrics is not None:
+                    self.metrics.num_over_capacity += 1
             if self._shared is not None:
                 self._shared.forget()
             raise
@@ -161,17 +168,17 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if self._shared is not None:
             self._shared.before_dispatch(hidden_states)
         first_run = take_recorded()
-        if first_run is not None:
-            buffer, out = first_run.buffer, first_run.buffer.dispatch(hidden_states.contiguous(), None, probs, handle=first_run.handle)
-        else:
-            buffer, out = self._dispatch(hidden_states, probs)
-            record(Dispatched(buffer, out.handle, self._choice))
+        with self._timed(hidden_states):
+            buffer, out = (
+                self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
+            )
         self._returned_from(buffer)
         self._handle = out.handle
-        if self._capacity is None:
-            self._tokens_per_expert = torch.tensor(out.handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
-        else:
-            self._tokens_per_expert = out.handle.num_rows_per_expert
+        self._tokens_per_expert = self._counts_for_experts(out.handle)
+        if first_run is None:
+            record(Dispatched(buffer, out.handle, self._choice))
+            if self.metrics is not None:
+                self.metrics.count(self._tokens_per_expert)
         assert out.recv_topk_weights is not None  # they were sent
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)
@@ -194,6 +201,18 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             if bool((topk_idx >= elastic.buffer.num_experts).any()):
                 raise ValueError(self._explain_excess()) from error
             raise
+
+    @staticmethod
+    def _dispatch_again(hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> tuple[Buffer, DispatchOutput]:
+        return first_run.buffer, first_run.buffer.dispatch(hidden_states.contiguous(), None, probs, handle=first_run.handle)
+
+    def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
+        if self._capacity is not None:
+            return handle.num_rows_per_expert
+        return torch.tensor(handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
+
+    def _timed(self, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.metrics is None else self.metrics.timed(rows.device)
 
     def _explain_excess(self) -> str:
         return (
@@ -221,7 +240,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         handle, self._handle = self._handle, None
         if self._shared is not None:
             self._shared.before_combine()
-        combined = self.buffer.combine(hidden_states.contiguous(), handle)
+        with self._timed(hidden_states):
+            combined = self.buffer.combine(hidden_states.contiguous(), handle)
         self._returned_from(self.buffer)
         return combined
 

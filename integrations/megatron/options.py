@@ -22,13 +22,14 @@ class Options:
     grouped_experts: bool = False
     sync_free: bool = False
     recv_capacity_factor: float | None = None
+    metrics: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("expert_alignment", self.expert_alignment)
         if self.num_max_tokens_per_rank is not None:
             _check_positive("num_max_tokens_per_rank", self.num_max_tokens_per_rank)
         check_num_sms(self.num_sms)
-        for name in ("gate", "grouped_experts", "sync_free"):
+        for name in ("gate", "grouped_experts", "sync_free", "metrics"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
         if self.backend not in BACKENDS:

@@ -14,6 +14,7 @@ from typing import Any
 
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
+from deepep_moe.integrations.megatron.metrics import LayerReport
 from deepep_moe.integrations.megatron.options import Options, check_capacity_factor
 from deepep_moe.integrations.megatron.patches import Patches
 
@@ -116,7 +117,7 @@ def _checking_the_layer(stock: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         if isinstance(self.token_dispatcher, NativeTokenDispatcher):
-            self.token_dispatcher.check_layer(self)
+            self.token_dispatcher.join(self)
 
     return __init__
 
@@ -144,6 +145,7 @@ def enable(
     grouped_experts: bool = False,
     sync_free: bool = False,
     recv_capacity_factor: float | None = None,
+    metrics: bool = False,
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -180,6 +182,8 @@ def enable(
             ranks of the expert-parallel group, at the latest from `finalize_model_grads` of Megatron-Core, which then waits for the GPU:
             nothing is dropped, and the step can be run again after `recover()` and `grow_recv_capacity()`.
             `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments.
+        metrics: gather rows of each expert, time of the exchange and calls over capacity for `take_metrics()`. Megatron-Core's report of
+            MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes them too.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.
@@ -187,7 +191,9 @@ def enable(
         ImportError: Megatron-Core is not installed.
     """
     global _enabled
-    options = Options(num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, grouped_experts, sync_free, recv_capacity_factor)
+    options = Options(
+        num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, grouped_experts, sync_free, recv_capacity_factor, metrics
+    )
     if _enabled is not None:
         if _enabled.options != options:
             raise ValueError(f"deepep_moe is already enabled with {_enabled.options}, and not with {options}; call disable() first")
@@ -197,6 +203,7 @@ def enable(
 
     from deepep_moe.integrations.megatron.config_switches import serve_config
     from deepep_moe.integrations.megatron.gating import serve_routers
+    from deepep_moe.integrations.megatron.metrics import serve_reports
     from deepep_moe.integrations.megatron.overlap_schedule import serve_schedule
     from deepep_moe.integrations.megatron.recompute import serve_recompute
     from deepep_moe.integrations.megatron.recv_capacity import serve_step_ends
@@ -214,6 +221,8 @@ def enable(
         serve_step_ends(patches, buffers.check_capacity)
         if gate:
             serve_routers(patches, _is_ours)
+        if buffers.metrics is not None:
+            serve_reports(patches, buffers.metrics)
         if grouped_experts:
             from deepep_moe.integrations.megatron.grouped_experts import serve_experts
 
@@ -237,6 +246,16 @@ def grow_recv_capacity(times: float = 2.0) -> None:
     check_capacity_factor("times", times)
     if _enabled is not None:
         _enabled.buffers.grow_capacity(times)
+
+
+def take_metrics() -> list[LayerReport]:
+    """Return what all MoE layers have done since it was asked last, over all ranks. Collective over all ranks of the job.
+
+    Raises ValueError without `enable(metrics=True)`.
+    """
+    if _enabled is None or _enabled.buffers.metrics is None:
+        raise ValueError("no metrics are gathered; call enable(metrics=True) before the model is built")
+    return _enabled.buffers.metrics.take()
 
 
 def disable() -> None:

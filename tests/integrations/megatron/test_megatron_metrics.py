@@ -1,0 +1,148 @@
+"""What layers report: rows of each expert, time of the exchange, calls over capacity; also through Megatron-Core's own report."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_cases import HIDDEN, NUM_EXPERTS, build_layer, layer_config, model_parallel
+
+from deepep_moe.errors import EPCapacityError
+from deepep_moe.integrations.megatron import recover, take_metrics
+from deepep_moe.integrations.megatron.metrics import LayerReport
+from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+TOPK = 4
+
+
+def layer_of(sizes: dict[str, int], number: int = 1, **changes: Any) -> Any:
+    config = layer_config(**sizes, **selection(), moe_router_num_groups=None, moe_router_group_topk=None, num_layers=3, **changes)
+    layer = build_layer(config)
+    layer.set_layer_number(number)
+    return layer
+
+
+def one_sided(layer: Any, first: int) -> None:
+    """Let every token go to the experts first to first + 3."""
+    layer.router.expert_bias.zero_()
+    layer.router.expert_bias[first : first + TOPK] = 100.0
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.scalars: dict[str, tuple[float, int]] = {}
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        self.scalars[name] = (float(value), iteration)
+
+
+def _counts_worker(rank: int, num_ranks: int) -> None:
+    with model_parallel(ep=num_ranks, metrics=True) as sizes:
+        first, third = layer_of(sizes), layer_of(sizes, 3)
+        one_sided(first, 0)
+        one_sided(third, 4)
+        for num_tokens in (3, 5 + rank):
+            first(torch.randn(num_tokens, 1, HIDDEN))
+        third(torch.randn(2, 1, HIDDEN))
+        began = time.perf_counter()
+        reports = take_metrics()
+        assert time.perf_counter() - began < 5
+        tokens = num_ranks * 8 + sum(range(num_ranks))
+        assert [report.layer for report in reports] == [1, 3]
+        assert [report.rows_per_expert for report in reports] == [[tokens] * 4 + [0] * 4, [0] * 4 + [2 * num_ranks] * 4]
+        assert [report.busiest for report in reports] == [2.0, 2.0]
+        assert all(report.num_over_capacity == 0 and 0 < report.exchange_ms < 1000 for report in reports)
+        assert take_metrics() == []
+
+
+def test_rows_of_each_expert():
+    run_ranks(_counts_worker, 2)
+
+
+def _time_worker(rank: int, num_ranks: int) -> None:
+    """The mean over ranks and forwards of what dispatch and combine take."""
+    with model_parallel(ep=num_ranks, metrics=True) as sizes:
+        layer = layer_of(sizes)
+        layer(torch.randn(3, 1, HIDDEN))
+        take_metrics()
+        stock = layer.token_dispatcher.buffer.combine
+
+        def combine(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(1.0)
+            return stock(*args, **kwargs)
+
+        layer.token_dispatcher.buffer.combine = combine
+        for _ in range(2):
+            dist.barrier()
+            layer(torch.randn(3, 1, HIDDEN))
+        (report,) = take_metrics()
+        assert 1000 <= report.exchange_ms < 1900, report
+
+
+def test_time_of_the_exchange():
+    run_ranks(_time_worker, 2)
+
+
+def _recomputed_worker(rank: int, num_ranks: int) -> None:
+    with model_parallel(ep=num_ranks, metrics=True, expert_alignment=16) as sizes:
+        layer = layer_of(sizes, recompute_granularity="selective", recompute_modules=["moe"])
+        one_sided(layer, 4)
+        layer(torch.randn(3, 1, HIDDEN, requires_grad=True))[0].sum().backward()
+        (report,) = take_metrics()
+        assert report.rows_per_expert == [0] * 4 + [16] * 4  # padded, and counted once
+
+
+def test_recomputed_rows_count_once():
+    run_ranks(_recomputed_worker, 2)
+
+
+def _over_worker(rank: int, num_ranks: int) -> None:
+    options = {"grouped_experts": True, "sync_free": True, "recv_capacity_factor": 1.0, "num_max_tokens_per_rank": 4}
+    with model_parallel(ep=num_ranks, metrics=True, **options) as sizes:
+        layer = layer_of(sizes)
+        one_sided(layer, 0)
+        with pytest.raises(EPCapacityError):
+            layer(torch.randn(4, 1, HIDDEN))
+        recover()
+        (report,) = take_metrics()
+        assert report == LayerReport(1, [0] * NUM_EXPERTS, report.exchange_ms, num_ranks)
+
+
+def test_calls_over_capacity():
+    run_ranks(_over_worker, 2)
+
+
+def _writer_worker(rank: int, num_ranks: int) -> None:
+    """Megatron-LM calls the report on all ranks; the last one has a writer."""
+    with model_parallel(ep=num_ranks, metrics=True) as sizes:
+        layer = layer_of(sizes, 2)
+        one_sided(layer, 2)
+        layer(torch.randn(3, 1, HIDDEN))
+        writer = Writer() if rank == num_ranks - 1 else None
+        how = {"force_initialize": True, "track_names": [], "num_layers": 3}
+        try:
+            from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+        except ImportError:
+            from megatron.core.transformer.moe import moe_utils
+
+            moe_utils.track_moe_metrics(1.0, 7, writer, **how)
+        else:
+            get_moe_metrics_tracker().report(1.0, 7, writer, **how)
+        if writer is not None:
+            ours = {name: value for name, value in writer.scalars.items() if name.startswith("deepep_moe/")}
+            assert set(ours) == {f"deepep_moe/layer_2/{name}" for name in ("busiest_expert", "exchange_ms", "over_capacity")}
+            assert ours["deepep_moe/layer_2/busiest_expert"] == (2.0, 7)
+            assert ours["deepep_moe/layer_2/exchange_ms"][0] > 0
+
+
+def test_report_of_megatron_core():
+    run_ranks(_writer_worker, 2)
+
+
+def test_metrics_need_the_option():
+    with pytest.raises(ValueError, match=r"no metrics are gathered; call enable\(metrics=True\)"):
+        take_metrics()
