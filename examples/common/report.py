@@ -14,22 +14,36 @@ _GREY = "#5f6368"
 
 @dataclass
 class Result:
-    """What rank 0 measured. `load` [steps, moe_layers, num_experts]: tokens each expert got, over all ranks."""
+    """What rank 0 measured.
+
+    load: [steps, moe_layers, num_experts] tokens each expert got, over all ranks.
+    scalars: of each step, by name, where a framework reports some.
+    """
 
     name: str
     losses: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
     load: Any = None
     seconds: float = 0.0
     backend: str = ""
+    scalars: list[dict[str, float]] = field(default_factory=list)
+
+    def of_layers(self, name: str) -> list[float]:
+        """The sum over MoE layers of a scalar that deepep_moe reports of each, for each step."""
+        ends = f"/{name}"
+        return [sum(value for key, value in step.items() if key.endswith(ends)) for step in self.scalars]
 
 
 def write_metrics(results: list[Result], path: Path) -> None:
-    """One JSON object a step: step, loss, tokens_per_s, dispatcher."""
+    """One JSON object a step: step, loss, tokens_per_s, dispatcher, load [moe_layers, num_experts], and scalars where there are some."""
     with path.open("w") as file:
         for result in results:
             for step, (loss, tokens_per_s) in enumerate(zip(result.losses, result.tokens_per_s, strict=True)):
                 record = {"step": step, "loss": loss, "tokens_per_s": round(tokens_per_s, 1), "dispatcher": result.name}
+                record["load"] = result.load[step].tolist()
+                if result.scalars:
+                    record["scalars"] = result.scalars[step]
                 file.write(json.dumps(record) + "\n")
 
 
@@ -129,6 +143,31 @@ def table(results: list[Result], entropy: float) -> str:
     width = max(14, *(len(cell) for _, cells in rows for cell in cells))
     lines = [f"{name:<24}" + "".join(f"{cell:>{width + 2}}" for cell in cells) for name, cells in rows]
     rule = "-" * max(len(line) for line in lines)
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule])
+
+
+def differences(results: list[Result], baseline: str = "alltoall") -> list[float]:
+    """For each run, how far its losses are from those of the nearest run of `baseline` before it."""
+    found, before = [], results[0]
+    for result in results:
+        before = result if result.name.startswith(baseline) else before
+        found.append(max_difference([before, result]))
+    return found
+
+
+_COLUMNS = (("tokens/s", 10), ("step ms", 10), ("exchange ms", 13), ("last loss", 11), ("max |difference|", 18))
+
+
+def comparison(results: list[Result]) -> str:
+    """A row for each run, and how far its losses are from those of the alltoall above it."""
+    width = 2 + max(len(result.name) for result in results)
+    lines = [f"{'run':<{width}}" + "".join(f"{name:>{columns}}" for name, columns in _COLUMNS)]
+    for result, difference in zip(results, differences(results), strict=True):
+        exchange = result.of_layers("exchange_ms")
+        cells = [f"{np.median(result.tokens_per_s):,.0f}", f"{1e3 * np.median(result.step_s):,.1f}"]
+        cells += [f"{np.median(exchange):.2f}" if any(exchange) else "-", f"{result.losses[-1]:.4f}", f"{difference:.1e}"]
+        lines.append(f"{result.name:<{width}}" + "".join(f"{cell:>{columns}}" for cell, (_, columns) in zip(cells, _COLUMNS, strict=True)))
+    rule = "-" * len(lines[0])
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 

@@ -92,13 +92,14 @@ NUMBERS = {"tiny": TINY, "full": FULL}
 DISPATCHERS = ("deepep_moe", "alltoall", "allgather")
 
 
-def model_config(name: str, dispatcher: str, *, device: str, ep: int, tp: int, etp: int) -> Any:
-    """Megatron-Core's config of the model `name` ("tiny" or "full"), fp32, with one of DISPATCHERS and the sizes of the parallel groups."""
+def model_config(name: str, dispatcher: str, *, device: str, ep: int, tp: int, etp: int, **others: Any) -> Any:
+    """Megatron-Core's config of the model `name` ("tiny" or "full"), fp32, with one of DISPATCHERS, the sizes of the parallel groups, and
+    `others`, fields of the config."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from deepep_moe.integrations.megatron.plugin import selection
 
-    switches = selection(dispatcher)
+    switches = selection(dispatcher) | others
     # Fused kernels need apex or TransformerEngine, and a GPU.
     for fusion in ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope"):
         switches[f"{fusion}_fusion"] = False

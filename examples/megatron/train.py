@@ -2,11 +2,13 @@
 
 python examples/megatron/train.py                      # two ranks, a minute or two, writes runs/demo
 python examples/megatron/train.py --compare alltoall   # then the same with Megatron-Core's own dispatcher; the curves must agree
+python examples/megatron/train.py --sweep              # with each option of ours in turn: one table
 python examples/megatron/train.py --device cuda        # on all GPUs of this machine
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -39,6 +41,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         help="deepep_moe routes too (default: without --compare: it rounds last bits in its own way, which training amplifies)",
     )
     parser.add_argument("--grouped-experts", action="store_true", help="deepep_moe runs the experts too, all of a layer at once")
+    parser.add_argument("--sync-free", action="store_true", help="the host waits for nothing in MoE layers (with --grouped-experts)")
+    parser.add_argument("--recv-capacity-factor", type=float, help="with --sync-free, room for that many times an even share of all rows")
+    parser.add_argument("--shared-overlap", action="store_true", help="the shared expert runs beside dispatch and combine")
+    parser.add_argument("--recompute", action="store_true", help="MoE layers run again in the backward, along their handles")
+    parser.add_argument("--interleave", action="store_true", help="1F1B: a micro batch's forward beside the backward of the one before")
+    parser.add_argument("--micro-batches", type=int, default=None, help="parts of a step's sequences (default: 1, with --interleave 2)")
+    parser.add_argument("--sweep", action="store_true", help="train with each of these options in turn, and with alltoall; one table")
+    parser.add_argument("--tensorboard", metavar="FOLDER", help="write Megatron-Core's scalars of MoE layers, and ours, there")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")
@@ -70,10 +80,47 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     if config.TINY["num_moe_experts"] % arguments.ep:
         parser.error(f"--ep {arguments.ep} must divide the {config.TINY['num_moe_experts']} experts")
     if arguments.gate is None:
-        arguments.gate = arguments.compare is None
+        arguments.gate = arguments.compare is None and not arguments.sweep
+    _check_options(parser, arguments)
     if arguments.compare == arguments.dispatcher:
         parser.error(f"--compare {arguments.compare} is the dispatcher of the first run; choose another")
     return arguments
+
+
+def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.micro_batches is None:
+        arguments.micro_batches = 2 if arguments.interleave or arguments.sweep else 1
+    num_sequences = worker.Settings().num_sequences
+    if arguments.micro_batches < 1 or num_sequences % arguments.micro_batches:
+        parser.error(f"--micro-batches {arguments.micro_batches} must divide the {num_sequences} sequences of a step")
+    if arguments.sync_free and not arguments.grouped_experts:
+        parser.error("--sync-free needs --grouped-experts: other experts read their counts on the host")
+    for name in ("shared_overlap", "recompute"):
+        if arguments.interleave and getattr(arguments, name):
+            parser.error(f"--interleave and --{name.replace('_', '-')} exclude each other in Megatron-Core")
+    if arguments.sweep and arguments.compare:
+        parser.error("--sweep compares with alltoall itself; leave out --compare")
+    if arguments.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard needs the package tensorboard; pip install tensorboard")
+
+
+def _plain(settings: worker.Settings, dispatcher: str) -> worker.Settings:
+    """The same training by one of Megatron-Core's dispatchers, without options of ours. Shared experts stay beside the calls where that
+    dispatcher can: it changes the order in which gradients are added."""
+    overlaps = settings.shared_overlap and dispatcher == "alltoall"
+    return dataclasses.replace(
+        settings, dispatcher=dispatcher, grouped_experts=False, sync_free=False, interleave=False, shared_overlap=overlaps
+    )
+
+
+def _sweep(settings: worker.Settings) -> list[worker.Settings]:
+    """alltoall, ours, and ours with one more option each time; then both with shared experts beside the calls."""
+    plain = dataclasses.replace(settings, dispatcher="deepep_moe")
+    grouped = dataclasses.replace(plain, grouped_experts=True)
+    free = dataclasses.replace(grouped, sync_free=True)
+    shared = dataclasses.replace(free, shared_overlap=True)
+    options = [plain, grouped, free, dataclasses.replace(free, interleave=True), dataclasses.replace(free, recompute=True)]
+    return [_plain(plain, "alltoall"), *options, _plain(shared, "alltoall"), shared]
 
 
 def _run(settings: worker.Settings, num_ranks: int) -> report.Result:
@@ -92,22 +139,23 @@ def main(argv: list[str] | None = None) -> int:
     fields = {field.name for field in dataclasses.fields(worker.Settings)}
     settings = worker.Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
     entropy = data.unigram_entropy(data.load_corpus())
-    runs = [settings] + ([dataclasses.replace(settings, dispatcher=arguments.compare)] if arguments.compare else [])
+    runs = [settings] + ([_plain(settings, arguments.compare)] if arguments.compare else [])
+    if arguments.sweep:
+        runs = _sweep(settings)
     results = [_run(run, arguments.num_ranks) for run in runs]
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_metrics(results, arguments.out / "metrics.jsonl")
-    report.plot_loss(results, entropy, arguments.out / "loss.png")
+    report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")
-    print(report.table(results, entropy))
+    print(report.comparison(results) if arguments.sweep else report.table(results, entropy))
     print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png")
     if len(results) == 1:
         return 0
-    difference = report.max_difference(results)
+    difference = max(report.differences(results)) if arguments.sweep else report.max_difference(results)
     verdict = "agree" if difference <= _TOLERANCE else "DIFFER"
-    print(
-        f"loss curves of {runs[0].dispatcher} and {runs[1].dispatcher} {verdict}: max |difference| {difference:.2e}, allowed {_TOLERANCE:g}"
-    )
+    names = "alltoall and all runs of deepep_moe" if arguments.sweep else f"{runs[0].dispatcher} and {runs[1].dispatcher}"
+    print(f"loss curves of {names} {verdict}: max |difference| {difference:.2e}, allowed {_TOLERANCE:g}")
     return 0 if difference <= _TOLERANCE else 1
 
 

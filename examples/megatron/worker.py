@@ -6,11 +6,15 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import config
+import moe_report
 import numpy as np
+import passes
 import torch
 import torch.distributed as dist
+from moe_report import Scalars
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
@@ -28,6 +32,13 @@ class Settings:
     backend: str = "auto"
     gate: bool = True
     grouped_experts: bool = False
+    sync_free: bool = False
+    recv_capacity_factor: float | None = None
+    shared_overlap: bool = False
+    recompute: bool = False
+    interleave: bool = False
+    micro_batches: int = 1
+    tensorboard: str | None = None
     steps: int = 400
     seed: int = 1234
     seq_length: int = 128
@@ -37,6 +48,27 @@ class Settings:
     tp: int = 1
     etp: int = 1
     progress: bool = True
+
+    @property
+    def name(self) -> str:
+        """What a table calls the run."""
+        words = {"grouped_experts": "grouped", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
+        words |= {"recompute": "recomputed", "interleave": "1F1B"}
+        return " + ".join([self.dispatcher, *(word for field, word in words.items() if getattr(self, field))])
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Arguments of `enable()`, None for Megatron-Core's own dispatchers."""
+        if self.dispatcher != "deepep_moe":
+            return None
+        names = ("backend", "gate", "grouped_experts", "sync_free", "recv_capacity_factor")
+        return {name: getattr(self, name) for name in names} | {"metrics": True}
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Fields of Megatron-Core's config."""
+        found: dict[str, Any] = {"moe_shared_expert_overlap": True} if self.shared_overlap else {}
+        return found | ({"recompute_granularity": "selective", "recompute_modules": ["moe"]} if self.recompute else {})
 
 
 class Trainer:
@@ -48,7 +80,7 @@ class Trainer:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
-        model_config = config.model_config("tiny", settings.dispatcher, device=device.type, **sizes)
+        model_config = config.model_config("tiny", settings.dispatcher, device=device.type, **sizes, **settings.switches)
         model = GPTModel(
             model_config,
             get_gpt_decoder_block_spec(model_config, use_transformer_engine=False, normalization="RMSNorm"),
@@ -62,7 +94,7 @@ class Trainer:
         ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
         self.model = DistributedDataParallel(model_config, ddp_config, model)
         self.optimizer = torch.optim.AdamW(self._parameter_groups(), lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
-        self.settings, self.device = settings, device
+        self.settings, self.device, self.config = settings, device, model_config
 
     def _parameter_groups(self) -> list[dict]:
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
@@ -81,15 +113,11 @@ class Trainer:
         """One optimizer step on tokens [num_sequences, seq_length + 1] -> (loss over all ranks, load [moe_layers, num_experts])."""
         from megatron.core.distributed import finalize_model_grads
 
-        num_sequences, seq_length = tokens.shape[0], tokens.shape[1] - 1
-        tokens = tokens.to(self.device)
-        positions = torch.arange(seq_length, device=self.device).expand(num_sequences, -1)
+        run = passes.interleaved if self.settings.interleave else passes.one_after_another
         self.model.zero_grad_buffer()
-        mean_loss = self.model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
-        mean_loss.backward()
+        loss = run(self.model, self._micro_batches(tokens.to(self.device)))
         # finalize_model_grads uses up the counts when it updates the expert biases.
         load = torch.stack([router.local_tokens_per_expert for router in self.routers])
-        loss = mean_loss.detach().clone()
         dist.all_reduce(load)
         dist.all_reduce(loss)
         finalize_model_grads([self.model])
@@ -100,6 +128,22 @@ class Trainer:
         self.optimizer.step()
         return loss.item() / dist.get_world_size(), load.cpu().numpy().astype(np.int64)
 
+    def _micro_batches(self, tokens: torch.Tensor) -> list[dict[str, Any]]:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        parts = tokens.chunk(self.settings.micro_batches)
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / len(parts), device=self.device))
+        positions = torch.arange(tokens.shape[1] - 1, device=self.device)
+        return [
+            {
+                "input_ids": part[:, :-1],
+                "position_ids": positions.expand(len(part), -1),
+                "attention_mask": None,
+                "labels": part[:, 1:],
+            }
+            for part in parts
+        ]
+
 
 def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Result:
     from megatron.core import parallel_state
@@ -107,15 +151,20 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
     settings = trainer.settings
     data_rank = parallel_state.get_data_parallel_rank()
     num_tokens = settings.num_sequences * settings.seq_length * num_ranks // settings.tp
-    result, load = Result(settings.dispatcher), []
-    bar = tqdm(total=settings.steps, desc=settings.dispatcher, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
+    result, load = Result(settings.name), []
+    scalars = Scalars(_tensorboard(settings)) if rank == 0 else None
+    bar = tqdm(total=settings.steps, desc=settings.name, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
     start = time.perf_counter()
     for step in range(settings.steps):
         tokens = data.batch(corpus, settings.num_sequences, settings.seq_length, seed=settings.seed, step=step, rank=data_rank)
         begin = time.perf_counter()
         loss, step_load = trainer.step(step, tokens)
         result.losses.append(loss)
-        result.tokens_per_s.append(num_tokens / (time.perf_counter() - begin))
+        result.step_s.append(time.perf_counter() - begin)
+        result.tokens_per_s.append(num_tokens / result.step_s[-1])
+        moe_report.report(scalars, step, trainer.config)
+        if scalars is not None:
+            result.scalars.append(scalars.take())
         load.append(step_load)
         bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
         bar.update()
@@ -123,6 +172,15 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
     result.seconds, result.load = time.perf_counter() - start, np.stack(load)
     result.backend = getattr(getattr(trainer.dispatchers[0], "buffer", None), "backend", "megatron")
     return result
+
+
+def _tensorboard(settings: Settings) -> Any:
+    """A writer into the folder of the settings, or None."""
+    if settings.tensorboard is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(Path(settings.tensorboard) / settings.name.replace(" ", "")))
 
 
 def _repeat_exactly() -> None:
@@ -142,10 +200,7 @@ def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
         warnings.filterwarnings("ignore", module=module)
     if settings.device == "cuda":
         _repeat_exactly()
-    options = None
-    if settings.dispatcher == "deepep_moe":
-        options = {"backend": settings.backend, "gate": settings.gate, "grouped_experts": settings.grouped_experts}
     sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
-    with model_parallel(settings.device, **sizes, seed=settings.seed, options=options) as device:
+    with model_parallel(settings.device, **sizes, seed=settings.seed, options=settings.options) as device:
         result = _loop(Trainer(settings, device), data.load_corpus(), rank, num_ranks)
     return result if rank == 0 else None
