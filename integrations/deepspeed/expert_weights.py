@@ -34,8 +34,8 @@ Reader = Callable[[nn.Module], ExpertWeights | None]
 def read_known(expert: nn.Module) -> ExpertWeights | None:
     """Return the weights of an expert whose classes say what it computes. None for any other.
 
-    Known are `deepep_moe.nn.SwiGLU` and `torch.nn.Sequential` of a Linear, an activation and a Linear. The activation is a GELU, ReLU, SiLU,
-    Tanh or Sigmoid. Identity and Dropout may stand between them. Subclasses are not known. The caller looks for hooks, forwards that were
+    Known are `deepep_moe.nn.SwiGLU` and `torch.nn.Sequential` of a Linear, an activation and a Linear. The activation is a GELU, ReLU,
+    SiLU, Tanh or Sigmoid. Identity and Dropout may stand between them. Subclasses are not known. The caller looks for hooks, forwards that were
     replaced, and Dropout that drops.
     """
     if type(expert) is SwiGLU:

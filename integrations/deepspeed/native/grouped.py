@@ -51,8 +51,8 @@ def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> li
 def weights_of(experts: Sequence[nn.Module], option: bool | Reader) -> list[ExpertWeights] | str:
     """Return the weights of all experts; or the reason why grouped products could not stand for calls of the experts.
 
-    option: True for experts that are known, or a function that reads them. Raises TypeError for a function that returns something else, and
-    what the function raises.
+    option: True for experts that are known, or a function that reads them. Raises TypeError for a function that returns something else,
+    and what the function raises.
     """
     reason = _why_called(experts)
     if reason is not None:
