@@ -35,8 +35,8 @@ def read_known(expert: nn.Module) -> ExpertWeights | None:
     """Return the weights of an expert whose classes say what it computes. None for any other.
 
     Known are `deepep_moe.nn.SwiGLU` and `torch.nn.Sequential` of a Linear, an activation and a Linear. The activation is a GELU, ReLU,
-    SiLU, Tanh or Sigmoid. Identity and Dropout may stand between them. Subclasses are not known. The caller looks for hooks, forwards that were
-    replaced, and Dropout that drops.
+    SiLU, Tanh or Sigmoid. Identity and Dropout may stand between them. Subclasses are not known. The caller looks for hooks, forwards that
+    were replaced, and Dropout that drops.
     """
     if type(expert) is SwiGLU:
         first, second = expert.gate_up, expert.down

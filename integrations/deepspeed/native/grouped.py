@@ -71,11 +71,19 @@ def _why_called(experts: Sequence[nn.Module]) -> str | None:
     if torch_module._has_any_global_hook():
         return "PyTorch has hooks for all modules, which would not run"
     for i, expert in enumerate(experts):
-        for module in expert.modules():
+        for module in _modules(expert):
             what = _why_module_is_called(module)
             if what is not None:
                 return f"{type(module).__name__} of local expert {i} {what}"
     return None
+
+
+def _modules(expert: nn.Module) -> list[nn.Module]:
+    """Return the expert and all modules in it, as `nn.Module.modules` does in several times the time. One may come twice."""
+    found = [expert]
+    for module in found:
+        found.extend(child for child in module._modules.values() if child is not None)
+    return found
 
 
 def _why_module_is_called(module: nn.Module) -> str | None:
@@ -105,8 +113,8 @@ def _why_unread(expert: nn.Module, option: bool | Reader) -> str:
     if option is not True:
         return f"the function grouped_experts returned None for {name_of(expert)}"
     return (
-        f"experts are {name_of(expert)}, which deepep_moe cannot read; pass replace_moe_layers a function as grouped_experts, which returns "
-        "the ExpertWeights of an expert"
+        f"experts are {name_of(expert)}, whose weights deepep_moe cannot read; pass replace_moe_layers a function as grouped_experts that "
+        "returns the ExpertWeights of an expert"
     )
 
 
@@ -117,9 +125,9 @@ def _why_different(experts: Sequence[nn.Module], weights: Sequence[ExpertWeights
         return f"experts are of the classes {classes}; they must be of one"
     for i, (expert, own) in enumerate(zip(experts, weights, strict=True)):
         for name, mine, first in zip(own._fields[:4], own, weights[0], strict=False):
-            if (subclass := _subclass(mine)) is not None:
-                return f"{name} of local expert {i} is a {subclass}; it must be a plain tensor"
-            if _form(mine) != _form(first):
+            if mine is not None and type(mine) not in (nn.Parameter, Tensor):
+                return f"{name} of local expert {i} is a {type(mine).__name__}; it must be a plain tensor"
+            if not _is_alike(mine, first):
                 return f"{name} of local expert {i} is {_form(mine)}, and {_form(first)} in the first"
         if own.activation != weights[0].activation:
             return f"local expert {i} has another activation than the first; it must be the same object"
@@ -128,8 +136,10 @@ def _why_different(experts: Sequence[nn.Module], weights: Sequence[ExpertWeights
     return None
 
 
-def _subclass(tensor: Any) -> str | None:
-    return None if tensor is None or type(tensor) in (nn.Parameter, Tensor) else type(tensor).__name__
+def _is_alike(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
 def _form(tensor: Any) -> str:
@@ -140,14 +150,22 @@ def _parameters_left(expert: nn.Module, own: ExpertWeights) -> list[str]:
     """Return the names of parameters that want a gradient and would get none."""
     tensors = [tensor for tensor in own[:4] if tensor is not None]
     served = {id(tensor) for tensor in tensors}
-    if any(tensor.grad_fn is not None for tensor in tensors):  # computed, from parameters
-        served |= _leaves([tensor.grad_fn for tensor in tensors])
-    return [name for name, parameter in expert.named_parameters() if parameter.requires_grad and id(parameter) not in served]
+    computed = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    if computed:  # from parameters
+        served |= _leaves(computed)
+    wanting = {id(parameter) for module in _modules(expert) for parameter in module._parameters.values() if _wants_gradient(parameter)}
+    if wanting <= served:
+        return []
+    return [name for name, parameter in expert.named_parameters() if id(parameter) in wanting - served]
+
+
+def _wants_gradient(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
 
 
 def _leaves(nodes: Iterable[Any]) -> set[int]:
     """Return the ids of the tensors to which the gradients of these nodes of autograd go."""
-    found, todo, seen = set(), [node for node in nodes if node is not None], set()
+    found, todo, seen = set(), list(nodes), set()
     while todo:
         node = todo.pop()
         if node in seen:

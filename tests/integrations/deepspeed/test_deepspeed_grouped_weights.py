@@ -1,4 +1,4 @@
-"""Which experts can be grouped, why others cannot, and how their weights and rows come together without copies. One process, no exchange."""
+"""Which experts can be grouped, why others cannot, and how their weights and rows come together without copies. No exchange."""
 
 import copy
 from pathlib import Path
@@ -130,7 +130,7 @@ UNKNOWN = {
 def test_other_classes_are_not_guessed(name):
     assert read_known(UNKNOWN[name]) is None
     assert grouped.weights_of(experts_of(UNKNOWN[name]), True) == (
-        f"experts are {name}, which deepep_moe cannot read; pass replace_moe_layers a function as grouped_experts, which returns the "
+        f"experts are {name}, whose weights deepep_moe cannot read; pass replace_moe_layers a function as grouped_experts that returns the "
         "ExpertWeights of an expert"
     )
 
