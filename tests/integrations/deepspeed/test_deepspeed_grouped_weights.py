@@ -276,18 +276,19 @@ def test_functions_that_leave_a_parameter_out():
 # ---- memory ----
 
 
-def flattened(tensors: list[torch.Tensor], gap: int) -> list[torch.Tensor]:
-    """The tensors in one memory, as ZeRO puts them, with `gap` entries before each."""
-    distance = tensors[0].numel() + gap
-    memory = torch.zeros(len(tensors) * distance)
+def flattened(tensors: list[torch.Tensor], gap: int = 0, begin: int = 0) -> list[torch.Tensor]:
+    """The tensors in one memory, as ZeRO puts them, with `begin` entries before the first and `gap` behind each."""
+    memory = torch.zeros(begin + len(tensors) * (tensors[0].numel() + gap))
     for i, tensor in enumerate(tensors):
-        tensor.data = memory[i * distance + gap : (i + 1) * distance].view(tensor.shape).copy_(tensor.data)
+        start = begin + i * (tensor.numel() + gap)
+        tensor.data = memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor.data)
     return tensors
 
 
-@pytest.mark.parametrize(("gap", "is_view"), [(0, True), (8, True), (3, False)])
-def test_weights_at_equal_distances_are_not_copied(gap, is_view):
-    tensors = flattened([nn.Parameter(torch.randn(4, 8)) for _ in range(3)], gap)
+@pytest.mark.parametrize(("gap", "begin", "is_view"), [(0, 0, True), (8, 4, True), (3, 0, False), (4, 1, False)])
+def test_weights_at_equal_distances_are_not_copied(gap, begin, is_view):
+    """But they are where matrices do not begin at multiples of 16 bytes."""
+    tensors = flattened([nn.Parameter(torch.randn(4, 8)) for _ in range(3)], gap, begin)
     stacked = grouped.stack(tensors)
     assert torch.equal(stacked, torch.stack([tensor.detach() for tensor in tensors]))
     assert (stacked.data_ptr() == tensors[0].data_ptr()) == is_view
@@ -298,13 +299,15 @@ def test_weights_at_equal_distances_are_not_copied(gap, is_view):
         assert torch.equal(tensor.grad, own)
 
 
-@pytest.mark.parametrize("change", ("apart", "the same one", "backwards", "transposed"))
+@pytest.mark.parametrize("change", ("apart", "two apart", "the same one", "backwards", "transposed"))
 def test_weights_that_lie_otherwise_are_copied(change):
     tensors = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+    if change == "two apart":  # at one distance, but not in one memory
+        tensors = sorted(tensors[:2], key=torch.Tensor.data_ptr)
     if change == "the same one":
         tensors = [tensors[0]] * 3
-    elif change != "apart":
-        tensors = flattened(tensors, 0)
+    elif "apart" not in change:
+        tensors = flattened(tensors)
     if change == "backwards":
         tensors.reverse()
     given = [tensor.t() for tensor in tensors] if change == "transposed" else tensors
@@ -316,7 +319,7 @@ def test_weights_that_lie_otherwise_are_copied(change):
 
 
 def test_weights_under_autocast_are_copied_once():
-    tensors = flattened([nn.Parameter(torch.randn(4, 8)) for _ in range(3)], 0)
+    tensors = flattened([nn.Parameter(torch.randn(4, 8)) for _ in range(3)])
     stacked = grouped.stack(tensors, torch.bfloat16)
     assert stacked.dtype == torch.bfloat16
     stacked.sum().backward()
@@ -325,7 +328,7 @@ def test_weights_under_autocast_are_copied_once():
 
 def test_a_weight_that_changes_before_the_backward_is_seen():
     """As where each expert is called: not only in the first, whose memory the view is."""
-    tensors = flattened([nn.Parameter(torch.randn(8, 8)) for _ in range(2)], 0)
+    tensors = flattened([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
     y = grouped_mlp(torch.randn(4, 8), [2, 2], grouped.stack(tensors), torch.randn(2, 8, 8), activation=torch.tanh)
     with torch.no_grad():
         tensors[1].mul_(2)
