@@ -3,8 +3,10 @@
 `deepep_moe.ops.grouped_mlp` takes all rows in one tensor and the matrices of all experts in another. Parameters stay those of the experts,
 as DeepSpeed's optimizers, ZeRO and checkpoints know them by name.
 
-- ZeRO 1 and 2 put the parameters of all experts into one memory, where an expert's begin at equal distances. Then nothing is copied.
-- Otherwise each forward copies the weights of all local experts. That reads and writes their bytes once. The copy stays until the backward.
+- ZeRO 1 and 2 put the parameters of all experts into one memory, where those of alike experts begin at equal distances. There grouped
+  products read them in place.
+- Otherwise each forward copies the weights of all local experts. That reads and writes their bytes once. The copy stays until the
+  backward. Under autocast the copy is in the narrow dtype.
 
 The gradients of each weight come out in one memory, of which each expert's parameter gets its part. Rows are not copied either, where they
 lie one behind another.
@@ -124,7 +126,8 @@ def _why_different(experts: Sequence[nn.Module], weights: Sequence[ExpertWeights
     if len(classes) > 1:
         return f"experts are of the classes {classes}; they must be of one"
     for i, (expert, own) in enumerate(zip(experts, weights, strict=True)):
-        for name, mine, first in zip(own._fields[:4], own, weights[0], strict=False):
+        for name in ("w1", "b1", "w2", "b2"):
+            mine, first = getattr(own, name), getattr(weights[0], name)
             if mine is not None and type(mine) not in (nn.Parameter, Tensor):
                 return f"{name} of local expert {i} is a {type(mine).__name__}; it must be a plain tensor"
             if not _is_alike(mine, first):
@@ -186,16 +189,16 @@ def stack(tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None) ->
 
 
 class _Stacked(torch.autograd.Function):
-    """A view of the memory that the tensors share, if they lie at equal distances there, else a copy."""
+    """A view of the memory that the tensors share, if they lie at equal distances there and have the dtype, else a copy."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         ctx.dtype = tensors[0].dtype
-        view = _at_equal_distances(tensors) if dtype == ctx.dtype else None
-        if view is not None:
+        view = _at_equal_distances(tensors)
+        if view is not None and dtype == ctx.dtype:
             ctx.save_for_backward(*tensors)  # PyTorch then sees if one is changed before the backward
             return view
-        return torch.stack([tensor.to(dtype) for tensor in tensors])
+        return (torch.stack(tensors) if view is None else view).to(dtype)
 
     @staticmethod
     @once_differentiable

@@ -318,12 +318,13 @@ def test_weights_that_lie_otherwise_are_copied(change):
     assert torch.equal(tensors[0].grad, torch.full((8, 8), 3.0 if change == "the same one" else 1.0))
 
 
-def test_weights_under_autocast_are_copied_once():
-    tensors = flattened([nn.Parameter(torch.randn(4, 8)) for _ in range(3)])
-    stacked = grouped.stack(tensors, torch.bfloat16)
-    assert stacked.dtype == torch.bfloat16
-    stacked.sum().backward()
-    assert tensors[2].grad.dtype == torch.float32
+@pytest.mark.parametrize("in_one_memory", (True, False))
+def test_weights_under_autocast_are_narrowed(in_one_memory):
+    tensors = [nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
+    stacked = grouped.stack(flattened(tensors, gap=8) if in_one_memory else tensors, torch.bfloat16)
+    assert stacked.is_contiguous() and torch.equal(stacked, torch.stack(tensors).bfloat16())
+    (stacked * torch.arange(3).view(3, 1, 1)).sum().backward()
+    assert torch.equal(tensors[2].grad, torch.full((4, 8), 2.0)), "in fp32"
 
 
 def test_a_weight_that_changes_before_the_backward_is_seen():
