@@ -43,8 +43,9 @@ def grouped_mlp(
         x: [num_rows, in], grouped by expert, fp32, bf16 or fp16.
         counts: [num_experts] int64 or int32, the rows of each expert: on the device of x, or on the CPU, or a list. Their sum is at most
             num_rows. On a GPU this is not checked: rows that do not exist are not read.
-        w1: [num_experts, inner, in] contiguous, in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first.
-        w2: [num_experts, out, intermediate] contiguous, in the dtype of x.
+        w1: [num_experts, inner, in] in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first. Each expert's matrix
+            is contiguous. There may be other memory between the matrices.
+        w2: [num_experts, out, intermediate] in the dtype of x, likewise.
         b1, b2: [num_experts, inner] and [num_experts, out] in the dtype of x.
         probs: [num_rows] fp32 or another floating-point dtype. None stands for ones.
         activation: "swiglu" for `silu(gate) * up`, or a function [num_rows, inner] -> [num_rows, intermediate] that treats each row alone.
@@ -106,8 +107,12 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | No
     for name, weight in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
         if weight is not None and weight.dtype != x.dtype:
             raise TypeError(f"{name} has dtype {weight.dtype} and x {x.dtype}; cast one of them, or use autocast")
-        if weight is not None and weight.dim() == 3 and not weight.is_contiguous():
+        if weight is not None and weight.dim() == 3 and not _has_contiguous_matrices(weight):
             raise ValueError(f"{name} with strides {list(weight.stride())} is not contiguous; pass {name}.contiguous()")
+
+
+def _has_contiguous_matrices(weight: Tensor) -> bool:
+    return weight.is_contiguous() or (weight[0].is_contiguous() and weight.stride(0) >= weight[0].numel())
 
 
 # ---- activations ----

@@ -1,7 +1,7 @@
 """Products of rows, grouped by expert, with one matrix per expert: the forward's, and the two of the backward.
 
 Weights are [num_experts, out, in], as `torch.nn.Linear` stores one of them. All three products read this layout as it is, and the weights'
-gradient comes out in it: no product copies or transposes a weight.
+gradient comes out in it: no product transposes a weight, or copies one whose matrices begin at multiples of 16 bytes.
 """
 
 import functools
@@ -139,6 +139,11 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
 
 
+def _aligned_matrices(weights: Tensor) -> Tensor:
+    is_aligned = weights.data_ptr() % _ALIGNMENT == 0 and weights.stride(0) * weights.element_size() % _ALIGNMENT == 0
+    return weights if is_aligned else weights.clone(memory_format=torch.contiguous_format)
+
+
 def _product(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     return _grouped_mm()(a, b, offs=groups.offsets)  # type: ignore[misc]
 
@@ -149,14 +154,14 @@ def _product(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
 def multiply(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Return each row times the transposed matrix of its expert: [num_rows, out] from [num_rows, in]. Its tail is not set."""
     if _is_grouped(rows, weights.shape[1]):
-        return _product(_aligned(rows), weights.transpose(1, 2), groups)
+        return _product(_aligned(rows), _aligned_matrices(weights).transpose(1, 2), groups)
     return _by_expert(rows, [weight.t() for weight in weights], groups)
 
 
 def multiply_back(grads: Tensor, weights: Tensor, groups: Groups) -> Tensor:
     """Return each row times the matrix of its expert: [num_rows, in] from [num_rows, out]. Its tail is not set."""
     if _is_grouped(grads, weights.shape[2]):
-        return _product(_aligned(grads), weights, groups)
+        return _product(_aligned(grads), _aligned_matrices(weights), groups)
     return _by_expert(grads, list(weights), groups)
 
 

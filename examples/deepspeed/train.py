@@ -34,6 +34,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=defaults.exact, help="mode of deepep_moe")
+    parser.add_argument("--grouped-experts", action="store_true", help="run the experts of a rank at once instead of one by one")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=defaults.zero, help="stage of ZeRO")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks)")

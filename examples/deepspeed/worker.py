@@ -30,6 +30,7 @@ class Settings:
     device: str = "cpu"
     backend: str = "auto"
     exact: bool = True
+    grouped_experts: bool = False
     zero: int = 2
     ep: int = 2
     steps: int = 300
@@ -49,7 +50,12 @@ def ds_config(settings: Settings) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
         "zero_optimization": {"stage": settings.zero, "reduce_scatter": True, "contiguous_gradients": True},
         "steps_per_print": 10**9,
-        "deepep_moe": {"enabled": settings.dispatcher == OURS, "backend": settings.backend, "exact": settings.exact},
+        "deepep_moe": {
+            "enabled": settings.dispatcher == OURS,
+            "backend": settings.backend,
+            "exact": settings.exact,
+            "grouped_experts": settings.grouped_experts,
+        },
     }
 
 

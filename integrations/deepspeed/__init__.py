@@ -7,6 +7,7 @@ Parameters, state dicts, gates, optimizer groups and checkpoints stay DeepSpeed'
 Importing this package does not import DeepSpeed.
 """
 
+from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
 from deepep_moe.integrations.deepspeed.plugin import initialize, replace_moe_layers, restore_moe_layers
 
-__all__ = ["initialize", "replace_moe_layers", "restore_moe_layers"]
+__all__ = ["ExpertWeights", "initialize", "replace_moe_layers", "restore_moe_layers"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.group.settings import offered
+from deepep_moe.integrations.deepspeed.expert_weights import Reader
 
 SECTION = "deepep_moe"
 
@@ -24,6 +25,8 @@ class Options:
     gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
     expert_bias_update_rate: for AutoEP only, balance experts without auxiliary loss, by a bias that moves this much per optimizer step
         (DeepSeek-V3: 0.001). None: no bias moves.
+    grouped_experts: for native layers only, run all local experts in grouped products where their weights can be read: True by the
+        experts' classes, a function by its result. Where they cannot, experts run one by one, and a log line says why.
     """
 
     exact: bool = True
@@ -32,11 +35,14 @@ class Options:
     num_sms: int | None = None
     gate: bool = True
     expert_bias_update_rate: float | None = None
+    grouped_experts: bool | Reader = False
 
     def __post_init__(self) -> None:
         for name in ("exact", "gate"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        if not isinstance(self.grouped_experts, bool) and not callable(self.grouped_experts):
+            raise TypeError(f"grouped_experts is {self.grouped_experts!r}; it must be true or false, or in Python a function of an expert")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {offered(BACKENDS)}")
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0)):
@@ -74,6 +80,8 @@ def options_of(ds_config: Mapping[str, Any]) -> Options | None:
     enabled = values.pop("enabled", True)
     if not isinstance(enabled, bool):
         raise TypeError(f'"{SECTION}" of ds_config: enabled is {enabled!r}; it must be true or false')
+    if callable(values.get("grouped_experts")):
+        raise TypeError(f'"{SECTION}" of ds_config: grouped_experts is a function; pass it to replace_moe_layers, here only true or false')
     try:
         options = Options(**values)
     except (TypeError, ValueError) as error:

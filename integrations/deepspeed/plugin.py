@@ -15,6 +15,7 @@ from torch import nn
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed.buffers import Plan
+from deepep_moe.integrations.deepspeed.expert_weights import Reader
 from deepep_moe.integrations.deepspeed.options import SECTION, Options, options_of
 
 _OLDEST, _NEWEST = (0, 14, 5), (0, 19, 8)
@@ -30,6 +31,7 @@ def replace_moe_layers(
     num_sms: int | None = None,
     gate: bool = True,
     expert_bias_update_rate: float | None = None,
+    grouped_experts: bool | Reader = False,
 ) -> int:
     """Let the MoE layers of `model` move packed tokens through deepep_moe, and return how many layers that are.
 
@@ -53,13 +55,18 @@ def replace_moe_layers(
         expert_bias_update_rate: balance AutoEP's experts without auxiliary loss. After each optimizer step the bias of routers, their
             `e_score_correction_bias`, moves by this much towards equal load (DeepSeek-V3: 0.001). `model` must be the engine. Routers
             without such a bias get a bias of zeros, which checkpoints contain from then on. None: no bias moves.
+        grouped_experts: run the local experts of `deepspeed.moe.layer.MoE` in grouped products instead of one after another. True: where
+            experts are `deepep_moe.nn.SwiGLU` or `torch.nn.Sequential` of a Linear, an activation and a Linear. A function: it takes an
+            expert in each forward, and returns its `ExpertWeights`, or None for experts that must be called. Results are equal within
+            rounding. Parameters stay the experts' own. Without ZeRO 1 or 2 each forward copies the weights. Where experts cannot be
+            grouped, they run one by one, and a log line says why.
 
     Raises:
         ValueError, TypeError: an option is wrong, a bias to move is a parameter, or `model` is no engine.
         EPError: DeepSpeed is older than 0.14.5.
         ImportError: DeepSpeed is not installed.
     """
-    return _replace(model, Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate))
+    return _replace(model, Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts))
 
 
 def _replace(model: nn.Module, options: Options) -> int:
@@ -92,7 +99,7 @@ def _replace(model: nn.Module, options: Options) -> int:
 
 def _has_own_forward(layer: Any) -> bool:
     """Return whether a layer's forward was replaced before it was swapped. Another class would then change nothing, or too much."""
-    from deepep_moe.integrations.deepspeed.native.layer import is_replaced
+    from deepep_moe.integrations.deepspeed.native.watched import is_replaced
 
     return getattr(layer, "deepep_moe_plan", None) is None and is_replaced(layer)
 
@@ -127,6 +134,8 @@ def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int,
         say(logging.WARNING, f"MoE layers {others} keep their own forward: deepep_moe swaps deepspeed's MOELayer with TopKGate only")
     if num_native and options.expert_bias_update_rate is not None:
         say(logging.WARNING, f"expert_bias_update_rate has no effect on {num_native} native MoE layers, whose gates have no bias")
+    if num_autoep and options.grouped_experts is not False:
+        say(logging.WARNING, f"grouped_experts has no effect on {num_autoep} AutoEP layers, which have grouped products of their own")
     mode = "exact" if options.exact else "fast"
     num_layers = num_native + num_autoep
     if num_layers:
@@ -199,8 +208,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize` with the same arguments, and do what the section "deepep_moe" of ds_config asks for.
 
     The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
-    "num_sms", "gate", "expert_bias_update_rate". With `"enabled": false` nothing else happens than in `deepspeed.initialize`. The same
-    holds without the section, and a log line says so.
+    "num_sms", "gate", "expert_bias_update_rate", "grouped_experts" (true or false). With `"enabled": false` nothing else happens than in
+    `deepspeed.initialize`. The same holds without the section, and a log line says so.
 
     Returns what `deepspeed.initialize` returns. Raises what `deepspeed.initialize` and `replace_moe_layers` raise, and ValueError for
     unknown keys of the section.

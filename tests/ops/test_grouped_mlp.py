@@ -213,6 +213,23 @@ def test_strided_gradients_and_rows():
     assert_equal(run(ops.grouped_mlp, leaves, grad.t().contiguous().t(), [2, 3]), expected)
 
 
+@pytest.mark.parametrize("gap", (0, 1, 8))
+def test_weights_with_memory_between_the_experts(gap):
+    """The bits are the same. With a gap of 1, matrices begin where grouped products cannot read them, so they are copied first."""
+    counts = [3, 0, 5]
+
+    def apart(weight):
+        return torch.nn.functional.pad(weight.flatten(1), (0, gap), value=NAN)[:, : weight[0].numel()].view(weight.shape)
+
+    def spread_out(x, counts, w1, w2, **others):
+        assert apart(w1).stride(0) == w1[0].numel() + gap and apart(w1).is_contiguous() == (gap == 0)
+        return ops.grouped_mlp(x, counts, apart(w1), apart(w2), **others)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves, grad = make(counts, 1, dtype, bias=True)
+        assert_equal(run(spread_out, leaves, grad, counts), run(ops.grouped_mlp, leaves, grad, counts))
+
+
 def test_autocast():
     leaves, grad = make([2, 3], 0, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -236,6 +253,7 @@ REFUSED = {
     "w2 has shape [2, 2, 4], but the activation of 6 columns has 3": {"w2": torch.ones(2, 2, 4)},
     "w1 has dtype torch.float16 and x torch.float32": {"w1": torch.ones(2, 6, 2, dtype=torch.float16)},
     "w1 with strides [12, 1, 6] is not contiguous; pass w1.contiguous()": {"w1": torch.ones(2, 2, 6).transpose(1, 2)},
+    "w1 with strides [0, 2, 1] is not contiguous; pass w1.contiguous()": {"w1": torch.ones(1, 6, 2).expand(2, 6, 2)},
     "probs has shape [3]; it must be [4]": {"probs": torch.ones(3)},
     "b2 has shape [2, 3]; it must be [2, 2]": {"b2": torch.ones(2, 3)},
     "counts has shape [3]; it must be [2]": {"counts": [1, 1, 1]},

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from deepep_moe.integrations.deepspeed.native.top2 import Top2, has_kernels
+from deepep_moe.integrations.deepspeed.native.watched import has_hooks
 
 Decision = tuple[Tensor, Tensor, Tensor, Tensor]
 """l_aux, exp_counts [num_experts] int64, topk_idx [num_topk, num_tokens] int32 or int64 with -1 for dropped, topk_weights [num_topk,
@@ -62,12 +63,6 @@ def is_watched(gate: Any) -> bool:
     """Return whether a call of the gate does more than its class's forward, because of a hook, a timer or a forward of its own."""
     has_own = "forward" in gate.__dict__ or gate._compiled_call_impl is not None
     return has_hooks(gate) or torch_module._has_any_global_hook() or gate.wall_clock_breakdown or has_own
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether the module has hooks of its own."""
-    state = module.__dict__
-    return bool(state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"])
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """DeepSpeed's MOELayer with packed rows through a shared `Buffer` instead of padded slots."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +17,11 @@ from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
-from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
-from deepep_moe.integrations.deepspeed.native.gates import has_hooks
+from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, weights_of
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
+from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 
 _UNTIMED = contextlib.nullcontext()
 
@@ -88,20 +87,18 @@ class PackedMOELayer(MOELayer):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)
 
     def _run_experts(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
-        """Run every local expert, so that each has a gradient on every rank.
+        """Run every local expert, so that each has a gradient on every rank, in grouped products where the options ask for them.
 
-        An expert takes and returns [1, 1, num_rows, hidden]. One without rows gets a row of zeros, because experts that always see padded
-        slots may rely on having a row.
+        parts: [1, 1, num_rows, hidden] for each expert, as are the outputs. Those beyond this layer's experts are empty.
         """
-        outputs: list[Tensor] = []
-        for expert, rows in zip(self.experts.deepspeed_experts, parts, strict=False):  # parts beyond this layer's experts are empty
-            has_rows = rows.numel() > 0
-            y = expert(rows if has_rows else torch.nn.functional.pad(rows, (0, 0, 0, 1)))
-            y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
-            outputs.append(y if has_rows else y[..., :0, :])
-        for rows in parts[len(outputs) :]:
-            outputs.append(outputs[0].new_empty(*outputs[0].shape[:-2], 0, rows.shape[-1]))
-        return outputs
+        experts, option = list(self.experts.deepspeed_experts), plan_of(self).options.grouped_experts
+        if option is False:
+            return run_one_by_one(experts, parts)
+        weights = weights_of(experts, option)
+        if isinstance(weights, str):
+            warn_once(f"experts of a MoE layer run one by one, without grouped products: {weights}", on_all_ranks=True)
+            return run_one_by_one(experts, parts)
+        return run_grouped(weights, parts)
 
     def _timed(self, timer: str, attribute: str) -> contextlib.AbstractContextManager[None]:
         """Under `wall_clock_breakdown`, write the milliseconds of a block to `attribute`, where the engine reads them."""
@@ -121,6 +118,20 @@ class PackedMOELayer(MOELayer):
         finally:
             self.timers(timer).stop()
         setattr(self, attribute, self.timers(timer).elapsed(reset=False))
+
+
+def run_one_by_one(experts: list[torch.nn.Module], parts: tuple[Tensor, ...]) -> list[Tensor]:
+    """Call each expert with its rows. One without rows gets a row of zeros, because experts that always see padded slots may rely on
+    having a row."""
+    outputs: list[Tensor] = []
+    for expert, rows in zip(experts, parts, strict=False):
+        has_rows = rows.numel() > 0
+        y = expert(rows if has_rows else torch.nn.functional.pad(rows, (0, 0, 0, 1)))
+        y = y[0] if isinstance(y, tuple) else y  # (output, bias) of Megatron's layers, whose bias DeepSpeed leaves out
+        outputs.append(y if has_rows else y[..., :0, :])
+    for rows in parts[len(outputs) :]:
+        outputs.append(outputs[0].new_empty(*outputs[0].shape[:-2], 0, rows.shape[-1]))
+    return outputs
 
 
 def plan_of(layer: PackedMOELayer) -> Plan:
@@ -151,20 +162,6 @@ def lengthened(topk_idx: Tensor, topk_weights: Tensor, num_topk: int) -> tuple[T
         topk_idx = torch.nn.functional.pad(topk_idx, (0, num_missing), value=-1)
         topk_weights = torch.nn.functional.pad(topk_weights, (0, num_missing))
     return topk_idx, topk_weights
-
-
-def is_replaced(module: torch.nn.Module) -> bool:
-    """Return whether a module's forward was replaced, on the module or in its class."""
-    module_class: Any = type(module)
-    return "forward" in module.__dict__ or not _has_own(module_class, module_class.forward)
-
-
-@untraced
-@functools.cache
-def _has_own(module_class: Any, forward: Any) -> bool:
-    """Return whether the forward comes from the module in which its class was defined."""
-    owner = next(base for base in module_class.__mro__ if "forward" in vars(base))
-    return bool(getattr(forward, "__globals__", {}).get("__name__") == owner.__module__)
 
 
 def why_stock(layer: PackedMOELayer, x: Tensor) -> str | None:

@@ -1,0 +1,266 @@
+"""The local experts of a MoE layer in grouped products: one for all first matrices, and one for all second ones.
+
+`deepep_moe.ops.grouped_mlp` takes all rows in one tensor and the matrices of all experts in another. Parameters stay those of the experts,
+as DeepSpeed's optimizers, ZeRO and checkpoints know them by name.
+
+- ZeRO 1 and 2 put the parameters of all experts into one memory, where those of alike experts begin at equal distances. There grouped
+  products read them in place.
+- Otherwise each forward copies the weights of all local experts. That reads and writes their bytes once. The copy stays until the
+  backward. Under autocast the copy is in the narrow dtype.
+
+The gradients of each weight come out in one memory, of which each expert's parameter gets its part. Rows are not copied either, where they
+lie one behind another.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.dropout import _DropoutNd
+
+from deepep_moe.exchange.expert_rows import split_rows
+from deepep_moe.integrations.common.untraced import untraced
+from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader, name_of, read_known
+from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
+from deepep_moe.ops.grouped_mlp import grouped_mlp
+
+_ALIGNMENT = 16  # bytes: where matrices must begin for grouped products to read them in place
+
+
+@untraced
+def run_grouped(weights: Sequence[ExpertWeights], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Run all experts at once. parts: [..., num_rows, hidden] for each; those beyond the experts are empty. Returns the same shapes.
+
+    The parameters of an expert without rows get gradients of zeros. Raises as `deepep_moe.ops.grouped_mlp`.
+    """
+    counts = [part.shape[-2] for part in parts]
+    rows = _Joined.apply(*parts)
+    device = rows.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    w1, b1, w2, b2 = (stack([getattr(own, name) for own in weights], dtype) for name in ("w1", "b1", "w2", "b2"))
+    assert w1 is not None and w2 is not None
+    y = grouped_mlp(rows, counts[: len(weights)], w1, w2, b1=b1, b2=b2, activation=weights[0].activation)
+    return list(_Apart.apply(y, counts, parts[0].shape[:-2]))
+
+
+# ---- which experts ----
+
+
+@untraced
+def weights_of(experts: Sequence[nn.Module], option: bool | Reader) -> list[ExpertWeights] | str:
+    """Return the weights of all experts; or the reason why grouped products could not stand for calls of the experts.
+
+    option: True for experts that are known, or a function that reads them. Raises TypeError for a function that returns something else,
+    and what the function raises.
+    """
+    reason = _why_called(experts)
+    if reason is not None:
+        return reason
+    weights: list[ExpertWeights] = []
+    for expert in experts:
+        own = read_known(expert) if option is True else _read(expert, option)
+        if own is None:
+            return _why_unread(expert, option)
+        weights.append(own)
+    return _why_different(experts, weights) or weights
+
+
+def _why_called(experts: Sequence[nn.Module]) -> str | None:
+    """Return what a call of the experts would do beside its computation, or None."""
+    if torch_module._has_any_global_hook():
+        return "PyTorch has hooks for all modules, which would not run"
+    for i, expert in enumerate(experts):
+        for module in _modules(expert):
+            what = _why_module_is_called(module)
+            if what is not None:
+                return f"{type(module).__name__} of local expert {i} {what}"
+    return None
+
+
+def _modules(expert: nn.Module) -> list[nn.Module]:
+    """Return the expert and all modules in it, as `nn.Module.modules` does in several times the time. One may come twice."""
+    found = [expert]
+    for module in found:
+        found.extend(child for child in module._modules.values() if child is not None)
+    return found
+
+
+def _why_module_is_called(module: nn.Module) -> str | None:
+    if has_hooks(module):
+        return "has hooks, which would not run"
+    if is_replaced(module):
+        return "has a forward that was replaced or wrapped"
+    if module._compiled_call_impl is not None:
+        return "was compiled by itself"
+    if "parametrizations" in module._modules:
+        return "has parametrizations"
+    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        return f"drops with p={module.p} in training"
+    if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
+        return "has parameters that ZeRO-3 partitions"
+    return None
+
+
+def _read(expert: nn.Module, read: Any) -> ExpertWeights | None:
+    own = read(expert)
+    if own is not None and not (isinstance(own, tuple) and len(own) == len(ExpertWeights._fields)):
+        raise TypeError(f"the function grouped_experts returned {type(own).__name__}; it must return ExpertWeights, or None")
+    return None if own is None else ExpertWeights(*own)
+
+
+def _why_unread(expert: nn.Module, option: bool | Reader) -> str:
+    if option is not True:
+        return f"the function grouped_experts returned None for {name_of(expert)}"
+    return (
+        f"experts are {name_of(expert)}, whose weights deepep_moe cannot read; pass replace_moe_layers a function as grouped_experts that "
+        "returns the ExpertWeights of an expert"
+    )
+
+
+def _why_different(experts: Sequence[nn.Module], weights: Sequence[ExpertWeights]) -> str | None:
+    """Return in what experts differ so that they cannot be grouped, or None."""
+    classes = sorted({type(expert).__name__ for expert in experts})
+    if len(classes) > 1:
+        return f"experts are of the classes {classes}; they must be of one"
+    for i, (expert, own) in enumerate(zip(experts, weights, strict=True)):
+        for name in ("w1", "b1", "w2", "b2"):
+            mine, first = getattr(own, name), getattr(weights[0], name)
+            if mine is not None and type(mine) not in (nn.Parameter, Tensor):
+                return f"{name} of local expert {i} is a {type(mine).__name__}; it must be a plain tensor"
+            if not _is_alike(mine, first):
+                return f"{name} of local expert {i} is {_form(mine)}, and {_form(first)} in the first"
+        if own.activation != weights[0].activation:
+            return f"local expert {i} has another activation than the first; it must be the same object"
+        if torch.is_grad_enabled() and (left := _parameters_left(expert, own)):
+            return f"parameters {left} of local expert {i} are not among its ExpertWeights"
+    return None
+
+
+def _is_alike(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def _form(tensor: Any) -> str:
+    return "None" if tensor is None else f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _parameters_left(expert: nn.Module, own: ExpertWeights) -> list[str]:
+    """Return the names of parameters that want a gradient and would get none."""
+    tensors = [tensor for tensor in own[:4] if tensor is not None]
+    served = {id(tensor) for tensor in tensors}
+    computed = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    if computed:  # from parameters
+        served |= _leaves(computed)
+    wanting = {id(parameter) for module in _modules(expert) for parameter in module._parameters.values() if _wants_gradient(parameter)}
+    if wanting <= served:
+        return []
+    return [name for name, parameter in expert.named_parameters() if id(parameter) in wanting - served]
+
+
+def _wants_gradient(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+def _leaves(nodes: Iterable[Any]) -> set[int]:
+    """Return the ids of the tensors to which the gradients of these nodes of autograd go."""
+    found, todo, seen = set(), list(nodes), set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        todo += [after for after, _ in node.next_functions if after is not None]
+    return found
+
+
+# ---- weights ----
+
+
+def stack(tensors: Sequence[Tensor | None], dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return [num_experts, ...] of the tensors of all experts, in `dtype` or in theirs, with gradients. None where the first is None."""
+    return None if tensors[0] is None else _Stacked.apply(dtype or tensors[0].dtype, *tensors)
+
+
+class _Stacked(torch.autograd.Function):
+    """A view of the memory that the tensors share, if they lie at equal distances there and have the dtype, else a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        ctx.dtype = tensors[0].dtype
+        view = _at_equal_distances(tensors)
+        if view is not None and dtype == ctx.dtype:
+            ctx.save_for_backward(*tensors)  # PyTorch then sees if one is changed before the backward
+            return view
+        return (torch.stack(tensors) if view is None else view).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        return None, *grad.to(ctx.dtype).unbind()
+
+
+def _at_equal_distances(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return all tensors as one view [num_experts, ...] of their memory, or None if they do not lie so."""
+    first = tensors[0]
+    begin, num_bytes, memory = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage().data_ptr()
+    distance = tensors[1].data_ptr() - begin if len(tensors) > 1 else num_bytes
+    if begin % _ALIGNMENT or distance % _ALIGNMENT or distance < num_bytes:
+        return None
+    for i, tensor in enumerate(tensors):
+        is_there = tensor.data_ptr() == begin + i * distance and tensor.untyped_storage().data_ptr() == memory
+        if not is_there or not tensor.is_contiguous():
+            return None
+    shape, strides = (len(tensors), *first.shape), (distance // first.element_size(), *first.stride())
+    return first.detach().as_strided(shape, strides)
+
+
+# ---- rows ----
+
+
+class _Joined(torch.autograd.Function):
+    """[num_rows of all, hidden] of the rows [..., num_rows, hidden] of each expert."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.counts, ctx.leading = [part.shape[-2] for part in parts], parts[0].shape[:-2]
+        return _joined(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return split_rows(grad, ctx.counts, ctx.leading)
+
+
+class _Apart(torch.autograd.Function):
+    """The rows of each expert, of all in one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int], leading: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return split_rows(rows, counts, leading)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _joined(grads), None, None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return all rows as a view, if they lie one behind another in one memory, else as a copy."""
+    hidden, filled = parts[0].shape[-1], [part for part in parts if part.numel()]
+    if len(filled) < 2:
+        return (filled or parts)[0].reshape(-1, hidden)
+    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].data_ptr()
+    for part in filled:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != memory or not part.is_contiguous():
+            return torch.cat([rows.reshape(-1, hidden) for rows in filled])
+        end += part.numel() * part.element_size()
+    num_rows = sum(part.shape[-2] for part in filled)
+    return filled[0].detach().as_strided((num_rows, hidden), (hidden, 1))
