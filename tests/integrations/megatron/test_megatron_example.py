@@ -1,6 +1,7 @@
 """The training example: it learns, both dispatchers learn the same, and it leaves the files it promises."""
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepep_moe.testing.launch import run_ranks
 
@@ -33,7 +35,15 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     assert [(record["dispatcher"], record["step"]) for record in records] == [
         (dispatcher, step) for dispatcher in ("deepep_moe", "alltoall") for step in range(STEPS)
     ]
-    assert all(set(record) == {"step", "loss", "tokens_per_s", "dispatcher"} and record["tokens_per_s"] > 0 for record in records)
+    keys = {"step", "loss", "tokens_per_s", "dispatcher", "load", "scalars"}
+    assert all(set(record) == keys and record["tokens_per_s"] > 0 for record in records)
+    for record in records:
+        assert [sum(load) for load in record["load"]] == [2 * 8 * 128 * 2] * 3  # ranks x sequences x length x top-2, of each MoE layer
+        of_layers = {f"deepep_moe/layer_{n}/{name}" for n in (2, 3, 4) for name in ("busiest_expert", "exchange_ms", "over_capacity")}
+        ours = of_layers if record["dispatcher"] == "deepep_moe" else set()
+        assert set(record["scalars"]) == ours | {"seq_load_balancing_loss"}
+    for layer, load in enumerate(records[0]["load"], start=2):
+        assert records[0]["scalars"][f"deepep_moe/layer_{layer}/busiest_expert"] == pytest.approx(max(load) * len(load) / sum(load))
     losses = [record["loss"] for record in records[:STEPS]]
     assert abs(losses[0] - math.log(256)) < 0.2
     assert sum(losses[-5:]) / 5 < entropy - 0.2
@@ -66,6 +76,82 @@ def test_tensor_parallel_training_equals_alltoall():
         # Shards are added up in another order here, so last bits may differ, which three steps hardly amplify.
         assert ours == pytest.approx(theirs, abs=1e-5)
         assert ours[-1] < ours[0] < 6
+
+
+def _curves_worker(rank: int, num_ranks: int, runs: list[dict]) -> list[list[float]]:
+    (worker,) = _import_example("worker")
+    losses = []
+    for changes in runs:
+        settings = worker.Settings(steps=300, gate=False, num_sequences=2, seq_length=32, micro_batches=2, progress=False, **changes)
+        result = worker.train(rank, num_ranks, settings)
+        losses.append(result.losses if result else [])
+    return losses
+
+
+OURS = {"dispatcher": "deepep_moe", "grouped_experts": True, "sync_free": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shared", "options"),
+    [(False, {"interleave": True}), (True, {"shared_overlap": True, "recompute": True})],
+    ids=("1F1B", "shared experts beside the calls, recomputed"),
+)
+def test_losses_of_300_steps_with_every_option(shared, options):
+    """Every bit is that of alltoall. Shared experts beside the calls change the order in which Megatron-Core adds gradients, so they are
+    compared with alltoall that has them there too."""
+    if options.get("interleave") and not importlib.util.find_spec("megatron.core.models.common.model_chunk_schedule_plan"):
+        pytest.skip("megatron-core before 0.14 has no such schedule")
+    runs = [{"dispatcher": "alltoall", "shared_overlap": shared}, OURS | options]
+    theirs, ours = run_ranks(_curves_worker, 2, runs, timeout_s=800)[0]
+    assert ours == theirs
+    assert sum(ours[-20:]) < 0.6 * sum(ours[:20])
+
+
+def test_sweep_and_tensorboard(monkeypatch, tmp_path):
+    """Runs of a sweep, and what is compared with what. The scalars of a step go to the writer and to metrics.jsonl."""
+    worker, train, moe_report = _import_example("worker", "train", "moe_report")
+    runs = train._sweep(worker.Settings(micro_batches=2))
+    assert [run.name for run in runs] == [
+        "alltoall",
+        "deepep_moe",
+        "deepep_moe + grouped",
+        "deepep_moe + grouped + sync-free",
+        "deepep_moe + grouped + sync-free + 1F1B",
+        "deepep_moe + grouped + sync-free + recomputed",
+        "alltoall + shared overlap",
+        "deepep_moe + grouped + sync-free + shared overlap",
+    ]
+    assert {run.micro_batches for run in runs} == {2} and runs[0].options is None
+    results = [train.report.Result(run.name, losses=[float(i % 7), 1.0]) for i, run in enumerate(runs)]
+    assert train.report.differences(results) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 6.0]
+
+    written = []
+
+    class Writer:
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+    scalars = moe_report.Scalars(Writer())
+    scalars.add_scalar("loss", torch.tensor(2.0), 5)
+    assert written == [("loss", 2.0, 5)] and scalars.take() == {"loss": 2.0} and scalars.take() == {}
+
+
+REFUSED = [
+    (["--sync-free"], "--sync-free needs --grouped-experts"),
+    (["--interleave", "--recompute"], "--interleave and --recompute exclude each other"),
+    (["--interleave", "--shared-overlap"], "--interleave and --shared-overlap exclude each other"),
+    (["--micro-batches", "3"], "--micro-batches 3 must divide the 8 sequences"),
+    (["--sweep", "--compare", "alltoall"], "--sweep compares with alltoall itself"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_options_that_do_not_go_together(arguments, message, capsys):
+    (train,) = _import_example("train")
+    with pytest.raises(SystemExit):
+        train._arguments(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_readme_has_the_command_line_of_the_full_model():
