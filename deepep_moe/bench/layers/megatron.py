@@ -5,6 +5,8 @@ output, with permutes and without experts (rows return as they came). "layer" is
 SequentialMLP). Without TransformerEngine Megatron-Core's permutes are not fused, so there are two more baselines. "rows alone" sends the
 rows of `alltoall` by all_to_all_single and does nothing else. "rows, gathers" adds its permutes at one gather each, with all counts known
 beforehand. Results of all dispatchers are compared first. Times are of the slowest rank, by CUDA events on a GPU whose host is ahead.
+
+"step" is the layer as a training step has it, with grouped experts, ours and TransformerEngine's: see `megatron_steps`.
 """
 
 import argparse
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from deepep_moe.bench.common.records import DTYPES, record, write_json
 from deepep_moe.bench.common.timing import Timer
+from deepep_moe.bench.layers import megatron_steps
+from deepep_moe.bench.layers.megatron_steps import GROUPED, StepTimes
 from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, slowest, times_of
 from deepep_moe.testing import run_ranks
 
@@ -132,9 +136,11 @@ def compare(passes: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return the largest difference from ours, by baseline, then by kind of result."""
     ours = passes[OURS].results()
     found: dict[str, dict[str, float]] = {}
-    for baseline in DISPATCHERS[1:]:
+    for baseline, rival in passes.items():
+        if baseline == OURS or not isinstance(rival, Pass):
+            continue
         kinds = found.setdefault(baseline, {})
-        for name, expected in passes[baseline].results().items():
+        for name, expected in megatron_steps.by_expert(rival.results()).items():
             value = difference(ours[name].float(), expected.float())
             kinds[kind_of(name)] = max(kinds.get(kind_of(name), 0.0), value) if value == value else value
     return found
@@ -157,6 +163,8 @@ class Measured:
     """Differences by what is timed, baseline and kind of result."""
     times: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)
     """Times by what is timed and dispatcher: an entry per turn, as `times_of` returns it."""
+    steps: dict[str, list[StepTimes]] = field(default_factory=dict)
+    """Times of training steps by who does them: an entry per turn."""
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
@@ -170,7 +178,9 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         layers = sharing_layers(DISPATCHERS, ep=num_ranks, dtype=DTYPES[options.dtype], seed=1, **sizes)
         x, cotangent = make_inputs(options, rank, device)
         passes = make_passes(layers, x, cotangent, num_ranks)
+        steps = megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
         differences = {what: compare(of_one) for what, of_one in passes.items()}
+        differences["step"] = compare({OURS: passes["layer"][OURS], **steps})
         with torch.no_grad():
             sent = link_bytes(layers[OURS].router(x)[1], options.hidden * x.element_size(), num_ranks)
         backend = layers[OURS].token_dispatcher.buffer.backend
@@ -184,7 +194,21 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
                     times = times_of(timed, timer)
                     if turn >= _WARMUP:
                         measured.times.setdefault((what, name), []).append(times)
+        measured.steps = _time_steps(
+            {OURS: passes["layer"][OURS], "alltoall": passes["layer"]["alltoall"], **steps}, device, options.repeats
+        )
         return measured
+
+
+def _time_steps(steps: dict[str, Any], device: torch.device, repeats: int) -> dict[str, list[StepTimes]]:
+    megatron_steps.add_graph(steps)
+    times: dict[str, list[StepTimes]] = {name: [] for name in steps}
+    for turn in range(-1, repeats):
+        for name, step in steps.items():
+            of_turn = megatron_steps.time_step(step, device, with_kernels=turn == repeats - 1)
+            if turn >= 0:
+                times[name].append(of_turn)
+    return times
 
 
 # ---- report ----
@@ -234,6 +258,47 @@ def records_of(ranks: list[Measured], options: argparse.Namespace) -> list[dict[
     return records
 
 
+def step_records(ranks: list[Measured], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a record of the layer with grouped experts for each who makes the same step: by wall time, host and kernel times beside."""
+    first, steps = ranks[0], slowest_steps(ranks)
+    dtype = str(DTYPES[options.dtype]).removeprefix("torch.")
+    settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "dtype": dtype, "layout": "expert"}
+    ours = steps.get(GROUPED, [])
+    return [
+        record(
+            "megatron step forward+backward", settings, [times.wall for times in ours], max(rank.link_bytes for rank in ranks) * 4,
+            baseline=name, baseline_times=[times.wall for times in theirs], hardware=first.hardware,
+            rival_versions=f"{first.versions}; {megatron_steps.rivals()}", ffn_hidden=options.ffn_hidden,
+            host_us=_median(ours, "host"), rival_host_us=_median(theirs, "host"), kernel_us=ours[-1].kernels,
+            rival_kernel_us=theirs[-1].kernels, differences=worst(ranks)["step"].get(name),
+        )
+        for name, theirs in steps.items() if name != GROUPED
+    ]  # fmt: skip
+
+
+def slowest_steps(ranks: list[Measured]) -> dict[str, list[StepTimes]]:
+    """Return the slowest rank of every turn, by wall time."""
+    return {
+        name: [max(turn, key=lambda times: times.wall) for turn in zip(*(rank.steps[name] for rank in ranks), strict=True)]
+        for name in ranks[0].steps
+    }
+
+
+def _median(steps: list[StepTimes], name: str) -> float:
+    return statistics.median(getattr(times, name) for times in steps)
+
+
+def show_steps(ranks: list[Measured]) -> None:
+    print(f"training step of the layer, us a forward and backward, median; {megatron_steps.rivals()}")
+    print(f"{'':36}{'wall':>12}{'host':>12}{'kernels':>12}{'wall, grouped is faster':>26}")
+    steps = slowest_steps(ranks)
+    for name, times in steps.items():
+        kernels = times[-1].kernels
+        ratio = "" if name == GROUPED else f"{_median(times, 'wall') / _median(steps[GROUPED], 'wall'):25.2f}x"
+        cells = f"{_median(times, 'wall'):12.0f}{_median(times, 'host'):12.0f}" + ("-" if kernels is None else f"{kernels:.0f}").rjust(12)
+        print(f"{name:36}{cells}{ratio}")
+
+
 def _cell(times: list[float]) -> str:
     ordered = sorted(times)
     return f"{statistics.median(ordered):9.0f} ({ordered[len(ordered) // 10]:.0f} to {ordered[len(ordered) * 9 // 10]:.0f})"
@@ -279,7 +344,8 @@ def main(options: argparse.Namespace) -> None:
         sys.exit(str(error))
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900)
     show(ranks, options)
-    write_json(options.json, records_of(ranks, options))
+    show_steps(ranks)
+    write_json(options.json, records_of(ranks, options) + step_records(ranks, options))
     wrong = [
         f"{what}, {baseline}: {kind} differs by {value:.1e}"
         for what, baselines in worst(ranks).items()

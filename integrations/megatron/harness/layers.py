@@ -6,18 +6,20 @@ from typing import Any
 
 import torch
 
+from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.plugin import selection
 
 
-def build_moe_layer(config: Any, *, seed: int) -> Any:
-    """Build a MoELayer of plain PyTorch modules on the current device, with weights drawn from `seed`."""
+def build_moe_layer(config: Any, *, seed: int, use_te: bool = False) -> Any:
+    """Build a MoELayer on the current device, with weights drawn from `seed`: of plain PyTorch modules, or with TransformerEngine's grouped
+    experts."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     torch.manual_seed(seed)  # routers draw their weights on the CPU
     model_parallel_cuda_manual_seed(seed)
-    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    spec = get_moe_module_spec(use_te=use_te, num_experts=config.num_moe_experts, moe_grouped_gemm=use_te)
     layer = build_module(spec, config=config) if isinstance(spec, ModuleSpec) else spec(config=config)
     layer.set_layer_number(1)
     return layer.to(torch.cuda.current_device())
@@ -28,40 +30,74 @@ def permutes_are_fused() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def sharing_layers(
-    dispatchers: Sequence[str], *, ep: int, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype, seed: int
-) -> dict[str, Any]:
-    """Build a MoELayer of each dispatcher ("deepep_moe", "alltoall", "allgather"). All share one router and one set of SwiGLU experts."""
+def layer_config(
+    dispatcher: str, *, ep: int, hidden: int, ffn_hidden: int, num_experts: int, num_topk: int, dtype: torch.dtype, **others: Any
+) -> Any:
+    """Return the config of a layer with SwiGLU experts, no shared one, and a dispatcher: "deepep_moe", "alltoall", "allgather"."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    return TransformerConfig(
+        num_layers=1,
+        num_attention_heads=1,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn_hidden,
+        moe_ffn_hidden_size=ffn_hidden,
+        num_moe_experts=num_experts,
+        moe_router_topk=num_topk,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        moe_permute_fusion=permutes_are_fused(),
+        expert_model_parallel_size=ep,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **selection(dispatcher),
+        **others,
+    )
+
+
+def sharing_layers(dispatchers: Sequence[str], *, seed: int, **sizes: Any) -> dict[str, Any]:
+    """Build a MoELayer of each dispatcher, with `sizes` of `layer_config`. All share one router and one set of experts (SequentialMLP)."""
     layers: dict[str, Any] = {}
     for dispatcher in dispatchers:
-        config = TransformerConfig(
-            num_layers=1,
-            num_attention_heads=1,
-            hidden_size=hidden,
-            ffn_hidden_size=ffn_hidden,
-            moe_ffn_hidden_size=ffn_hidden,
-            num_moe_experts=num_experts,
-            moe_router_topk=num_topk,
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            bias_activation_fusion=False,
-            gradient_accumulation_fusion=False,
-            moe_permute_fusion=permutes_are_fused(),
-            expert_model_parallel_size=ep,
-            params_dtype=dtype,
-            bf16=dtype == torch.bfloat16,
-            **selection(dispatcher),
-        )
-        layers[dispatcher] = build_moe_layer(config, seed=seed)
+        layers[dispatcher] = build_moe_layer(layer_config(dispatcher, **sizes), seed=seed)
         first = layers[dispatchers[0]]
         layers[dispatcher].router, layers[dispatcher].experts = first.router, first.experts
     return layers
+
+
+def grouped_layer(like: Any, *, seed: int, **sizes: Any) -> Any:
+    """Build a layer with our dispatcher, sync-free, and grouped experts. It has the router of the layer `like` and weights as its
+    SequentialMLP has."""
+    from deepep_moe.integrations.megatron.grouped_experts import serve_experts
+
+    config, patches = layer_config("deepep_moe", **sizes), Patches()
+    config.moe_expert_rank_capacity_factor = float(sizes["ep"])  # room for every routing
+    serve_experts(patches, lambda _: True)
+    try:
+        layer = build_moe_layer(config, seed=seed)
+    finally:
+        patches.restore()
+    layer.router = like.router
+    layer.experts.load_state_dict(like.experts.state_dict())
+    return layer
+
+
+def te_layer(dispatcher: str, like: Any, *, seed: int, **sizes: Any) -> Any:
+    """Build a layer with TransformerEngine's grouped experts, and its fused router unless the dispatcher is ours. Weights are those of the
+    layer `like`, whose experts are a SequentialMLP."""
+    layer = build_moe_layer(layer_config(dispatcher, moe_router_fusion=dispatcher != "deepep_moe", **sizes), seed=seed, use_te=True)
+    with torch.no_grad():
+        layer.router.weight.copy_(like.router.weight)
+        for index, expert in enumerate(like.experts.local_experts):
+            for name in ("linear_fc1", "linear_fc2"):
+                getattr(getattr(layer.experts, name), f"weight{index}").copy_(getattr(expert, name).weight)
+    return layer
 
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

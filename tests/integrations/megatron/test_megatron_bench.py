@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepep_moe.bench.layers import megatron
+from deepep_moe.bench.layers import megatron, megatron_steps
 from deepep_moe.testing import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -44,14 +44,55 @@ def test_records(tmp_path):
         for what in rivals
         for rival in rivals[what]
         for part in ("forward", "backward", "forward+backward")
-    ]
+    ] + [("megatron step forward+backward", rival) for rival in ("deepep_moe", "alltoall", "grouped products alone")]
     for r in records:
         assert (r["backend"], r["num_ranks"], r["num_tokens"], r["dtype"], r["layout"]) == ("shm", 2, 12, "bfloat16", "expert")
         assert r["us_median"] > 0 and r["ratio"] == pytest.approx(r["rival_us"] / r["us_median"])
         assert r["bytes_moved"] % 64 == 0 and 0 < r["bytes_moved"] <= 12 * 64 * 4
         kinds = {"exchange": {"output", "input", "probs"}, "layer": {"output", "input", "router", "experts"}}
-        differences = r["differences"]
-        assert differences is None if r["rival"].startswith("rows") else set(differences) == kinds[r["op"].split()[1]]
+        what, differences = r["op"].split()[1], r["differences"]
+        if what == "step":
+            assert 0 < r["host_us"] <= r["us_median"] * 1.5 and r["rival_host_us"] > 0 and r["kernel_us"] is None
+            assert "TransformerEngine" in r["rival_versions"]
+        else:
+            assert differences is None if r["rival"].startswith("rows") else set(differences) == kinds[what]
+
+
+def same_steps(rank: int, num_ranks: int) -> None:
+    """Grouped experts have the weights of the layer that they are compared with, and gradients of the same names."""
+    from deepep_moe.bench.layers.passes import Pass
+    from deepep_moe.integrations.megatron.harness.layers import sharing_layers
+    from deepep_moe.integrations.megatron.harness.ranks import model_parallel
+
+    sizes = {"ep": num_ranks, "dtype": torch.float32, "hidden": 32, "ffn_hidden": 16, "num_topk": 3, "num_experts": 4}
+    with model_parallel("cpu", ep=num_ranks, seed=1, options={}):
+        like = sharing_layers(("deepep_moe",), seed=1, **sizes)["deepep_moe"]
+        x, cotangent = (torch.randn(12, 1, 32, generator=torch.Generator().manual_seed(rank)) for _ in range(2))
+        x.requires_grad_()
+        steps = megatron_steps.make_steps(like, x, cotangent, seed=2, **sizes)
+        assert list(steps) == ["deepep_moe, grouped", "grouped products alone"]
+        ours = Pass(lambda: like(x)[0], cotangent, {"input": x} | dict(like.named_parameters())).results()
+        theirs = megatron_steps.by_expert(steps["deepep_moe, grouped"].results())
+        assert theirs.keys() == ours.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(theirs[name], value)
+        times = megatron_steps.time_step(steps["grouped products alone"], torch.device("cpu"))
+        assert 0 < times.host <= times.wall and times.kernels is None
+
+
+def test_steps_have_the_same_weights():
+    run_ranks(same_steps, 2)
+
+
+def test_names_of_experts():
+    weights = torch.arange(4.0).view(2, 2)
+    named = {"experts.linear_fc1.weight": weights, "experts.linear_fc2.weight0": weights[0], "experts.linear_fc2.weight11": weights[1]}
+    found = megatron_steps.by_expert({"output": weights, "router.weight": weights, **named})
+    assert list(found) == [
+        "output", "router.weight", "experts.local_experts.0.linear_fc1.weight", "experts.local_experts.1.linear_fc1.weight",
+        "experts.local_experts.0.linear_fc2.weight", "experts.local_experts.11.linear_fc2.weight",
+    ]  # fmt: skip
+    assert torch.equal(found["experts.local_experts.1.linear_fc1.weight"], weights[1])
 
 
 def rows_return(rank: int, num_ranks: int) -> None:
@@ -79,9 +120,10 @@ def test_differences():
 
 
 def _measured(difference: float, *times: list[float]) -> megatron.Measured:
-    differences = {"exchange": {"alltoall": {"output": difference}, "allgather": {"output": 0.0}}}
+    differences = {"exchange": {"alltoall": {"output": difference}, "allgather": {"output": 0.0}}, "step": {}}
     turns = {("exchange", name): list(times) for name in ("deepep_moe", "alltoall")}
-    return megatron.Measured("shm", "here", "these", False, 640, differences, turns)
+    steps = {name: [megatron_steps.StepTimes(2.0, 1.0, None)] for name in ("deepep_moe, grouped", "alltoall")}
+    return megatron.Measured("shm", "here", "these", False, 640, differences, turns, steps)
 
 
 def test_the_slowest_rank_counts():

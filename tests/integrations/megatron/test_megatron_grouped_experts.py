@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron_cases import HIDDEN, assert_same, build_layer, expert_biases, forward_backward, layer_config, model_parallel
 
+from deepep_moe.bench.layers.megatron_steps import by_expert
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -23,18 +24,6 @@ def pair(sizes: dict, changes: dict) -> tuple[Any, Any]:
     theirs.experts = build_layer(layer_config(**sizes, moe_token_dispatcher_type="alltoall", **changes)).experts
     assert (type(ours.experts), type(theirs.experts)) == (GroupedMLP, SequentialMLP)
     return ours, theirs
-
-
-def by_expert(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give stacked gradients the names of SequentialMLP."""
-    renamed = {}
-    for name, value in results.items():
-        first, _, last = name.partition("experts.linear_")
-        if not last or "shared" in first:
-            renamed[name] = value
-        else:
-            renamed |= {f"experts.local_experts.{index}.linear_{last}": of_expert for index, of_expert in enumerate(value)}
-    return renamed
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:

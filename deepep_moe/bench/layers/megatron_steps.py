@@ -1,0 +1,183 @@
+"""A MoELayer as a training step has it: wall time of a forward and backward, the host's part of it, and the kernels' part.
+
+The layers are ours with grouped experts, sync-free and (on GPUs) from a CUDA graph too, and where TransformerEngine is installed its
+grouped experts behind `alltoall`, with its fused router and permutes, and behind ours. "grouped products alone" makes the six products of
+the experts, with known counts, and nothing else: the least that any layer with these experts takes.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe.bench.layers.passes import Pass
+
+GROUPED, GRAPH, PRODUCTS = "deepep_moe, grouped", "deepep_moe, grouped, CUDA graph", "grouped products alone"
+TE_OURS, TE_ALLTOALL = "deepep_moe, TE experts", "alltoall, TE experts and router"
+_CHAIN = 5  # passes between two looks at the clock
+
+
+class StepTimes(NamedTuple):
+    """Microseconds of one forward and backward."""
+
+    wall: float
+    """A chain of them divided by its length, the device idle before and after."""
+    host: float
+    """Until the host has enqueued them."""
+    kernels: float | None
+    """The sum of the times of all kernels, by PyTorch's profiler; None on CPUs."""
+
+
+def has_te() -> bool:
+    return _te_version() is not None
+
+
+def _te_version() -> str | None:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return None
+    return metadata.version("transformer_engine_torch")
+
+
+def rivals() -> str:
+    """Say which experts there are to compare with."""
+    version = _te_version()
+    return "TransformerEngine is not installed" if version is None else f"TransformerEngine {version}"
+
+
+def by_expert(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give gradients of stacked experts, and of TransformerEngine's, the names that a SequentialMLP gives them."""
+    named: dict[str, Tensor] = {}
+    for name, value in results.items():
+        first, _, last = name.partition("experts.linear_")
+        layer, _, kind = last.partition(".")
+        if first or not last:
+            named[name] = value
+        elif kind in ("weight", "bias"):
+            named |= {f"experts.local_experts.{index}.linear_{layer}.{kind}": of_expert for index, of_expert in enumerate(value)}
+        else:
+            named[f"experts.local_experts.{kind.removeprefix('weight')}.linear_{layer}.weight"] = value
+    return named
+
+
+class Products:
+    """The six grouped products of SwiGLU experts with known counts."""
+
+    def __init__(self, experts: Any, counts: Tensor, num_rows: int):
+        from deepep_moe.ops import grouped_products
+
+        self._ops = grouped_products
+        self._w1, self._w2 = experts.linear_fc1.weight.detach(), experts.linear_fc2.weight.detach()
+        self._x = self._w1.new_ones(num_rows, self._w1.shape[2])
+        self._inner, self._middle = self._w1.new_ones(num_rows, self._w1.shape[1]), self._w1.new_ones(num_rows, self._w2.shape[2])
+        self._groups = grouped_products.Groups(counts, len(self._w1), self._x)
+
+    def forward(self) -> None:
+        self._ops.multiply(self._x, self._w1, self._groups)
+        self._ops.multiply(self._middle, self._w2, self._groups)
+
+    def backward(self) -> None:
+        self._ops.multiply_back(self._x, self._w2, self._groups)
+        self._ops.weight_gradients(self._x, self._middle, self._groups)
+        self._ops.multiply_back(self._inner, self._w1, self._groups)
+        self._ops.weight_gradients(self._inner, self._x, self._groups)
+
+    def clear(self) -> None:
+        """Do nothing, as no gradients are kept."""
+
+
+class Graphed:
+    """A pass from a CUDA graph of its forward and backward."""
+
+    def __init__(self, step: Pass):
+        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step.forward()
+                step.backward()
+                step.clear()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph):
+            step.forward()
+            step.backward()
+
+    def forward(self) -> None:
+        self._graph.replay()
+
+    def backward(self) -> None:
+        """Do nothing: it is in the graph."""
+
+    def clear(self) -> None:
+        """Do nothing: gradients are those of the graph."""
+
+
+def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: Any) -> dict[str, Any]:
+    """Return the passes by name. Layers have the router and the experts' weights of the layer `like`, a SequentialMLP's."""
+    from deepep_moe.integrations.megatron.harness import layers as harness
+
+    layers = {GROUPED: harness.grouped_layer(like, seed=seed, **sizes)}
+    if x.is_cuda and has_te():
+        layers |= {
+            name: harness.te_layer(of, like, seed=seed, **sizes) for name, of in ((TE_ALLTOALL, "alltoall"), (TE_OURS, "deepep_moe"))
+        }
+    steps: dict[str, Any] = {
+        name: Pass(partial(_run, layer, x), cotangent, {"input": x} | dict(layer.named_parameters())) for name, layer in layers.items()
+    }
+    counts: list[Tensor] = []
+    hook = layers[GROUPED].experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].clone()))
+    with torch.no_grad():
+        layers[GROUPED](x)
+    hook.remove()
+    steps[PRODUCTS] = Products(layers[GROUPED].experts, counts[0], int(counts[0].sum()))
+    return steps
+
+
+def _run(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
+def add_graph(steps: dict[str, Any]) -> None:
+    """Add the pass from a CUDA graph, on GPUs. Afterwards the layer's gradients are the graph's."""
+    if torch.cuda.is_available():
+        steps[GRAPH] = Graphed(steps[GROUPED])
+
+
+def time_step(step: Any, device: torch.device, *, with_kernels: bool = False) -> StepTimes:
+    """Time a chain of passes. Collective."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    _chain(step)
+    enqueued = time.perf_counter()
+    _synchronize(device, meets=False)
+    wall = time.perf_counter()
+    kernels = _kernel_us(lambda: _chain(step)) / _CHAIN if with_kernels and device.type == "cuda" else None
+    return StepTimes((wall - begin) * 1e6 / _CHAIN, (enqueued - begin) * 1e6 / _CHAIN, kernels)
+
+
+def _chain(step: Any) -> None:
+    for _ in range(_CHAIN):
+        step.clear()
+        step.forward()
+        step.backward()
+
+
+def _synchronize(device: torch.device, meets: bool = True) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if meets:
+        dist.barrier()
+
+
+def _kernel_us(call: Callable[[], Any]) -> float:
+    """Return the sum of the times of the kernels that `call` launches."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages())
