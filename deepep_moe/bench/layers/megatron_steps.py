@@ -5,6 +5,7 @@ grouped experts behind `alltoall`, with its fused router and permutes, and behin
 the experts, with known counts, and nothing else: the least that any layer with these experts takes.
 """
 
+import importlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +40,7 @@ def has_te() -> bool:
 
 def _te_version() -> str | None:
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        importlib.import_module("transformer_engine.pytorch")
     except ImportError:
         return None
     return metadata.version("transformer_engine_torch")
