@@ -218,6 +218,18 @@ def gpu_scale_rows_backward(
     device: int,
     stream: int,
 ) -> None: ...
+def gpu_swiglu(inner: Tensor, probs: Tensor | None, group_ends: Tensor | None, y: Tensor, dtype: DType, stream: int) -> None: ...
+def gpu_swiglu_backward(
+    inner: Tensor,
+    probs: Tensor | None,
+    group_ends: Tensor | None,
+    y: Tensor | None,
+    grad: Tensor,
+    grad_inner: Tensor,
+    grad_probs: Tensor | None,
+    dtype: DType,
+    stream: int,
+) -> None: ...
 def gpu_weighted_sum(rows: Tensor, weights: Tensor, is_by_token: bool, sums: Tensor, dtype: DType, stream: int) -> None: ...
 def gpu_weighted_sum_backward(
     rows: Tensor,

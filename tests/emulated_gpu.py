@@ -22,7 +22,7 @@ SANITIZE = f"-fsanitize={SANITIZERS} -fno-sanitize=vptr -fno-sanitize-recover=al
 SUITES = {
     "exchange": ("tests/exchange", "tests/faults"),
     "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py"),
-    "gate": ("tests/gate", "tests/nn/test_router.py", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
+    "gate": ("tests/gate", "tests/nn/test_router.py", "tests/ops", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
 }
 # Some tests of each kind, which `make test` runs; the suites go without them where it has.
 SLICE = (

@@ -17,6 +17,8 @@ void launch_quantize(const GpuQuantizeParams& params, void* stream);
 void launch_scale_rows_backward(const GpuScaleRowsParams& params, void* stream);
 void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
 void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);
+void launch_swiglu(const GpuSwigluParams& params, void* stream);
+void launch_swiglu_backward(const GpuSwigluParams& params, void* stream);
 void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
 void launch_top2(const GpuTop2Params& params, void* stream);

@@ -179,6 +179,21 @@ struct GpuWeightedSumParams {
     float* grad_weights;    // [num_topk * num_tokens]
 };
 
+// Rows of `inner` are gate, then up. Rows from the last of `group_ends` on have no expert: their results are not set, but that of a prob is
+// 0.
+struct GpuSwigluParams {
+    int64_t num_rows, num_columns;  // of y, in whole 16 bytes
+    DType dtype;
+    const int* group_ends;  // [num_groups] on the GPU, or null: all rows have an expert
+    int64_t num_groups;
+    const std::byte* inner;  // [num_rows, 2 * num_columns]
+    const float* probs;      // [num_rows], or null for ones
+    std::byte* y;            // [num_rows, num_columns]; of the backward too, where it is not null
+    const std::byte* grad;   // [num_rows, num_columns], of the backward, as are the rest
+    std::byte* grad_inner;   // [num_rows, 2 * num_columns]
+    float* grad_probs;       // [num_rows], or null
+};
+
 struct GpuQuantizeParams {
     int64_t num_rows, hidden;  // hidden: a multiple of 8
     DType dtype;               // of x

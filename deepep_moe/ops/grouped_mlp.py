@@ -4,17 +4,19 @@ On Hopper and Blackwell GPUs the host launches a fixed number of kernels for any
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import silu
 
 from deepep_moe.arguments import check_is_tensor
 from deepep_moe.ops.grouped_products import Groups, group_sums, multiply, multiply_back, weight_gradients
+from deepep_moe.ops.swiglu import swiglu, swiglu_backward
 
 Activation = Literal["swiglu"] | Callable[[Tensor], Tensor]
+Delay = Callable[[str, Callable[[], Tensor]], None]
 
 
 def grouped_mlp(
@@ -29,8 +31,11 @@ def grouped_mlp(
     activation: Activation = "swiglu",
     recompute_activation: bool = False,
     zero_tail: bool = True,
+    delay: Delay | None = None,
 ) -> Tensor:
     """Return, for each row of expert e, `(act(x @ w1[e].T + b1[e]) * prob) @ w2[e].T + b2[e] * prob`.
+
+    On GPUs SwiGLU with its prob is one kernel, and so is its backward; both skip the tail.
 
     Differentiable once in x, weights, biases and probs. The counts may be on the GPU, which the host then does not wait for. Rows behind
     the last expert's, the tail, have no expert. They may hold anything, NaN too: no other row and no gradient of a weight, bias or prob
@@ -52,6 +57,8 @@ def grouped_mlp(
         recompute_activation: keep only `x @ w1.T` and probs for the backward, and compute the activation there once more.
         zero_tail: clear the tail of the result and of x's gradient. With counts on a GPU that costs a pass over each. False leaves any
             values there, for a caller that does not read them. The tail of the probs' gradient is always zero.
+        delay: the backward makes no gradients of weights. It calls `delay("w2", compute)`, then `delay("w1", compute)`, where `compute()`
+            returns the gradient, for a schedule that makes them later. Until then `compute` holds what it needs.
 
     Returns:
         [num_rows, out] in the dtype of x. Operations and roundings are those of the expression in this dtype, as PyTorch evaluates it
@@ -64,8 +71,8 @@ def grouped_mlp(
     _check(x, w1, w2, b1, b2, probs)
     groups = Groups(counts, len(w1), x)
     act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
-    inner = _Linear.apply(x, w1, b1, groups, zero_tail)
-    return _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail)
+    inner = _Linear.apply(x, w1, b1, groups, zero_tail, delay)
+    return _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail, delay)
 
 
 def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
@@ -118,30 +125,17 @@ def _has_contiguous_matrices(weight: Tensor) -> bool:
 # ---- activations ----
 
 
-def _scaled(values: Tensor, probs: Tensor | None) -> Tensor:
-    """Multiply values by probs in place, where they fit, with one rounding."""
-    return values if probs is None else values.mul_(probs.unsqueeze(-1))
-
-
 class _SwiGLU:
     """silu(gate) * up * prob, for inner = gate and up side by side."""
 
-    def forward(self, inner: Tensor, probs: Tensor | None) -> Tensor:
-        gate, up = inner.chunk(2, dim=-1)
-        return _scaled(silu(gate).mul_(up), probs)
+    def forward(self, inner: Tensor, probs: Tensor | None, groups: Groups) -> Tensor:
+        return swiglu(inner, probs, groups)
 
-    def backward(self, grad: Tensor, inner: Tensor, probs: Tensor | None, with_output: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of inner and probs, and the output again if asked for. Overwrites grad."""
-        gate, up = inner.chunk(2, dim=-1)
-        activated = silu(gate)
-        product = activated * up
-        grad_probs = None if probs is None else grad.to(probs.dtype, copy=True).mul_(product).sum(-1)
-        grad = _scaled(grad, probs)
-        grad_inner = torch.empty_like(inner)
-        grad_gate, grad_up = grad_inner.chunk(2, dim=-1)
-        torch.mul(grad, activated, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
-        return grad_inner, grad_probs, _scaled(product, probs) if with_output else None
+    def backward(
+        self, grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups, with_output: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of inner and probs, and the output again if asked for. May overwrite grad."""
+        return swiglu_backward(grad, inner, probs, groups, with_output)
 
 
 class _AnyActivation:
@@ -150,14 +144,16 @@ class _AnyActivation:
     def __init__(self, function: Callable[[Tensor], Tensor]):
         self._function = function
 
-    def forward(self, inner: Tensor, probs: Tensor | None) -> Tensor:
+    def forward(self, inner: Tensor, probs: Tensor | None, groups: Groups) -> Tensor:
         values = self._function(inner)
         return values if probs is None else (values * probs.unsqueeze(-1)).to(values.dtype)
 
-    def backward(self, grad: Tensor, inner: Tensor, probs: Tensor | None, with_output: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward(
+        self, grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups, with_output: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         leaves = [tensor.detach().requires_grad_() for tensor in (inner, probs) if tensor is not None]
         with torch.enable_grad():
-            output = self.forward(leaves[0], leaves[1] if probs is not None else None)
+            output = self.forward(leaves[0], leaves[1] if probs is not None else None, groups)
             grads = torch.autograd.grad(output, leaves, grad)
         return grads[0], grads[1] if probs is not None else None, output.detach() if with_output else None
 
@@ -169,9 +165,9 @@ class _Linear(torch.autograd.Function):
     """x @ w.T + b. The tail of the result is not set."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: Groups, zero_tail: bool, delay: Delay | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.groups, ctx.zero_tail = groups, zero_tail
+        ctx.groups, ctx.zero_tail, ctx.delay = groups, zero_tail, delay
         result = multiply(x, w, groups)
         return result if b is None else result.add_(groups.spread(b))
 
@@ -182,8 +178,8 @@ class _Linear(torch.autograd.Function):
         grad_x = multiply_back(grad, w, groups) if needs[0] else None
         if grad_x is not None and ctx.zero_tail:
             groups.clear_tail(grad_x)
-        grad_w = weight_gradients(grad, x, groups) if needs[1] else None
-        return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None
+        grad_w = _now_or_later("w1", partial(weight_gradients, grad, x, groups), ctx.delay) if needs[1] else None
+        return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -200,15 +196,16 @@ class _ActivatedLinear(torch.autograd.Function):
         act: "_SwiGLU | _AnyActivation",
         recompute: bool,
         zero_tail: bool,
+        delay: Delay | None,
     ) -> Tensor:
-        activated = act.forward(inner, probs)
+        activated = act.forward(inner, probs, groups)
         if activated.shape[1] != w.shape[2]:
             raise ValueError(
                 f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {activated.shape[1]}; "
                 "the last dimension of w2 must be this"
             )
         ctx.save_for_backward(inner, probs, w, b, None if recompute else activated)
-        ctx.groups, ctx.act = groups, act
+        ctx.groups, ctx.act, ctx.delay = groups, act, delay
         result = multiply(activated, w, groups)
         if b is not None:
             bias = groups.spread(b)
@@ -219,8 +216,9 @@ class _ActivatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inner, probs, w, b, activated), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
-        grad_inner, grad_probs, again = ctx.act.backward(multiply_back(grad, w, groups), inner, probs, activated is None)
-        grad_w = weight_gradients(grad, again if activated is None else activated, groups) if needs[2] else None
+        grad_inner, grad_probs, again = ctx.act.backward(multiply_back(grad, w, groups), inner, probs, groups, activated is None)
+        compute = partial(weight_gradients, grad, again if activated is None else activated, groups)
+        grad_w = _now_or_later("w2", compute, ctx.delay) if needs[2] else None
         grad_b = None
         if b is not None:
             grad_b = group_sums(_times(grad, probs), groups)
@@ -228,7 +226,14 @@ class _ActivatedLinear(torch.autograd.Function):
                 grad_probs += (groups.spread(b).to(grad_probs.dtype) * grad).sum(-1)
         if grad_probs is not None:
             groups.clear_tail(grad_probs)
-        return grad_inner, grad_probs, grad_w, grad_b, None, None, None, None
+        return grad_inner, grad_probs, grad_w, grad_b, None, None, None, None, None
+
+
+def _now_or_later(name: str, compute: Callable[[], Tensor], delay: Delay | None) -> Tensor | None:
+    if delay is None:
+        return compute()
+    delay(name, compute)
+    return None
 
 
 def _times(rows: Tensor, probs: Tensor | None) -> Tensor:

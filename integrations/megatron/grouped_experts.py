@@ -6,6 +6,7 @@ the same seeds, the same outputs and the same checkpoints, and runs `deepep_moe.
 
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,6 @@ _REFUSED = {
     "fp4": "leave it out",
     "use_te_activation_func": "set it to False (drop --use-te-activation-func)",
     "activation_func_fp8_input_store": "set it to False",
-    "delay_wgrad_compute": "set it to False (drop --delay-wgrad-compute)",
     "overlap_dispatch_backward_with_experts_wgrad": "set it to False",
     "init_model_with_meta_device": "set it to False",
     "use_kitchen": "set it to False",
@@ -57,6 +57,10 @@ class GroupedMLP(SequentialMLP):
         self._activation = _activation(config)
         modules = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         self._recompute_activation = "moe_act" in modules
+        self._delays = bool(getattr(config, "delay_wgrad_compute", False))
+        self._due: deque[tuple[_Stacked, Callable[[], Tensor]]] = deque()  # gradients that `backward_dw` is to make
+        for linear in (self.linear_fc1, self.linear_fc2) if self._delays else ():
+            linear.weight.skip_backward_post_hook = True  # by which Megatron's DDP registers a hook with the layer instead
         self.register_load_state_dict_post_hook(_collapse)
 
     def forward(
@@ -67,7 +71,7 @@ class GroupedMLP(SequentialMLP):
         Args:
             permuted_local_hidden_states: [R, H], grouped by local expert.
             tokens_per_expert: [num_local_experts], on the host, or on the device of the rows, where nothing waits for it. Rows behind their
-                sum may hold anything, and come out as zeros.
+                sum may hold anything, and so may those of the output and of the gradient, which no combine reads.
             permuted_probs: [R] fp32 or fp64.
         """
         rows = permuted_local_hidden_states
@@ -78,12 +82,19 @@ class GroupedMLP(SequentialMLP):
         first, second = self.linear_fc1, self.linear_fc2
         output = grouped_mlp(
             rows, tokens_per_expert, first.weight, second.weight, b1=first.bias, b2=second.bias, probs=probs, activation=self._activation,
-            recompute_activation=self._recompute_activation,
+            recompute_activation=self._recompute_activation, zero_tail=False, delay=self._delay if self._delays else None,
         )  # fmt: skip
         return output, None
 
+    def _delay(self, name: str, compute: Callable[[], Tensor]) -> None:
+        self._due.append((self.linear_fc1 if name == "w1" else self.linear_fc2, compute))
+
+    @torch.no_grad()
     def backward_dw(self) -> None:
-        """Do nothing: the backward has made the gradients of the weights."""
+        """Make the gradients of the weights that backwards have left, as `delay_wgrad_compute` asks for."""
+        while self._due:
+            linear, compute = self._due.popleft()
+            linear.add_gradient(compute())
 
     # ---- checkpoints ----
 
@@ -145,11 +156,26 @@ class _Stacked(torch.nn.Module):
 
     def __init__(self, linears: list[Any]):
         super().__init__()
+        self._hooks: list[Callable[[], None]] = []
         for kind in _KINDS:
             self.register_parameter(kind, _stack([linear._parameters.get(kind) for linear in linears]))
             for linear in linears:
                 if kind in linear._parameters:
                     linear._parameters[kind] = None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Megatron's DDP gives what adds the weight's `grad` to its `main_grad`, to be called after a delayed gradient."""
+        self._hooks.append(hook)
+
+    def add_gradient(self, grad: Tensor) -> None:
+        """Add a delayed gradient of the weight where the next step looks for it."""
+        weight = self.weight
+        if not self._hooks and hasattr(weight, "main_grad"):  # of a DDP that does not know of the delay
+            weight.main_grad.add_(grad)
+            return
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+        for hook in self._hooks:
+            hook()
 
     def _save_to_state_dict(self, *args: Any) -> None:
         """Save nothing: the frame does."""

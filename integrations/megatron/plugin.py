@@ -91,8 +91,8 @@ def _selecting_class(previous: type, buffers: LayerBuffers) -> type:
     return SelectingFlexTokenDispatcher
 
 
-_PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_experts_compute", "experts_compute")
-"""Methods of MoELayer, of any version, that run between the calls of the dispatcher. A recomputation runs them."""
+_PARTS = ("route", "router_and_preprocess", "shared_experts_compute", "routed_experts_compute", "experts_compute", "backward_dw")
+"""Methods of MoELayer, of any version, that run between the calls of the dispatcher. A recomputation runs them, and the 1F1B schedule."""
 
 
 def _by_dispatcher(stock: Callable[..., Any], how: str) -> Callable[..., Any]:

@@ -60,8 +60,39 @@ void quantize(const TensorArg& x, const TensorArg& y, const TensorArg& scales, D
                     as_pointer(stream));
 }
 
+GpuSwigluParams swiglu_of(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype) {
+    GpuSwigluParams params{};
+    params.num_rows = inner.num_rows;
+    params.num_columns = inner.num_columns / 2;
+    params.dtype = dtype;
+    params.group_ends = group_ends.as<const int*>();
+    params.num_groups = group_ends.num_rows;
+    params.inner = inner.as<const std::byte*>();
+    params.probs = probs.as<const float*>();
+    params.y = y.as<std::byte*>();
+    return params;
+}
+
+void swiglu(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype,
+            uintptr_t stream) {
+    launch_swiglu(swiglu_of(inner, probs, group_ends, y, dtype), as_pointer(stream));
+}
+
+void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, const TensorArg& grad,
+                     const TensorArg& grad_inner, const TensorArg& grad_probs, DType dtype, uintptr_t stream) {
+    GpuSwigluParams params = swiglu_of(inner, probs, group_ends, y, dtype);
+    params.grad = grad.as<const std::byte*>();
+    params.grad_inner = grad_inner.as<std::byte*>();
+    params.grad_probs = grad_probs.as<float*>();
+    launch_swiglu_backward(params, as_pointer(stream));
+}
+
 void bind_rows(py::module_& m) {
     const py::arg rows("rows"), weights("weights"), is_by_token("is_by_token"), dtype("dtype"), stream("stream");
+    const py::arg inner("inner"), probs("probs"), group_ends("group_ends"), y("y");
+    m.def("gpu_swiglu", &swiglu, inner, probs, group_ends, y, dtype, stream);
+    m.def("gpu_swiglu_backward", &swiglu_backward, inner, probs, group_ends, y, py::arg("grad"), py::arg("grad_inner"),
+          py::arg("grad_probs"), dtype, stream);
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);

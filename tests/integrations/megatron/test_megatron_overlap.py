@@ -98,6 +98,46 @@ def test_schedule_repeats_the_bits(backend, options):
     run_ranks(_schedule_worker, 2, backend, options, {})
 
 
+def let_local_linears_delay() -> None:
+    """Some of Megatron-Core's local layers lack what the schedule calls then; they delay nothing."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    for linear in (ColumnParallelLinear, RowParallelLinear):
+        linear.backward_dw = lambda self: None
+
+
+def _delayed_worker(rank: int, num_ranks: int, ddp: str) -> None:
+    """Gradients of experts' weights are made after the dispatch of the other batch, and go where DDP wants them."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    let_local_linears_delay()
+    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
+        config = schedule_config(sizes)
+        want = one_after_another(build_model(config), batches(rank))
+        config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = True
+        model = build_model(config)
+        if ddp != "without DDP":
+            knows = {"delay_wgrad_compute": True} if ddp == "DDP" else {}
+            wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=False, **knows), model)
+            wrapped.zero_grad_buffer()
+        made: list[str] = []
+        experts = model.decoder.layers[0].mlp.experts
+        stock = experts.linear_fc1.add_gradient
+        experts.linear_fc1.add_gradient = lambda grad: (made.append("w1"), stock(grad))
+        got = interleaved(model, batches(rank))
+        assert made == ["w1"] * NUM_BATCHES and not experts._due
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad if ddp == "without DDP" else parameter.main_grad
+            assert torch.equal(gradient, want[name]), f"{name}, rank {rank}"
+        assert torch.equal(got["losses"], want["losses"])
+
+
+@needs_schedule
+@pytest.mark.parametrize("ddp", ("without DDP", "DDP", "DDP that does not know of the delay"))
+def test_delayed_gradients_of_grouped_experts(ddp):
+    run_ranks(_delayed_worker, 2, ddp)
+
+
 @needs_schedule
 def test_schedule_without_shared_experts():
     run_ranks(_schedule_worker, 2, "shm", {}, {"moe_shared_expert_intermediate_size": None})
@@ -148,13 +188,18 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "attention": lambda layer: layer.self_attention.register_forward_pre_hook(_fail),
     "experts": lambda layer: layer.mlp.experts.register_forward_pre_hook(_fail),
     "experts' backward": lambda layer: layer.mlp.experts.register_forward_hook(_fault_after),
+    "gradients of weights": lambda layer: setattr(layer.mlp.experts, "backward_dw", lambda: _fail(layer)),
     "attention's backward": lambda layer: layer.self_attention.register_forward_hook(_fault_after),
 }
 
 
 def _faults_worker(rank: int, num_ranks: int, where: str) -> None:
     with model_parallel(ep=num_ranks) as sizes:
-        model = build_model(schedule_config(sizes))
+        config = schedule_config(sizes)
+        if where == "gradients of weights":
+            config.delay_wgrad_compute = True
+            let_local_linears_delay()
+        model = build_model(config)
         if rank == 1:
             FAULTS[where](model.decoder.layers[0])
         is_backward = where.endswith("backward")
