@@ -75,6 +75,16 @@ def interleaved(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Te
     return {"losses": torch.stack(losses).detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def assert_repeated(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], context: str) -> None:
+    """Equal in every bit; before 0.16 up to rounding, as the schedule divided layers so that gradients were added in another order."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+
+    if hasattr(TransformerLayerSchedulePlan, "post_attn"):
+        assert_same(got, want, context)
+    else:
+        assert all(torch.equal(got[name], value) for name, value in want.items()), context
+
+
 def schedule_config(sizes: dict[str, int], **changes: Any) -> Any:
     return layer_config(**sizes, **({"num_layers": 2, **NO_DROPOUT, **selection()} | changes))
 
@@ -85,9 +95,7 @@ def _schedule_worker(rank: int, num_ranks: int, backend: str, options: dict[str,
         want = one_after_another(build_model(config), batches(rank))
         for is_set in (False, True):
             config.overlap_moe_expert_parallel_comm = is_set  # late: the config's own check demands 16-bit parameters
-            got = interleaved(build_model(config), batches(rank))
-            for name, value in want.items():
-                assert torch.equal(got[name], value), f"{name}, rank {rank}"
+            assert_repeated(interleaved(build_model(config), batches(rank)), want, f"rank {rank}")
 
 
 @needs_schedule
@@ -127,9 +135,8 @@ def _delayed_worker(rank: int, num_ranks: int, ddp: str) -> None:
         got = interleaved(model, batches(rank))
         assert made == ["w1"] * NUM_BATCHES and not experts._due
         for name, parameter in model.named_parameters():
-            gradient = parameter.grad if ddp == "without DDP" else parameter.main_grad
-            assert torch.equal(gradient, want[name]), f"{name}, rank {rank}"
-        assert torch.equal(got["losses"], want["losses"])
+            got[name] = parameter.grad if ddp == "without DDP" else parameter.main_grad
+        assert_repeated(got, want, f"rank {rank}")
 
 
 @needs_schedule
@@ -231,6 +238,8 @@ SHARED: list[tuple[str, dict, dict]] = [
 
 def _shared_worker(rank: int, num_ranks: int) -> None:
     for name, groups, changes in SHARED:
+        if any(not hasattr(layer_config(), field) for field in changes):  # older versions
+            continue
         with model_parallel(**groups) as sizes:
             plain, beside = (
                 build_layer(layer_config(**sizes, **changes, **selection(), moe_shared_expert_overlap=overlaps))
