@@ -60,7 +60,8 @@ class GroupedMLP(SequentialMLP):
         self._delays = bool(getattr(config, "delay_wgrad_compute", False))
         self._due: deque[tuple[_Stacked, Callable[[], Tensor]]] = deque()  # gradients that `backward_dw` is to make
         for linear in (self.linear_fc1, self.linear_fc2) if self._delays else ():
-            setattr(linear.weight, "skip_backward_post_hook", True)  # noqa: B010, by which Megatron's DDP registers a hook with the layer instead
+            weight: Any = linear.weight
+            weight.skip_backward_post_hook = True  # Megatron's DDP then registers its hook with the layer
         self.register_load_state_dict_post_hook(_collapse)
 
     def forward(
