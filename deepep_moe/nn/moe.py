@@ -83,6 +83,9 @@ class MoELayer(nn.Module):
             should share one: on a GPU, for 4096 tokens, each takes from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168).
         group, num_max_tokens_per_rank (default 4096), backend: as for `Buffer`; only without `buffer`.
         expert_alignment: rows of an expert are padded with zero rows to a multiple of it.
+        num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as for `Buffer.dispatch`. The host then
+            waits for nothing. Not with experts in a sequence, which are called one by one with their counts. None: no bound. Ranks x tokens
+            of a rank x min(top-k, experts of a rank) are always enough.
 
     Raises:
         ValueError: the number of experts, or the buffer, does not fit the router, or a buffer was given beside settings of one. And
@@ -100,6 +103,7 @@ class MoELayer(nn.Module):
         num_max_tokens_per_rank: int | None = None,
         backend: str | None = None,
         expert_alignment: int = 1,
+        num_recv_rows: int | None = None,
     ):
         super().__init__()
         self.router = router
@@ -107,6 +111,9 @@ class MoELayer(nn.Module):
         self.experts: nn.Module = LocalExperts(list(experts)) if is_list else experts  # type: ignore[arg-type, assignment]
         self.shared_expert = shared_expert
         self.expert_alignment = expert_alignment
+        if num_recv_rows is not None and is_list:
+            raise ValueError("num_recv_rows is given, but experts are called one by one, with counts on the host; pass GroupedExperts")
+        self.num_recv_rows = num_recv_rows
         settings = {"group": group, "num_max_tokens_per_rank": num_max_tokens_per_rank, "backend": backend}
         beside = [name for name, value in settings.items() if value is not None]
         if buffer is not None and beside:
@@ -143,7 +150,8 @@ class MoELayer(nn.Module):
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
-        return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, expert_alignment=self.expert_alignment)
+        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": self.num_recv_rows}
+        return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
 
     def _combine(self, rows: Tensor, out: DispatchOutput) -> Tensor:
         is_local = isinstance(self.experts, LocalExperts)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPPeerError
-from deepep_moe.nn import LocalExperts, MoELayer, Router, SwiGLU
+from deepep_moe.errors import EPCapacityError, EPPeerError
+from deepep_moe.nn import GroupedExperts, LocalExperts, MoELayer, Router, SwiGLU
 from deepep_moe.testing import run_ranks
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK = 16, 4, 2
@@ -91,6 +91,37 @@ def test_grouped_module_as_experts():
     assert list(layer.expert_parameters()) == []
 
 
+def bounded(rank, num_ranks):
+    """Room for every routing gives the same bits; too little room is an error on all ranks, after which the layer goes on."""
+    router, _, shared = make_parts()
+    experts = GroupedExperts(NUM_EXPERTS // num_ranks, HIDDEN, 24)
+    most = num_ranks * 12 * min(NUM_TOPK, NUM_EXPERTS // num_ranks)
+    x = torch.randn(9 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    results = []
+    for num_recv_rows in (None, most):
+        layer = MoELayer(router, experts, shared, num_max_tokens_per_rank=12, num_recv_rows=num_recv_rows)
+        seen = []
+        hook = experts.register_forward_pre_hook(lambda module, arguments, seen=seen: seen.append(len(arguments[0])))
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        y.square().sum().backward()
+        hook.remove()
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+        assert num_recv_rows is None or seen == [most]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    layer.num_recv_rows = 1
+    with pytest.raises(EPCapacityError, match="more than its num_recv_rows of 1"):
+        layer(x)
+    layer.num_recv_rows = most
+    assert torch.equal(layer(x), results[0][0])
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_bound_on_rows(num_ranks):
+    run_ranks(bounded, num_ranks)
+
+
 def test_layers_share_a_buffer():
     router, experts, shared = make_parts()
     buffer = Buffer(None, 8, HIDDEN, NUM_EXPERTS, NUM_TOPK)
@@ -115,6 +146,8 @@ def test_misfits():
         MoELayer(router, experts)(torch.randn(8, 32))
     transposed = torch.randn(HIDDEN, 8).t()
     torch.testing.assert_close(MoELayer(router, experts)(transposed), MoELayer(router, experts)(transposed.contiguous()))
+    with pytest.raises(ValueError, match="num_recv_rows is given, but experts are called one by one, .*; pass GroupedExperts"):
+        MoELayer(router, experts, num_recv_rows=8)
     with pytest.raises(ValueError, match="3 experts were given; this rank of 1 holds 4 of 4"):
         MoELayer(router, experts[:3])
     with pytest.raises(
