@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,13 +81,17 @@ def compile_object(source: Path) -> Path:
     return target
 
 
+def compile_objects(sources: Iterable[Path]) -> list[Path]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_object, sources))
+
+
 def build(with_torch: bool = True) -> Path:
     """A folder for PYTHONPATH that holds the package with the emulated modules, or without the one that links PyTorch."""
     module = ROOT / "csrc" / "torch"
     sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu") and path.parent != module]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_object, [*sources, ROOT / "tests" / "emulation" / "emulation.cpp"]))
-        functions = list(pool.map(compile_object, module.glob("*.cpp")))
+    objects = compile_objects([*sources, ROOT / "tests" / "emulation" / "emulation.cpp"])
+    functions = compile_objects(module.glob("*.cpp"))
     site = SITE if with_torch else SITE.with_name("site-without-torch")
     package = site / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
