@@ -1,5 +1,9 @@
-"""Builds the program of this folder, and runs it: `python tests/threads/build.py`. DEEPEP_MOE_SANITIZE is as in `emulated_gpu`."""
+"""Ranks as threads: the program of this folder, built and run. `python tests/threads/rank_threads.py`; DEEPEP_MOE_SANITIZE as in `emulated_gpu`.
 
+It is the CPU library without the memory that processes share. The thread sanitizer follows its protocols between ranks.
+"""
+
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +25,9 @@ def build() -> Path:
 
 
 def run() -> subprocess.CompletedProcess[str]:
-    return subprocess.run([build()], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+    """The program, which ends at the first race: it goes wrong from there."""
+    environment = {"TSAN_OPTIONS": "halt_on_error=1"} | os.environ
+    return subprocess.run([build()], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
 
 
 if __name__ == "__main__":
