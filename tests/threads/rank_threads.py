@@ -1,4 +1,4 @@
-"""Ranks as threads: the program of this folder, built and run. `python tests/threads/rank_threads.py`; DEEPEP_MOE_SANITIZE as in `emulated_gpu`.
+"""Ranks as threads: builds and runs the program of this folder. DEEPEP_MOE_SANITIZE is as in `emulated_gpu`.
 
 It is the CPU library without the memory that processes share. The thread sanitizer follows its protocols between ranks.
 """
