@@ -17,6 +17,7 @@ import torch.distributed as dist
 from events import tell, wait_for
 from fault_cases import ON_GPUS, SOON_S, at_random, inputs, look, make, make_step, outcome
 
+from deepep_moe import Buffer
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
@@ -26,8 +27,11 @@ OUT_OF_STEP = (EPTimeoutError, EPPeerError, EPMismatchError)
 
 
 def back_in_step(buffer):
-    """`recover` brings the ranks of a Buffer into step. Those of a LowLatencyBuffer repeat the step until it succeeds."""
-    if buffer.__class__.__name__ == "Buffer":
+    """`recover` brings the ranks of a Buffer into step, once all have their errors: it waits for one deadline, and so does a late rank in
+    its call. Those of a LowLatencyBuffer repeat the step until it succeeds."""
+    tell(f"rank {buffer.rank} has its error")
+    if isinstance(buffer, Buffer):
+        wait_for(*(f"rank {peer} has its error" for peer in range(buffer.num_ranks)))
         buffer.recover()
         return
     for _ in range(10):
@@ -55,8 +59,11 @@ def stalls(rank, num_ranks, kind, operation):
         wait_for(*(f"rank {peer} gave up" for peer in others))
     error, elapsed_s = outcome(call)
     tell(f"rank {rank} gave up")
-    assert isinstance(error, OUT_OF_STEP) and error.rank != rank, repr(error)
-    if rank != late:
+    if rank == late and kind == "low latency nvlink":  # which has the rows of the others, and finds out in its next call
+        assert error is None or isinstance(error, OUT_OF_STEP), repr(error)
+    elif rank == late:
+        assert isinstance(error, EPTimeoutError | EPPeerError) and error.rank != late, repr(error)
+    else:
         assert isinstance(error, EPTimeoutError) and error.rank == late and error.phase == "entry into the call", repr(error)
         assert f"rank {late} did not deliver" in str(error) and elapsed_s < DEADLINE_S + SOON_S, (error, elapsed_s)
     back_in_step(buffer)
@@ -67,9 +74,8 @@ def stalls(rank, num_ranks, kind, operation):
 
 @pytest.mark.parametrize("operation", ("dispatch", "combine"))
 @pytest.mark.parametrize("kind", ON_GPUS)
-@pytest.mark.parametrize("num_ranks", (2, 3))
-def test_stall(num_ranks, kind, operation):
-    run_ranks(stalls, num_ranks, kind, operation)
+def test_stall(kind, operation):
+    run_ranks(stalls, 3, kind, operation)
 
 
 def stopped(rank, num_ranks, kind, seed):
@@ -78,24 +84,25 @@ def stopped(rank, num_ranks, kind, seed):
     buffer = make(kind, num_ranks, DEADLINE_S)
     make_step(buffer, 0)
     dist.barrier()
+    own = os.getpid()
     if rank == victim and os.fork() == 0:  # a process that stops its parent for a while
         time.sleep(random.Random(seed).uniform(0, 0.5))
-        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(own, signal.SIGSTOP)
         time.sleep(1.5 * DEADLINE_S)
-        os.kill(os.getppid(), signal.SIGCONT)
+        os.kill(own, signal.SIGCONT)
         os._exit(0)
     began, error = time.monotonic(), None
     while error is None:
         error, _ = outcome(partial(make_step, buffer, 1))
         assert time.monotonic() - began < 5 * DEADLINE_S + SOON_S, "no error"
-    assert isinstance(error, OUT_OF_STEP) and error.rank != rank, repr(error)
-    buffer.recover()
+    assert isinstance(error, EPTimeoutError | EPPeerError) and error.rank != rank, repr(error)
+    back_in_step(buffer)
     for step in range(2, 5):
         make_step(buffer, step)
     dist.barrier()
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_stopped_process(number):
     at_random(stopped, 2 + number % 2, "nvlink")
 
@@ -106,9 +113,10 @@ def killed(rank, num_ranks, kind, seed):
     buffer = make(kind, num_ranks, DEADLINE_S if kind == "low latency nvlink" else 300.0)
     make_step(buffer, 0)
     dist.barrier()
+    own = os.getpid()
     if rank == victim and os.fork() == 0:
         time.sleep(random.Random(seed).uniform(0, 0.5))
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(own, signal.SIGKILL)
         os._exit(0)
     began, step, error = time.monotonic(), 0, None
     while error is None:
