@@ -14,7 +14,7 @@ DEVICE ?= cpu
 VENV := $(if $(filter cuda,$(DEVICE)),build/venv-cuda,.venv)
 NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
-NATIVE = $(shell find csrc tests/emulation benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+NATIVE = $(shell find csrc tests/emulation tests/threads benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # PyTorch is installed first: a module is built for the one that is there.
 TORCH := -c constraints.txt torch

@@ -2,9 +2,11 @@
 #pragma once
 
 // DEEPEP_MOE_CLONES: compile the function for several x86-64 levels and pick one when the library is loaded (GCC's target_clones;
-// needs the C library's ifunc). Floating-point contraction is off in the build, so every clone computes the same bits.
+// needs the C library's ifunc, which asks before the thread sanitizer has begun). Floating-point contraction is off in the build, so every
+// clone computes the same bits.
 // DEEPEP_MOE_VECTOR_BYTES: a good size for the compiler's vector types there.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
+    !defined(__SANITIZE_THREAD__)
 #define DEEPEP_MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define DEEPEP_MOE_VECTOR_BYTES 32
 #else

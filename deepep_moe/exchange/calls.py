@@ -144,6 +144,7 @@ class Calls:
             self._native.release()
         backend, self._backend, self._native = self._backend, None, None
         backend.destroy()
+        self._pending = None  # and what its second half holds, only now: a GPU may have read and written that until here
 
     def recover(self, meet: Callable[[int], list[int]]) -> None:
         """Bring the ranks back into step: those that have made fewer calls refuse the rest. meet(number): that of every rank."""

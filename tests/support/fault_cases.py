@@ -22,16 +22,17 @@ from deepep_moe.testing.launch import RankFailedError
 SOON_S = 20.0  # far from the deadline of 300 s, and kept on a busy machine
 NUM_TOKENS = 4
 ERRORS = (MemoryError, KeyboardInterrupt, RuntimeError)
+ON_GPUS = ("nvlink", "low latency nvlink")
 
 
 def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None) -> Any:
-    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "low latency"."""
-    if kind == "nvlink":
-        device_of(kind, dist.get_rank())
+    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "low latency", which is over shared memory, or one of `ON_GPUS`."""
+    if kind in ON_GPUS:
+        device_of("nvlink", dist.get_rank())
     dist.barrier(group=group)
     sizes = (group, num_tokens, hidden, 2 * num_ranks, num_ranks)
-    if kind == "low latency":
-        return LowLatencyBuffer(*sizes, timeout_s=timeout_s)
+    if kind.startswith("low latency"):
+        return LowLatencyBuffer(*sizes, backend="nvlink" if kind in ON_GPUS else "shm", timeout_s=timeout_s)
     buffer = Buffer(*sizes, backend=kind, timeout_s=timeout_s)
     if kind == "nvlink":
         buffer.calls._native = None  # whose calls go past what faults are put into
@@ -53,18 +54,29 @@ def inputs(buffer: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.to(device), routing(buffer.num_ranks).to(device)
 
 
+def look(buffer: Any) -> None:
+    """Raise what a GPU has found in the calls so far."""
+    if buffer.backend == "nvlink":
+        torch.cuda.synchronize()
+        buffer.check()
+
+
 def make_step(buffer: Any, step: int) -> None:
     """A dispatch and a combine, in a Buffer a dispatch along the handle too. All ranks must give the same `step`."""
     num_ranks, (x, idx) = buffer.num_ranks, inputs(buffer, step)
     received = [[values(step, rank)[token] for rank in range(num_ranks) for token in (expert, expert + 2)] for expert in (0, 1)]
     out = buffer.dispatch(x, idx)
+    look(buffer)
     if isinstance(buffer, LowLatencyBuffer):
         assert [rows[: len(wanted), 0].tolist() for rows, wanted in zip(out.recv_x, received, strict=True)] == received, step
     else:
         assert out.recv_x[:, -1].tolist() == received[0] + received[1], step
         along = buffer.dispatch(x + 1, handle=out.handle)
+        look(buffer)
         assert (along.recv_x == out.recv_x + 1).all(), step
-    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [num_ranks * value for value in values(step, buffer.rank)], step
+    combined_x = buffer.combine(out.recv_x, out.handle)
+    look(buffer)
+    assert combined_x[:, 0].tolist() == [num_ranks * value for value in values(step, buffer.rank)], step
 
 
 def make_call(buffer: Buffer, operation: str, handle: Any, **how: Any) -> Any:

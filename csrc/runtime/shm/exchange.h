@@ -96,10 +96,10 @@ private:
     const WorkspaceLayout layout_;
     const int rank_;
     const double timeout_s_;
-    uint64_t sequence_ = 0;
-    std::atomic<bool> busy_ = false;  // a thread is in a call
-    std::mutex failing_;              // several channels may fail at once
-    std::exception_ptr stopped_;      // what `poll_` has thrown in this call, on one of its threads
+    std::atomic<uint64_t> sequence_ = 0;  // of the last call; any thread may ask for it
+    std::atomic<bool> busy_ = false;      // a thread is in a call
+    std::mutex failing_;                  // several channels may fail at once
+    std::exception_ptr stopped_;          // what `poll_` has thrown in this call, on one of its threads
     std::function<void()> poll_;
     HostPeers peers_;
     std::vector<int32_t> own_counts_;  // of the plan in hand, before it is published

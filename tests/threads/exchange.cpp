@@ -1,0 +1,231 @@
+// The exchange over shared memory: calls in both layouts, refusals, calls that are left, stalls.
+#include <atomic>
+#include <chrono>
+
+#include "ranks.h"
+#include "runtime/shm/call.h"
+
+namespace deepep_moe {
+namespace {
+
+constexpr int kNumChannels = 3;
+
+class Rank {
+public:
+    Rank(Team& team, const Tokens& tokens, int rank, double timeout_s = 300)
+        : team_(team),
+          tokens_(tokens),
+          rank_(rank),
+          config_{team.num_ranks, kNumChannels, 2 * team.num_ranks, team.num_ranks, tokens.hidden},
+          exchange_(config_, rank, timeout_s),
+          experts_(tokens.experts(rank)),
+          weights_(tokens.weights(rank)),
+          narrow_experts_(experts_.size()),
+          recv_counts_(team.num_ranks * kNumChannels),
+          recv_per_expert_(2) {
+        team.connect(exchange_, rank);
+    }
+
+    ShmExchange& exchange() { return exchange_; }
+
+    // A dispatch, one along its handle, a combine.
+    void step(int number, Layout layout) {
+        plan(layout);
+        move(number);
+        move_along(number + 1);
+        combine(number + 1);
+    }
+
+    void plan(Layout layout) {
+        layout_ = layout;
+        const Signature signature{Operation::kDispatch, DType::kFloat32, layout, 1, 0, 1, 0, 0};
+        PlanParams params = plan_of(config_, signature, tensor(experts_, {num_tokens(), config_.num_topk}), -1);
+        params.layout.narrow_topk_idx = narrow_experts_.data();
+        params.recv_counts = recv_counts_.data();
+        params.num_recv_tokens_per_expert = recv_per_expert_.data();
+        const PlanResult result = exchange_.plan(params);
+        call_ = static_cast<int64_t>(exchange_.num_calls());
+        num_rows_ = result.num_rows;
+        recv_row_idx_.assign(result.num_recv_tokens * config_.num_topk, -1);
+    }
+
+    void move(int number) {
+        const std::vector<float> x = tokens_.rows(number, rank_);
+        std::vector<float> recv_weights(num_rows_ * (is_expert() ? 1 : config_.num_topk));
+        std::vector<int64_t> recv_experts(is_expert() ? 0 : num_rows_ * config_.num_topk);
+        recv_x_.assign(num_rows_ * config_.hidden, -1);
+        const TensorArg received = is_expert() ? TensorArg{} : tensor(recv_experts, {num_rows_, config_.num_topk});
+        const TensorArg its_weights = is_expert() ? tensor(recv_weights, {num_rows_}) : tensor(recv_weights, {num_rows_, config_.num_topk});
+        const DispatchArg arg{rows_of(x, num_tokens()), {}, lanes_of(weights_), rows_of(recv_x_, num_rows_), {}, received, its_weights};
+        exchange_.dispatch(dispatch_of(config_, handle(), arg, false));
+        check_received(number);
+        check_weights(recv_weights);
+    }
+
+    void move_along(int number) {
+        const std::vector<float> x = tokens_.rows(number, rank_);
+        recv_x_.assign(num_rows_ * config_.hidden, -1);
+        const DispatchArg arg{rows_of(x, num_tokens()), {}, {}, rows_of(recv_x_, num_rows_), {}, {}, {}};
+        const Signature signature = signature_along(handle(), Operation::kCachedDispatch, DType::kFloat32);
+        exchange_.dispatch_cached(signature, dispatch_of(config_, handle(), arg, true));
+        check_received(number);
+    }
+
+    // Of what was received, times the rank and one.
+    void combine(int number) {
+        for (float& value : recv_x_) value *= static_cast<float>(rank_ + 1);
+        std::vector<float> combined(num_tokens() * config_.hidden, -1);
+        const Signature signature = signature_along(handle(), Operation::kCombine, DType::kFloat32);
+        exchange_.combine(signature, combine_of(config_, handle(), DType::kFloat32, rows_of(recv_x_, num_rows_), {}, {}, {},
+                                                rows_of(combined, num_tokens()), {}));
+        for (int token = 0; token < num_tokens(); ++token) {
+            float factor = 0;
+            for (int to = 0; to < config_.num_ranks; ++to) factor += tokens_.goes(rank_, token, to) ? static_cast<float>(to + 1) : 0.0f;
+            const float value = tokens_.value(number, rank_, token);
+            tokens_.check_row(&combined[token * config_.hidden], factor * value, factor * (value + 0.5f), "combined row");
+        }
+    }
+
+private:
+    bool is_expert() const { return layout_ == Layout::kExpert; }
+    int64_t num_tokens() const { return tokens_.count(rank_); }
+    TensorArg rows_of(const std::vector<float>& x, int64_t num_rows) const { return tensor(x, {num_rows, config_.hidden}); }
+    TensorArg lanes_of(const std::vector<float>& lanes) const { return tensor(lanes, {num_tokens(), config_.num_topk}); }
+
+    HandleArg handle() const {
+        HandleArg handle;
+        handle.topk_idx = tensor(narrow_experts_, {num_tokens(), config_.num_topk});
+        handle.recv_row_idx = tensor(recv_row_idx_, {static_cast<int64_t>(recv_row_idx_.size()) / config_.num_topk, config_.num_topk});
+        handle.recv_counts = tensor(recv_counts_, {config_.num_ranks, kNumChannels});
+        handle.num_recv_tokens_per_expert = tensor(recv_per_expert_, {2});
+        handle.call = &call_;
+        handle.is_expert_layout = is_expert();
+        handle.num_rows = num_rows_;
+        return handle;
+    }
+
+    std::vector<std::pair<int, int>> wanted() const {
+        std::vector<std::pair<int, int>> all;
+        for (int expert = is_expert() ? 0 : -1; expert < (is_expert() ? 2 : 0); ++expert)
+            for (const auto& pair : tokens_.received(rank_, expert)) all.push_back(pair);
+        return all;
+    }
+
+    void check_received(int number) const {
+        const auto wanted_rows = wanted();
+        require(static_cast<int64_t>(wanted_rows.size()) == num_rows_, "number of rows: " + std::to_string(num_rows_));
+        for (int64_t row = 0; row < num_rows_; ++row) {
+            const float value = tokens_.value(number, wanted_rows[row].first, wanted_rows[row].second);
+            tokens_.check_row(&recv_x_[row * config_.hidden], value, value + 0.5f, "received row " + std::to_string(row));
+        }
+    }
+
+    void check_weights(const std::vector<float>& recv_weights) const {
+        const auto wanted_rows = wanted();
+        for (int64_t row = 0; row < num_rows_; ++row) {
+            const int token = wanted_rows[row].second;
+            const float found = is_expert() ? recv_weights[row] : recv_weights[row * config_.num_topk + rank_];
+            require(found == tokens_.weight(token, rank_), "weight of row " + std::to_string(row) + ": " + std::to_string(found));
+        }
+    }
+
+    Team& team_;
+    const Tokens tokens_;
+    const int rank_;
+    const WorkspaceConfig config_;
+    ShmExchange exchange_;
+    const std::vector<int64_t> experts_;
+    const std::vector<float> weights_;
+    Layout layout_ = Layout::kExpert;
+    int64_t call_ = 0, num_rows_ = 0;
+    std::vector<int32_t> narrow_experts_, recv_counts_, recv_per_expert_, recv_row_idx_;
+    std::vector<float> recv_x_;
+};
+
+// More calls than a workspace has entries, while another thread looks at their number, as `Buffer.num_calls` may.
+void run_steps(Team& team, const Tokens& tokens, int num_steps) {
+    team.run([&](int rank) {
+        Rank own(team, tokens, rank);
+        std::jthread looks([&](std::stop_token stop) {
+            for (uint64_t last = 0; !stop.stop_requested(); std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+                const uint64_t now = own.exchange().num_calls();
+                require(now >= last, "number of calls");
+                last = now;
+            }
+        });
+        for (int number = 1; number <= num_steps; ++number) own.step(number, number % 2 == 0 ? Layout::kRank : Layout::kExpert);
+    });
+}
+
+void run_refusals(Team& team, const Tokens& tokens) {
+    team.run([&](int rank) {
+        Rank own(team, tokens, rank);
+        for (int number = 1; number <= 20; ++number) {
+            const int culprit = number % team.num_ranks;
+            if (rank == culprit)
+                own.exchange().refuse("ValueError: step " + std::to_string(number));
+            else
+                require(error_of<PeerError>("of a refusal", [&] { own.plan(Layout::kExpert); }).rank == culprit, "who refused");
+            own.step(number, Layout::kExpert);
+        }
+    });
+}
+
+// A rank leaves a call that it has entered. Its peers, which wait for its rows, learn why.
+void run_left_calls(Team& team, const Tokens& tokens) {
+    team.run([&](int rank) {
+        Rank own(team, tokens, rank);
+        for (int number = 1; number <= 20; ++number) {
+            const int culprit = number % team.num_ranks;
+            const std::string reason = "MemoryError: step " + std::to_string(number);
+            if (rank == culprit) {
+                own.plan(Layout::kExpert);
+                own.exchange().abandon(reason);
+            } else {
+                const PeerError error = error_of<PeerError>("of a call that was left", [&] {
+                    own.plan(Layout::kExpert);
+                    own.move(number);
+                });
+                require(error.rank == culprit, "who left");
+                require(std::string(error.what()).ends_with("left its call: " + reason), error.what());
+            }
+            own.step(number, Layout::kExpert);
+        }
+    });
+}
+
+// The last rank comes when the others have given up on it. All try again until it works.
+void run_stall(Team& team, const Tokens& tokens) {
+    std::atomic<int> num_waiting = team.num_ranks - 1;
+    team.run([&](int rank) {
+        Rank own(team, tokens, rank, 1);
+        if (rank == team.num_ranks - 1)
+            for (int left = num_waiting; left > 0; left = num_waiting) num_waiting.wait(left);
+        int num_tries = 0;
+        for (bool is_done = false; !is_done; ++num_tries) {
+            require(num_tries < 100, "in step again");
+            try {
+                own.step(1, Layout::kExpert);
+                is_done = true;
+            } catch (const TimeoutError&) {
+            } catch (const PeerError&) {
+            }
+            if (num_tries == 0 && --num_waiting >= 0) num_waiting.notify_all();
+        }
+        require(num_tries > 1 || rank == team.num_ranks - 1, "a stall is noticed");
+        team.meet();
+    });
+}
+
+}  // namespace
+
+void run_exchange() {
+    Team team(3);
+    run_steps(team, {3, 8, 64}, 12);
+    run_steps(team, {3, 12000, 40}, 2);  // more rows than a ring holds
+    run_refusals(team, {3, 8, 16});
+    run_left_calls(team, {3, 8, 16});
+    run_stall(team, {3, 8, 16});
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,128 @@
+// Ranks as threads, and tokens whose rows can be computed by hand.
+#pragma once
+
+#include <unistd.h>
+
+#include <barrier>
+#include <cstdint>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "common/tensor_arg.h"
+
+namespace deepep_moe {
+
+inline void require(bool condition, const std::string& what) {
+    if (!condition) throw std::runtime_error("not as expected: " + what);
+}
+
+// The error of type `Error` that `call` throws.
+template <class Error, class Call>
+Error error_of(const std::string& what, Call&& call) {
+    try {
+        call();
+    } catch (const Error& error) {
+        return error;
+    }
+    throw std::runtime_error("no error: " + what);
+}
+
+// A tensor that lies in `values`.
+template <class T>
+TensorArg tensor(const std::vector<T>& values, std::vector<int64_t> shape) {
+    TensorArg arg;
+    arg.address = reinterpret_cast<uintptr_t>(values.data());
+    arg.element_bytes = sizeof(T);
+    arg.set_shape(shape);
+    return arg;
+}
+
+// The ranks, and where they meet.
+class Team {
+public:
+    explicit Team(int num_ranks) : num_ranks(num_ranks), barrier_(num_ranks), paths_(num_ranks), pids_(num_ranks, getpid()) {}
+
+    // Runs `rank_main(rank)` of every rank. One that fails ends the program: its peers may wait for it.
+    template <class RankMain>
+    void run(const RankMain& rank_main) {
+        std::vector<std::jthread> threads;
+        for (int rank = 0; rank < num_ranks; ++rank) threads.emplace_back([&, rank] { rank_main(rank); });
+    }
+    void meet() { barrier_.arrive_and_wait(); }
+
+    template <class Workspace>
+    void connect(Workspace& own, int rank) {
+        paths_[rank] = own.path();
+        meet();
+        own.connect(paths_, pids_);
+        meet();
+        own.seal();
+    }
+
+    const int num_ranks;
+
+private:
+    std::barrier<> barrier_;
+    std::vector<std::string> paths_;
+    std::vector<int> pids_;
+};
+
+// What the ranks send in a step. Lane d of a token is for rank d, which holds two experts.
+struct Tokens {
+    int num_ranks, hidden, most;
+
+    int count(int rank) const { return most - rank; }
+    // Not every token goes to every rank.
+    bool goes(int source, int token, int to) const { return (source + token + to) % 4 != 3; }
+    int expert(int source, int token, int to) const { return goes(source, token, to) ? 2 * to + token % 2 : -1; }
+    float value(int step, int source, int token) const { return static_cast<float>(1000 * step + 100 * source + token); }
+    float weight(int token, int to) const { return static_cast<float>(1 + (token + to) % 3); }
+
+    std::vector<int64_t> experts(int source) const {
+        std::vector<int64_t> all;
+        for (int token = 0; token < count(source); ++token)
+            for (int to = 0; to < num_ranks; ++to) all.push_back(expert(source, token, to));
+        return all;
+    }
+    std::vector<float> weights(int source) const {
+        std::vector<float> all;
+        for (int token = 0; token < count(source); ++token)
+            for (int to = 0; to < num_ranks; ++to) all.push_back(weight(token, to));
+        return all;
+    }
+    // The last column is larger by a half, so that a row that is cut shows.
+    std::vector<float> rows(int step, int source) const {
+        std::vector<float> all;
+        for (int token = 0; token < count(source); ++token) {
+            all.insert(all.end(), hidden, value(step, source, token));
+            all.back() += 0.5f;
+        }
+        return all;
+    }
+    // The tokens that `rank` receives for local expert `expert`, or for both where that is -1, as (source, token).
+    std::vector<std::pair<int, int>> received(int rank, int expert) const {
+        std::vector<std::pair<int, int>> all;
+        for (int source = 0; source < num_ranks; ++source)
+            for (int token = 0; token < count(source); ++token)
+                if (goes(source, token, rank) && (expert < 0 || token % 2 == expert)) all.emplace_back(source, token);
+        return all;
+    }
+    void check_row(const float* row, float wanted, float last, const std::string& what) const {
+        for (int column = 0; column < hidden; ++column) {
+            const float expected = column + 1 < hidden ? wanted : last;
+            require(row[column] == expected,
+                    what + ", column " + std::to_string(column) + ": " + std::to_string(row[column]) + ", not " + std::to_string(expected));
+        }
+    }
+};
+
+void run_exchange();
+void run_low_latency();
+void run_gate();
+void run_pool();
+
+}  // namespace deepep_moe
