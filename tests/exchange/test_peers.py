@@ -195,15 +195,15 @@ def test_peer_that_stalls_collective():
 
 def stops_in_the_middle(rank, num_ranks):
     """Rank 2 stops with its rings half full; rank 1 finds out first and tells rank 0, who waits for rank 1 as well."""
-    hidden, num_tokens = 4096, 2000
+    hidden, num_tokens, own = 4096, 2000, os.getpid()
     buffer = Buffer(None, num_tokens, hidden, 6, 6, timeout_s=DEADLINE_S)
     x, idx = torch.ones(num_tokens, hidden), torch.arange(6).repeat(num_tokens, 1)
     if rank == 2:
         if os.fork() == 0:  # a process that stops its parent for a while
             time.sleep(0.1)
-            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(own, signal.SIGSTOP)
             wait_for("rank 0 knows", "rank 1 knows")
-            os.kill(os.getppid(), signal.SIGCONT)
+            os.kill(own, signal.SIGCONT)
             os._exit(0)
         with pytest.raises((EPPeerError, EPTimeoutError)):
             while True:

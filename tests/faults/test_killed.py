@@ -25,7 +25,7 @@ def held():
 
 
 def killed(rank, num_ranks, kind, seed):
-    victim = seed % num_ranks
+    victim, own = seed % num_ranks, os.getpid()
     buffer = make(kind, num_ranks)
     make_step(buffer, 0)
     buffer.destroy()
@@ -34,7 +34,7 @@ def killed(rank, num_ranks, kind, seed):
     dist.barrier()
     if rank == victim and os.fork() == 0:
         time.sleep(random.Random(seed).uniform(0, 0.05))
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(own, signal.SIGKILL)
         os._exit(0)
     began, step, error = time.monotonic(), 0, None
     while error is None:

@@ -93,15 +93,15 @@ def test_held_up_by_itself(kind):
 
 def stopped(rank, num_ranks, kind, seed):
     """A process stops at some moment for more than a deadline; nobody knows in which call it was."""
-    deadline_s, victim = 1.0, seed % num_ranks
+    deadline_s, victim, own = 1.0, seed % num_ranks, os.getpid()
     buffer = make(kind, num_ranks, deadline_s)
     make_step(buffer, 1)
     dist.barrier()
     if rank == victim and os.fork() == 0:  # a process that stops its parent for a while
         time.sleep(random.Random(seed).uniform(0, 0.05))
-        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(own, signal.SIGSTOP)
         time.sleep(1.6 * deadline_s)
-        os.kill(os.getppid(), signal.SIGCONT)
+        os.kill(own, signal.SIGCONT)
         tell("resumed")
         os._exit(0)
     num_right, ends, began = 0, [event(f"done {peer}") for peer in range(num_ranks)], time.monotonic()
