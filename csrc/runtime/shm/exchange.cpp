@@ -10,6 +10,8 @@
 namespace deepep_moe {
 namespace {
 
+constexpr char kWentOn[] = " left this call with an error and went on; see its output for the error";
+
 std::string call_name(uint64_t sequence) { return "call " + std::to_string(sequence); }
 
 }  // namespace
@@ -132,27 +134,31 @@ bool ShmExchange::suspect(const Lack& lack) {
     return false;
 }
 
+std::string ShmExchange::where(const Lack& lack) const {
+    return "rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase + ": rank ";
+}
+
 void ShmExchange::pass_on(const Lack& lack, int peer) const {
-    const FailureRecord& failure = header(peer).failure;
-    if (failure.culprit == peer)
-        throw PeerError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase + ": rank " +
-                            std::to_string(peer) + " left its call: " + failure.reason,
-                        peer);
-    throw TimeoutError("rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase + ": rank " +
-                           std::to_string(peer) + " gave up on rank " + std::to_string(failure.culprit) + " in phase '" + failure.phase +
-                           "' (expected " + std::to_string(failure.expected) + ", seen " + std::to_string(failure.seen) + ")",
-                       failure.culprit, failure.phase, failure.expected, failure.seen);
+    const FailureRecord& theirs = header(peer).failure;
+    const int culprit = theirs.culprit;
+    const int64_t expected = theirs.expected, seen = theirs.seen;
+    const std::string phase(theirs.phase, strnlen(theirs.phase, sizeof(theirs.phase)));
+    const std::string reason(theirs.reason, strnlen(theirs.reason, kMessageBytes));
+    std::atomic_thread_fence(std::memory_order_acquire);
+    // It may have gone on meanwhile, and failed again.
+    if (theirs.sequence.load(std::memory_order_acquire) != sequence_) throw PeerError(where(lack) + std::to_string(peer) + kWentOn, peer);
+    if (culprit == peer) throw PeerError(where(lack) + std::to_string(peer) + " left its call: " + reason, peer);
+    throw TimeoutError(where(lack) + std::to_string(peer) + " gave up on rank " + std::to_string(culprit) + " in phase '" + phase +
+                           "' (expected " + std::to_string(expected) + ", seen " + std::to_string(seen) + ")",
+                       culprit, phase, expected, seen);
 }
 
 void ShmExchange::give_up(const Lack& lack) {
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (header(peer).failure.sequence.load(std::memory_order_acquire) == sequence_) pass_on(lack, peer);
-    const std::string where = "rank " + std::to_string(rank_) + " in " + call_name(sequence_) + ", waiting for " + lack.phase;
-    const std::string culprit = "rank " + std::to_string(lack.peer);
-    if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed)
-        throw PeerError(where + ": " + culprit + kHasLeft, lack.peer);
-    if (header(lack.peer).entered.load(std::memory_order_acquire) > sequence_)
-        throw PeerError(where + ": " + culprit + " left this call with an error and went on; see its output for the error", lack.peer);
+    const std::string who = where(lack) + std::to_string(lack.peer);
+    if (header(lack.peer).state.load(std::memory_order_acquire) == SegmentState::kDestroyed) throw PeerError(who + kHasLeft, lack.peer);
+    if (header(lack.peer).entered.load(std::memory_order_acquire) > sequence_) throw PeerError(who + kWentOn, lack.peer);
     fail(lack);
 }
 

@@ -79,6 +79,7 @@ private:
     void end_call();
 
     class Call;
+    std::string where(const Lack& lack) const;  // for a message, up to the number of a rank
     [[noreturn]] void pass_on(const Lack& lack, int peer) const;
     template <class Write>
     void record_failure(const Write& write);
