@@ -22,7 +22,7 @@ from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.metrics import LayerMetrics
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded
-from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_dense, weights_at
+from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense, weights_at
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
 
 _NO_PADDING = (
@@ -53,7 +53,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._capacity = buffers.capacity_for(config)
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
-        self._choice: Any = None  # the same, before tensor parallelism
         self.buffer: Any = None
         self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
         self._shared: SharedExperts | None = None
@@ -153,12 +152,12 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk
         choice, first_run = choice_for(routing_map), recorded()
         if first_run is not None:
-            topk_idx, topk_weights = first_run.topk_idx, weights_at(probs.reshape(-1, num_experts), first_run.topk_idx)
+            topk_idx = choice_of_shards(first_run.handle.topk_idx, self.num_local_experts, self.tp_size)
+            topk_weights = weights_at(probs.reshape(-1, num_experts), topk_idx)
         elif choice is not None:
             topk_idx, topk_weights = choice.topk_idx, choice.weights_for(probs)
         else:
             topk_idx, topk_weights = topk_from_dense(routing_map.reshape(-1, num_experts), probs.reshape(-1, num_experts), num_topk)
-        self._choice = topk_idx
         topk_idx, topk_weights = repeat_for_tp(topk_idx, topk_weights, self.num_local_experts, self.tp_size)
         self.topk_idx = topk_idx.clone() if self._choice_is_overwritten else topk_idx
         return x, topk_weights
@@ -176,7 +175,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._handle = out.handle
         self._tokens_per_expert = self._counts_for_experts(out.handle)
         if first_run is None:
-            record(Dispatched(buffer, out.handle, self._choice))
+            record(Dispatched(buffer, out.handle))
             if self.metrics is not None:
                 self.metrics.count(self._tokens_per_expert)
         assert out.recv_topk_weights is not None  # they were sent

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.megatron.patches import Patches
@@ -26,8 +24,6 @@ class Dispatched(NamedTuple):
 
     buffer: Buffer
     handle: DispatchHandle
-    topk_idx: torch.Tensor
-    """[num_tokens, num_topk] the router's choice, without the shards of tensor parallelism."""
 
 
 class _Run:

@@ -75,3 +75,12 @@ def repeat_for_tp(
     repeated = torch.where(topk_idx.unsqueeze(2) < 0, -1, first.unsqueeze(2) + shards)
     weights = topk_weights.unsqueeze(2).expand(-1, -1, tp_size)
     return repeated.flatten(1), weights.flatten(1)
+
+
+def choice_of_shards(topk_idx: torch.Tensor, num_local_experts: int, tp_size: int) -> torch.Tensor:
+    """Return the chosen experts of which `repeat_for_tp` has made topk_idx: [num_tokens, num_topk * tp_size] -> [num_tokens, num_topk]."""
+    first = topk_idx[:, ::tp_size].to(torch.int64)
+    if tp_size == 1:
+        return first
+    choice = first.div(num_local_experts * tp_size, rounding_mode="floor") * num_local_experts + first % num_local_experts
+    return torch.where(first < 0, -1, choice)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepep_moe.integrations.megatron.routing import repeat_for_tp, topk_from_map, weights_at
+from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_map, weights_at
 
 
 def test_topk_comes_from_the_map_in_ascending_order():
@@ -49,3 +49,11 @@ def test_every_shard_of_an_expert_is_addressed():
 def test_one_shard_changes_nothing():
     topk_idx, weights = torch.tensor([[1, -1]]), torch.rand(1, 2)
     assert repeat_for_tp(topk_idx, weights, 2, 1) == (topk_idx, weights)
+
+
+@pytest.mark.parametrize("tp_size", (1, 2, 4))
+def test_the_choice_is_read_from_its_shards(tp_size):
+    choice = torch.tensor([[1, 2, -1], [7, 0, 5], [-1, -1, -1]])
+    topk_idx, _ = repeat_for_tp(choice, torch.ones(3, 3), 2, tp_size)
+    found = choice_of_shards(topk_idx.to(torch.int32), 2, tp_size)
+    assert torch.equal(found, choice) and found.dtype == torch.int64
