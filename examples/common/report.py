@@ -18,6 +18,7 @@ class Result:
 
     load: [steps, moe_layers, num_experts] tokens each expert got, over all ranks.
     scalars: of each step, by name, where a framework reports some.
+    timeline: of rank 0's GPU, where one was asked for.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Result:
     seconds: float = 0.0
     backend: str = ""
     scalars: list[dict[str, float]] = field(default_factory=list)
+    timeline: Any = None
 
     def of_layers(self, name: str) -> list[float]:
         """The sum over MoE layers of a scalar that deepep_moe reports of each, for each step."""
@@ -47,9 +49,14 @@ def write_metrics(results: list[Result], path: Path) -> None:
                 file.write(json.dumps(record) + "\n")
 
 
-def max_difference(results: list[Result]) -> float:
-    """Largest distance of the second loss curve from the first."""
-    return float(np.abs(np.subtract(results[0].losses, results[1].losses)).max())
+def max_difference(results: list[Result], window: int = 1) -> float:
+    """Largest distance of the second loss curve from the first, each smoothed by means of `window` steps."""
+    window = min(window, len(results[0].losses))
+    curves = [
+        np.convolve(result.losses, np.full(window, 1 / window), "valid") if window > 1 else np.array(result.losses)
+        for result in results[:2]
+    ]
+    return float(np.abs(curves[0] - curves[1]).max())
 
 
 def agreement(results: list[Result]) -> str:
@@ -146,12 +153,12 @@ def table(results: list[Result], entropy: float) -> str:
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
-def differences(results: list[Result], baseline: str = "alltoall") -> list[float]:
-    """For each run, how far its losses are from those of the nearest run of `baseline` before it."""
+def differences(results: list[Result], window: int = 1, baseline: str = "alltoall") -> list[float]:
+    """For each run, how far its losses, as means of `window` steps, are from those of the nearest run of `baseline` before it."""
     found, before = [], results[0]
     for result in results:
         before = result if result.name.startswith(baseline) else before
-        found.append(max_difference([before, result]))
+        found.append(max_difference([before, result], window))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Two configurations of one architecture, DeepSeek-V3: `tiny` for a few CPU ranks or GPUs, `full` with the published numbers (671B).
+"""Configurations of one architecture, DeepSeek-V3: `tiny` for a few CPU ranks, `small` for a GPU, `full` with the published numbers (671B).
 
 `python config.py` prints the `pretrain_gpt.py` command line of the full one.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Every switch of the architecture; both configurations share them and differ in numbers only.
+# Every switch of the architecture; the configurations share them and differ in numbers only.
 ARCHITECTURE: dict[str, Any] = {
     # Multi-head latent attention (RMSNorm, rotary embedding on a part of each head) and gated SiLU everywhere.
     "multi_latent_attention": True,
@@ -58,6 +58,30 @@ TINY: dict[str, Any] = {
     "moe_router_bias_update_rate": 1e-2,
 }
 
+# Layers of a real width, as many as one GPU of 80 GB trains: 1.7 billion parameters in experts.
+SMALL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 16,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": "rope",
+    "rotary_base": 10000,
+    "init_method_std": 0.02,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "num_moe_experts": 64,
+    "moe_ffn_hidden_size": 1408,
+    "moe_shared_expert_intermediate_size": 2816,
+    "moe_router_topk": 8,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_bias_update_rate": 1e-2,
+}
+
 FULL: dict[str, Any] = {
     "num_layers": 61,
     "hidden_size": 7168,
@@ -88,13 +112,15 @@ FULL: dict[str, Any] = {
     "moe_router_bias_update_rate": 1e-3,
 }
 
-NUMBERS = {"tiny": TINY, "full": FULL}
+NUMBERS = {"tiny": TINY, "small": SMALL, "full": FULL}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BATCHES = {"tiny": (8, 128), "small": (8, 1024)}  # sequences of a rank, tokens of a sequence
 DISPATCHERS = ("deepep_moe", "alltoall", "allgather")
 
 
-def model_config(name: str, dispatcher: str, *, device: str, ep: int, tp: int, etp: int, **others: Any) -> Any:
-    """Megatron-Core's config of the model `name` ("tiny" or "full"), fp32, with one of DISPATCHERS, the sizes of the parallel groups, and
-    `others`, fields of the config."""
+def model_config(name: str, dispatcher: str, *, dtype: str, exact: bool, ep: int, tp: int, etp: int, **others: Any) -> Any:
+    """Megatron-Core's config of the model `name`, one of NUMBERS, with one of DISPATCHERS and of DTYPES, the sizes of the parallel groups,
+    and `others`, fields of the config. `exact`: a GPU computes the same bits in every run."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from deepep_moe.integrations.megatron.plugin import selection
@@ -107,10 +133,11 @@ def model_config(name: str, dispatcher: str, *, device: str, ep: int, tp: int, e
         **ARCHITECTURE,
         **NUMBERS[name],
         **switches,
-        params_dtype=torch.float32,
+        params_dtype=DTYPES[dtype],
+        bf16=dtype == "bf16",
         persist_layer_norm=False,
-        # On a GPU: an embedding whose gradient does not depend on the order of atomics.
-        deterministic_mode=device == "cuda",
+        # An embedding whose gradient does not depend on the order of atomics.
+        deterministic_mode=exact,
         expert_model_parallel_size=ep,
         tensor_model_parallel_size=tp,
         expert_tensor_parallel_size=etp,

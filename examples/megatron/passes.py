@@ -1,5 +1,6 @@
-"""Forward and backward of a step's micro batches: one after another, or by Megatron-Core's 1F1B schedule."""
+"""Forward and backward of a step's micro batches: one after another, by Megatron-Core's 1F1B schedule, or from a CUDA graph."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,3 +32,30 @@ def interleaved(model: Any, batches: list[dict[str, Any]]) -> torch.Tensor:
             losses.append(loss.detach())
         earlier = plan
     return torch.stack([loss.mean() for loss in losses]).mean()
+
+
+class Captured:
+    """Forward and backward of all micro batches from one CUDA graph. The first steps run as they are, for whatever allocates once."""
+
+    _WARMUP = 3
+
+    def __init__(self, model: Any, batches_of: Callable[[torch.Tensor], list[dict[str, Any]]]):
+        """`batches_of` makes the micro batches of tokens, as views of them."""
+        self._model, self._batches_of = model, batches_of
+        self._num_calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean loss. The current stream must not be the default one: what was made on that cannot be captured."""
+        self._num_calls += 1
+        if self._num_calls <= self._WARMUP:
+            return one_after_another(self._model, self._batches_of(tokens))
+        if self._graph is None:
+            self._tokens = tokens.clone()
+            batches = self._batches_of(self._tokens)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
+                self._loss = one_after_another(self._model, batches)
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._loss.clone()

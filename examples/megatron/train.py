@@ -3,7 +3,7 @@
 python examples/megatron/train.py                      # two ranks, a minute or two, writes runs/demo
 python examples/megatron/train.py --compare alltoall   # then the same with Megatron-Core's own dispatcher; the curves must agree
 python examples/megatron/train.py --sweep              # with each option of ours in turn: one table
-python examples/megatron/train.py --device cuda        # on all GPUs of this machine
+python examples/megatron/train.py --device cuda        # on all GPUs of this machine, in bf16, each step from a CUDA graph
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import config
+import timeline
 import torch
 import worker
 
@@ -24,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import data
 import report
 
-# Rounding apart, another dispatcher must not change training. One fp32 rounding of a loss near 5 is 5e-7.
-_TOLERANCE = 1e-4
+# Rounding apart, another dispatcher must not change training. One fp32 rounding of a loss near 5 is 5e-7. In bf16 a last bit changes
+# which experts some tokens go to, so that curves of Megatron-Core's own dispatchers part too; there the means of ten steps are compared.
+_TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -34,14 +36,21 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dispatcher", choices=config.DISPATCHERS, default=defaults.dispatcher)
     parser.add_argument("--compare", choices=config.DISPATCHERS, help="train again with this dispatcher and compare the loss curves")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
+    parser.add_argument(
+        "--model", choices=("tiny", "small"), default=defaults.model, help="small: layers of real width, for a GPU of 80 GB"
+    )
+    parser.add_argument("--dtype", choices=tuple(config.DTYPES), help="of weights and activations (default: fp32 on CPUs, bf16 on GPUs)")
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
     parser.add_argument(
         "--gate",
         action=argparse.BooleanOptionalAction,
         help="deepep_moe routes too (default: without --compare: it rounds last bits in its own way, which training amplifies)",
     )
-    parser.add_argument("--grouped-experts", action="store_true", help="deepep_moe runs the experts too, all of a layer at once")
-    parser.add_argument("--sync-free", action="store_true", help="the host waits for nothing in MoE layers (with --grouped-experts)")
+    switch = {"action": argparse.BooleanOptionalAction}
+    on_gpus = "(default: on GPUs in bf16)"
+    parser.add_argument("--grouped-experts", **switch, help=f"deepep_moe runs the experts too, all of a layer at once {on_gpus}")
+    parser.add_argument("--sync-free", **switch, help=f"the host waits for nothing in MoE layers (with --grouped-experts) {on_gpus}")
+    parser.add_argument("--cuda-graph", **switch, help=f"a step's forward and backward from a CUDA graph (with --sync-free) {on_gpus}")
     parser.add_argument("--recv-capacity-factor", type=float, help="with --sync-free, room for that many times an even share of all rows")
     parser.add_argument("--shared-overlap", action="store_true", help="the shared expert runs beside dispatch and combine")
     parser.add_argument("--recompute", action="store_true", help="MoE layers run again in the backward, along their handles")
@@ -49,6 +58,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=None, help="parts of a step's sequences (default: 1, with --interleave 2)")
     parser.add_argument("--sweep", action="store_true", help="train with each of these options in turn, and with alltoall; one table")
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write Megatron-Core's scalars of MoE layers, and ours, there")
+    parser.add_argument("--timeline", action="store_true", help="on GPUs: profile two more steps at the end and draw who runs beside whom")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")
@@ -58,6 +68,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=defaults.lr)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics.jsonl and the plots")
     arguments = parser.parse_args(argv)
+    _fill_in(arguments)
     num_gpus = torch.cuda.device_count()
     if arguments.num_ranks is None:
         arguments.num_ranks = num_gpus if arguments.device == "cuda" else 2
@@ -77,8 +88,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
             f"--num-ranks {arguments.num_ranks} must be a multiple of --tp {arguments.tp} and of "
             f"--ep {arguments.ep} x --etp {arguments.etp}"
         )
-    if config.TINY["num_moe_experts"] % arguments.ep:
-        parser.error(f"--ep {arguments.ep} must divide the {config.TINY['num_moe_experts']} experts")
+    num_experts = config.NUMBERS[arguments.model]["num_moe_experts"]
+    if num_experts % arguments.ep:
+        parser.error(f"--ep {arguments.ep} must divide the {num_experts} experts")
     if arguments.gate is None:
         arguments.gate = arguments.compare is None and not arguments.sweep
     _check_options(parser, arguments)
@@ -87,14 +99,33 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def _fill_in(arguments: argparse.Namespace) -> None:
+    """Set the options whose defaults depend on others."""
+    arguments.num_sequences, arguments.seq_length = config.BATCHES[arguments.model]
+    arguments.dtype = arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32")
+    is_fast = arguments.device == "cuda" and arguments.dtype == "bf16" and arguments.dispatcher == "deepep_moe" and not arguments.sweep
+    if arguments.grouped_experts is None:
+        arguments.grouped_experts = is_fast
+    if arguments.sync_free is None:
+        arguments.sync_free = is_fast and arguments.grouped_experts
+    if arguments.cuda_graph is None:
+        arguments.cuda_graph = is_fast and arguments.sync_free and not arguments.interleave
     if arguments.micro_batches is None:
         arguments.micro_batches = 2 if arguments.interleave or arguments.sweep else 1
-    num_sequences = worker.Settings().num_sequences
+
+
+def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    num_sequences = arguments.num_sequences
     if arguments.micro_batches < 1 or num_sequences % arguments.micro_batches:
         parser.error(f"--micro-batches {arguments.micro_batches} must divide the {num_sequences} sequences of a step")
     if arguments.sync_free and not arguments.grouped_experts:
         parser.error("--sync-free needs --grouped-experts: other experts read their counts on the host")
+    if arguments.timeline and arguments.device != "cuda":
+        parser.error("--timeline needs --device cuda: it is made of kernels")
+    if arguments.cuda_graph and (arguments.device != "cuda" or not arguments.sync_free or arguments.interleave):
+        parser.error(
+            "--cuda-graph needs --device cuda and --sync-free, and excludes --interleave: a graph holds one schedule without waits"
+        )
     for name in ("shared_overlap", "recompute"):
         if arguments.interleave and getattr(arguments, name):
             parser.error(f"--interleave and --{name.replace('_', '-')} exclude each other in Megatron-Core")
@@ -108,9 +139,8 @@ def _plain(settings: worker.Settings, dispatcher: str) -> worker.Settings:
     """The same training by one of Megatron-Core's dispatchers, without options of ours. Shared experts stay beside the calls where that
     dispatcher can: it changes the order in which gradients are added."""
     overlaps = settings.shared_overlap and dispatcher == "alltoall"
-    return dataclasses.replace(
-        settings, dispatcher=dispatcher, grouped_experts=False, sync_free=False, interleave=False, shared_overlap=overlaps
-    )
+    without = dict.fromkeys(("grouped_experts", "sync_free", "interleave", "cuda_graph"), False)
+    return dataclasses.replace(settings, dispatcher=dispatcher, shared_overlap=overlaps, **without)
 
 
 def _sweep(settings: worker.Settings) -> list[worker.Settings]:
@@ -120,13 +150,15 @@ def _sweep(settings: worker.Settings) -> list[worker.Settings]:
     free = dataclasses.replace(grouped, sync_free=True)
     shared = dataclasses.replace(free, shared_overlap=True)
     options = [plain, grouped, free, dataclasses.replace(free, interleave=True), dataclasses.replace(free, recompute=True)]
+    if settings.device == "cuda":
+        options.append(dataclasses.replace(free, cuda_graph=True))
     return [_plain(plain, "alltoall"), *options, _plain(shared, "alltoall"), shared]
 
 
 def _run(settings: worker.Settings, num_ranks: int) -> report.Result:
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
-    else:
+    elif settings.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to compute the same bits in every run
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * settings.steps
@@ -150,13 +182,19 @@ def main(argv: list[str] | None = None) -> int:
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")
     print(report.comparison(results) if arguments.sweep else report.table(results, entropy))
     print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png")
+    for result in results if arguments.timeline else ():
+        name = result.name.replace(" ", "").replace("+", "_")
+        timeline.plot(result.timeline, f"{result.name}: {result.timeline}", arguments.out / f"timeline_{name}.png")
+        print(f"{result.name}: {result.timeline}")
     if len(results) == 1:
         return 0
-    difference = max(report.differences(results)) if arguments.sweep else report.max_difference(results)
-    verdict = "agree" if difference <= _TOLERANCE else "DIFFER"
+    window = 1 if arguments.dtype == "fp32" else 10
+    difference = max(report.differences(results, window)) if arguments.sweep else report.max_difference(results, window)
+    tolerance = _TOLERANCES[arguments.dtype]
+    verdict = "agree" if difference <= tolerance else "DIFFER"
     names = "alltoall and all runs of deepep_moe" if arguments.sweep else f"{runs[0].dispatcher} and {runs[1].dispatcher}"
-    print(f"loss curves of {names} {verdict}: max |difference| {difference:.2e}, allowed {_TOLERANCE:g}")
-    return 0 if difference <= _TOLERANCE else 1
+    print(f"loss curves of {names} {verdict}: max |difference| {difference:.2e}, allowed {tolerance:g}")
+    return 0 if difference <= tolerance else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """What one rank does: build the model, train it, measure."""
 
+import contextlib
 import math
 import sys
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import config
 import moe_report
 import numpy as np
 import passes
+import timeline
 import torch
 import torch.distributed as dist
 from moe_report import Scalars
@@ -27,6 +30,8 @@ from report import Result
 class Settings:
     """One run. Sizes of groups: `ep` expert-parallel, `tp` tensor-parallel, `etp` tensor-parallel inside experts."""
 
+    model: str = "tiny"
+    dtype: str = "fp32"
     dispatcher: str = "deepep_moe"
     device: str = "cpu"
     backend: str = "auto"
@@ -37,8 +42,10 @@ class Settings:
     shared_overlap: bool = False
     recompute: bool = False
     interleave: bool = False
+    cuda_graph: bool = False
     micro_batches: int = 1
     tensorboard: str | None = None
+    timeline: bool = False
     steps: int = 400
     seed: int = 1234
     seq_length: int = 128
@@ -53,7 +60,7 @@ class Settings:
     def name(self) -> str:
         """What a table calls the run."""
         words = {"grouped_experts": "grouped", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
-        words |= {"recompute": "recomputed", "interleave": "1F1B"}
+        words |= {"recompute": "recomputed", "interleave": "1F1B", "cuda_graph": "CUDA graph"}
         return " + ".join([self.dispatcher, *(word for field, word in words.items() if getattr(self, field))])
 
     @property
@@ -65,6 +72,11 @@ class Settings:
         return {name: getattr(self, name) for name in names} | {"metrics": True}
 
     @property
+    def exact(self) -> bool:
+        """Whether a GPU is to compute the same bits in every run, as a CPU does: in fp32, where two runs are compared to the bit."""
+        return self.device == "cuda" and self.dtype == "fp32"
+
+    @property
     def switches(self) -> dict[str, Any]:
         """Fields of Megatron-Core's config."""
         found: dict[str, Any] = {"moe_shared_expert_overlap": True} if self.shared_overlap else {}
@@ -72,7 +84,7 @@ class Settings:
 
 
 class Trainer:
-    """Megatron-Core's GPTModel and DDP, and PyTorch's AdamW on this rank's parameters."""
+    """Megatron-Core's GPTModel and DDP, and PyTorch's AdamW on fp32 copies of this rank's parameters (in fp32 on themselves)."""
 
     def __init__(self, settings: Settings, device: torch.device):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -80,7 +92,8 @@ class Trainer:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
-        model_config = config.model_config("tiny", settings.dispatcher, device=device.type, **sizes, **settings.switches)
+        how = {"dtype": settings.dtype, "exact": settings.exact, **sizes, **settings.switches}
+        model_config = config.model_config(settings.model, settings.dispatcher, **how)
         model = GPTModel(
             model_config,
             get_gpt_decoder_block_spec(model_config, use_transformer_engine=False, normalization="RMSNorm"),
@@ -91,14 +104,18 @@ class Trainer:
         ).to(device)
         self.routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         self.dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
-        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
+        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False, grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(model_config, ddp_config, model)
-        self.optimizer = torch.optim.AdamW(self._parameter_groups(), lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
+        self.parameters = list(self.model.parameters())
+        self.masters = [parameter.detach().float() for parameter in self.parameters]
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self._parameter_groups(), lr=settings.lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
         self.settings, self.device, self.config = settings, device, model_config
+        self.captured = passes.Captured(self.model, self._micro_batches) if settings.cuda_graph else None
 
     def _parameter_groups(self) -> list[dict]:
-        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
-        vectors = [parameter for parameter in self.model.parameters() if parameter.dim() <= 1]
+        matrices = [master for master in self.masters if master.dim() > 1]
+        vectors = [master for master in self.masters if master.dim() <= 1]
         return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
     def _learning_rate(self, step: int) -> float:
@@ -113,20 +130,28 @@ class Trainer:
         """One optimizer step on tokens [num_sequences, seq_length + 1] -> (loss over all ranks, load [moe_layers, num_experts])."""
         from megatron.core.distributed import finalize_model_grads
 
-        run = passes.interleaved if self.settings.interleave else passes.one_after_another
         self.model.zero_grad_buffer()
-        loss = run(self.model, self._micro_batches(tokens.to(self.device)))
+        loss = self.forward_backward(tokens.to(self.device))
         # finalize_model_grads uses up the counts when it updates the expert biases.
         load = torch.stack([router.local_tokens_per_expert for router in self.routers])
         dist.all_reduce(load)
         dist.all_reduce(loss)
         finalize_model_grads([self.model])
-        for parameter in self.model.parameters():
-            parameter.grad = parameter.main_grad
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = parameter.main_grad
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         self.optimizer.step()
+        if self.settings.dtype != "fp32":
+            torch._foreach_copy_([parameter.data for parameter in self.parameters], self.masters)
         return loss.item() / dist.get_world_size(), load.cpu().numpy().astype(np.int64)
+
+    def forward_backward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean loss of tokens on the device; gradients are added to those that are there."""
+        if self.captured is not None:
+            return self.captured(tokens)
+        run = passes.interleaved if self.settings.interleave else passes.one_after_another
+        return run(self.model, self._micro_batches(tokens))
 
     def _micro_batches(self, tokens: torch.Tensor) -> list[dict[str, Any]]:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -169,9 +194,19 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
         bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
         bar.update()
     bar.close()
+    if settings.timeline:
+        result.timeline = _timeline(
+            trainer, data.batch(corpus, settings.num_sequences, settings.seq_length, seed=settings.seed, step=0, rank=data_rank)
+        )
     result.seconds, result.load = time.perf_counter() - start, np.stack(load)
     result.backend = getattr(getattr(trainer.dispatchers[0], "buffer", None), "backend", "megatron")
     return result
+
+
+def _timeline(trainer: Trainer, tokens: torch.Tensor) -> timeline.Timeline:
+    """Of two more steps. What they change stays."""
+    on_gpu = tokens.to(trainer.device)
+    return timeline.record(partial(trainer.step, trainer.settings.steps, tokens), partial(trainer.forward_backward, on_gpu))
 
 
 def _tensorboard(settings: Settings) -> Any:
@@ -191,6 +226,11 @@ def _repeat_exactly() -> None:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager:
+    """On a GPU another stream than the default one, which no CUDA graph can capture."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
     from deepep_moe.integrations.megatron.harness.ranks import model_parallel
@@ -198,9 +238,10 @@ def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     # Megatron-Core's remarks on missing GPU packages and on its own deprecations are not about this run.
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
-    if settings.device == "cuda":
+    if settings.exact:
         _repeat_exactly()
     sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
-    with model_parallel(settings.device, **sizes, seed=settings.seed, options=settings.options) as device:
+    parallel = model_parallel(settings.device, **sizes, seed=settings.seed, options=settings.options)
+    with parallel as device, _own_stream(device):
         result = _loop(Trainer(settings, device), data.load_corpus(), rank, num_ranks)
     return result if rank == 0 else None

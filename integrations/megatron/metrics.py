@@ -28,7 +28,8 @@ class LayerReport:
     rows_per_expert: list[int]
     """[num_experts] rows that experts got, padding included, in all forwards."""
     exchange_ms: float
-    """Dispatch and combine of a forward, mean over ranks: on GPUs from entry to exit on the stream, on CPUs of the host."""
+    """Dispatch and combine of a forward, mean over ranks: on GPUs from entry to exit on the stream, on CPUs of the host. 0 where all
+    were replayed from a CUDA graph, in which nothing is timed."""
     num_over_capacity: int
     """Forwards that ended with EPCapacityError, counted on each rank."""
 
@@ -45,14 +46,15 @@ class LayerMetrics:
     def __init__(self, num_local_experts: int):
         self.num_over_capacity = 0
         self._num_local_experts = num_local_experts
-        self._rows: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None  # the same memory all along, for graphs that add to it
         self._ms, self._num_timed = 0.0, 0.0
         self._events: list[tuple[Any, Any]] = []  # around calls on a GPU that have not been looked at
 
     def count(self, rows_per_expert: torch.Tensor) -> None:
         """[num_local_experts] rows of a forward, wherever they are."""
-        rows = rows_per_expert.to(torch.int64)
-        self._rows = rows.clone() if self._rows is None else self._rows + rows
+        if self._rows is None:
+            self._rows = torch.zeros(self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
+        self._rows += rows_per_expert
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
@@ -61,6 +63,9 @@ class LayerMetrics:
             began = time.perf_counter()
             yield
             self._ms, self._num_timed = self._ms + 1e3 * (time.perf_counter() - began), self._num_timed + 0.5
+            return
+        if torch.cuda.is_current_stream_capturing():
+            yield
             return
         events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         events[0].record()
@@ -73,9 +78,11 @@ class LayerMetrics:
         while self._events and self._events[0][1].query():
             begin, end = self._events.pop(0)
             self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5
-        rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.cpu()
+        rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.to("cpu", copy=True)
         totals = [self._ms, self._num_timed, float(self.num_over_capacity)]
-        self._rows, self._ms, self._num_timed, self.num_over_capacity = None, 0.0, 0.0, 0
+        if self._rows is not None:
+            self._rows.zero_()
+        self._ms, self._num_timed, self.num_over_capacity = 0.0, 0.0, 0
         return rows, totals
 
 

@@ -120,7 +120,10 @@ class Graphed:
 
 
 def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: Any) -> dict[str, Any]:
-    """Return the passes by name. Layers have the router and the experts' weights of the layer `like`, a SequentialMLP's."""
+    """Return the passes by name. Layers have the weights of the layer `like`, whose experts are a SequentialMLP.
+
+    Each has an input and weights of its own. What other passes of the default stream share cannot be captured into a CUDA graph.
+    """
     from deepep_moe.integrations.megatron.harness import layers as harness
 
     layers = {GROUPED: harness.grouped_layer(like, seed=seed, **sizes)}
@@ -128,9 +131,10 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
         layers |= {
             name: harness.te_layer(of, like, seed=seed, **sizes) for name, of in ((TE_ALLTOALL, "alltoall"), (TE_OURS, "deepep_moe"))
         }
-    steps: dict[str, Any] = {
-        name: Pass(partial(_run, layer, x), cotangent, {"input": x} | dict(layer.named_parameters())) for name, layer in layers.items()
-    }
+    steps: dict[str, Any] = {}
+    for name, layer in layers.items():
+        own = x.detach().clone().requires_grad_()
+        steps[name] = Pass(partial(_run, layer, own), cotangent, {"input": own} | dict(layer.named_parameters()))
     counts: list[Tensor] = []
     hook = layers[GROUPED].experts.register_forward_pre_hook(lambda module, arguments: counts.append(arguments[1].clone()))
     with torch.no_grad():

@@ -72,8 +72,8 @@ def sharing_layers(dispatchers: Sequence[str], *, seed: int, **sizes: Any) -> di
 
 
 def grouped_layer(like: Any, *, seed: int, **sizes: Any) -> Any:
-    """Build a layer with our dispatcher, sync-free, and grouped experts. It has the router of the layer `like` and weights as its
-    SequentialMLP has."""
+    """Build a layer with our dispatcher, sync-free, and grouped experts. Its weights are copies of those of the layer `like`, whose experts
+    are a SequentialMLP."""
     from deepep_moe.integrations.megatron.grouped_experts import serve_experts
 
     config, patches = layer_config("deepep_moe", **sizes), Patches()
@@ -83,7 +83,7 @@ def grouped_layer(like: Any, *, seed: int, **sizes: Any) -> Any:
         layer = build_moe_layer(config, seed=seed)
     finally:
         patches.restore()
-    layer.router = like.router
+    layer.router.load_state_dict(like.router.state_dict())
     layer.experts.load_state_dict(like.experts.state_dict())
     return layer
 

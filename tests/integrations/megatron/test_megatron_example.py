@@ -142,6 +142,8 @@ REFUSED = [
     (["--interleave", "--recompute"], "--interleave and --recompute exclude each other"),
     (["--interleave", "--shared-overlap"], "--interleave and --shared-overlap exclude each other"),
     (["--micro-batches", "3"], "--micro-batches 3 must divide the 8 sequences"),
+    (["--timeline"], "--timeline needs --device cuda"),
+    (["--cuda-graph"], "--cuda-graph needs --device cuda and --sync-free"),
     (["--sweep", "--compare", "alltoall"], "--sweep compares with alltoall itself"),
 ]
 
@@ -177,3 +179,59 @@ def test_megatron_lm_parses_that_command_line():
         disable()
     assert (parsed.moe_token_dispatcher_type, parsed.moe_flex_dispatcher_backend) == ("flex", "deepep_moe")
     assert (parsed.num_experts, parsed.moe_router_topk, sum(parsed.moe_layer_freq)) == (256, 8, 58)
+
+
+def test_figures_of_a_timeline():
+    """Two streams by hand: a dispatch of 4 ms with a product beside 3 of them, a combine alone, and a gap."""
+    (timeline,) = _import_example("timeline")
+    dispatch, combine = ("void deepep_moe::(anonymous namespace)::" + name for name in ("dispatch<deepep_moe::BulkRing>", "combine<1>"))
+    kernels = [
+        timeline.Kernel(dispatch, 7, 0.0, 4.0),
+        timeline.Kernel("nvjet_sm90", 8, 1.0, 2.5),
+        timeline.Kernel("elementwise", 8, 2.0, 4.0),
+        timeline.Kernel(combine, 7, 6.0, 8.0),
+    ]
+    seen = timeline.Timeline(kernels, num_steps=2, num_waits=0)
+    assert [kernel.kind for kernel in kernels] == ["dispatch", "products", "other", "combine"]
+    assert (seen.exchange_ms, seen.hidden, seen.busy) == (3.0, 0.5, 0.75)
+    assert str(seen) == (
+        "the GPU is busy 75.0% of a step; exchange 3.00 ms a step, 50% of it beside other kernels; the host waits 0 times in forward and "
+        "backward"
+    )
+    nothing = timeline.Timeline(kernels[1:3], num_steps=1, num_waits=0)
+    assert (nothing.exchange_ms, nothing.hidden) == (0.0, 0.0)
+
+
+def test_defaults_on_a_gpu(monkeypatch):
+    """There a step is bf16, without waits and from a graph; each can be switched off."""
+    (train,) = _import_example("train")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = ("dtype", "grouped_experts", "sync_free", "cuda_graph")
+
+    def chosen(*arguments: str) -> tuple:
+        parsed = train._arguments(["--device", "cuda", *arguments])
+        return tuple(getattr(parsed, name) for name in names)
+
+    assert chosen("--compare", "alltoall") == ("bf16", True, True, True)
+    assert chosen("--no-sync-free") == ("bf16", True, False, False)
+    assert chosen("--interleave") == ("bf16", True, True, False)
+    assert chosen("--dtype", "fp32") == ("fp32", False, False, False)
+    assert chosen("--dispatcher", "alltoall") == ("bf16", False, False, False)
+
+
+def _graph_worker(rank: int, num_ranks: int, cuda_graph: bool) -> list[float]:
+    (worker,) = _import_example("worker")
+    options = {"dtype": "bf16", "device": "cuda", "ep": 1, "cuda_graph": cuda_graph, "micro_batches": 2}
+    result = worker.train(rank, num_ranks, worker.Settings(steps=8, progress=False, **OURS, **options))
+    assert [sum(load) for load in result.load[-1]] == [8 * 128 * 2] * 3
+    for scalars in result.scalars:
+        assert scalars["seq_load_balancing_loss"] > 0 and scalars["deepep_moe/layer_2/busiest_expert"] >= 1
+    return result.losses
+
+
+@pytest.mark.gpu
+def test_steps_from_a_graph():
+    """Three steps without, five from the graph: the same training but for the order in which atomics add."""
+    replayed, eager = (run_ranks(_graph_worker, 1, cuda_graph, timeout_s=200)[0] for cuda_graph in (True, False))
+    assert replayed == pytest.approx(eager, rel=2e-2)
+    assert replayed[-1] < replayed[0]

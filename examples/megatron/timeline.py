@@ -1,0 +1,138 @@
+"""What a GPU does in training steps: which kernels run side by side, how much of the exchange is hidden, how often the host waits."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+_COLOURS = {"dispatch": "#3b7d4f", "combine": "#9b2d30", "exchange of NCCL": "#7d5fa0", "products": "#1f5fa8", "other": "#b9c0c7"}
+_PRODUCTS = ("gemm", "nvjet", "cutlass", "flash", "fmha", "cudnn")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of this rank's GPU. Times are in milliseconds from the first one."""
+
+    name: str
+    stream: int
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """A key of _COLOURS."""
+        for word in ("dispatch", "combine"):
+            if f"::{word}<" in self.name and "deepep_moe" in self.name:
+                return word
+        if "ncclDevKernel_SendRecv" in self.name:
+            return "exchange of NCCL"
+        return "products" if any(word in self.name for word in _PRODUCTS) else "other"
+
+    @property
+    def is_exchange(self) -> bool:
+        return self.kind in ("dispatch", "combine", "exchange of NCCL")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Steps in a row, seen by PyTorch's profiler."""
+
+    kernels: list[Kernel]
+    num_steps: int
+    num_waits: int
+    """Calls that make the host wait for the GPU, in a forward and backward."""
+
+    @property
+    def busy(self) -> float:
+        """The part of the time, from the first kernel to the last, in which some kernel runs."""
+        return _length(_union(self.kernels)) / max(kernel.end for kernel in self.kernels)
+
+    @property
+    def exchange_ms(self) -> float:
+        """Of a step: when some kernel of the exchange runs."""
+        return _length(_union(kernel for kernel in self.kernels if kernel.is_exchange)) / self.num_steps
+
+    @property
+    def hidden(self) -> float:
+        """The part of the exchange beside which a kernel of something else runs."""
+        exchange = _union(kernel for kernel in self.kernels if kernel.is_exchange)
+        others = _union(kernel for kernel in self.kernels if not kernel.is_exchange)
+        both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in exchange for b in others)
+        return both / _length(exchange) if exchange else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"the GPU is busy {self.busy:.1%} of a step; exchange {self.exchange_ms:.2f} ms a step, {self.hidden:.0%} of it beside other "
+            f"kernels; the host waits {self.num_waits} times in forward and backward"
+        )
+
+
+def _union(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        if merged and kernel.start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], kernel.end)
+        else:
+            merged.append((kernel.start, kernel.end))
+    return merged
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def record(step: Callable[[], object], forward_backward: Callable[[], object], num_steps: int = 2) -> Timeline:
+    """Run `num_steps` whole steps, then one more forward and backward. Collective if they are."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    found = [event for event in _events(profile) if event.device_type() == torch.autograd.DeviceType.CUDA and _is_kernel(event)]
+    begin = min(event.start_ns() for event in found)
+    kernels = [
+        Kernel(event.name(), event.device_resource_id(), *((at - begin) / 1e6 for at in (event.start_ns(), event.end_ns())))
+        for event in found
+    ]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        forward_backward()
+    waits = [event.name() for event in _events(profile) if event.name() in _WAITS]
+    return Timeline(kernels, num_steps, len(waits))
+
+
+def _events(profile: torch.profiler.profile) -> list[Any]:
+    return profile.profiler.kineto_results.events()
+
+
+def _is_kernel(event: Any) -> bool:
+    """Ranges of the host that PyTorch repeats on the GPU's side are none."""
+    return not event.name().startswith(("Optimizer.", "ProfilerStep"))
+
+
+def plot(timeline: Timeline, title: str, path: Path, num_ms: float | None = None) -> None:
+    """A row for each stream."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    streams = sorted({kernel.stream for kernel in timeline.kernels})
+    end = num_ms or max(kernel.end for kernel in timeline.kernels) / timeline.num_steps
+    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.5 * len(streams)), dpi=150, layout="constrained")
+    for row, stream in enumerate(streams):
+        for kind, colour in _COLOURS.items():
+            bars = [(k.start, k.end - k.start) for k in timeline.kernels if k.stream == stream and k.kind == kind and k.start < end]
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=colour)
+    axes.set(yticks=range(len(streams)), yticklabels=[f"stream {stream}" for stream in streams], xlim=(0, end), xlabel="ms")
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=11)
+    figure.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()], loc="outside lower center", ncols=5, frameon=False
+    )
+    figure.savefig(path)
+    plt.close(figure)
