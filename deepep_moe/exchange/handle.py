@@ -201,8 +201,8 @@ def _of_memory(
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:
-    """`counts` rounded up to multiples of `alignment`."""
-    return (counts + (alignment - 1)) // alignment * alignment
+    """`counts` rounded up to multiples of `alignment`; themselves where that is 1."""
+    return counts if alignment == 1 else (counts + (alignment - 1)) // alignment * alignment
 
 
 class DispatchOutput(NamedTuple):

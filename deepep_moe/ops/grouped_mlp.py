@@ -55,8 +55,8 @@ def grouped_mlp(
         probs: [num_rows] fp32 or another floating-point dtype. None stands for ones.
         activation: "swiglu" for `silu(gate) * up`, or a function [num_rows, inner] -> [num_rows, intermediate] that treats each row alone.
         recompute_activation: keep only `x @ w1.T` and probs for the backward, and compute the activation there once more.
-        zero_tail: clear the tail of the result and of x's gradient. With counts on a GPU that costs a pass over each. False leaves any
-            values there, for a caller that does not read them. The tail of the probs' gradient is always zero.
+        zero_tail: clear the tails of the result and of the gradients of x and probs. With counts on a GPU that costs a pass over each.
+            False leaves any values there, for a caller that does not read them.
         delay: the backward makes no gradients of weights. It calls `delay("w2", compute)`, then `delay("w1", compute)`, where `compute()`
             returns the gradient, for a schedule that makes them later. Until then `compute` holds what it needs.
 
@@ -205,7 +205,7 @@ class _ActivatedLinear(torch.autograd.Function):
                 "the last dimension of w2 must be this"
             )
         ctx.save_for_backward(inner, probs, w, b, None if recompute else activated)
-        ctx.groups, ctx.act, ctx.delay = groups, act, delay
+        ctx.groups, ctx.act, ctx.zero_tail, ctx.delay = groups, act, zero_tail, delay
         result = multiply(activated, w, groups)
         if b is not None:
             bias = groups.spread(b)
@@ -224,7 +224,7 @@ class _ActivatedLinear(torch.autograd.Function):
             grad_b = group_sums(_times(grad, probs), groups)
             if grad_probs is not None:
                 grad_probs += (groups.spread(b).to(grad_probs.dtype) * grad).sum(-1)
-        if grad_probs is not None:
+        if grad_probs is not None and ctx.zero_tail:
             groups.clear_tail(grad_probs)
         return grad_inner, grad_probs, grad_w, grad_b, None, None, None, None, None
 

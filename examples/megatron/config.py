@@ -114,7 +114,11 @@ FULL: dict[str, Any] = {
 
 NUMBERS = {"tiny": TINY, "small": SMALL, "full": FULL}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BATCHES = {"tiny": (8, 128), "small": (8, 1024)}  # sequences of a rank, tokens of a sequence
+TRAINING: dict[str, dict[str, Any]] = {
+    "tiny": {"num_sequences": 8, "seq_length": 128, "lr": 3e-3},
+    "small": {"num_sequences": 8, "seq_length": 1024, "lr": 3e-4},
+}
+"""Defaults of a training: sequences of a rank in a step, tokens of a sequence, the highest learning rate."""
 DISPATCHERS = ("deepep_moe", "alltoall", "allgather")
 
 

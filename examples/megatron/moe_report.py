@@ -20,14 +20,14 @@ class Scalars:
         return scalars
 
 
-def report(scalars: Scalars | None, iteration: int, config: Any) -> None:
-    """Write a step's report. Collective, with `scalars` on one rank."""
+def report(scalars: Scalars | None, iteration: int, config: Any, num_steps: int = 1) -> None:
+    """Write a report of the last `num_steps` steps, losses as their means. Collective, with `scalars` on one rank."""
     how = {"num_layers": config.num_layers, "moe_layer_freq": config.moe_layer_freq}
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # before 0.18
         from megatron.core.transformer.moe import moe_utils
 
-        moe_utils.track_moe_metrics(1.0, iteration, scalars, **how)
+        moe_utils.track_moe_metrics(1.0 / num_steps, iteration, scalars, **how)
     else:
-        get_moe_metrics_tracker().report(1.0, iteration, scalars, **how)
+        get_moe_metrics_tracker().report(1.0 / num_steps, iteration, scalars, **how)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 _COLOURS = {"dispatch": "#3b7d4f", "combine": "#9b2d30", "exchange of NCCL": "#7d5fa0", "products": "#1f5fa8", "other": "#b9c0c7"}
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "flash", "fmha", "cudnn")
 

@@ -65,7 +65,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--etp", type=int, default=1, help="tensor-parallel size inside experts")
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--lr", type=float, default=defaults.lr)
+    parser.add_argument("--lr", type=float, help="default: 3e-3, with --model small 3e-4")
+    parser.add_argument("--report-interval", type=int, help="steps between two reports of MoE layers (default: 1, on GPUs 10)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics.jsonl and the plots")
     arguments = parser.parse_args(argv)
     _fill_in(arguments)
@@ -77,7 +78,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
             f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
             "give --num-ranks, or --device cpu"
         )
-    for name in ("num_ranks", "ep", "tp", "etp", "steps"):
+    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -101,7 +102,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _fill_in(arguments: argparse.Namespace) -> None:
     """Set the options whose defaults depend on others."""
-    arguments.num_sequences, arguments.seq_length = config.BATCHES[arguments.model]
+    for name, value in config.TRAINING[arguments.model].items():
+        if getattr(arguments, name, None) is None:
+            setattr(arguments, name, value)
+    if arguments.report_interval is None:
+        arguments.report_interval = 10 if arguments.device == "cuda" else 1
     arguments.dtype = arguments.dtype or ("bf16" if arguments.device == "cuda" else "fp32")
     is_fast = arguments.device == "cuda" and arguments.dtype == "bf16" and arguments.dispatcher == "deepep_moe" and not arguments.sweep
     if arguments.grouped_experts is None:

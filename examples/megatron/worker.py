@@ -28,7 +28,8 @@ from report import Result
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Sizes of groups: `ep` expert-parallel, `tp` tensor-parallel, `etp` tensor-parallel inside experts."""
+    """One run. Sizes of groups: `ep` expert-parallel, `tp` tensor-parallel, `etp` tensor-parallel inside experts. `report_interval`: steps
+    between two reports of MoE layers, for which the host waits."""
 
     model: str = "tiny"
     dtype: str = "fp32"
@@ -51,6 +52,7 @@ class Settings:
     seq_length: int = 128
     num_sequences: int = 8
     lr: float = 3e-3
+    report_interval: int = 1
     ep: int = 2
     tp: int = 1
     etp: int = 1
@@ -81,6 +83,26 @@ class Settings:
         """Fields of Megatron-Core's config."""
         found: dict[str, Any] = {"moe_shared_expert_overlap": True} if self.shared_overlap else {}
         return found | ({"recompute_granularity": "selective", "recompute_modules": ["moe"]} if self.recompute else {})
+
+
+class Outcome:
+    """What a step gives: the host may read it later, when the device has made it."""
+
+    def __init__(self, loss: torch.Tensor, load: torch.Tensor):
+        on_gpu = loss.device.type == "cuda"
+        self._on_host = [
+            torch.empty(value.shape, dtype=value.dtype, pin_memory=on_gpu).copy_(value, non_blocking=True) for value in (loss, load)
+        ]
+        self._event = torch.cuda.Event() if on_gpu else None
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> tuple[float, np.ndarray]:
+        """Wait. Returns the mean loss over ranks, and the load [moe_layers, num_experts] of all ranks."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, load = self._on_host
+        return loss.item() / dist.get_world_size(), load.numpy().astype(np.int64)
 
 
 class Trainer:
@@ -126,12 +148,12 @@ class Trainer:
         progress = (step - warmup) / max(1, self.settings.steps - warmup)
         return self.settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
-    def step(self, step: int, tokens: torch.Tensor) -> tuple[float, np.ndarray]:
-        """One optimizer step on tokens [num_sequences, seq_length + 1] -> (loss over all ranks, load [moe_layers, num_experts])."""
+    def step(self, step: int, tokens: torch.Tensor) -> Outcome:
+        """One optimizer step on tokens [num_sequences, seq_length + 1] on the device."""
         from megatron.core.distributed import finalize_model_grads
 
         self.model.zero_grad_buffer()
-        loss = self.forward_backward(tokens.to(self.device))
+        loss = self.forward_backward(tokens)
         # finalize_model_grads uses up the counts when it updates the expert biases.
         load = torch.stack([router.local_tokens_per_expert for router in self.routers])
         dist.all_reduce(load)
@@ -144,10 +166,10 @@ class Trainer:
         self.optimizer.step()
         if self.settings.dtype != "fp32":
             torch._foreach_copy_([parameter.data for parameter in self.parameters], self.masters)
-        return loss.item() / dist.get_world_size(), load.cpu().numpy().astype(np.int64)
+        return Outcome(loss, load)
 
     def forward_backward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean loss of tokens on the device; gradients are added to those that are there."""
+        """The mean loss of tokens on the device. Gradients are added to those that are there."""
         if self.captured is not None:
             return self.captured(tokens)
         run = passes.interleaved if self.settings.interleave else passes.one_after_another
@@ -157,7 +179,7 @@ class Trainer:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         parts = tokens.chunk(self.settings.micro_batches)
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / len(parts), device=self.device))
+        MoEAuxLossAutoScaler.set_loss_scale(torch.full((), 1 / len(parts), device=self.device))
         positions = torch.arange(tokens.shape[1] - 1, device=self.device)
         return [
             {
@@ -177,36 +199,40 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
     data_rank = parallel_state.get_data_parallel_rank()
     num_tokens = settings.num_sequences * settings.seq_length * num_ranks // settings.tp
     result, load = Result(settings.name), []
+
+    def batch(step: int) -> torch.Tensor:
+        of_step = data.batch(corpus, settings.num_sequences, settings.seq_length, seed=settings.seed, step=step, rank=data_rank)
+        return of_step.pin_memory().to(trainer.device, non_blocking=True) if trainer.device.type == "cuda" else of_step
+
     scalars = Scalars(_tensorboard(settings)) if rank == 0 else None
     bar = tqdm(total=settings.steps, desc=settings.name, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
-    start = time.perf_counter()
-    for step in range(settings.steps):
-        tokens = data.batch(corpus, settings.num_sequences, settings.seq_length, seed=settings.seed, step=step, rank=data_rank)
-        begin = time.perf_counter()
-        loss, step_load = trainer.step(step, tokens)
-        result.losses.append(loss)
-        result.step_s.append(time.perf_counter() - begin)
-        result.tokens_per_s.append(num_tokens / result.step_s[-1])
-        moe_report.report(scalars, step, trainer.config)
-        if scalars is not None:
+    start = before = time.perf_counter()
+    earlier: Outcome | None = None
+    for step in range(settings.steps + 1):
+        # Read a step's results when the next one is under way: a GPU has no pause between them.
+        outcome = trainer.step(step, batch(step)) if step < settings.steps else None
+        if earlier is not None:
+            loss, step_load = earlier.read()
+            now = time.perf_counter()
+            result.losses.append(loss)
+            result.step_s.append(now - before)
+            result.tokens_per_s.append(num_tokens / result.step_s[-1])
+            load.append(step_load)
+            bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
+            bar.update()
+            before = now
+        earlier = outcome
+        if (step + 1) % settings.report_interval == 0 and step < settings.steps:
+            moe_report.report(scalars, step, trainer.config, settings.report_interval)
+        if scalars is not None and step < settings.steps:
             result.scalars.append(scalars.take())
-        load.append(step_load)
-        bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
-        bar.update()
     bar.close()
-    if settings.timeline:
-        result.timeline = _timeline(
-            trainer, data.batch(corpus, settings.num_sequences, settings.seq_length, seed=settings.seed, step=0, rank=data_rank)
-        )
     result.seconds, result.load = time.perf_counter() - start, np.stack(load)
+    if settings.timeline:
+        tokens = batch(settings.steps)
+        result.timeline = timeline.record(partial(trainer.step, settings.steps, tokens), partial(trainer.forward_backward, tokens))
     result.backend = getattr(getattr(trainer.dispatchers[0], "buffer", None), "backend", "megatron")
     return result
-
-
-def _timeline(trainer: Trainer, tokens: torch.Tensor) -> timeline.Timeline:
-    """Of two more steps. What they change stays."""
-    on_gpu = tokens.to(trainer.device)
-    return timeline.record(partial(trainer.step, trainer.settings.steps, tokens), partial(trainer.forward_backward, on_gpu))
 
 
 def _tensorboard(settings: Settings) -> Any:
