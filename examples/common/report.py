@@ -49,14 +49,21 @@ def write_metrics(results: list[Result], path: Path) -> None:
                 file.write(json.dumps(record) + "\n")
 
 
-def max_difference(results: list[Result], window: int = 1) -> float:
-    """Largest distance of the second loss curve from the first, each smoothed by means of `window` steps."""
-    window = min(window, len(results[0].losses))
-    curves = [
-        np.convolve(result.losses, np.full(window, 1 / window), "valid") if window > 1 else np.array(result.losses)
-        for result in results[:2]
-    ]
-    return float(np.abs(curves[0] - curves[1]).max())
+def write_summary(results: list[Result], path: Path, **about: Any) -> None:
+    """One object a run: its name, medians over steps, last losses, what its timeline says, and what `about` says of all."""
+    runs = []
+    for result in results:
+        medians = {"tokens_per_s_median": float(np.median(result.tokens_per_s)), "step_ms_median": 1e3 * float(np.median(result.step_s))}
+        run = {"run": result.name, "backend": result.backend, "num_steps": len(result.losses), **medians}
+        run["loss_last_10"] = float(np.mean(result.losses[-10:]))
+        runs.append(run | (result.timeline.figures() if result.timeline is not None else {}) | about)
+    path.write_text(json.dumps(runs, indent=1) + "\n")
+
+
+def max_difference(results: list[Result], num_steps: int | None = None) -> float:
+    """Largest distance of the second loss curve from the first, in the first `num_steps` steps or all."""
+    first, second = (result.losses[:num_steps] for result in results[:2])
+    return float(np.abs(np.subtract(first, second)).max())
 
 
 def agreement(results: list[Result]) -> str:
@@ -153,12 +160,12 @@ def table(results: list[Result], entropy: float) -> str:
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
 
-def differences(results: list[Result], window: int = 1, baseline: str = "alltoall") -> list[float]:
-    """For each run, how far its losses, as means of `window` steps, are from those of the nearest run of `baseline` before it."""
+def differences(results: list[Result], num_steps: int | None = None, baseline: str = "alltoall") -> list[float]:
+    """For each run, how far its losses, all or of the first `num_steps` steps, are from those of the nearest run of `baseline` before."""
     found, before = [], results[0]
     for result in results:
         before = result if result.name.startswith(baseline) else before
-        found.append(max_difference([before, result], window))
+        found.append(max_difference([before, result], num_steps))
     return found
 
 

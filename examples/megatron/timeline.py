@@ -63,6 +63,9 @@ class Timeline:
         both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in exchange for b in others)
         return both / _length(exchange) if exchange else 0.0
 
+    def figures(self) -> dict[str, float]:
+        return {"gpu_busy": self.busy, "exchange_ms": self.exchange_ms, "exchange_hidden": self.hidden, "host_waits": self.num_waits}
+
     def __str__(self) -> str:
         return (
             f"the GPU is busy {self.busy:.1%} of a step; exchange {self.exchange_ms:.2f} ms a step, {self.hidden:.0%} of it beside other "
@@ -130,7 +133,7 @@ def plot(timeline: Timeline, title: str, path: Path, num_ms: float | None = None
             axes.broken_barh(bars, (row - 0.4, 0.8), color=colour)
     axes.set(yticks=range(len(streams)), yticklabels=[f"stream {stream}" for stream in streams], xlim=(0, end), xlabel="ms")
     axes.invert_yaxis()
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(f"{title}\n{timeline}", loc="left", fontsize=9)
     figure.legend(
         handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()], loc="outside lower center", ncols=5, frameon=False
     )

@@ -47,6 +47,11 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     losses = [record["loss"] for record in records[:STEPS]]
     assert abs(losses[0] - math.log(256)) < 0.2
     assert sum(losses[-5:]) / 5 < entropy - 0.2
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(run["run"], run["num_steps"], run["model"]) for run in summary] == [
+        (name, STEPS, "tiny") for name in ("deepep_moe", "alltoall")
+    ]
+    assert all(run["tokens_per_s_median"] > 0 and run["loss_last_10"] < 4 for run in summary)
     for name in ("loss.png", "expert_load.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -198,6 +203,7 @@ def test_figures_of_a_timeline():
         "the GPU is busy 75.0% of a step; exchange 3.00 ms a step, 50% of it beside other kernels; the host waits 0 times in forward and "
         "backward"
     )
+    assert seen.figures() == {"gpu_busy": 0.75, "exchange_ms": 3.0, "exchange_hidden": 0.5, "host_waits": 0}
     nothing = timeline.Timeline(kernels[1:3], num_steps=1, num_waits=0)
     assert (nothing.exchange_ms, nothing.hidden) == (0.0, 0.0)
 
