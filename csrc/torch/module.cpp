@@ -1,4 +1,5 @@
 // The module `deepep_moe._torch`: what Python calls. Each function returns None where Python is to make the call.
+#include "torch/experts.h"
 #include "torch/functions.h"
 #include "torch/gate.h"
 #include "torch/low_latency.h"
@@ -165,6 +166,9 @@ PYBIND11_MODULE(_torch, m) {
         },
         py::kw_only(), py::arg("plain"), py::arg("pass_failed"), py::arg("dispatch_gradients"), py::arg("combine_gradients"));
     bind_gate(m);
+    m.def("set_expert_hooks", &set_expert_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"));
+    m.def("grouped_swiglu", torch::wrap_pybind_function(grouped_swiglu), py::arg("x"), py::arg("counts"), py::arg("w1"), py::arg("w2"),
+          py::arg("probs"), py::arg("recompute_activation"));
     py::class_<LowLatencyCalls>(m, "LowLatencyCalls")
         .def(py::init(&make_low_latency), py::kw_only(), py::arg("shim"), py::arg("num_ranks"), py::arg("num_local_experts"),
              py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"), py::arg("handle_bytes"), py::arg("statistics"))

@@ -104,9 +104,9 @@ def _grouped_mm() -> Callable[..., Tensor] | None:
 
 
 @functools.cache
-def _is_served(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
     """Return whether the GPU is of a generation that grouped_mm has a kernel for. For others PyTorch makes a loop that waits for it."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return _grouped_mm() is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def why_not_grouped(rows: Tensor, num_columns: int) -> str | None:
@@ -117,7 +117,7 @@ def why_not_grouped(rows: Tensor, num_columns: int) -> str | None:
         return f"x has dtype {str(rows.dtype).removeprefix('torch.')}; grouped products need bfloat16"
     if any(size * rows.element_size() % _ALIGNMENT for size in (rows.shape[1], num_columns)):
         return f"an expert's matrix has {num_columns} rows and {rows.shape[1]} columns; grouped products need multiples of 8"
-    if is_gpu(rows.device) and not _is_served(rows.device):
+    if is_gpu(rows.device) and not has_kernels(rows.device):
         return f"{torch.cuda.get_device_name(rows.device)} has no kernel for grouped products; they need a Hopper or Blackwell GPU"
     return None
 

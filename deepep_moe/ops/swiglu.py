@@ -32,10 +32,10 @@ def swiglu_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of inner and probs, and the output again if asked for. May overwrite grad [num_rows, intermediate].
 
-    In the tail the gradient of probs is zero on GPUs; the rest is not set.
+    In the tail the gradient of probs is zero; the rest is not set.
     """
     if not _has_kernels(inner, probs):
-        return _backward_by_operators(grad, inner, probs, with_output)
+        return _backward_by_operators(grad, inner, probs, groups, with_output)
     grad, inner, grad_inner = aligned(grad), aligned(inner), torch.empty_like(inner)
     y = torch.empty_like(grad) if with_output else None
     grad_probs = None if probs is None else torch.empty_like(probs, memory_format=torch.contiguous_format)
@@ -61,12 +61,12 @@ def _has_kernels(inner: Tensor, probs: Tensor | None) -> bool:
 
 
 def _backward_by_operators(
-    grad: Tensor, inner: Tensor, probs: Tensor | None, with_output: bool
+    grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups, with_output: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     gate, up = inner.chunk(2, dim=-1)
     activated = silu(gate)
     product = activated * up
-    grad_probs = None if probs is None else grad.to(probs.dtype, copy=True).mul_(product).sum(-1)
+    grad_probs = None if probs is None else groups.clear_tail(grad.to(probs.dtype, copy=True).mul_(product).sum(-1))
     grad = scaled(grad, probs)
     grad_inner = torch.empty_like(inner)
     grad_gate, grad_up = grad_inner.chunk(2, dim=-1)

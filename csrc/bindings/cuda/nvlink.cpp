@@ -2,6 +2,7 @@
 #include "bindings/tensor.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/exchange.h"
+#include "runtime/nvlink/shim.h"
 
 using namespace deepep_moe;
 
@@ -87,12 +88,26 @@ void swiglu_backward(const TensorArg& inner, const TensorArg& probs, const Tenso
     launch_swiglu_backward(params, as_pointer(stream));
 }
 
+// What csrc/torch calls.
+template <void (*kLaunch)(const GpuSwigluParams&, void*)>
+bool launched(const GpuSwigluParams& params, uintptr_t stream) noexcept {
+    try {
+        kLaunch(params, as_pointer(stream));
+        return true;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
+constexpr SwigluShim kSwigluShim{&launched<launch_swiglu>, &launched<launch_swiglu_backward>};
+
 void bind_rows(py::module_& m) {
     const py::arg rows("rows"), weights("weights"), is_by_token("is_by_token"), dtype("dtype"), stream("stream");
     const py::arg inner("inner"), probs("probs"), group_ends("group_ends"), y("y");
     m.def("gpu_swiglu", &swiglu, inner, probs, group_ends, y, dtype, stream);
     m.def("gpu_swiglu_backward", &swiglu_backward, inner, probs, group_ends, y, py::arg("grad"), py::arg("grad_inner"),
           py::arg("grad_probs"), dtype, stream);
+    m.def("gpu_swiglu_shim", [] { return py::capsule(&kSwigluShim, kSwigluShimName); });
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);

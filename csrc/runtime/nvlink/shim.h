@@ -43,12 +43,20 @@ struct GateShim {
     bool (*is_capturing)(uintptr_t stream) noexcept;
 };
 
+// SwiGLU. False: the kernel could not be launched.
+struct SwigluShim {
+    bool (*forward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
+    bool (*backward)(const GpuSwigluParams& params, uintptr_t stream) noexcept;
+};
+
 // Of the capsules that hold a pointer to a shim, with a number that counts changes of it; and a size by which modules of different sources
 // are told apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 3";
 constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 1";
 constexpr const char* kGateShimName = "deepep_moe.GateShim 1";
+constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +
-                              sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams);
+                              sizeof(LowLatencyCombineParams) + sizeof(GpuGateParams) + sizeof(GpuGateBackwardParams) +
+                              sizeof(GpuSwigluParams);
 
 }  // namespace deepep_moe

@@ -1,0 +1,169 @@
+#include "torch/experts.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+
+#include <stdexcept>
+
+namespace deepep_moe {
+namespace {
+
+using torch::autograd::AutogradContext;
+
+struct Hooks {
+    const SwigluShim* shim = nullptr;
+    py::object current_stream;
+};
+Hooks& hooks() {
+    static Hooks* const made = new Hooks;  // never destroyed: Python may be gone by then
+    return *made;
+}
+
+struct Experts {
+    Tensor x, counts, w1, w2, probs;  // [R, in], [E], [E, 2 m, in], [E, out, m], [R] or undefined
+    bool recomputes = false;
+};
+
+// ---- which calls are made here ----
+
+bool is_dense(const Tensor& tensor, const at::Device& device, at::ScalarType type, int64_t dims) {
+    return is_on(device, tensor) && tensor.scalar_type() == type && tensor.dim() == dims && tensor.is_contiguous() && is_aligned(tensor);
+}
+
+bool are_whole_pieces(std::initializer_list<int64_t> columns) {  // of bf16
+    return std::all_of(columns.begin(), columns.end(), [](int64_t count) { return count > 0 && count * 2 % kRowAlignment == 0; });
+}
+
+bool takes(const Experts& e) {
+    if (!e.x.defined() || !e.counts.defined() || !e.w1.defined() || !e.w2.defined()) return false;
+    const at::Device device = e.x.device();
+    if (at::autocast::is_autocast_enabled(device.type())) return false;
+    if (!is_dense(e.x, device, at::kBFloat16, 2) || !is_dense(e.w1, device, at::kBFloat16, 3) || !is_dense(e.w2, device, at::kBFloat16, 3))
+        return false;
+    const int64_t num_rows = e.x.size(0), in = e.x.size(1), num_experts = e.w1.size(0), middle = e.w2.size(2);
+    if (num_rows == 0 || e.w1.size(2) != in || e.w1.size(1) != 2 * middle || e.w2.size(0) != num_experts) return false;
+    if (!are_whole_pieces({in, middle, e.w2.size(1)})) return false;
+    const bool counts_fit = is_on(device, e.counts) && (e.counts.scalar_type() == at::kLong || e.counts.scalar_type() == at::kInt) &&
+                            e.counts.dim() == 1 && e.counts.size(0) == num_experts;
+    const bool probs_fit = !e.probs.defined() || (is_on(device, e.probs) && e.probs.scalar_type() == at::kFloat && e.probs.dim() == 1 &&
+                                                  e.probs.size(0) == num_rows && e.probs.is_contiguous());
+    return counts_fit && probs_fit;
+}
+
+// ---- products and launches ----
+
+Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& group_ends) {
+    using Product =
+        Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::optional<Tensor>&, std::optional<at::ScalarType>);
+    static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_grouped_mm", "").typed<Product>();
+    return product.call(a, b, group_ends, std::nullopt, std::nullopt);
+}
+
+template <class Type>
+Type* data_of(const Tensor& tensor) {
+    return tensor.defined() ? static_cast<Type*>(tensor.data_ptr()) : nullptr;
+}
+
+GpuSwigluParams params_of(const Tensor& inner, const Tensor& probs, const Tensor& group_ends, const Tensor& y) {
+    GpuSwigluParams params{};
+    params.num_rows = inner.size(0);
+    params.num_columns = inner.size(1) / 2;
+    params.dtype = DType::kBFloat16;
+    params.group_ends = data_of<int>(group_ends);
+    params.num_groups = group_ends.size(0);
+    params.inner = data_of<std::byte>(inner);
+    params.probs = data_of<float>(probs);
+    params.y = data_of<std::byte>(y);
+    return params;
+}
+
+// The GIL is held.
+void launch(bool (*call)(const GpuSwigluParams&, uintptr_t) noexcept, const GpuSwigluParams& params, const at::Device& device) {
+    const uintptr_t stream = device.is_cuda() ? hooks().current_stream(device.index()).cast<uintptr_t>() : 0;
+    if (!call(params, stream)) throw std::runtime_error("a kernel of SwiGLU cannot be launched; the GPU has failed before");
+}
+
+Tensor like_half_of(const Tensor& inner) { return at::empty({inner.size(0), inner.size(1) / 2}, inner.options()); }
+
+// ---- the function ----
+
+struct SwigluExperts : torch::autograd::Function<SwigluExperts> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& w1, const Tensor& w2,
+                          const std::optional<Tensor>& given_probs, const Tensor& group_ends, bool recomputes) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        const c10::OptionalDeviceGuard guard(x.device());
+        const Tensor probs = given_probs.value_or(Tensor());
+        const Tensor inner = grouped_mm(x, w1.transpose(1, 2), group_ends), y = like_half_of(inner);
+        launch(hooks().shim->forward, params_of(inner, probs, group_ends, y), x.device());
+        ctx->save_for_backward({x, w1, w2, probs, group_ends, inner, recomputes ? Tensor() : y});
+        return grouped_mm(y, w2.transpose(1, 2), group_ends);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        return with_errors([&] {
+            const variable_list saved = ctx->get_saved_variables();
+            variable_list made;
+            {
+                const at::AutoDispatchBelowADInplaceOrView below;
+                made = gradients(saved, grads[0], {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)});
+            }
+            if (at::GradMode::is_enabled()) {  // as once_differentiable does in Python
+                for (Tensor& gradient : made)
+                    if (gradient.defined()) gradient.set_requires_grad(true);
+                const auto refused = std::make_shared<torch::autograd::DelayedError>(
+                    "deepep_moe.ops.grouped_mlp can be differentiated once; detach its gradients, or leave out create_graph",
+                    static_cast<int64_t>(made.size()));
+                made = (*refused)(std::move(made));
+            }
+            made.resize(6);  // of all arguments of the forward
+            return made;
+        });
+    }
+
+private:
+    struct Needs {
+        bool x, w1, w2;
+    };
+
+    static variable_list gradients(const variable_list& saved, const Tensor& given_grad, const Needs& needs) {
+        const Tensor &x = saved[0], &w1 = saved[1], &w2 = saved[2], &probs = saved[3], &group_ends = saved[4], &inner = saved[5];
+        const c10::OptionalDeviceGuard guard(x.device());
+        const Tensor dense = given_grad.contiguous(), grad = is_aligned(dense) ? dense : dense.clone();
+        const Tensor grad_y = grouped_mm(grad, w2, group_ends), grad_inner = at::empty_like(inner);
+        const Tensor y = saved[6].defined() ? saved[6] : like_half_of(inner);
+        const Tensor grad_probs = probs.defined() ? at::empty_like(probs) : Tensor();
+        GpuSwigluParams params = params_of(inner, probs, group_ends, saved[6].defined() ? Tensor() : y);
+        params.grad = data_of<std::byte>(grad_y);
+        params.grad_inner = data_of<std::byte>(grad_inner);
+        params.grad_probs = data_of<float>(grad_probs);
+        launch(hooks().shim->backward, params, x.device());
+        variable_list made(4);
+        if (needs.w2) made[2] = grouped_mm(grad.t(), y, group_ends);
+        if (needs.x) made[0] = grouped_mm(grad_inner, w1, group_ends);
+        if (needs.w1) made[1] = grouped_mm(grad_inner.t(), x, group_ends);
+        made[3] = grad_probs;
+        return made;
+    }
+};
+
+}  // namespace
+
+void set_expert_hooks(const py::capsule& shim, py::object current_stream) {
+    hooks() = {shim_in<const SwigluShim>(shim, kSwigluShimName), std::move(current_stream)};
+}
+
+py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation) {
+    if (hooks().shim == nullptr || is_watched() || !are_plain({x, counts, w1, w2, probs})) return py::none();
+    const Experts e{unpacked(x), unpacked(counts), unpacked(w1), unpacked(w2), unpacked(probs), recompute_activation};
+    if (!takes(e)) return py::none();
+    Tensor group_ends;
+    {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        const c10::OptionalDeviceGuard guard(e.x.device());
+        group_ends = at::cumsum(e.counts, 0, at::kInt).clamp_max_(e.x.size(0));
+    }
+    return py::cast(SwigluExperts::apply(e.x, e.w1, e.w2, optional_of(e.probs), group_ends, e.recomputes));
+}
+
+}  // namespace deepep_moe

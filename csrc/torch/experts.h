@@ -1,0 +1,16 @@
+// SwiGLU experts in grouped products from C++: forward and backward with few steps of the host, for bf16 rows on a GPU whose counts are
+// there too. It declines every other call by None, and Python makes that one (deepep_moe/ops/grouped_mlp.py), with the same bits.
+#pragma once
+
+#include "runtime/nvlink/shim.h"
+#include "torch/tensors.h"
+
+namespace deepep_moe {
+
+// What Python gives, once. shim: `_C.gpu_swiglu_shim()`. current_stream(device index): its address.
+void set_expert_hooks(const py::capsule& shim, py::object current_stream);
+
+// As `deepep_moe.ops.grouped_mlp` without biases and with zero_tail=False, arguments by those names.
+py::object grouped_swiglu(py::handle x, py::handle counts, py::handle w1, py::handle w2, py::handle probs, bool recompute_activation);
+
+}  // namespace deepep_moe
