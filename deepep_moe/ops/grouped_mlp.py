@@ -98,7 +98,9 @@ if _IS_BUILT:
 
 def _is_native(x: Tensor, counts: Tensor | Sequence[int]) -> bool:
     """Return whether C++ may take the call; it looks at the tensors itself."""
-    return _IS_BUILT and isinstance(x, Tensor) and isinstance(counts, Tensor) and is_gpu(x.device) and has_kernels(x.device)
+    if not _IS_BUILT or torch.compiler.is_compiling():
+        return False
+    return isinstance(x, Tensor) and isinstance(counts, Tensor) and is_gpu(x.device) and has_kernels(x.device)
 
 
 # ---- checks ----
