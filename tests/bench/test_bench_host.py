@@ -10,7 +10,8 @@ from deepep_moe.bench.host import command, measure
 
 OPS = [
     "host layer forward", "host layer forward alone", "host layer backward", "host layer backward alone", "host dispatch",
-    "host dispatch cached", "host combine", "host gate", "host gate dense", "host low-latency",
+    "host dispatch cached", "host combine", "host experts forward", "host experts backward", "host gate", "host gate dense",
+    "host low-latency",
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""Benchmark of the host's time in calls on one GPU: dispatch and combine with their backward, calls without gradient, the gate, low-latency
-calls. Beside each stands the time of the smallest PyTorch operator on this host; beside the gate Transformer Engine's router."""
+"""Benchmark of the host's time in calls on one GPU: dispatch and combine with their backward, calls without gradient, grouped experts, the
+gate, low-latency calls. Beside each stands the time of the smallest PyTorch operator on this host; beside the gate Transformer Engine's
+router."""
 
 import argparse
 from typing import Any

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepep_moe import Buffer, LowLatencyBuffer, ops
+from deepep_moe import Buffer, LowLatencyBuffer, nn, ops
 
 CHAIN = 16  # calls between two looks at the clock
 
@@ -106,6 +106,27 @@ def low_latency_us(shape: Shape, repeats: int) -> list[float]:
     return times
 
 
+def experts_us(shape: Shape, repeats: int, hidden: int = 1024, intermediate: int = 512) -> dict[str, list[float]]:
+    """Grouped SwiGLU experts with counts on the GPU, in a small size, as the host's time does not depend on it."""
+    num_rows = shape.num_tokens * shape.num_topk
+    experts = nn.GroupedExperts(shape.num_experts, hidden, intermediate, zero_tail=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(num_rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.rand(num_rows, device="cuda", requires_grad=True)
+    counts = torch.full((shape.num_experts,), num_rows // shape.num_experts, device="cuda")
+    grad = torch.randn_like(x)
+
+    def forward() -> list[Tensor]:
+        return [experts(x, counts, probs) for _ in range(CHAIN)]
+
+    def backward(outputs: list[Tensor]) -> None:
+        torch.autograd.backward(outputs, [grad] * CHAIN)
+
+    return {
+        "host experts forward": chain_us(forward, repeats),
+        "host experts backward": chain_us(backward, repeats, before=forward),  # type: ignore[arg-type]
+    }
+
+
 def gate_us(gate: Callable[[Tensor, Tensor], Any], shape: Shape, repeats: int) -> list[float]:
     """A gate with gradient, forward alone."""
     logits = torch.randn(shape.num_tokens, shape.num_experts, device="cuda", requires_grad=True)
@@ -122,7 +143,7 @@ def own_gate(shape: Shape, dense: bool) -> Callable[[Tensor, Tensor], Any]:
 
 def all_us(shape: Shape, repeats: int) -> dict[str, list[float]]:
     """Every operation of this library."""
-    times = exchange_us(shape, repeats)
+    times = exchange_us(shape, repeats) | experts_us(shape, repeats)
     for dense in (False, True):
         times["host gate dense" if dense else "host gate"] = gate_us(own_gate(shape, dense), shape, repeats)
     return times | {"host low-latency": low_latency_us(shape, repeats)}
