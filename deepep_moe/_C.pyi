@@ -29,7 +29,16 @@ def workspace_bytes(*, num_ranks: int, num_channels: int, num_experts: int, num_
 
 class ShmExchange:
     def __init__(
-        self, *, num_ranks: int, rank: int, num_channels: int, num_experts: int, num_topk: int, hidden: int, timeout_s: float
+        self,
+        *,
+        num_ranks: int,
+        ranks_per_node: int,
+        rank: int,
+        num_channels: int,
+        num_experts: int,
+        num_topk: int,
+        hidden: int,
+        timeout_s: float,
     ) -> None: ...
     path: str
     workspace_bytes: int

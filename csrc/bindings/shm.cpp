@@ -105,14 +105,15 @@ void bind_shm_exchange(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     py::class_<ShmExchange> exchange(m, "ShmExchange");
     exchange
-        .def(py::init([](int num_ranks, int rank, int num_channels, int num_experts, int num_topk, int hidden, double timeout_s) {
-                 auto made = std::make_unique<ShmExchange>(WorkspaceConfig{num_ranks, num_channels, num_experts, num_topk, hidden}, rank,
-                                                           timeout_s);
+        .def(py::init([](int num_ranks, int ranks_per_node, int rank, int num_channels, int num_experts, int num_topk, int hidden,
+                         double timeout_s) {
+                 const WorkspaceConfig config{num_ranks, num_channels, num_experts, num_topk, hidden, ranks_per_node};
+                 auto made = std::make_unique<ShmExchange>(config, rank, timeout_s);
                  made->set_poll(poll_signals);
                  return made;
              }),
-             py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_channels"), py::arg("num_experts"), py::arg("num_topk"),
-             py::arg("hidden"), py::arg("timeout_s"))
+             py::kw_only(), py::arg("num_ranks"), py::arg("ranks_per_node"), py::arg("rank"), py::arg("num_channels"),
+             py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("timeout_s"))
         .def_property_readonly("path", &ShmExchange::path)
         .def_property_readonly("workspace_bytes", &ShmExchange::workspace_bytes)
         .def_property_readonly("num_calls", &ShmExchange::num_calls)

@@ -20,6 +20,10 @@ public:
           next_token_(range_.begin),
           own_slot_(slot_.bytes),
           peers_(c.num_ranks) {
+        if (p.ranks_per_node < c.num_ranks) {
+            node_sums_.resize(static_cast<size_t>(c.num_ranks / p.ranks_per_node) * p.hidden);
+            rounded_.resize(row_bytes_);
+        }
         for (int peer = 0; peer < c.num_ranks; ++peer) {
             Peer& state = peers_[peer];
             state.sender = c.sender(peer, slot_);
@@ -132,10 +136,36 @@ private:
         }
         if (mask >> c_.rank & 1) reduce_next(peers_[c_.rank], own_slot_.data());
         const std::byte* bias = p_.bias != nullptr ? p_.bias + token * row_bytes_ : nullptr;
-        sum_rows(p_.dtype, {p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, p_.hidden, nullptr, 0});
+        const SumParams sum{p_.combined_x + token * row_bytes_, rows, nullptr, bias, num_rows, p_.hidden, nullptr, 0};
+        if (node_sums_.empty())
+            sum_rows(p_.dtype, sum);
+        else
+            sum_over_nodes(mask, sum);
         if (p_.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, slots);
         for (uint64_t rest = mask & ~(uint64_t{1} << c_.rank); rest != 0; rest &= rest - 1) peers_[std::countr_zero(rest)].receiver.pop();
         return true;
+    }
+
+    // of.rows: one of each rank of `mask`, ascending. A node's sum is rounded where it would cross to this one.
+    void sum_over_nodes(uint64_t mask, const SumParams& of) {
+        const void* sums[kMaxRanks];
+        int num_sums = 0;
+        const void* const* rows = of.rows;
+        for (int first = 0; first < c_.num_ranks; first += p_.ranks_per_node) {
+            const int num_rows = std::popcount(mask >> first & ((uint64_t{1} << p_.ranks_per_node) - 1));
+            if (num_rows == 0) continue;
+            float* const sum = node_sums_.data() + static_cast<size_t>(num_sums) * p_.hidden;
+            const void* const rounded = rounded_.data();
+            SumParams node{sum, rows, nullptr, nullptr, num_rows, p_.hidden, nullptr, 0};
+            if (c_.rank / p_.ranks_per_node != first / p_.ranks_per_node) {
+                sum_rows(p_.dtype, {rounded_.data(), rows, nullptr, nullptr, num_rows, p_.hidden, nullptr, 0});
+                node.rows = &rounded, node.num_rows = 1;
+            }
+            sum_rows_to_float32(p_.dtype, node);
+            sums[num_sums++] = sum;
+            rows += num_rows;
+        }
+        sum_float32_rows(p_.dtype, {of.sum, sums, nullptr, of.bias, num_sums, p_.hidden, nullptr, 0});
     }
 
     void take_topk_weight_grads(int64_t token, const std::byte* const* slots) {
@@ -169,7 +199,9 @@ private:
     const std::vector<uint64_t> masks_;  // of the tokens of range_
     int64_t next_token_;
     std::vector<std::byte> own_slot_;
-    std::vector<Peer> peers_;  // [num_ranks], this rank included
+    std::vector<float> node_sums_;    // [num_nodes, hidden], where there is more than one
+    std::vector<std::byte> rounded_;  // a row
+    std::vector<Peer> peers_;         // [num_ranks], this rank included
 };
 
 }  // namespace

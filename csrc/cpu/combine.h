@@ -9,6 +9,7 @@ struct CombineParams {
     DType dtype;
     Layout layout;
     int num_topk, num_experts, hidden;
+    int ranks_per_node;
 
     // of the tokens this rank received
     const int32_t* recv_counts;      // [num_ranks, num_channels]

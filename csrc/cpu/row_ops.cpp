@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kBlock = 64;  // columns whose sums stay in registers
 
-template <class T, class Sum>
+template <class T, class Sum, class Bias>
 DEEPEP_MOE_INLINE void sum_block(const SumParams& p, int begin, int columns) {
     using Storage = typename T::Storage;
     for (int i = 0; i < p.num_next_rows; ++i) {
@@ -33,18 +33,18 @@ DEEPEP_MOE_INLINE void sum_block(const SumParams& p, int begin, int columns) {
         }
     }
     if (p.bias != nullptr) {
-        const Storage* bias = static_cast<const Storage*>(p.bias) + begin;
-        for (int j = 0; j < columns; ++j) sum[j] += T::load(bias[j]);
+        const auto* bias = static_cast<const typename Bias::Storage*>(p.bias) + begin;
+        for (int j = 0; j < columns; ++j) sum[j] += Bias::load(bias[j]);
     }
     auto* out = static_cast<typename Sum::Storage*>(p.sum) + begin;
     for (int j = 0; j < columns; ++j) out[j] = Sum::store(sum[j]);
 }
 
-template <class T, class Sum = T>
+template <class T, class Sum = T, class Bias = T>
 DEEPEP_MOE_INLINE void sum_all(const SumParams& p) {
     int begin = 0;
-    for (; begin + kBlock <= p.hidden; begin += kBlock) sum_block<T, Sum>(p, begin, kBlock);
-    if (begin < p.hidden) sum_block<T, Sum>(p, begin, p.hidden - begin);
+    for (; begin + kBlock <= p.hidden; begin += kBlock) sum_block<T, Sum, Bias>(p, begin, kBlock);
+    if (begin < p.hidden) sum_block<T, Sum, Bias>(p, begin, p.hidden - begin);
 }
 
 DEEPEP_MOE_CLONES void sum_rows_float32(const SumParams& p) { sum_all<Float32>(p); }
@@ -52,6 +52,8 @@ DEEPEP_MOE_CLONES void sum_rows_bfloat16(const SumParams& p) { sum_all<BFloat16>
 DEEPEP_MOE_CLONES void sum_rows_float16(const SumParams& p) { sum_all<Float16>(p); }
 DEEPEP_MOE_CLONES void sum_rows_bfloat16_to_float32(const SumParams& p) { sum_all<BFloat16, Float32>(p); }
 DEEPEP_MOE_CLONES void sum_rows_float16_to_float32(const SumParams& p) { sum_all<Float16, Float32>(p); }
+DEEPEP_MOE_CLONES void sum_float32_rows_to_bfloat16(const SumParams& p) { sum_all<Float32, BFloat16, BFloat16>(p); }
+DEEPEP_MOE_CLONES void sum_float32_rows_to_float16(const SumParams& p) { sum_all<Float32, Float16, Float16>(p); }
 [[noreturn]] void refuse_fp8() { throw std::invalid_argument("fp8 rows cannot be summed; combine takes fp32, bf16 or fp16"); }
 
 }  // namespace
@@ -90,6 +92,15 @@ void sum_rows_to_float32(DType dtype, const SumParams& params) {
         case DType::kFloat32: return sum_rows_float32(params);
         case DType::kBFloat16: return sum_rows_bfloat16_to_float32(params);
         case DType::kFloat16: return sum_rows_float16_to_float32(params);
+        case DType::kFloat8: refuse_fp8();
+    }
+}
+
+void sum_float32_rows(DType dtype, const SumParams& params) {
+    switch (dtype) {
+        case DType::kFloat32: return sum_rows_float32(params);
+        case DType::kBFloat16: return sum_float32_rows_to_bfloat16(params);
+        case DType::kFloat16: return sum_float32_rows_to_float16(params);
         case DType::kFloat8: refuse_fp8();
     }
 }

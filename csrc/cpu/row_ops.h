@@ -31,4 +31,7 @@ void sum_rows(DType dtype, const SumParams& params);
 // The same, of rows of `dtype`, without the last rounding: `sum` is fp32.
 void sum_rows_to_float32(DType dtype, const SumParams& params);
 
+// The same, of rows that are fp32: `sum` and `bias` are of `dtype`.
+void sum_float32_rows(DType dtype, const SumParams& params);
+
 }  // namespace deepep_moe

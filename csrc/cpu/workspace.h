@@ -61,6 +61,7 @@ struct RingControl {
 
 struct WorkspaceConfig {
     int num_ranks, num_channels, num_experts, num_topk, hidden;
+    int ranks_per_node = 0;  // 0: all of them
 };
 
 // Bytes of one ring slot: lane experts and lane values, then the row, then its scales.

@@ -15,6 +15,7 @@ from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import check_beside_handle, check_num_sms, check_owner, check_quantizable, check_routing, check_tensors
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
+from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.ops.quant import quantize_fp8
@@ -44,9 +45,13 @@ class Buffer(Sizes):
             from the expert layout among three ranks or more, or all where there are fewer. A call may say otherwise. Results never depend
             on it. CPU backends ignore it.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
+        ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Sums of a token's rows are made node by node
+            (docs/design/contract.md), so it is a part of what combine computes. None: ranks of one host are a node. A number makes nodes
+            of any ranks, to have on one host the bits of several.
 
     Raises:
-        ValueError: a bad argument. The peers raise EPPeerError.
+        ValueError: a bad argument. The peers raise EPPeerError. Or, on all ranks, hosts with different numbers of ranks, or ranks that are
+            not consecutive, and no `ranks_per_node`.
         EPMismatchError: ranks gave different settings; the message names them.
         BackendUnavailableError: the named backend cannot serve here; the message says why and what to do.
     """
@@ -62,18 +67,20 @@ class Buffer(Sizes):
         backend: str = "auto",
         num_sms: int | None = None,
         timeout_s: float | None = None,
+        ranks_per_node: int | None = None,
     ):
         group, num_ranks, rank = join(group, "Buffer")
         self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
         num_threads: int = 1
         error: Exception | None = None
         try:
-            self._settings = check_settings(self._settings, backend, BACKENDS, timeout_s)
+            self._settings = check_settings(self._settings, backend, BACKENDS, timeout_s, ranks_per_node)
             check_num_sms(num_sms)
             num_threads = config.num_threads(num_ranks)
         except (TypeError, ValueError) as refused:
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
+        self._settings = find_nodes(self._settings, peers)
         made = make_backend(backend, self._settings, peers, group)
         self._group = group
         self.backend: str = made.name
@@ -87,6 +94,11 @@ class Buffer(Sizes):
             )  # fmt: skip
 
     # ---- what it is ----
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Consecutive ranks that are a node."""
+        return self._settings.ranks_per_node
 
     @property
     def num_calls(self) -> int:
@@ -212,7 +224,8 @@ class Buffer(Sizes):
         """Bring the experts' outputs back to the tokens' ranks, summed. Collective; differentiable in `x`, `topk_weights`, `bias`.
 
         The sum is defined to the bit: on the expert side over a token's rows in ascending lane of top-k, in fp32, rounded once to the
-        dtype of `x`; at the source over ranks ascending, in fp32, plus `bias`, rounded once.
+        dtype of `x`; then over ranks ascending, in fp32, plus `bias`, rounded once. With several nodes, over the ranks of each node first,
+        rounded where it is not the token's own, then over nodes (docs/design/contract.md).
 
         Args:
             x: [num_rows, hidden] contiguous, fp32, bf16 or fp16, rows as the dispatch of `handle` returned them.

@@ -23,6 +23,8 @@ class Settings:
     num_experts: int
     num_topk: int
     timeout_s: float
+    ranks_per_node: int = 0
+    """Consecutive ranks that are a node; 0 until `find_nodes` has looked for them."""
 
     @property
     def num_local_experts(self) -> int:
@@ -68,8 +70,10 @@ def offered(backends: Iterable[str]) -> list[str]:
     return [name for name in backends if name not in NOT_BUILT]
 
 
-def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None) -> Settings:
-    """`s` with plain numbers and the deadline in force. Raises TypeError or ValueError."""
+def check_settings(
+    s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None, ranks_per_node: int | None = None
+) -> Settings:
+    """`s` with plain numbers, the deadline in force and the nodes that were asked for. Raises TypeError or ValueError."""
     if backend not in backends:
         raise ValueError(f"backend is {backend!r}; it must be one of {offered(backends)}")
     plain = {}
@@ -87,6 +91,10 @@ def check_settings(s: Settings, backend: str, backends: tuple[str, ...], timeout
         raise ValueError(f"hidden is {s.hidden}; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8")
     if s.num_experts % s.num_ranks:
         raise ValueError(f"num_experts is {s.num_experts}; it must be a multiple of the group's {s.num_ranks} ranks")
+    if ranks_per_node is not None:
+        s = replace(s, ranks_per_node=as_int("ranks_per_node", ranks_per_node))
+        if s.ranks_per_node < 1 or s.num_ranks % s.ranks_per_node:
+            raise ValueError(f"ranks_per_node is {s.ranks_per_node}; it must be None or divide the group's {s.num_ranks} ranks")
     if s.num_topk > min(s.num_experts, _C.MAX_TOPK):
         raise ValueError(f"num_topk is {s.num_topk}; it must be at most num_experts ({s.num_experts}) and at most {_C.MAX_TOPK}")
     return s

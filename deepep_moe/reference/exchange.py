@@ -130,17 +130,25 @@ def combine(
     num_tokens: Sequence[int],
     weights: Sequence[Tensor] | None = None,
     bias: Sequence[Tensor] | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[Tensor]:
     """Combine of all ranks, for rows `x` that lie as `received` (the result of `dispatch`) says.
 
-    x: [num_rows, hidden] of each rank; weights: [num_rows] fp32; bias: [num_tokens, hidden]. At the source: the sum over ranks,
-    ascending, in fp32, then `bias`, rounded once.
+    x: [num_rows, hidden] of each rank; weights: [num_rows] fp32; bias: [num_tokens, hidden]. The sum of a token's rows has three steps:
+    on a rank (`expert_side`); over the ranks of a node, ascending, in fp32, rounded to x's dtype where the token is another node's; over
+    the nodes, ascending, in fp32, then `bias`, rounded once. `ranks_per_node` None: all ranks are one node.
     """
+    per_node = ranks_per_node or len(x)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
-    for rank, there in enumerate(received):
-        for slot, (source, token) in enumerate(there.tokens):
-            row = expert_side(there, x[rank], None if weights is None else weights[rank], slot)
-            totals[source][token] = totals[source][token] + row.float()
+    for first in range(0, len(x), per_node):
+        of_node = [torch.zeros_like(total) for total in totals]
+        for rank in range(first, first + per_node):
+            for slot, (source, token) in enumerate(received[rank].tokens):
+                row = expert_side(received[rank], x[rank], None if weights is None else weights[rank], slot)
+                of_node[source][token] = of_node[source][token] + row.float()
+        for source, rows in enumerate(of_node):
+            crosses = source // per_node != first // per_node
+            totals[source] = totals[source] + (rows.to(x[0].dtype).float() if crosses else rows)
     if bias is not None:
         totals = [total + b.float() for total, b in zip(totals, bias, strict=True)]
     return [total.to(x[0].dtype) for total in totals]

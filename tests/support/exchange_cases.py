@@ -41,6 +41,7 @@ class Case:
     with_weights: bool = True
     with_bias: bool = False
     num_sms: int | None = None
+    ranks_per_node: int | None = None
     bulk_copies: bool = True  # nvlink: with the instructions of sm_90 where they are
     mode: str = "now"  # or "async", "hook"
     backends: tuple[str, ...] = field(default=("shm", "collective"))
@@ -93,11 +94,13 @@ def check_case(rank: int, _: int, case: Case) -> None:
     row_weights = [torch.rand(len(output), generator=torch.Generator().manual_seed(r)) for r, output in enumerate(outputs)]
     biases = [case.bias(r) for r in ranks]
     combined = reference.combine(
-        outputs, received, case.num_tokens, row_weights if case.with_weights else None, biases if case.with_bias else None
-    )
+        outputs, received, case.num_tokens, row_weights if case.with_weights else None, biases if case.with_bias else None,
+        ranks_per_node=case.ranks_per_node,
+    )  # fmt: skip
     for backend in case.backends:
         device = device_of(backend, rank)
-        buffer = Buffer(None, max(case.num_tokens), case.hidden, case.num_experts, case.num_topk, backend=backend, timeout_s=60)
+        sizes = (max(case.num_tokens), case.hidden, case.num_experts, case.num_topk)
+        buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, ranks_per_node=case.ranks_per_node)
         assert buffer.backend == backend
         if backend == "nvlink" and not case.bulk_copies:
             buffer.calls.backend.tuning.uses_bulk_copies = False

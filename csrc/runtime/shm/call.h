@@ -61,6 +61,7 @@ inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& 
     params.num_topk = config.num_topk;
     params.num_experts = config.num_experts;
     params.hidden = config.hidden;
+    params.ranks_per_node = config.ranks_per_node > 0 ? config.ranks_per_node : config.num_ranks;
     params.recv_counts = handle.recv_counts.as<const int32_t*>();
     params.recv_row_idx = handle.recv_row_idx.as<const int32_t*>();
     params.x = x.as<const std::byte*>();

@@ -281,9 +281,15 @@ class CollectiveBackend:
     def _combine(self, args: CombineArgs, combined_x: Tensor, topk_weight_grads: Tensor | None) -> None:
         s, handle = self.settings, args.handle
         tokens, counts, arrived = self._send_sums(args)
+        of_rank = list(zip(tokens.split(counts), arrived[0].split(counts), strict=True))
         total = combined_x.new_zeros(combined_x.shape, dtype=torch.float32)
-        for idx, rows in zip(tokens.split(counts), arrived[0].split(counts), strict=True):
-            total[idx] = total[idx] + rows.float()
+        for first in range(0, s.num_ranks, s.ranks_per_node):
+            of_node = torch.zeros_like(total)
+            for idx, rows in of_rank[first : first + s.ranks_per_node]:
+                of_node[idx] = of_node[idx] + rows.float()
+            if not first <= s.rank < first + s.ranks_per_node:
+                of_node = of_node.to(combined_x.dtype).float()
+            total = total + of_node
         combined_x.copy_(total if args.bias is None else total + args.bias.float())
         if topk_weight_grads is not None:
             topk_weight_grads.zero_()

@@ -18,6 +18,12 @@ BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
 _WHY_NOT_BUILT = "it is not built in this version; use backend='auto', or 'collective' for GPU tensors over NCCL"
 
 
+def _why_not_one_node(settings: Settings) -> str | None:
+    if settings.ranks_per_node == settings.num_ranks:
+        return None
+    return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks"
+
+
 def make_backend(name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend:
     """The backend called `name`, or under "auto" the first that can serve. Collective.
 
@@ -33,7 +39,7 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
             num_channels = min(peer.num_threads for peer in peers)
             made = why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
         else:
-            made = why_not_nvlink(peers) or connect(lambda: NvlinkBackend(settings), settings, group)
+            made = why_not_nvlink(peers) or _why_not_one_node(settings) or connect(lambda: NvlinkBackend(settings), settings, group)
         if not isinstance(made, str):
             return made
         if name != "auto":

@@ -34,6 +34,7 @@ class ShmBackend:
         self.capabilities = Capabilities(device_types=("cpu",), moves_on_thread=True, num_channels=num_channels)
         self._exchange = _C.ShmExchange(
             num_ranks=settings.num_ranks,
+            ranks_per_node=settings.ranks_per_node,
             rank=settings.rank,
             num_channels=num_channels,
             num_experts=settings.num_experts,

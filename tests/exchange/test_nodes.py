@@ -1,0 +1,142 @@
+"""Sums over nodes: the contract's third level by hand and against the reference, and which ranks are a node."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from exchange_cases import Case, assert_same, check_case, poison_outputs
+
+from deepep_moe import Buffer, reference
+from deepep_moe.errors import EPMismatchError, EPPeerError
+from deepep_moe.group import rendezvous
+from deepep_moe.testing import run_ranks
+
+BACKENDS = ("shm", "collective")
+SPLITS = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2), "2x3": (6, 3), "2x4": (8, 4)}  # nodes x ranks: (ranks, of a node)
+
+# ---- by hand ----
+
+
+def by_hand(rank: int, _: int, backend: str) -> list[float]:
+    """One token of each rank goes to all four; rank r returns the r-th of four numbers. In bf16, with 8 bits, 256 + 1 is 256."""
+    poison_outputs()
+    sums = []
+    for per_node in (4, 2, 1):
+        buffer = Buffer(None, 1, 8, 4, 4, backend=backend, ranks_per_node=per_node)
+        assert buffer.ranks_per_node == per_node
+        out = buffer.dispatch(torch.zeros(1, 8, dtype=torch.bfloat16), torch.arange(4)[None])
+        value = [1.0, 256.0, 1.0, 0.0][rank]
+        y = buffer.combine(torch.full((4, 8), value, dtype=torch.bfloat16), out.handle)
+        assert (y == y[0, 0]).all()
+        sums.append(y[0, 0].item())
+    return sums
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_by_hand(backend):
+    """One node: 1 + 256 + 1 = 258. Nodes of two: the sum 1 + 256 stays exact on ranks 0 and 1, which makes 258, and is rounded to 256 for
+    ranks 2 and 3: 256 + 1 = 257, which is 256 in bf16. Nodes of one: every number is exact when it crosses."""
+    assert run_ranks(by_hand, 4, backend) == [[258.0, 258.0, 258.0]] * 2 + [[258.0, 256.0, 258.0]] * 2
+
+
+# ---- against the reference ----
+
+
+@pytest.mark.parametrize("layout", ("expert", "rank"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("split", ("1x4", "2x2", "4x1"))
+def test_equals_reference(split, dtype, layout):
+    num_ranks, per_node = SPLITS[split]
+    case = Case([5, 0, 17, 9], num_topk=4, dtype=dtype, layout=layout, expert_alignment=4, with_bias=True, ranks_per_node=per_node)
+    run_ranks(check_case, num_ranks, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ("uniform", "masked", "skewed", "one_rank"))
+@pytest.mark.parametrize("split", ("3x2", "2x3", "2x4"))
+def test_many_ranks(split, pattern):
+    num_ranks, per_node = SPLITS[split]
+    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+        case = Case(
+            [9, 4, 0, 31, 7, 2, 12, 5][:num_ranks], num_experts=24, num_topk=6, hidden=200, dtype=dtype, pattern=pattern, seed=seed,
+            with_bias=bool(seed % 2), with_weights=seed < 2, ranks_per_node=per_node,
+        )  # fmt: skip
+        run_ranks(check_case, num_ranks, case)
+
+
+def gradients(rank: int, num_ranks: int, backend: str) -> None:
+    """The gradient of a dispatch is a combine, and so node by node; that of a combine copies rows, which no nodes change."""
+    poison_outputs()
+    case = Case([6, 3, 11, 8], num_topk=4, dtype=torch.bfloat16, ranks_per_node=2)
+    inputs = [case.inputs(r) for r in range(num_ranks)]
+    xs, idxs, _ = (list(column) for column in zip(*inputs, strict=True))
+    received = reference.dispatch(xs, idxs, None, case.num_experts)
+    row_grads = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
+    buffer = Buffer(None, 11, case.hidden, case.num_experts, case.num_topk, backend=backend, ranks_per_node=2)
+    x = xs[rank].clone().requires_grad_()
+    out = buffer.dispatch(x, idxs[rank])
+    out.recv_x.backward(row_grads[rank])
+    by_nodes, at_once = (reference.combine(row_grads, received, case.num_tokens, ranks_per_node=n)[rank] for n in (2, None))
+    assert_same("x.grad", x.grad, by_nodes)
+    assert rank != 2 or not torch.equal(by_nodes, at_once), "nodes make no difference in this case"
+    rows = row_grads[rank].clone().requires_grad_()
+    buffer.combine(rows, out.handle).backward(xs[rank])
+    assert_same("rows.grad", rows.grad, received[rank].recv_x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients(backend):
+    run_ranks(gradients, 4, backend)
+
+
+# ---- which ranks are a node ----
+
+
+def on_hosts(rank: int, _: int, hosts: str) -> Any:
+    """Ranks that say they are on these hosts, a letter each: ranks of a node, or the error."""
+    rendezvous.host_id = lambda: f"host {hosts[rank]}"
+    try:
+        return Buffer(None, 1, 8, len(hosts), 1, timeout_s=60).ranks_per_node
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("hosts", "per_node"), [("aaaa", 4), ("aabb", 2), ("abcd", 1), ("a", 1)])
+def test_ranks_of_a_host_are_a_node(hosts, per_node):
+    assert run_ranks(on_hosts, len(hosts), hosts) == [per_node] * len(hosts)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        ("aaab", "ranks 0 to 2 on host a, rank 3 on host b"),
+        ("abab", "rank 0 on host a, rank 1 on host b, rank 2 on host a, rank 3 on host b"),
+    ],
+)
+def test_hosts_that_are_no_nodes(hosts, told):
+    (message,) = set(run_ranks(on_hosts, 4, hosts))
+    assert message == (
+        f"ranks lie on hosts as {told}; every host must have the same number of ranks, one after the other. Start them so, or pass "
+        "ranks_per_node, which may be 1"
+    )
+
+
+def refused(rank: int, _: int, given: list[Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error if rank == 1 or error is EPMismatchError else EPPeerError, match=re.escape(told)):
+        Buffer(None, 1, 8, 4, 1, timeout_s=60, ranks_per_node=given[rank])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ([2, 0], ValueError, "ranks_per_node is 0; it must be None or divide the group's 2 ranks"),
+        ([2, 3], ValueError, "ranks_per_node is 3; it must be None or divide the group's 2 ranks"),
+        ([2, -1], ValueError, "ranks_per_node is -1; it must be None or divide the group's 2 ranks"),
+        ([2, True], TypeError, "ranks_per_node is True; it must be an int"),
+        ([2, 1.0], TypeError, "ranks_per_node is 1.0; it must be an int"),
+        ([2, 1], EPMismatchError, "ranks disagree on ranks_per_node (rank 0: 2, rank 1: 1)"),
+    ],
+)
+def test_bad_nodes(given, error, told):
+    run_ranks(refused, 2, given, error, told)
