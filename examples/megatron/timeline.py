@@ -88,14 +88,18 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 def record(step: Callable[[], object], forward_backward: Callable[[], object], num_steps: int = 2) -> Timeline:
-    """Run `num_steps` whole steps, then one more forward and backward. Collective if they are."""
+    """Run `num_steps` whole steps after another one, and then a forward and backward more. Collective if they are.
+
+    The first step is left out: the GPU was idle before it. All steps have the same kernels, so it is the first share of them.
+    """
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(num_steps):
+        for _ in range(1 + num_steps):
             step()
         torch.cuda.synchronize()
     found = [event for event in _events(profile) if event.device_type() == torch.autograd.DeviceType.CUDA and _is_kernel(event)]
-    begin = min(event.start_ns() for event in found)
+    found = sorted(found, key=lambda event: event.start_ns())[len(found) // (1 + num_steps) :]
+    begin = found[0].start_ns()
     kernels = [
         Kernel(event.name(), event.device_resource_id(), *((at - begin) / 1e6 for at in (event.start_ns(), event.end_ns())))
         for event in found
