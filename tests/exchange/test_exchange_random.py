@@ -32,5 +32,6 @@ def test_random_routings(data):
         seed=data.draw(st.integers(0, 1000), "seed"),
         with_weights=data.draw(st.booleans(), "with_weights"),
         with_bias=data.draw(st.booleans(), "with_bias"),
+        ranks_per_node=data.draw(st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0]), "ranks_per_node"),
     )
     run_ranks(check_case, num_ranks, case)

@@ -140,3 +140,34 @@ def refused(rank: int, _: int, given: list[Any], error: type[Exception], told: s
 )
 def test_bad_nodes(given, error, told):
     run_ranks(refused, 2, given, error, told)
+
+
+# ---- what crosses ----
+
+
+def crossing(rank: int, num_ranks: int) -> None:
+    """One row for each (token, other node) leaves a source in a dispatch and comes back in a combine, however many experts it has there."""
+    case = Case([5, 0, 17, 9], num_topk=4, ranks_per_node=2)
+    idxs = [case.routing(r) for r in range(num_ranks)]
+    buffer = Buffer(None, 17, case.hidden, case.num_experts, 4, backend="collective", ranks_per_node=2)
+    backend, crossed = buffer.calls.backend, []
+    own = backend._all_to_all
+
+    def counting(step: Any, *rest: Any) -> Any:
+        if step.parts[0].shape[1] == case.hidden:  # rows, and not what leads them
+            crossed.append(sum(number for peer, number in enumerate(step.num_sent) if peer // 2 != rank // 2))
+        return own(step, *rest)
+
+    backend._all_to_all = counting
+    out = buffer.dispatch(torch.zeros(case.num_tokens[rank], case.hidden), idxs[rank])
+    buffer.combine(out.recv_x, out.handle)
+
+    def goes(source: int, node: int) -> int:
+        return int(((idxs[source] >= 6 * node) & (idxs[source] < 6 * node + 6)).any(1).sum())
+
+    other = 1 - rank // 2
+    assert crossed == [goes(rank, other), 0, 0, goes(2 * other + rank % 2, rank // 2)]
+
+
+def test_one_row_crosses_for_each_token_and_node():
+    run_ranks(crossing, 4)

@@ -11,8 +11,8 @@ from fault_cases import ERRORS, MOMENTS, SOON_S, alarm, fault, inputs, make, mak
 from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
-SIZES = [(kind, num_ranks) for kind in ("shm", "collective") for num_ranks in (2, 3, 5)]
-FAST = (("shm", 3), ("collective", 3))
+SIZES = [*((kind, num_ranks) for kind in ("shm", "collective") for num_ranks in (2, 3, 5)), ("two hops", 4), ("two hops", 6)]
+FAST = (("shm", 3), ("collective", 3), ("two hops", 4))
 CPUS = [pytest.param(*size, marks=() if size in FAST else pytest.mark.slow) for size in SIZES]
 GPUS = [pytest.param("nvlink", num_ranks, marks=pytest.mark.gpu) for num_ranks in (2, 3)]
 on_all_sizes = pytest.mark.parametrize(("kind", "num_ranks"), CPUS)

@@ -26,13 +26,16 @@ ON_GPUS = ("nvlink", "low latency nvlink")
 
 
 def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None) -> Any:
-    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "low latency", which is over shared memory, or one of `ON_GPUS`."""
+    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "two hops", which is `collective` over nodes of two ranks, or "low
+    latency", which is over shared memory, or one of `ON_GPUS`."""
     if kind in ON_GPUS:
         device_of("nvlink", dist.get_rank())
     dist.barrier(group=group)
     sizes = (group, num_tokens, hidden, 2 * num_ranks, num_ranks)
     if kind.startswith("low latency"):
         return LowLatencyBuffer(*sizes, backend="nvlink" if kind in ON_GPUS else "shm", timeout_s=timeout_s)
+    if kind == "two hops":
+        return Buffer(*sizes, backend="collective", timeout_s=timeout_s, ranks_per_node=2)
     buffer = Buffer(*sizes, backend=kind, timeout_s=timeout_s)
     if kind == "nvlink":
         buffer.calls._native = None  # whose calls go past what faults are put into

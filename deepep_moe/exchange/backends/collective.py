@@ -1,16 +1,15 @@
 """Backend `collective`: anything torch.distributed reaches, rows through `all_to_all_single` of the process group.
 
 Plain PyTorch on the device of the tensors. A call is an exchange of entries (who is here, with what operation and counts, or with what
-error), then one all-to-all whose rows carry their lane indices, weights and scales.
+error), then an all-to-all whose rows carry their lane indices, weights and scales. Over several nodes rows take two hops (`two_hops`).
 """
 
 import contextlib
 import datetime
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,50 +19,25 @@ from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
+from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry
+from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.rendezvous import Exchange, hang_up, is_of_handler
 from deepep_moe.group.settings import Settings
 
-_OPERATIONS = ("dispatch", "cached dispatch", "combine")
+_Result = TypeVar("_Result")
 _MESSAGE_BYTES = 512
-
-
-@dataclass
-class Entry:
-    """A rank's arrival in a call."""
-
-    call: int
-    failed: int
-    operation: int
-    dtype: int
-    layout: int
-    expert_alignment: int
-    flags: int  # 1: topk_weights, 2: x_scales, 4: gradients of topk_weights
-    num_recv_rows: int
-    handle_call: int  # the dispatch whose handle is used, 0 without one
-
-    def signature(self) -> tuple[int, ...]:
-        return (self.operation, self.dtype, self.layout, self.expert_alignment, self.flags, self.handle_call)
-
-    def describe(self) -> str:
-        extras = [", with topk_weights", ", with x_scales", ", with gradients of topk_weights"]
-        extras = [text for bit, text in enumerate(extras) if self.flags >> bit & 1]
-        if self.handle_call:
-            extras.insert(0, f", with the handle of call {self.handle_call}")
-        name = sorted(set(DTYPE_NAMES.values()))[self.dtype]
-        return (
-            f"{_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
-            f"expert_alignment {self.expert_alignment}" + "".join(extras)
-        )
-
-
-_NUM_FIELDS = len(Entry.__dataclass_fields__)
 
 
 def _reinterpret(rows: Tensor, dtype: torch.dtype, num_columns: int) -> Tensor:
     """The bytes of rows [num_rows, ...] as [num_rows, num_columns] of `dtype`."""
     return rows.contiguous().flatten().view(dtype).view(rows.shape[0], num_columns)
+
+
+def _at_once(step: Step) -> Steps[list[Tensor]]:
+    """A way of one exchange."""
+    return (yield step)
 
 
 class CollectiveBackend:
@@ -78,6 +52,8 @@ class CollectiveBackend:
         """`processes`: (host, process id) of every rank, to tell which one died."""
         self.settings = settings
         self.group = group
+        self._hops = TwoHops(settings)
+        self._num_nodes = settings.num_ranks // settings.ranks_per_node
         host, _ = processes[settings.rank]
         self._neighbours = {rank: _C.running(pid) for rank, (other, pid) in enumerate(processes) if other == host}
         self.num_calls = 0
@@ -97,9 +73,10 @@ class CollectiveBackend:
 
         def owe(counts: Tensor) -> Callable[[], object]:
             self._check_bounds(args, counts)
-            return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist())
+            return partial(self._send_rows, args, narrow_topk_idx, counts[:, s.rank].tolist(), self._num_to_forward(counts))
 
-        counts = self._enter(self._entry(0, args.x, args.layout, args), owe, torch.cat([per_rank, per_expert]).cpu())
+        own = self._own_counts(narrow_topk_idx, torch.cat([per_rank, per_expert]))
+        counts = self._enter(self._entry(0, args.x, args.layout, args), own, owe)
         to_here = counts[:, s.rank : s.rank + 1]
         mine = slice(s.num_ranks + s.rank * s.num_local_experts, s.num_ranks + (s.rank + 1) * s.num_local_experts)
         tokens_per_expert = counts[:, mine].sum(0).to(torch.int32)
@@ -115,17 +92,19 @@ class CollectiveBackend:
             torch.tensor([self.num_calls], device="cpu"), recv_topk_idx,
         )  # fmt: skip
         rows = self._allocate(args, handle)
-        return rows, handle, lambda: self._move(args, handle, rows, cached=False)
+        return rows, handle, lambda: self._move(args, handle, rows, self._num_to_forward(counts), cached=False)
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> tuple[Rows, Move]:
         handle, rows = args.handle, self._allocate(args, args.handle)
 
         def move() -> None:
             num_received = handle.recv_counts.flatten().tolist()
-            self._enter(
-                self._entry(1, args.x, handle.layout, args), lambda _: partial(self._send_rows, args, handle.topk_idx, num_received)
-            )
-            self._move(args, handle, rows, cached=True)
+
+            def owe(counts: Tensor) -> Callable[[], object]:
+                return partial(self._send_rows, args, handle.topk_idx, num_received, self._num_to_forward(counts))
+
+            counts = self._enter(self._entry(1, args.x, handle.layout, args), self._own_counts(handle.topk_idx), owe)
+            self._move(args, handle, rows, self._num_to_forward(counts), cached=True)
 
         return rows, move
 
@@ -135,8 +114,11 @@ class CollectiveBackend:
         topk_weight_grads = None if args.topk_weight_grads is None else args.x.new_empty(handle.num_tokens, s.num_topk, dtype=torch.float32)
 
         def move() -> None:
-            self._enter(self._entry(2, args.x, handle.layout, args), lambda _: partial(self._send_sums, args))
-            self._combine(args, combined_x, topk_weight_grads)
+            def owe(counts: Tensor) -> Callable[[], object]:
+                return partial(self._send_sums, args, self._num_to_forward(counts))
+
+            counts = self._enter(self._entry(2, args.x, handle.layout, args), self._own_counts(handle.topk_idx), owe)
+            self._combine(args, self._send_sums(args, self._num_to_forward(counts)), combined_x, topk_weight_grads)
 
         return combined_x, topk_weight_grads, move
 
@@ -159,7 +141,7 @@ class CollectiveBackend:
     def refuse(self, message: str) -> None:
         entry = Entry(0, 1, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
-            self._enter(entry, message=message)
+            self._enter(entry, self._own_counts(), message=message)
 
     def abandon(self, message: str) -> None:
         """Do for the peers what they wait for, as nothing else ends their wait; they learn `message` in their next call."""
@@ -206,18 +188,40 @@ class CollectiveBackend:
         shape = (num_rows,) if handle.layout == "expert" else (num_rows, self.settings.num_topk)
         return Rows(recv_x, scales, None if args.topk_weights is None else x.new_zeros(shape, dtype=torch.float32))
 
-    def _send_rows(self, args: DispatchArgs | CachedDispatchArgs, topk_idx: Tensor, num_received: list[int]) -> list[Tensor]:
+    def _own_counts(self, topk_idx: Tensor | None = None, per_rank_and_expert: Tensor | None = None) -> Tensor:
+        """What a rank tells in an entry: rows for each rank and expert, of an uncached dispatch, and over several nodes tokens for each."""
+        s = self.settings
+        counts = torch.zeros(s.num_ranks + s.num_experts + (self._num_nodes if self._num_nodes > 1 else 0), dtype=torch.int64, device="cpu")
+        if per_rank_and_expert is not None:
+            counts[: s.num_ranks + s.num_experts] = per_rank_and_expert.cpu()
+        if topk_idx is not None and self._num_nodes > 1:
+            counts[s.num_ranks + s.num_experts :] = self._hops.num_tokens_per_node(topk_idx).cpu()
+        return counts
+
+    def _num_to_forward(self, counts: Tensor) -> list[int]:
+        return self._hops.num_to_forward(counts[:, self.settings.num_ranks + self.settings.num_experts :]) if self._num_nodes > 1 else []
+
+    def _send_rows(
+        self, args: DispatchArgs | CachedDispatchArgs, topk_idx: Tensor, num_received: list[int], num_to_forward: list[int]
+    ) -> list[Tensor]:
         """What arrives: rows, their local experts, scales and weights where there are some."""
         s = self.settings
-        destinations, tokens = self._sent(topk_idx)
-        local = topk_idx[tokens] - (destinations * s.num_local_experts)[:, None].to(torch.int32)
-        local = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)
-        parts = [args.x[tokens], local]
-        parts += [part[tokens] for part in (args.x_scales, args.topk_weights) if part is not None]
-        return self._all_to_all(parts, destinations.bincount(minlength=s.num_ranks).tolist(), num_received, "dispatch rows")
+        parts = [args.x, topk_idx] + [part for part in (args.x_scales, args.topk_weights) if part is not None]
+        if self._num_nodes > 1:
+            ways = self._hops.dispatch(parts, topk_idx, num_to_forward, num_received)
+        else:
+            destinations, tokens = self._sent(topk_idx)
+            sent = destinations.bincount(minlength=s.num_ranks).tolist()
+            ways = _at_once(Step([part[tokens] for part in parts], sent, num_received, True))
+        arrived = self._go(ways, "dispatch rows")
+        local = arrived[1] - s.rank * s.num_local_experts
+        arrived[1] = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)
+        return arrived
 
-    def _move(self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, *, cached: bool) -> None:
-        arrived = self._send_rows(args, handle.topk_idx, handle.recv_counts.flatten().tolist())
+    def _move(
+        self, args: DispatchArgs | CachedDispatchArgs, handle: DispatchHandle, rows: Rows, num_to_forward: list[int], *, cached: bool
+    ) -> None:
+        arrived = self._send_rows(args, handle.topk_idx, handle.recv_counts.flatten().tolist(), num_to_forward)
         recv_x, experts, rest = arrived[0], arrived[1], arrived[2:]
         scales = rest.pop(0) if args.x_scales is not None else None
         weights = rest.pop(0) if args.topk_weights is not None else None
@@ -271,55 +275,74 @@ class CollectiveBackend:
         values[there] = args.topk_weight_grads[handle.recv_row_idx[there].long()]
         return [x, values]
 
-    def _send_sums(self, args: CombineArgs) -> tuple[Tensor, list[int], list[Tensor]]:
-        """The token of each row that arrives, how many come from each rank, and what arrives."""
-        handle = args.handle
+    def _send_sums(self, args: CombineArgs, num_to_forward: list[int]) -> list[Sums]:
+        """What comes back from each rank, or over several nodes from each node."""
+        handle, parts = args.handle, self._expert_side(args)
+        num_received = handle.recv_counts.flatten().tolist()
+        if self._num_nodes > 1:
+            return self._go(self._hops.combine(parts, handle.topk_idx, num_to_forward, num_received), "combine rows")
         destinations, tokens = self._sent(handle.topk_idx)
         counts = destinations.bincount(minlength=self.settings.num_ranks).tolist()
-        return tokens, counts, self._all_to_all(self._expert_side(args), handle.recv_counts.flatten().tolist(), counts, "combine rows")
+        arrived = self._go(_at_once(Step(parts, num_received, counts, True)), "combine rows")
+        pieces = [part.split(counts) for part in arrived]
+        return [Sums(idx, pieces[0][i], pieces[1][i] if len(pieces) > 1 else None) for i, idx in enumerate(tokens.split(counts))]
 
-    def _combine(self, args: CombineArgs, combined_x: Tensor, topk_weight_grads: Tensor | None) -> None:
-        s, handle = self.settings, args.handle
-        tokens, counts, arrived = self._send_sums(args)
-        of_rank = list(zip(tokens.split(counts), arrived[0].split(counts), strict=True))
+    def _combine(self, args: CombineArgs, sums: list[Sums], combined_x: Tensor, topk_weight_grads: Tensor | None) -> None:
         total = combined_x.new_zeros(combined_x.shape, dtype=torch.float32)
-        for first in range(0, s.num_ranks, s.ranks_per_node):
-            of_node = torch.zeros_like(total)
-            for idx, rows in of_rank[first : first + s.ranks_per_node]:
-                of_node[idx] = of_node[idx] + rows.float()
-            if not first <= s.rank < first + s.ranks_per_node:
-                of_node = of_node.to(combined_x.dtype).float()
-            total = total + of_node
+        for idx, rows, _ in sums:
+            total[idx] = total[idx] + rows.float()
         combined_x.copy_(total if args.bias is None else total + args.bias.float())
-        if topk_weight_grads is not None:
-            topk_weight_grads.zero_()
-            for rank, (idx, values) in enumerate(zip(tokens.split(counts), arrived[1].split(counts), strict=True)):
-                there = (handle.topk_idx[idx] >= 0) & (handle.topk_idx[idx] // s.num_local_experts == rank)
-                topk_weight_grads[idx] = torch.where(there, values, topk_weight_grads[idx])
+        if topk_weight_grads is None:
+            return
+        topk_weight_grads.zero_()
+        num_experts = self.settings.num_experts // len(sums)
+        for number, (idx, _, values) in enumerate(sums):
+            assert values is not None  # with gradients they come along
+            there = (args.handle.topk_idx[idx] >= 0) & (args.handle.topk_idx[idx] // num_experts == number)
+            topk_weight_grads[idx] = torch.where(there, values, topk_weight_grads[idx])
 
     # ---- messages ----
 
-    def _all_to_all(self, parts: list[Tensor], num_sent: list[int], num_received: list[int], phase: str) -> list[Tensor]:
-        """Send rows of `parts` (by destination), receive as many kinds of rows (by source), all in one message a peer."""
+    def _go(self, ways: Steps[_Result], phase: str, first: Callable[[], list[Tensor]] | None = None) -> _Result:
+        """Make the exchanges of `ways`, and return what they return. `first`: what the one that is under way already brings."""
+        try:
+            step = next(ways) if first is None else ways.send(first())
+            while True:
+                step = ways.send(self._all_to_all(step, ways, phase))
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+    def _all_to_all(self, step: Step, ways: Steps[Any], phase: str) -> list[Tensor]:
+        """Send rows of the parts (by destination), receive as many kinds of rows (by source), all in one message a peer."""
+        parts, num_sent, num_received, is_last = step
         if self.settings.num_ranks == 1:
             self._owed = None
             return parts
         row_bytes = [part.shape[1] * part.element_size() for part in parts]
         payload = torch.cat([_reinterpret(part, torch.uint8, size) for part, size in zip(parts, row_bytes, strict=True)], dim=1)
         received = payload.new_empty(sum(num_received), payload.shape[1])
-        try:
+
+        @contextlib.contextmanager
+        def naming_the_culprit() -> Iterator[None]:
+            try:
+                yield
+            except RuntimeError as error:
+                if is_of_handler(error):
+                    raise
+                raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
+
+        with naming_the_culprit():
             work = dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group, async_op=True)
-            self._owed = None
-            if payload.is_cuda:
-                work.wait()  # holds the stream; the group's own deadline counts
-            else:
-                work.wait(datetime.timedelta(seconds=self.settings.timeout_s))
-        except RuntimeError as error:
-            if is_of_handler(error):
-                raise
-            raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
-        pieces = received.split(row_bytes, dim=1)
-        return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
+
+        def arrived() -> list[Tensor]:
+            with naming_the_culprit():
+                # On a GPU this holds the stream, and the group's own deadline counts.
+                work.wait(*(() if payload.is_cuda else (datetime.timedelta(seconds=self.settings.timeout_s),)))
+            pieces = received.split(row_bytes, dim=1)
+            return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
+
+        self._owed = None if is_last else partial(self._go, ways, phase, arrived)
+        return arrived()
 
     def _entry(self, operation: int, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
         if isinstance(args, CombineArgs):
@@ -333,16 +356,13 @@ class CollectiveBackend:
         dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[x.dtype])
         return Entry(0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
 
-    def _enter(
-        self, own: Entry, owe: Callable[[Tensor], Callable[[], object]] | None = None, counts: Tensor | None = None, message: str = ""
-    ) -> Tensor:
-        """Exchange entries with all ranks, check that they fit; returns the counts [num_ranks, num_ranks + num_experts] int64.
+    def _enter(self, own: Entry, counts: Tensor, owe: Callable[[Tensor], Callable[[], object]] | None = None, message: str = "") -> Tensor:
+        """Exchange entries with all ranks, check that they fit; returns the counts of all ranks, [num_ranks, *counts.shape] int64.
         owe(counts): what this rank owes its peers once all have entered."""
         s = self.settings
         self._refuse_if_broken()
         own.call, self._owed = self.num_calls + 1, None
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
-        counts = torch.zeros(s.num_ranks + s.num_experts, dtype=torch.int64, device="cpu") if counts is None else counts
         fields = torch.tensor(list(vars(own).values()), dtype=torch.int64, device="cpu")
         vector = torch.cat([fields, counts, torch.frombuffer(bytearray(text), dtype=torch.int64)])
         is_alone = self.group is None or s.num_ranks == 1
@@ -356,7 +376,7 @@ class CollectiveBackend:
     ) -> Tensor:
         """The rest of `_enter`, also a second time after an interrupt."""
         entries = vector[None] if messages is None else self._received(messages)
-        peers = [Entry(*row[:_NUM_FIELDS].tolist()) for row in entries]
+        peers = [Entry(*row[:NUM_FIELDS].tolist()) for row in entries]
         for rank, peer in enumerate(peers):
             if peer.failed:
                 reason = entries[rank, -_MESSAGE_BYTES // 8 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
@@ -366,7 +386,7 @@ class CollectiveBackend:
             calls = "; ".join(f"rank {rank}: {peers[rank].describe()}" for rank in [self.settings.rank, *different])
             raise EPMismatchError(f"ranks make different calls: {calls}")
         self._bounds = [peer.num_recv_rows for peer in peers]
-        counts = entries[:, _NUM_FIELDS : -_MESSAGE_BYTES // 8]
+        counts = entries[:, NUM_FIELDS : -_MESSAGE_BYTES // 8]
         self._owed = None if owe is None else owe(counts)
         self._arriving = None
         return counts
@@ -405,7 +425,7 @@ class CollectiveBackend:
     def _check_bounds(self, args: DispatchArgs, counts: Tensor) -> int:
         """Rows this rank will receive. Raises EPCapacityError where any rank's bound is too small."""
         s = self.settings
-        per_expert = counts[:, s.num_ranks :].sum(0).view(s.num_ranks, s.num_local_experts)
+        per_expert = counts[:, s.num_ranks : s.num_ranks + s.num_experts].sum(0).view(s.num_ranks, s.num_local_experts)
         per_rank = padded(per_expert, args.expert_alignment).sum(1) if args.layout == "expert" else counts[:, : s.num_ranks].sum(0)
         for rank, (rows, bound) in enumerate(zip(per_rank.tolist(), self._bounds, strict=True)):
             if 0 <= bound < rows:

@@ -1,0 +1,40 @@
+"""What a rank tells all others when it comes into a call of the backend `collective`."""
+
+from dataclasses import dataclass
+
+from deepep_moe.device import DTYPE_NAMES
+from deepep_moe.exchange.backends.base import LAYOUTS
+
+_OPERATIONS = ("dispatch", "cached dispatch", "combine")
+
+
+@dataclass
+class Entry:
+    """A rank's arrival in a call."""
+
+    call: int
+    failed: int
+    operation: int
+    dtype: int
+    layout: int
+    expert_alignment: int
+    flags: int  # 1: topk_weights, 2: x_scales, 4: gradients of topk_weights
+    num_recv_rows: int
+    handle_call: int  # the dispatch whose handle is used, 0 without one
+
+    def signature(self) -> tuple[int, ...]:
+        return (self.operation, self.dtype, self.layout, self.expert_alignment, self.flags, self.handle_call)
+
+    def describe(self) -> str:
+        extras = [", with topk_weights", ", with x_scales", ", with gradients of topk_weights"]
+        extras = [text for bit, text in enumerate(extras) if self.flags >> bit & 1]
+        if self.handle_call:
+            extras.insert(0, f", with the handle of call {self.handle_call}")
+        name = sorted(set(DTYPE_NAMES.values()))[self.dtype]
+        return (
+            f"{_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
+            f"expert_alignment {self.expert_alignment}" + "".join(extras)
+        )
+
+
+NUM_FIELDS = len(Entry.__dataclass_fields__)

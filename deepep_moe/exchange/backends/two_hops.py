@@ -1,0 +1,153 @@
+"""The way of rows between nodes: one row for each (token, node) crosses, to the rank there that has the sender's index in its node.
+
+```
+ dispatch   source (m, i) ==row==> forwarder (n, i) --row--> each rank (n, j) with an expert of the token
+ combine    source (m, i) <==sum== forwarder (n, i) <--row-- each rank (n, j), added up in ascending j, in fp32
+```
+
+(n, i) is rank i of node n. A way is a generator: it yields exchanges of the whole group, gets what has arrived, and returns the end of it.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from deepep_moe.exchange.routing import is_token_in_rank
+from deepep_moe.group.settings import Settings
+
+_Result = TypeVar("_Result")
+
+
+class Step(NamedTuple):
+    """Rows of several kinds to every rank, in one message: `all_to_all_single` of the group."""
+
+    parts: list[Tensor]
+    """Rows of each kind, by destination."""
+    num_sent: list[int]
+    num_received: list[int]
+    is_last: bool
+
+
+Steps = Generator[Step, list[Tensor], _Result]
+
+
+class Sums(NamedTuple):
+    """What comes back to a source from one node."""
+
+    tokens: Tensor
+    """[n] tokens of this rank."""
+    rows: Tensor
+    """[n, hidden]: fp32 of its own node, else in the dtype of the rows."""
+    values: Tensor | None
+    """[n, num_topk] fp32, one for each lane."""
+
+
+class TwoHops:
+    """The ways of one rank."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._size, self._num_nodes = settings.ranks_per_node, settings.num_ranks // settings.ranks_per_node
+        self._node, index = divmod(settings.rank, self._size)
+        self._of_index = range(index, settings.num_ranks, self._size)  # ranks of this index, by node
+        self._of_node = range(self._node * self._size, (self._node + 1) * self._size)
+
+    def num_tokens_per_node(self, topk_idx: Tensor) -> Tensor:
+        """[num_nodes] tokens of this rank that have an expert there."""
+        return self._in_nodes(topk_idx).sum(0)
+
+    def num_to_forward(self, num_tokens_per_node: Tensor) -> list[int]:
+        """From what all ranks have told, [num_ranks, num_nodes]: tokens of each rank of this index that have an expert in this node."""
+        return num_tokens_per_node[self._of_index.start :: self._size, self._node].tolist()
+
+    def dispatch(self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int]) -> Steps[list[Tensor]]:
+        """Send the rows of `parts` [num_tokens, ...], one of which is `topk_idx`. Returns those that arrive at this rank, by (source rank,
+        token). num_received: of each source rank."""
+        lanes = next(i for i, part in enumerate(parts) if part is topk_idx)
+        nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
+        sent = self._at(self._of_index, nodes.bincount(minlength=self._num_nodes).tolist())
+        here = yield Step([part[tokens] for part in parts], sent, self._at(self._of_index, num_to_forward), False)
+        targets, rows = self._in_ranks(here[lanes]).t().nonzero(as_tuple=True)
+        sent = self._at(self._of_node, targets.bincount(minlength=self._size).tolist())
+        arrived = yield Step([part[rows] for part in here], sent, self._at(self._of_node, self._by_index(num_received)), True)
+        order = _transposed(num_received, self._num_nodes, self._size)  # of blocks: it was by index, then node
+        return [part[order.argsort().to(part.device)] for part in arrived]
+
+    def combine(self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int]) -> Steps[list[Sums]]:
+        """Send this rank's row of each token that it has received, by (source rank, token), and values of its lanes if there are any.
+        Returns the nodes' sums of this rank's own tokens, by node."""
+        nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
+        per_node = nodes.bincount(minlength=self._num_nodes).tolist()
+        forwarded = self._at(self._of_index, num_to_forward)
+        (lanes,) = yield Step([topk_idx[tokens]], self._at(self._of_index, per_node), forwarded, False)
+        in_ranks = self._in_ranks(lanes)
+        order = _transposed(num_received, self._num_nodes, self._size)
+        sent = self._at(self._of_node, self._by_index(num_received))
+        per_rank = in_ranks.sum(0).tolist()
+        rows = yield Step([part[order.to(part.device)] for part in parts], sent, self._at(self._of_node, per_rank), False)
+        sums = self._add_up(rows, in_ranks, lanes, per_rank)
+        own, others = self._own(num_to_forward)
+        back = [sums[0][others].to(parts[0].dtype), *(values[others] for values in sums[1:])]
+        sent, received = (self._at(self._of_index, numbers) for numbers in (num_to_forward, per_node))
+        sent[self.settings.rank] = received[self.settings.rank] = 0
+        arrived = yield Step(back, sent, received, True)
+        found, first = [], 0
+        for node, of_node in enumerate(tokens.split(per_node)):
+            end = first + (0 if node == self._node else len(of_node))
+            pieces = [part[own] for part in sums] if node == self._node else [part[first:end] for part in arrived]
+            found.append(Sums(of_node, pieces[0], pieces[1] if len(pieces) > 1 else None))
+            first = end
+        return found
+
+    def _add_up(self, rows: list[Tensor], in_ranks: Tensor, lanes: Tensor, per_rank: list[int]) -> list[Tensor]:
+        """The sums of this node over its ranks, ascending, in fp32, and the values of all lanes."""
+        total = rows[0].new_zeros(len(lanes), rows[0].shape[1], dtype=torch.float32)
+        values = [part.new_zeros(lanes.shape) for part in rows[1:]]
+        pieces = [part.split(per_rank) for part in rows]
+        for index, rank in enumerate(self._of_node):
+            tokens = in_ranks[:, index].nonzero().flatten()
+            total[tokens] = total[tokens] + pieces[0][index].float()
+            for value, piece in zip(values, pieces[1:], strict=True):
+                there = self._rank_of(lanes[tokens]) == rank
+                value[tokens] = torch.where(there, piece[index], value[tokens])
+        return [total, *values]
+
+    # ---- who is where ----
+
+    def _rank_of(self, topk_idx: Tensor) -> Tensor:
+        return torch.where(topk_idx < 0, -1, topk_idx // self.settings.num_local_experts)
+
+    def _in_nodes(self, topk_idx: Tensor) -> Tensor:
+        """[num_tokens, num_nodes] bool."""
+        return is_token_in_rank(topk_idx, self._num_nodes, self._size * self.settings.num_local_experts)
+
+    def _in_ranks(self, topk_idx: Tensor) -> Tensor:
+        """[num_tokens, ranks of this node] bool."""
+        everywhere = is_token_in_rank(topk_idx, self.settings.num_ranks, self.settings.num_local_experts)
+        return everywhere[:, self._of_node.start : self._of_node.stop]
+
+    def _at(self, ranks: Iterable[int], numbers: Sequence[int]) -> list[int]:
+        """`numbers` of `ranks`, and 0 of all others."""
+        found = [0] * self.settings.num_ranks
+        for rank, number in zip(ranks, numbers, strict=True):
+            found[rank] = number
+        return found
+
+    def _by_index(self, per_rank: list[int]) -> list[int]:
+        """Sums over the ranks of each index."""
+        return [sum(per_rank[index :: self._size]) for index in range(self._size)]
+
+    def _own(self, num_to_forward: list[int]) -> tuple[Tensor, Tensor]:
+        """Of forwarded tokens: those of this rank, and all others."""
+        nodes = torch.repeat_interleave(torch.tensor(num_to_forward, device="cpu"))
+        return (nodes == self._node).nonzero().flatten(), (nodes != self._node).nonzero().flatten()
+
+
+def _transposed(sizes: list[int], num_outer: int, num_inner: int) -> Tensor:
+    """Rows that lie in blocks of `sizes`, by outer and then inner number, in the order of blocks by inner and then outer number."""
+    starts = [0, *accumulate(sizes)]
+    blocks = [outer * num_inner + inner for inner in range(num_inner) for outer in range(num_outer)]
+    return torch.cat([torch.arange(starts[block], starts[block + 1], device="cpu") for block in blocks])
