@@ -108,6 +108,7 @@ private:
     void* state_words() const { return &state_->gave_up; }
     [[noreturn]] void raise(const GpuFailure& failure) const;
     GpuFailure in_calls(GpuFailure failure) const;
+    GpuFailure origin(GpuFailure failure) const;
     std::string describe(const GpuFailure& failure, int rank) const;
     std::string reason_of(int peer, long long call) const;
     GpuStamp stamp_of(int peer, long long call) const;

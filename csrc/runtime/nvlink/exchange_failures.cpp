@@ -46,7 +46,17 @@ void NvlinkExchange::check_this_call() {
     };
     const GpuFailure failure = failures_.take(host_->failure, state_words(), kStateBytes, is_done);
     void_plan_ = num_plans_;
-    raise(in_calls(failure));
+    raise(in_calls(origin(failure)));
+}
+
+// Of refusals for another's refusal, the first one, where that has arrived: ranks hear of it in any order.
+GpuFailure NvlinkExchange::origin(GpuFailure f) const {
+    for (int hops = 0; f.kind == kPeerRefused && hops < config_.num_ranks; ++hops) {
+        const GpuStamp stamp = stamp_of(f.peer, f.expected);
+        if (stamp.reason[0] != '\0' || stamp.why.kind != kPeerRefused) break;
+        f = stamp.why;
+    }
+    return f;
 }
 
 // What was expected and seen, as numbers of calls where the words say those.

@@ -2,8 +2,8 @@
 
 All kinds take turns in one run, on the same inputs, gate and experts. "exchange" is the layer with experts that cost nothing (rows return
 as they came), so it includes the gate, the encoding, both all-to-alls and the decoding. "communication" is the same with a gate that has
-decided before. "layer" has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers), and
-"deepspeed" is the layer's own forward. Results are compared first. Times are of the slowest rank, for one of `--num-layers` layers. These
+decided before. "layer" has experts of two matrices. "exact" and "fast" are the modes of deepep_moe (see replace_moe_layers), "grouped" is
+the fast one with `grouped_experts`, and "deepspeed" is the layer's own forward. Results are compared first. Times are of the slowest rank, for one of `--num-layers` layers. These
 run forward one after another and then backward, as in a model, so that the backward's thread is woken only once. On GPUs a profile of
 other runs tells the time of the kernels alone.
 
@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from deepep_moe.bench.layers.deepspeed_passes import AutoEPPass, CommunicationPa
 from deepep_moe.bench.layers.passes import PARTS, check_ranks, describe, difference, slowest, times_of
 from deepep_moe.testing import RankFailedError, run_ranks
 
-DEEPSPEED, MODES = "deepspeed", ("exact", "fast")
+DEEPSPEED = "deepspeed"
 LIMIT_S = 1800
 """Seconds that a shape may take."""
 _WARMUP = 3
@@ -108,11 +109,16 @@ def kind_of(name: str) -> str:
     return name.removeprefix("deepspeed_moe.").split(".")[0]
 
 
+def modes_of(kinds: Iterable[str]) -> list[str]:
+    """Return those that are ours."""
+    return [kind for kind in kinds if kind != DEEPSPEED]
+
+
 def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
     """Return the largest difference from DeepSpeed's results, by mode, then by kind of result."""
     expected = passes[DEEPSPEED].results()
     found: dict[str, dict[str, float]] = {}
-    for mode in MODES:
+    for mode in modes_of(passes):
         kinds = found.setdefault(mode, {})
         for name, value in passes[mode].results().items():
             distance = difference(value.float(), expected[name].float())
@@ -123,12 +129,13 @@ def compare(passes: dict[str, LayerPass]) -> dict[str, dict[str, float]]:
 def link_bytes(topk_idx: Tensor, num_local_experts: int, row_bytes: int) -> dict[str, int]:
     """Return the bytes of a dispatch of topk_idx [num_tokens, num_topk] over the link, by mode.
 
-    Exact mode sends a row for each remote expert of a token, fast mode one for each remote rank.
+    Exact mode sends a row for each remote expert of a token, the others one for each remote rank.
     """
     ranks = topk_idx.div(num_local_experts, rounding_mode="floor")
     elsewhere = (topk_idx >= 0) & (ranks != dist.get_rank())
     per_rank = [((ranks == rank) & elsewhere).any(1).sum() for rank in range(dist.get_world_size())]
-    return {"exact": int(elsewhere.sum()) * row_bytes, "fast": int(sum(per_rank)) * row_bytes}
+    fast = int(sum(per_rank)) * row_bytes
+    return {"exact": int(elsewhere.sum()) * row_bytes, "fast": fast, "grouped": fast}
 
 
 def measure(rank: int, num_ranks: int, options: argparse.Namespace, shape: Shape) -> Measured:
@@ -174,9 +181,10 @@ def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, se
     """Return the passes of DeepSpeed's own layers, and the experts of tokens, [num_tokens, num_topk]."""
     from deepep_moe.integrations.deepspeed.harness.layers import FeedForward, experts_of, sharing_layers
 
+    settings["capacity_factor"] = options.capacity_factor
     layers = {
-        what: sharing_layers(expert, capacity_factor=options.capacity_factor, **settings)
-        for what, expert in (("exchange", nn.Identity()), ("layer", FeedForward(options.hidden, options.ffn_hidden)))
+        "exchange": sharing_layers(nn.Identity(), **settings),
+        "layer": sharing_layers(FeedForward(options.hidden, options.ffn_hidden), grouped=True, **settings),
     }
     passes: Passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
     passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
@@ -263,8 +271,8 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
     settings = vars(options) | {"backend": first.backend, "num_ranks": len(ranks), "layout": "expert"}
     settings |= {"num_topk": shape.num_topk, "dtype": dtype}
     records = []
-    for what in first.differences:
-        for mode in MODES:
+    for what, modes in first.differences.items():
+        for mode in modes:
             for part in PARTS:
                 num_bytes = max(rank.link_bytes[mode] for rank in ranks) * (4 if part == PARTS[2] else 2)
                 extra = {
@@ -273,7 +281,7 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
                     "capacity_factor": None if options.autoep else options.capacity_factor,
                     "num_layers": options.num_layers,
                     "ffn_hidden": options.ffn_hidden if what in ("layer", "autoep") else None,
-                    "differences": first.differences[what][mode],
+                    "differences": modes[mode],
                 }
                 op = f"deepspeed {what} {mode} {shape} {part}"
                 if part == PARTS[2] and first.kernel_us:
@@ -295,7 +303,7 @@ def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> No
     print(f"{'ms, median (p10 to p90)':28}" + "".join(columns))
     for (what, kind), of_one in times.items():
         ratio = ""
-        if kind in MODES:
+        if kind != DEEPSPEED:
             ratio = f"{statistics.median(times[what, DEEPSPEED][PARTS[2]]) / statistics.median(of_one[PARTS[2]]):23.2f}x"
         kernels = f"{fewest_kernel_us(ranks, what, kind) / 1e3:16.2f}" if first.kernel_us else ""
         print(f"{what + ', ' + kind:28}" + "".join(f"{_cell(of_one[part]):>26}" for part in PARTS) + f"{ratio:24}{kernels}")

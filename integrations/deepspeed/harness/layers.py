@@ -8,7 +8,7 @@ from torch import nn
 from deepep_moe.integrations.deepspeed.native.routing import route
 from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers
 
-DEEPSPEED, EXACT, FAST = "deepspeed", "exact", "fast"
+DEEPSPEED, EXACT, FAST, GROUPED = "deepspeed", "exact", "fast", "grouped"
 KINDS = (EXACT, FAST, DEEPSPEED)
 
 
@@ -25,13 +25,14 @@ class FeedForward(nn.Module):
 
 def sharing_layers(
     expert: nn.Module, *, hidden: int, num_experts: int, num_topk: int, ep: int, capacity_factor: float, device: torch.device,
-    dtype: torch.dtype, backend: str, num_max_tokens_per_rank: int,
+    dtype: torch.dtype, backend: str, num_max_tokens_per_rank: int, grouped: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build a `deepspeed.moe.layer.MoE` of each kind. All share one gate and one set of copies of `expert`. Collective."""
+    """Build a `deepspeed.moe.layer.MoE` of each kind, with `grouped` also a fast one whose experts run in grouped products. All share one
+    gate and one set of copies of `expert`. Collective."""
     from deepspeed.moe.layer import MoE
 
     layers: dict[str, Any] = {}
-    for kind in KINDS:
+    for kind in (*KINDS, GROUPED) if grouped else KINDS:
         layer = MoE(hidden, expert, num_experts=num_experts, ep_size=ep, k=num_topk, capacity_factor=capacity_factor)
         first = layers.get(KINDS[0])
         if first is None:
@@ -41,7 +42,8 @@ def sharing_layers(
             moe, shared = layer.deepspeed_moe, first.deepspeed_moe
             moe.gate, moe.experts, moe.ep_group = shared.gate, shared.experts, shared.ep_group
         if kind != DEEPSPEED:
-            replace_moe_layers(layer, exact=kind == EXACT, backend=backend, num_max_tokens_per_rank=num_max_tokens_per_rank)
+            settings: dict[str, Any] = {"backend": backend, "num_max_tokens_per_rank": num_max_tokens_per_rank}
+            replace_moe_layers(layer, exact=kind == EXACT, grouped_experts=kind == GROUPED, **settings)
         layers[kind] = layer
     return layers
 

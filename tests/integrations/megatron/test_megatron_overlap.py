@@ -62,7 +62,7 @@ def interleaved(model: Any, batches: list[dict[str, Any]]) -> dict[str, torch.Te
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
     from megatron.core.pipeline_parallel.utils import set_streams
 
-    set_streams(torch.cuda.current_stream(), torch.cuda.Stream())
+    set_streams()
     losses: list[torch.Tensor] = []
     earlier = None
     for batch in [*batches, None]:
