@@ -129,13 +129,12 @@ def model_config(name: str, dispatcher: str, *, dtype: str, exact: bool, ep: int
 
     from deepep_moe.integrations.megatron.plugin import selection
 
-    switches = selection(dispatcher) | others
+    switches = NUMBERS[name] | selection(dispatcher) | others
     # Fused kernels need apex or TransformerEngine, and a GPU.
     for fusion in ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope"):
         switches[f"{fusion}_fusion"] = False
     return MLATransformerConfig(
         **ARCHITECTURE,
-        **NUMBERS[name],
         **switches,
         params_dtype=DTYPES[dtype],
         bf16=dtype == "bf16",

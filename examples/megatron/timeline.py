@@ -1,6 +1,6 @@
 """What a GPU does in training steps: which kernels run side by side, how much of the exchange is hidden, how often the host waits."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 _COLOURS = {"dispatch": "#3b7d4f", "combine": "#9b2d30", "exchange of NCCL": "#7d5fa0", "products": "#1f5fa8", "other": "#b9c0c7"}
+_EXCHANGE = ("dispatch", "combine", "exchange of NCCL")
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "flash", "fmha", "cudnn")
 
 
@@ -33,7 +34,7 @@ class Kernel:
 
     @property
     def is_exchange(self) -> bool:
-        return self.kind in ("dispatch", "combine", "exchange of NCCL")
+        return self.kind in _EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,20 @@ class Timeline:
         """Of a step: when some kernel of the exchange runs."""
         return _length(_union(kernel for kernel in self.kernels if kernel.is_exchange)) / self.num_steps
 
-    @property
-    def hidden(self) -> float:
-        """The part of the exchange beside which a kernel of something else runs."""
-        exchange = _union(kernel for kernel in self.kernels if kernel.is_exchange)
+    def hidden(self, kinds: Collection[str] = _EXCHANGE) -> float:
+        """The part of the exchange, or of these kinds of its kernels, beside which a kernel of something else runs."""
+        exchange = _union(kernel for kernel in self.kernels if kernel.kind in kinds)
         others = _union(kernel for kernel in self.kernels if not kernel.is_exchange)
         both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in exchange for b in others)
         return both / _length(exchange) if exchange else 0.0
 
     def figures(self) -> dict[str, float]:
-        return {"gpu_busy": self.busy, "exchange_ms": self.exchange_ms, "exchange_hidden": self.hidden, "host_waits": self.num_waits}
+        found = {"gpu_busy": self.busy, "exchange_ms": self.exchange_ms, "exchange_hidden": self.hidden(), "host_waits": self.num_waits}
+        return found | {f"{kind}_hidden": self.hidden([kind]) for kind in ("dispatch", "combine")}
 
     def __str__(self) -> str:
         return (
-            f"the GPU is busy {self.busy:.1%} of a step; exchange {self.exchange_ms:.2f} ms a step, {self.hidden:.0%} of it beside other "
+            f"the GPU is busy {self.busy:.1%} of a step; exchange {self.exchange_ms:.2f} ms a step, {self.hidden():.0%} of it beside other "
             f"kernels; the host waits {self.num_waits} times in forward and backward"
         )
 

@@ -55,6 +55,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cuda-graph", **switch, help=f"a step's forward and backward from a CUDA graph (with --sync-free) {on_gpus}")
     parser.add_argument("--recv-capacity-factor", type=float, help="with --sync-free, room for that many times an even share of all rows")
     parser.add_argument("--shared-overlap", action="store_true", help="the shared expert runs beside dispatch and combine")
+    parser.add_argument("--shared-width", type=int, help="columns inside the shared expert, another number than the model's")
     parser.add_argument("--recompute", action="store_true", help="MoE layers run again in the backward, along their handles")
     parser.add_argument("--interleave", action="store_true", help="1F1B: a micro batch's forward beside the backward of the one before")
     parser.add_argument("--micro-batches", type=int, default=None, help="parts of a step's sequences (default: 1, with --interleave 2)")
@@ -80,7 +81,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
             f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
             "give --num-ranks, or --device cpu"
         )
-    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval"):
+    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval", "shared_width"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -196,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
 
     report.write_metrics(results, arguments.out / "metrics.jsonl")
     about = {"hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(), "torch": torch.__version__}
-    about |= {name: getattr(arguments, name) for name in ("model", "dtype", "num_ranks", "ep", "micro_batches")}
+    about |= {name: getattr(arguments, name) for name in ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width")}
     report.write_summary(results, arguments.out / "summary.json", op="example step", **about)
     report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")

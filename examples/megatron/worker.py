@@ -41,6 +41,7 @@ class Settings:
     sync_free: bool = False
     recv_capacity_factor: float | None = None
     shared_overlap: bool = False
+    shared_width: int | None = None
     recompute: bool = False
     interleave: bool = False
     cuda_graph: bool = False
@@ -82,6 +83,8 @@ class Settings:
     def switches(self) -> dict[str, Any]:
         """Fields of Megatron-Core's config."""
         found: dict[str, Any] = {"moe_shared_expert_overlap": True} if self.shared_overlap else {}
+        if self.shared_width is not None:
+            found["moe_shared_expert_intermediate_size"] = self.shared_width
         return found | ({"recompute_granularity": "selective", "recompute_modules": ["moe"]} if self.recompute else {})
 
 
