@@ -198,14 +198,15 @@ def test_figures_of_a_timeline():
     ]
     seen = timeline.Timeline(kernels, num_steps=2, num_waits=0)
     assert [kernel.kind for kernel in kernels] == ["dispatch", "products", "other", "combine"]
-    assert (seen.exchange_ms, seen.hidden, seen.busy) == (3.0, 0.5, 0.75)
+    assert (seen.exchange_ms, seen.hidden(), seen.busy) == (3.0, 0.5, 0.75)
     assert str(seen) == (
         "the GPU is busy 75.0% of a step; exchange 3.00 ms a step, 50% of it beside other kernels; the host waits 0 times in forward and "
         "backward"
     )
-    assert seen.figures() == {"gpu_busy": 0.75, "exchange_ms": 3.0, "exchange_hidden": 0.5, "host_waits": 0}
+    figures = {"gpu_busy": 0.75, "exchange_ms": 3.0, "exchange_hidden": 0.5, "host_waits": 0}
+    assert seen.figures() == figures | {"dispatch_hidden": 0.75, "combine_hidden": 0.0}
     nothing = timeline.Timeline(kernels[1:3], num_steps=1, num_waits=0)
-    assert (nothing.exchange_ms, nothing.hidden) == (0.0, 0.0)
+    assert (nothing.exchange_ms, nothing.hidden()) == (0.0, 0.0)
 
 
 def test_defaults_on_a_gpu(monkeypatch):
