@@ -56,7 +56,7 @@ def test_records(tmp_path):
         f"deepspeed {what} {mode} top-2 {dtype} {part}"
         for dtype in ("fp32", "bf16")
         for what in ("exchange", "layer", "communication")
-        for mode in ("exact", "fast")
+        for mode in ("exact", "fast", *(("grouped",) if what == "layer" else ()))
         for part in PARTS
     ]
     for r in records:
@@ -98,7 +98,7 @@ def _link_bytes_worker(rank: int, num_ranks: int) -> dict[str, int]:
 
 
 def test_link_bytes():
-    assert run_ranks(_link_bytes_worker, 2) == [{"exact": 30, "fast": 20}, {"exact": 20, "fast": 20}]
+    assert run_ranks(_link_bytes_worker, 2) == [{"exact": 30, "fast": 20, "grouped": 20}, {"exact": 20, "fast": 20, "grouped": 20}]
 
 
 def _measured(value: float, *times: list[float]) -> bench.Measured:
