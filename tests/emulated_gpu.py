@@ -90,7 +90,8 @@ def compile_objects(sources: Iterable[Path]) -> list[Path]:
 def build(with_torch: bool = True) -> Path:
     """A folder for PYTHONPATH that holds the package with the emulated modules, or without the one that links PyTorch."""
     module = ROOT / "csrc" / "torch"
-    sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu") and path.parent != module]
+    apart = (module, ROOT / "csrc" / "nvshmem")
+    sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu") and path.parent not in apart]
     objects = compile_objects([*sources, ROOT / "tests" / "emulation" / "emulation.cpp"])
     functions = compile_objects(module.glob("*.cpp"))
     site = SITE if with_torch else SITE.with_name("site-without-torch")
@@ -101,7 +102,7 @@ def build(with_torch: bool = True) -> Path:
             link.unlink()
     for path in (ROOT / "deepep_moe").iterdir():
         link = package / path.name
-        if not path.name.startswith(("_C.cp", "_torch.cp", "__pycache__")) and not link.is_symlink():
+        if not path.name.startswith(("_C.cp", "_torch.cp", "_nvshmem.cp", "__pycache__")) and not link.is_symlink():
             link.symlink_to(path)
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
