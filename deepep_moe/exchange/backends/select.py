@@ -5,7 +5,6 @@ import logging
 import torch.distributed as dist
 
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.exchange.backends import nvshmem
 from deepep_moe.exchange.backends.base import Backend
 from deepep_moe.exchange.backends.collective import CollectiveBackend
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
@@ -24,6 +23,8 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
         num_channels = min(peer.num_threads for peer in peers)
         return why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
     if name == "nvshmem":
+        from deepep_moe.exchange.backends import nvshmem  # which loads what only several nodes need
+
         return why_not_nvshmem(peers, settings) or nvshmem.make(settings, peers, group)
     if settings.num_nodes > 1:
         return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"
