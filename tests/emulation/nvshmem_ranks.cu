@@ -16,7 +16,7 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kChunks = 5, kRounds = 12, kMaxPes = 8, kChunkBytes = 3000;
-constexpr unsigned long long kPatienceNs = 20'000'000'000, kImpatienceNs = 300'000'000;
+constexpr unsigned long long kPatienceNs = 20'000'000'000, kImpatienceNs = 2'000'000'000;
 
 struct Params {
     char *inbox, *outbox;    // [num_pes][kChunks][kChunkBytes]: from, and to, each PE

@@ -83,7 +83,7 @@ def test_a_wait_that_is_missing_shows(ranks, scenario, network):
 
 def test_a_receiver_that_is_not_waited_for_shows(ranks):
     result = ranks("impatient", 2)
-    assert result.returncode == 1 and WRONG["same bytes"].replace("PE .", "PE 1") in result.stderr, result
+    assert result.returncode == 1 and re.search(WRONG["same bytes"], result.stderr), result
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -102,7 +102,8 @@ def test_nothing_is_wrong_with_the_rest(ranks):
 def test_a_lost_rank(ranks):
     """The others go on without it; of what is put from or to it, some arrives before."""
     result = ranks("lost", 2, "lose=1,lose_after=12")
-    assert result.returncode == 0 and len(re.findall(r"right, stopped in round [23], 12 messages", result.stdout)) == 2, result
+    arrived = [int(number) for number in re.findall(r"right, stopped in round [123], (\d+) messages", result.stdout)]
+    assert result.returncode == 0 and len(arrived) == 2 and max(arrived) == 12, result
     result = ranks("lost", 4, "lose=1")
     assert result.returncode == 0 and result.stdout.count("right, stopped in round 1, 72 messages") == 2, result  # from 2 to 3 and 3 to 0
     assert result.stdout.count("right, stopped in round 1, 0 messages") == 2, result
