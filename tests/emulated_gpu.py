@@ -95,7 +95,6 @@ def build(with_torch: bool = True) -> Path:
     objects = compile_objects(path for path in sources if path.parent not in apart.values())
     functions = compile_objects(apart["torch"].glob("*.cpp"))
     internode = compile_objects(path for path in sources if path.parent == apart["nvshmem"])
-    device = compile_objects((ROOT / "tests" / "emulation").glob("*.cpp"))
     site = SITE if with_torch else SITE.with_name("site-without-torch")
     package = site / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
@@ -108,14 +107,32 @@ def build(with_torch: bool = True) -> Path:
             link.symlink_to(path)
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
-    link_library(package / DEVICE, device, f"-Wl,-soname,{DEVICE}")
-    on_device = (f"-L{package}", f"-l:{DEVICE}", "-Wl,-rpath,$ORIGIN")
+    on_device = (*build_device(package), "-Wl,-rpath,$ORIGIN")
     link_module(package, "_C", objects, *on_device)
     if internode:
         link_module(package, "_nvshmem", internode, *on_device)
     if with_torch:
         link_module(package, "_torch", functions, *torch_libraries())
     return site
+
+
+def build_device(package: Path) -> tuple[str, ...]:
+    """The device in a folder, for all modules of a process; what links it."""
+    objects = compile_objects((ROOT / "tests" / "emulation").glob("*.cpp"))
+    link_library(package / DEVICE, objects, f"-Wl,-soname,{DEVICE}")
+    return f"-L{package}", f"-l:{DEVICE}"
+
+
+def build_program(source: Path) -> Path:
+    """A program with kernels, made of one file."""
+    package = SITE / "deepep_moe"
+    package.mkdir(parents=True, exist_ok=True)
+    device = build_device(package)
+    program = SITE.parent / source.stem
+    objects = compile_objects([source])
+    if not program.exists() or program.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+        subprocess.run(["g++", "-pthread", *SANITIZE, *map(str, objects), *device, f"-Wl,-rpath,{package}", "-o", str(program)], check=True)
+    return program
 
 
 def torch_libraries() -> list[str]:
