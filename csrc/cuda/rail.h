@@ -80,11 +80,12 @@ struct RailMeetParams {
     int64_t token_stride, lane_stride;  // of it, in entries
     bool is_int64;
     int num_tokens;
-    const float* topk_weights;  // [num_tokens, num_topk], or nullptr
+    bool has_weights;           // they cross
+    const float* topk_weights;  // [num_tokens, num_topk]
     int64_t weights_token_stride, weights_lane_stride;
     int32_t* narrow_topk_idx;  // [num_tokens, num_topk] int32 copy for the handle; out unless cached
     int32_t* node_topk_idx;    // [num_nodes, node_tokens, num_topk] experts of this node, of the tokens that are here; out unless cached
-    float* node_topk_weights;  // likewise; out with topk_weights
+    float* node_topk_weights;  // likewise; out with has_weights
     int32_t* in_counts;        // [num_nodes] tokens that come from each node; out unless cached
 };
 

@@ -49,7 +49,7 @@ struct Meeting {
           out_lanes(reinterpret_cast<RailLane*>(out + 1)) {}
 
     __device__ bool is_own() const { return node == config.node; }
-    __device__ bool has_lanes() const { return !p.cached || p.topk_weights != nullptr; }
+    __device__ bool has_lanes() const { return !p.cached || p.has_weights; }
 
     __device__ int expert(int token, int k) const {
         const int64_t at = token * p.token_stride + k * p.lane_stride;
@@ -60,7 +60,7 @@ struct Meeting {
     }
 
     __device__ float weight(int token, int k) const {
-        return p.topk_weights == nullptr ? 0.0f : p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
+        return !p.has_weights ? 0.0f : p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
     }
 
     // The bits of the lanes of top-k that choose this node. Refuses indices out of range, and duplicates.
@@ -122,7 +122,7 @@ struct Meeting {
     __device__ void write_lane(int slot, int k, int expert, float weight) const {
         const int64_t entry = (int64_t{node} * config.node_tokens() + slot) * num_topk + k;
         if (!p.cached) p.node_topk_idx[entry] = expert;
-        if (p.topk_weights != nullptr) p.node_topk_weights[entry] = weight;
+        if (p.has_weights) p.node_topk_weights[entry] = weight;
     }
 
     // All threads.

@@ -54,6 +54,7 @@ static cudaError_t unmap(void* pointer) {
 
 // Waits for all streams, as CUDA does.
 cudaError_t cudaFree(void* pointer) {
+    if (pointer == nullptr) return cudaSuccess;
     cudaDeviceSynchronize();
     return unmap(pointer);
 }

@@ -20,6 +20,7 @@ struct CallMode {
 // Where ranks are of several nodes: what crosses between them. The rest of a call is then about the tokens that are in this node.
 struct RailCall {
     GpuRouting routing{};  // of this rank's tokens, to experts of all nodes
+    bool has_weights = false;  // on all ranks, those without tokens as well
     const float* topk_weights = nullptr;
     int64_t weights_token_stride = 0, weights_lane_stride = 0;
     int32_t* node_topk_idx = nullptr;
@@ -114,6 +115,7 @@ struct GpuDispatchCall {
         params.recv_counts = handle.recv_counts.as<int32_t*>();
         params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
+        rail.has_weights = topk_weights.is_there;
         rail.topk_weights = params.topk_weights;
         rail.weights_token_stride = params.weights_token_stride;
         rail.weights_lane_stride = params.weights_lane_stride;

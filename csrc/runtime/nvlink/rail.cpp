@@ -78,6 +78,7 @@ void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall
     params.lane_stride = call.routing.lane_stride;
     params.is_int64 = call.routing.is_int64;
     params.num_tokens = call.routing.num_tokens;
+    params.has_weights = call.has_weights;
     params.topk_weights = call.topk_weights;
     params.weights_token_stride = call.weights_token_stride;
     params.weights_lane_stride = call.weights_lane_stride;
@@ -127,7 +128,7 @@ GpuRail Rail::view() const {
 
 void Rail::complete(GpuDispatchParams& params) const {
     params.rail = view();
-    if (params.topk_weights == nullptr) return;
+    if (!call_.has_weights) return;
     params.topk_weights = node_topk_weights_;
     params.weights_token_stride = config_.num_topk;
     params.weights_lane_stride = 1;
