@@ -299,7 +299,7 @@ def joins_without_gpu(rank, num_ranks):
 def test_real_join_without_gpu():
     """The check of the device comes before NVSHMEM's initialization, so nothing is left half-way."""
     first, second = run_ranks(joins_without_gpu, 2)
-    assert first == second and re.match(REFUSED + "on ranks 0, 1: NVSHMEM needs a CUDA device, and CUDA says: ", first)
+    assert first == second and re.match(REFUSED + r"on ranks 0, 1: NVSHMEM needs a CUDA device, and cudaSetDevice\(0\) says: ", first)
 
 
 def bootstraps(rank, num_ranks):
