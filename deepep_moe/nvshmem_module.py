@@ -57,7 +57,8 @@ def _load_host_library() -> str:
         if path.is_file():
             ctypes.CDLL(str(path))
             return str(path)
-    return f"a {_HOST_LIBRARY} of LD_LIBRARY_PATH"
+    looked = f"{config.nvshmem_home()}/lib of NVSHMEM_HOME" if config.nvshmem_home() else "the pip package"
+    return f"LD_LIBRARY_PATH, as there is no {_HOST_LIBRARY} in {looked}"
 
 
 def _candidates() -> list[Path]:

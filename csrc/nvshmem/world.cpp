@@ -30,15 +30,11 @@ void require_initialized(const char* what) {
         fail(std::string(what) + " needs an initialized NVSHMEM, and its status is " + std::to_string(now) + "; call init first");
 }
 
-// And a context on it: NVSHMEM takes the current device and initializes nothing where there is none.
+// NVSHMEM takes the current device, and initializes half of itself where there is none.
 void use_device(int device) {
-    int count = 0;
-    const cudaError_t error = cudaGetDeviceCount(&count);
-    if (error != cudaSuccess) fail(std::string("NVSHMEM needs a CUDA device, and CUDA says: ") + cudaGetErrorString(error));
-    if (device < 0 || device >= count)
-        fail("device is " + std::to_string(device) + "; it must be one of the " + std::to_string(count) + " CUDA devices of this process");
-    check_cuda(cudaSetDevice(device), "cudaSetDevice");
-    check_cuda(cudaFree(nullptr), "cudaFree");
+    const cudaError_t error = cudaSetDevice(device);
+    if (error != cudaSuccess)
+        fail("NVSHMEM needs a CUDA device, and cudaSetDevice(" + std::to_string(device) + ") says: " + cudaGetErrorString(error));
 }
 
 // In the layout of NVSHMEM's functions.

@@ -119,7 +119,22 @@ def test_world_that_may_be_another_ones():
     run_ranks(asks_for_part_of_job, 4)
 
 
-def fails_to_start(rank, num_ranks, changes, timeout_s, options=None):
+def makes_two_worlds(rank, num_ranks):
+    groups = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in ((0, 1), (2, 3), (0, 3), (1, 2))}
+    module, own = FakeNvshmem(), (0, 1) if rank < 2 else (2, 3)
+    for _ in range(2):  # the second time it is there
+        assert join(rank % 2, 2, module, group=groups[own]).pe_of == (1, 0)
+    across = (0, 3) if rank in (0, 3) else (1, 2)
+    with pytest.raises(BackendUnavailableError, match=r"initialized already, and not for exactly .*rank 0: PE \d of 2, rank 1: PE \d of 2"):
+        join(across.index(rank), 2, module, group=groups[across])
+
+
+def test_worlds_of_parts_of_a_job():
+    """Each pair has its world; a pair of processes of both has PEs of the right numbers, and no world."""
+    run_ranks(makes_two_worlds, 4)
+
+
+def fails_to_start(rank, num_ranks, changes, timeout_s):
     module = FakeNvshmem()
     for name, value in changes[rank].items():
         setattr(module, name, value)
@@ -187,6 +202,8 @@ def checks_links(rank, num_ranks):
     assert world.check_links() == []
     module.silent = (0,) if rank == 0 else ()  # PE 0 is the last rank
     lines = world.check_links(2.0)
+    kept = world.allocate(8)
+    assert sorted(module.sizes.values()) == [8, module.link_bytes(num_ranks)] and kept in module.sizes  # a late word finds its place
     module.check_links = lambda address, timeout_s: (_ for _ in ()).throw(RuntimeError("launch of ping failed"))
     with pytest.raises(BackendUnavailableError, match="on ranks 0, 1, 2: launch of ping failed"):
         world.check_links()
@@ -282,7 +299,7 @@ def joins_without_gpu(rank, num_ranks):
 def test_real_join_without_gpu():
     """The check of the device comes before NVSHMEM's initialization, so nothing is left half-way."""
     first, second = run_ranks(joins_without_gpu, 2)
-    assert first == second and re.match(REFUSED + "on ranks 0, 1: NVSHMEM needs a CUDA device, and CUDA says: ", first)
+    assert first == second and re.match(REFUSED + r"on ranks 0, 1: NVSHMEM needs a CUDA device, and cudaSetDevice\(0\) says: ", first)
 
 
 def bootstraps(rank, num_ranks):
