@@ -55,7 +55,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     RowGuess& guess = guesses_[{call.params.is_expert_layout, call.params.expert_alignment}];
     const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess.room();
     if (room >= 0) allocate(room, !is_bounded);  // whatever can fail does so before the call is entered
-    plan(call.plan, call.signature, call.rail, stream);
+    plan(call.plan, call.signature, call.rail, true, stream);
     if (is_bounded) {
         std::fill_n(numbers, num_handle_numbers(), -1);
         *numbers = call_number();
@@ -84,7 +84,7 @@ void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode
     const int num_sms = num_senders(mode, tuning.num_sms);
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, true);
     const cudaStream_t stream = as_stream(mode.stream);
-    plan(call.plan, call.signature, call.rail, stream);
+    plan(call.plan, call.signature, call.rail, true, stream);
     if (num_sms > 0 && !mode.is_split) {
         launch(call.params, num_sms, true, true, stream);
         return join_rail(stream);
@@ -102,8 +102,9 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     const cudaStream_t stream = as_stream(mode.stream);
     GpuCombineParams params = call.params;
     params.direct = params.direct && num_sms > 0;  // copy engines take rows from the outbox
-    plan(call.plan, call.signature, call.rail, stream);
-    if (num_sms > 0 && !mode.is_split) {
+    const bool is_whole = num_sms > 0 && !mode.is_split;  // else sums cross with the second half, which makes them
+    plan(call.plan, call.signature, call.rail, is_whole, stream);
+    if (is_whole) {
         launch(params, num_sms, true, stream);
         return join_rail(stream);
     }
@@ -124,7 +125,7 @@ void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
 
 void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
     const Step step(*this, stream);
-    plan(call.plan, call.signature, call.rail, as_stream(stream));
+    plan(call.plan, call.signature, call.rail, false, as_stream(stream));
 }
 
 void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
@@ -133,7 +134,7 @@ void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
     copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
     const DeviceGuard guard(device_);
     last_.begins(stream);
-    plan(params, {}, {}, as_stream(stream));
+    plan(params, {}, {}, false, as_stream(stream));
     last_.ends();
 }
 
@@ -212,7 +213,7 @@ GpuCombineParams NvlinkExchange::completed(GpuCombineParams params) const {
 
 // ---- plan and counts ----
 
-void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, cudaStream_t stream) {
+void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, bool moves, cudaStream_t stream) {
     if (params.reports_counts && is_capturing(stream))
         throw std::invalid_argument(
             "a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
@@ -221,11 +222,10 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     complete(params.routing);
     ++num_plans_;
     params.context = context();
-    const bool is_call = params.stamp.reason[0] == '\0';
-    if (is_call) params.stamp.what = pack(signature);
+    if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
     if (rail_ != nullptr) rail_->meet(params.context, params.stamp, rail, stream);
     launch_plan(params, stream);
-    if (rail_ != nullptr && is_call) rail_->move(params.context, rail, num_tiles(rail.row_bytes), tuning.num_rail_sms);
+    if (rail_ != nullptr && moves) move_on_rail(rail.row_bytes);
     count_call(stream);
 }
 
@@ -291,7 +291,7 @@ void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool fini
     params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, num_multiprocessors_ - tuning::kFewestWorkers)) : 0;
     params.finishes = finishes;
     params.reduces = !params.direct && config_.num_ranks > 1;
-    const int others = params.num_send_blocks + (rail_ == nullptr ? 0 : tuning.num_rail_sms), rest = std::max(1, num_multiprocessors_ - others);
+    const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks - num_rail_sms());
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
     if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan(stream));
@@ -352,9 +352,19 @@ void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
     if (is_void()) return;
     GpuCombineParams params = completed(call);
     params.finishes = true;
-    params.num_work_blocks = num_multiprocessors_;
+    params.num_work_blocks = num_multiprocessors_ - num_rail_sms();
+    if (rail_ != nullptr) {
+        rail_->fork(stream);
+        move_on_rail(config_.hidden * static_cast<int64_t>(element_bytes(params.dtype)));
+    }
     launch_combine(params, stream, false);
+    join_rail(stream);
 }
+
+void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), num_rail_sms()); }
+
+// Those that a combine leaves to the rail: its blocks wait for what the rail brings.
+int NvlinkExchange::num_rail_sms() const { return rail_ == nullptr ? 0 : std::clamp(tuning.num_rail_sms, 2, num_multiprocessors_ - 1); }
 
 // A call goes no further: what it was given may be freed on its stream, once it is sent.
 void NvlinkExchange::abandon() { join(last_.running()); }

@@ -90,7 +90,8 @@ private:
     void allocate_scratch();
     void release();
 
-    void plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, cudaStream_t stream);
+    void plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, bool moves, cudaStream_t stream);
+    void move_on_rail(int64_t row_bytes);
     void count_call(cudaStream_t stream);
     int64_t call_number() const { return num_calls_ + num_captured_; }
     int64_t wait_counts(int64_t* numbers);
@@ -108,6 +109,7 @@ private:
     void join_rail(cudaStream_t stream);
     bool follows_plan(cudaStream_t stream) const;
     int num_tiles(int64_t row_bytes) const;
+    int num_rail_sms() const;
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
 

@@ -49,7 +49,7 @@ Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* ba
         int least = 0, greatest = 0;  // its few blocks go before others: kernels of the node wait for them
         check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
         check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
-        for (cudaEvent_t* event : {&met_, &moved_})
+        for (cudaEvent_t* event : {&forked_, &moved_})
             check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
         check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     } catch (...) {
@@ -61,7 +61,7 @@ Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* ba
 Rail::~Rail() { release(); }
 
 void Rail::release() {
-    for (cudaEvent_t event : {met_, moved_})
+    for (cudaEvent_t event : {forked_, moved_})
         if (event != nullptr) cudaEventDestroy(event);
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
     cudaFree(scratch_);
@@ -88,16 +88,21 @@ void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall
     params.in_counts = call.in_counts;
     check_launch(shim_.meet(params, stream));
     call_ = call;
-    check_cuda(cudaEventRecord(met_, stream), "cudaEventRecord");
+    fork(stream);
 }
 
-void Rail::move(const GpuContext& context, const RailCall& call, int num_tiles, int num_blocks) {
-    check_cuda(cudaStreamWaitEvent(stream_, met_, 0), "cudaStreamWaitEvent");
+void Rail::fork(cudaStream_t stream) {
+    check_cuda(cudaEventRecord(forked_, stream), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(stream_, forked_, 0), "cudaStreamWaitEvent");
+}
+
+void Rail::move(const GpuContext& context, int num_tiles, int num_blocks) {
+    const RailCall& call = call_;
     RailMoveParams params{};
     params.rail = made_;
     params.rail.context = context;
     params.is_combine = call.is_combine;
-    params.num_blocks = std::max(2, num_blocks);
+    params.num_blocks = num_blocks;  // one of them looks for what arrives
     params.num_tiles = num_tiles;
     params.row_bytes = call.row_bytes;
     params.tail_bytes = call.tail_bytes;

@@ -20,8 +20,9 @@ public:
 
     // The call's first kernel, on its stream: the kernels behind it know what is in this node.
     void meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, cudaStream_t stream);
-    // Rows cross from here on, beside the call's stream, which `join` lets wait for them.
-    void move(const GpuContext& context, const RailCall& call, int num_tiles, int num_blocks);
+    // Rows cross, beside `stream`, behind what is on it by the last `fork`; `join` lets a stream wait for them.
+    void fork(cudaStream_t stream);
+    void move(const GpuContext& context, int num_tiles, int num_blocks);
     void join(cudaStream_t stream);
     bool is_moving() const { return is_moving_; }  // `join` is to come
     bool is_done() const;
@@ -45,7 +46,7 @@ private:
     void* scratch_ = nullptr;
     RailCall call_{};  // the last one
     cudaStream_t stream_ = nullptr;
-    cudaEvent_t met_ = nullptr, moved_ = nullptr;
+    cudaEvent_t forked_ = nullptr, moved_ = nullptr;
     bool is_moving_ = false;
 };
 
