@@ -1,7 +1,8 @@
 """The nvshmem backend against the reference, bit for bit: nodes of one host, which on the emulated GPU a hostile network connects."""
 
-import os
+import ctypes
 
+import emulated_gpu
 import pytest
 import torch
 from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
@@ -81,6 +82,7 @@ def test_many_calls(split):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")
 @pytest.mark.parametrize("seed", range(25))
 def test_networks(seed, monkeypatch):
     """Networks that delay, tear and reorder in other ways."""
@@ -164,8 +166,6 @@ def test_bounded():
 
 def crossing(rank, num_ranks):
     """Bytes that this rank puts into the network, and what one row for each (token, other node) would be, of a dispatch and a combine."""
-    import ctypes
-
     device = device_of("nvshmem", rank)
     case = case_of("2x2", [16, 3, 0, 40], hidden=1024)
     idxs = [case.routing(r) for r in range(num_ranks)]
@@ -189,6 +189,6 @@ def crossing(rank, num_ranks):
     buffer.destroy()
 
 
-@pytest.mark.skipif(not os.environ.get("DEEPEP_MOE_EMULATED_GPU"), reason="counts what the emulated network carries")
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
 def test_one_row_crosses_for_each_token_and_node():
     run_ranks(crossing, 4)
