@@ -72,7 +72,8 @@ def test_rows_in_a_node():
     call = simulate.combine(sent, few, Setting(100_000, 1, num_sms=2))
     assert call.us == pytest.approx(10 + 8) and call.bound == "latency" and call.network_bytes == 0
     waits = dataclasses.replace(ROUND, host_us=100.0)
-    assert simulate.dispatch(sent, waits, Setting(100_000, 1, 2, waits_for_counts=True)).us == 100.0
+    call = simulate.dispatch(sent, waits, Setting(100_000, 1, 2, waits_for_counts=True))
+    assert (call.us, call.bound) == (100.0, "host")
 
 
 def test_combine_waits_for_all_of_a_node():

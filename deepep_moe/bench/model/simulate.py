@@ -31,7 +31,7 @@ class Call:
     """One simulated call. Times are microseconds, from the launch on the slowest rank."""
 
     us: float
-    busy_us: dict[str, float]  # how long the busiest NIC, NVLink and SMs of a role have work
+    busy_us: dict[str, float]  # how long the busiest NIC, NVLink and SMs of a role have work, and a host that waits for counts
     network_bytes: int  # of the rank that sends most
     logical_bytes: int  # of a mean rank, one row for each (token, node), its own node among them, as DeepEP's tables count
 
@@ -89,6 +89,7 @@ class _Simulation:
         start_us = machine.start_us + (machine.put_us if traffic.cluster.num_nodes > 1 else 0.0)  # peers' words cross before the first row
         us = start_us + max((float(end.max()) for end in ends if len(end)), default=0.0)
         if self.setting.waits_for_counts:
+            self._note("host", machine.host_us)
             us = max(us, machine.host_us)
         return Call(
             us,
