@@ -33,6 +33,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="train again with DeepSpeed's own layers")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
+    parser.add_argument("--ranks-per-node", type=int, help="consecutive ranks that are a node, such as 1 (default: those of a host)")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=defaults.exact, help="mode of deepep_moe")
     parser.add_argument("--grouped-experts", action="store_true", help="run the experts of a rank at once instead of one by one")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=defaults.zero, help="stage of ZeRO")
@@ -52,8 +53,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
             "give --num-ranks, or --device cpu"
         )
     arguments.ep = arguments.num_ranks if arguments.ep is None else arguments.ep
-    for name in ("num_ranks", "ep", "steps"):
-        if getattr(arguments, name) < 1:
+    for name in ("num_ranks", "ep", "steps", "ranks_per_node"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(arguments, name)}")
     if arguments.num_ranks % arguments.ep or model.Sizes().num_experts % arguments.ep:
         parser.error(f"--ep {arguments.ep} must divide --num-ranks {arguments.num_ranks} and the {model.Sizes().num_experts} experts")

@@ -43,6 +43,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=tuple(config.DTYPES), help="of weights and activations (default: fp32 on CPUs, bf16 on GPUs)")
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
+    parser.add_argument("--ranks-per-node", type=int, help="consecutive ranks that are a node, such as 1 (default: those of a host)")
     parser.add_argument(
         "--gate",
         action=argparse.BooleanOptionalAction,
@@ -81,7 +82,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
             f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
             "give --num-ranks, or --device cpu"
         )
-    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval", "shared_width"):
+    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval", "shared_width", "ranks_per_node"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
