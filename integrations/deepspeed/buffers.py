@@ -113,8 +113,9 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     """Construct a buffer. Exact mode sends a row for each expert of a token, fast mode one row with all of them as lanes."""
     num_rows, lanes = (num_tokens * num_topk, 1) if options.exact else (num_tokens, num_topk)
     num_experts = num_local_experts * dist.get_world_size(group)
-    how = {"backend": options.backend, "num_sms": options.num_sms, "ranks_per_node": options.ranks_per_node}
-    buffer = Buffer(group, num_rows, hidden, num_experts, lanes, **how)
+    buffer = Buffer(
+        group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms, ranks_per_node=options.ranks_per_node
+    )
     if buffer.backend == "nvlink" and torch_module.MODULE is None:
         why_not = torch_module.WHY_NOT
         warn_once(f"MoE layers with few experts per token are slower than they could be: deepep_moe._torch is {why_not}", group)
