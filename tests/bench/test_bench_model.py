@@ -242,6 +242,11 @@ def test_committed_record_is_what_the_model_says():
         of = [records[f"model {op}", dtype, int(num_ranks), routing] for op, dtype in measure.OPERATIONS]
         assert [f"{r['us_median'] / 1e3:.2f}" for r in of] == [fp8, bf16, combined] and of[0]["bound"] == bound
         assert (f"{of[0]['nodes_per_token']:.2f}", f"{of[0]['network_workspace_bytes'] / 1e9:.2f}") == (nodes, size)
+    table = re.findall(r"^\| (\d+) nodes \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "docs" / "multi_node.md").read_text(), flags=re.MULTILINE)
+    assert len(table) == 4
+    for num_nodes, *nodes in table:
+        of = [records["model combine", "bfloat16", 8 * int(num_nodes), routing] for routing in ("uniform", "group-limited")]
+        assert [f"{r['nodes_per_token']:.2f}" for r in of] == nodes
 
 
 # ---- the command ----
