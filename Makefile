@@ -16,8 +16,10 @@ NUM_RANKS ?= $(if $(filter cpu,$(DEVICE)),2)
 SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 NATIVE = $(shell find csrc tests/emulation tests/threads benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-# PyTorch is installed first: a module is built for the one that is there.
+# PyTorch and NVSHMEM are installed first: modules are built for those that are there. NVSHMEM is 60 MB, loads without a GPU and serves
+# builds with nvcc only. A PyTorch for GPUs brings its own, which stays.
 TORCH := -c constraints.txt torch
+NVSHMEM := $(if $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc),nvidia-nvshmem-cu13==3.4.5)
 INSTALL := -c constraints.txt -e ".[megatron,deepspeed,dev]"
 # On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
 ifeq ($(DEVICE),cuda)
@@ -51,6 +53,7 @@ $(BIN)/python:
 $(STAMP): $(SOURCES) | $(BIN)/python
 	@echo "installing PyTorch and building deepep_moe into $(VENV), which takes some minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH)
+	$(if $(NVSHMEM),$(BIN)/python -c 'import nvidia.nvshmem' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(PIP_ARGS) $(NVSHMEM))
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(INSTALL)
 	touch $(STAMP)
 endif

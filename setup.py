@@ -4,10 +4,12 @@ The module links neither PyTorch nor Python packages other than pybind11's heade
 environment and one build serves every supported PyTorch. CUDA sources are compiled where nvcc is found. What was compiled
 is recorded in the module and shown by `deepep_moe.features()`.
 
-The optional module `deepep_moe._torch` is built where PyTorch is found as well, and serves that PyTorch alone.
+The optional module `deepep_moe._torch` is built where PyTorch is found as well, and serves that PyTorch alone. The optional module
+`deepep_moe._nvshmem` is built where NVSHMEM is found as well, and serves that major and minor version of NVSHMEM.
 
-Environment: CUDA_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_torch`;
-DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
+Environment: CUDA_HOME, NVSHMEM_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_torch`,
+DEEPEP_MOE_NVSHMEM=0 without `_nvshmem`; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this
+process.
 """
 
 import base64
@@ -26,6 +28,7 @@ from pathlib import Path
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
 HOST_FOLDERS = ("common", "cpu", "runtime", "runtime/shm", "bindings")
@@ -47,28 +50,39 @@ def find_nvcc() -> str:
 
 
 def find_nvshmem() -> str:
-    """Root of an NVSHMEM installation (include/nvshmem.h), or "" (NVSHMEM_HOME first, then the pip package)."""
-    candidates = [Path(os.environ["NVSHMEM_HOME"])] if os.environ.get("NVSHMEM_HOME") else []
-    try:
-        import nvidia.nvshmem as package  # of the wheel nvidia-nvshmem-cuXX
-    except ImportError:
-        pass
-    else:
-        candidates += [Path(path) for path in package.__path__]
-    return next((str(path) for path in candidates if (path / "include" / "nvshmem.h").is_file()), "")
+    """Root of an NVSHMEM installation, or "" (NVSHMEM_HOME first, then the pip package); none with DEEPEP_MOE_NVSHMEM=0."""
+    if os.environ.get("DEEPEP_MOE_NVSHMEM") == "0":
+        return ""
+    if home := os.environ.get("NVSHMEM_HOME"):
+        if not is_nvshmem(Path(home)):
+            raise SystemExit(
+                f"NVSHMEM_HOME is {home}, which has no include/nvshmem_host.h; set it to the root of NVSHMEM 3.4 or newer, or unset it"
+            )
+        return home
+    return next((str(path) for folder in package_folders() if is_nvshmem(path := folder / "nvidia" / "nvshmem")), "")
+
+
+def is_nvshmem(root: Path) -> bool:
+    return (root / "include" / "nvshmem_host.h").is_file()
 
 
 def find_torch() -> Path | None:
-    """The PyTorch of the Python that builds, also where pip's isolation hides it; none with DEEPEP_MOE_AUTOGRAD=0."""
+    """The PyTorch of the Python that builds; none with DEEPEP_MOE_AUTOGRAD=0."""
     if os.environ.get("DEEPEP_MOE_AUTOGRAD") == "0":
         return None
+    folders = package_folders()
+    return next((folder / "torch" for folder in folders if (folder / "torch" / "include" / "torch" / "extension.h").is_file()), None)
+
+
+def package_folders() -> list[Path]:
+    """Where packages of the Python that builds lie, also those that pip's isolation hides."""
     found = importlib.util.find_spec("torch")
     folders = [Path(found.origin).parent.parent] if found and found.origin else []
     folders += [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
     folders += [
         Path(line) for folder in folders for file in folder.glob("*.pth") for line in file.read_text().splitlines() if line[:1] == "/"
     ]
-    return next((folder / "torch" for folder in folders if (folder / "torch" / "include" / "torch" / "extension.h").is_file()), None)
+    return folders
 
 
 def version() -> str:
@@ -148,6 +162,33 @@ def torch_extensions() -> list[Extension]:
     ]
 
 
+def nvshmem_extensions() -> list[Extension]:
+    """`deepep_moe._nvshmem`, for the NVSHMEM that is found, on machines that build CUDA. Where it does not compile, the rest is installed
+    without it."""
+    nvcc, nvshmem = find_nvcc(), find_nvshmem()
+    if not nvcc or not nvshmem:
+        print("deepep_moe: nvcc or NVSHMEM not found, building without deepep_moe._nvshmem")
+        return []
+    cuda, library = cuda_root(nvcc), Path(nvshmem) / "lib"
+    return [
+        Pybind11Extension(
+            "deepep_moe._nvshmem",
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "nvshmem").glob("*.cpp")),
+            include_dirs=["csrc", f"{nvshmem}/include", str(cuda / "include")],
+            depends=sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.cuh", "*.cu") for path in (ROOT / "csrc").rglob(pattern)),
+            cxx_std=20,
+            optional=True,
+            extra_compile_args=["-O2", "-MMD", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            # The wheel has no unversioned name of the host library, which Python loads before this module. Symbols of the static library
+            # must not take the place of those in other modules that link it, such as PyTorch's.
+            extra_link_args=[
+                *("-s", "-Wl,--exclude-libs,ALL", f"-L{library}", "-l:libnvshmem_host.so.3"),
+                *(f"-L{cuda / 'lib64'}", "-lcudadevrt", "-lcudart_static", "-ldl", "-lrt", "-lpthread"),
+            ],
+        )
+    ]
+
+
 def cuda_root(nvcc: str) -> Path:
     """The toolkit of `nvcc`, which may be a link or a script elsewhere."""
     candidates = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
@@ -169,14 +210,44 @@ class BuildWithCuda(build_ext):
         last.write_text(now)
 
     def build_extension(self, ext: Extension) -> None:
-        nvcc = find_nvcc() if isinstance(ext, Pybind11Extension) else ""
-        sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").glob("*.cu")) if nvcc else []
-        targets = [Path(self.build_temp) / source.with_suffix(".o") for source in sources]
-        codes = architecture_flags(nvcc) if nvcc else []
-        with ThreadPoolExecutor(NUM_JOBS) as pool:
-            list(pool.map(lambda pair: compile_cuda(nvcc, codes, *pair), zip(sources, targets, strict=True)))
-        ext.extra_objects += map(str, targets)
+        if find_nvcc() and ext.name == "deepep_moe._C":
+            ext.extra_objects += self.compile_kernels("cuda")
+        elif ext.name == "deepep_moe._nvshmem":
+            try:
+                ext.extra_objects += self.link_nvshmem(find_nvcc(), Path(find_nvshmem()))
+            except subprocess.CalledProcessError as error:  # setuptools goes on without an optional module
+                raise CompileError(
+                    f"deepep_moe._nvshmem cannot be built with {find_nvcc()} and NVSHMEM in {find_nvshmem()}: {error}"
+                ) from error
+            ext.extra_link_args.append(f"-Wl,--version-script={self.exported('PyInit__nvshmem')}")
         super().build_extension(ext)
+
+    def compile_kernels(self, folder: str, *flags: str, with_ptx: bool = True) -> list[str]:
+        """The objects of csrc/<folder>/*.cu."""
+        nvcc = find_nvcc()
+        sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / folder).glob("*.cu"))
+        targets = [Path(self.build_temp) / source.with_suffix(".o") for source in sources]
+        codes = architecture_flags(nvcc, with_ptx)
+        with ThreadPoolExecutor(NUM_JOBS) as pool:
+            list(pool.map(lambda pair: compile_cuda(nvcc, [*codes, *flags], *pair), zip(sources, targets, strict=True)))
+        return list(map(str, targets))
+
+    def link_nvshmem(self, nvcc: str, nvshmem: Path) -> list[str]:
+        """The objects of csrc/nvshmem/*.cu and what they need of NVSHMEM's device library: a device link of their own, so that other
+        kernels stay as they are. It leaves no PTX for GPUs that are newer than the compiler."""
+        # 3012 and 3013: volatile in C++20, in NVSHMEM's headers.
+        objects = self.compile_kernels("nvshmem", "-rdc=true", "-diag-suppress=3012,3013", f"-I{nvshmem}/include", with_ptx=False)
+        linked = str(Path(self.build_temp) / "csrc" / "nvshmem" / "device_link.o")
+        libraries = [f"-L{nvshmem}/lib", "-lnvshmem_device", "-lcudadevrt"]
+        codes = architecture_flags(nvcc, with_ptx=False)
+        subprocess.run([nvcc, "-dlink", "-Xcompiler=-fPIC", *codes, *objects, "-o", linked, *libraries], check=True)
+        return [*objects, linked, f"{nvshmem}/lib/libnvshmem_device.a"]
+
+    def exported(self, symbol: str) -> Path:
+        """A script for the linker: `symbol` is all that the module exports."""
+        script = Path(self.build_temp) / f"{symbol}.map"
+        script.write_text(f"{{ global: {symbol}; local: *; }};\n")
+        return script
 
 
 class EditableWheel(editable_wheel):
@@ -210,13 +281,13 @@ def configuration(extensions: list[Extension]) -> str:
     return "\n".join(lines)
 
 
-def architecture_flags(nvcc: str) -> list[str]:
+def architecture_flags(nvcc: str, with_ptx: bool = True) -> list[str]:
     """Of nvcc, for the architectures that it knows. Stops with advice where it knows too few."""
     known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
     chosen = [(virtual, real) for virtual, real in GPU_ARCHITECTURES if virtual.rstrip("a") in known]
     if len(chosen) < 2:
         raise SystemExit(f"deepep_moe needs CUDA 12 or newer, and {nvcc} knows {known}: set CUDA_HOME, or build with DEEPEP_MOE_CUDA=0")
-    return [f"-gencode=arch={virtual},code=[{real}]" for virtual, real in chosen]
+    return [f"-gencode=arch={virtual},code=[{real if with_ptx else real.split(',')[0]}]" for virtual, real in chosen]
 
 
 def compile_cuda(nvcc: str, codes: list[str], source: Path, target: Path) -> None:
@@ -241,12 +312,12 @@ def is_stale(object_file: str, source: str) -> bool:
 
 with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
     setup(
-        ext_modules=[extension(), *torch_extensions()],
+        ext_modules=[extension(), *torch_extensions(), *nvshmem_extensions()],
         cmdclass={"build_ext": BuildWithCuda, "editable_wheel": EditableWheel},
         packages=[
             *find_packages(str(ROOT), include=["deepep_moe", "deepep_moe.*"]),
             *(f"deepep_moe.{name}" for name in find_packages(str(ROOT), include=["integrations", "integrations.*"])),
         ],
         package_dir={"deepep_moe": "deepep_moe", "deepep_moe.integrations": "integrations"},
-        package_data={"deepep_moe": ["py.typed", "_C.pyi", "_torch.pyi"]},
+        package_data={"deepep_moe": ["py.typed", "_C.pyi", "_torch.pyi", "_nvshmem.pyi"]},
     )

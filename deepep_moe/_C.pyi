@@ -163,6 +163,7 @@ class HostPool:
 
 # GPU, only where the build found nvcc (csrc/bindings/cuda, csrc/cuda/params.h, csrc/runtime/nvlink)
 MAX_GPU_RANKS: int
+MAX_GPU_NODES: int
 
 class GpuDispatchCall:
     def __init__(
@@ -209,6 +210,7 @@ class GpuTuning:
     num_work_blocks: int
     num_sms: int
     num_sms_of_sums: int
+    num_rail_sms: int
 
 def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, dtype: DType, stream: int) -> None: ...
 
@@ -325,8 +327,13 @@ class NvlinkExchange:
         hidden: int,
         num_max_tokens: int,
         timeout_s: float,
+        num_nodes: int = 1,
+        node: int = 0,
     ) -> None: ...
     workspace_bytes: int
+    num_node_tokens: int
+    rail_bytes: int
+    def attach_rail(self, shim: object, address: int, pes: list[int]) -> None: ...
     def handle(self) -> bytes: ...
     def connect(self, handles: list[bytes]) -> None: ...
     def disconnect(self) -> None: ...

@@ -1,6 +1,7 @@
 """Settings from the environment. This is the only module that reads environment variables."""
 
 import os
+from collections.abc import Iterable
 
 _DEFAULT_TIMEOUT_S = 300.0
 _MAX_THREADS = 64
@@ -62,3 +63,20 @@ def num_threads(num_ranks_on_host: int | None = None) -> int:
 def timeout_s() -> float:
     """Deadline of every wait for a peer, seconds: `DEEPEP_MOE_TIMEOUT_S`, else 300."""
     return _number("DEEPEP_MOE_TIMEOUT_S", _DEFAULT_TIMEOUT_S, 0.01, 1e6)
+
+
+def nvshmem_home() -> str | None:
+    """Root of an NVSHMEM installation (`NVSHMEM_HOME`) to use in place of the pip package, else None."""
+    return os.environ.get("NVSHMEM_HOME") or None
+
+
+def given(names: Iterable[str]) -> dict[str, str]:
+    """Those of the environment variables `names` that are set, with their values. NVSHMEM reads its settings from there itself."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def set_unless_given(values: dict[str, str]) -> dict[str, str]:
+    """Set environment variables that are not set yet; return those that were not."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    return missing

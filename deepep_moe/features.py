@@ -1,13 +1,18 @@
 """What this build can do."""
 
-from deepep_moe import _C, torch_module
+from deepep_moe import _C, nvshmem_module, torch_module
 
 
 def features() -> dict[str, bool | str]:
     """What was compiled into the native modules and what their build found.
 
-    Keys: `version`; `compiler`; backends `shm`, `nvlink`, `nvshmem`, `collective` (True where compiled in); `found_nvcc` and
-    `found_nvshmem`, whether the build found them; `autograd`: True where the autograd functions in C++ are there and of this PyTorch, else
-    why they are not.
+    Keys: `version`; `compiler`; backends `shm`, `nvlink`, `collective` (True where compiled in); `nvshmem`: True where the module that
+    links NVSHMEM is built; `found_nvcc` and `found_nvshmem`, whether the build found them; `autograd`: True where the autograd functions in
+    C++ are there and of this PyTorch, else why they are not.
     """
-    return {"version": _C.__version__, **_C.build_info(), "autograd": torch_module.WHY_NOT or True}
+    return {
+        "version": _C.__version__,
+        **_C.build_info(),
+        "nvshmem": nvshmem_module.is_built(),
+        "autograd": torch_module.WHY_NOT or True,
+    }

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = os.environ.get("DEEPEP_MOE_SANITIZE", "")  # as -fsanitize takes them
 SITE = ROOT / "build" / ("emulation-" + SANITIZERS if SANITIZERS else "emulation") / "site"
+DEVICE = "libemulated_gpu.so"  # beside the modules, which share it
 VARIABLE = "DEEPEP_MOE_EMULATED_GPU"
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-U_FORTIFY_SOURCE", "-DDEEPEP_MOE_CUDA=1"]
 # vptr takes a member function of a second base class, as pybind11 calls it, for one of another object.
@@ -89,10 +90,11 @@ def compile_objects(sources: Iterable[Path]) -> list[Path]:
 
 def build(with_torch: bool = True) -> Path:
     """A folder for PYTHONPATH that holds the package with the emulated modules, or without the one that links PyTorch."""
-    module = ROOT / "csrc" / "torch"
-    sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu") and path.parent != module]
-    objects = compile_objects([*sources, ROOT / "tests" / "emulation" / "emulation.cpp"])
-    functions = compile_objects(module.glob("*.cpp"))
+    apart = {name: ROOT / "csrc" / name for name in ("torch", "nvshmem")}  # a module of its own for each
+    sources = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu")]
+    objects = compile_objects(path for path in sources if path.parent not in apart.values())
+    functions = compile_objects(apart["torch"].glob("*.cpp"))
+    internode = compile_objects(path for path in sources if path.parent == apart["nvshmem"])
     site = SITE if with_torch else SITE.with_name("site-without-torch")
     package = site / "deepep_moe"
     package.mkdir(parents=True, exist_ok=True)
@@ -101,14 +103,36 @@ def build(with_torch: bool = True) -> Path:
             link.unlink()
     for path in (ROOT / "deepep_moe").iterdir():
         link = package / path.name
-        if not path.name.startswith(("_C.cp", "_torch.cp", "__pycache__")) and not link.is_symlink():
+        if not path.name.startswith(("_C.cp", "_torch.cp", "_nvshmem.cp", "__pycache__")) and not link.is_symlink():
             link.symlink_to(path)
     if not (package / "integrations").is_symlink():
         (package / "integrations").symlink_to(ROOT / "integrations")
-    link_module(package, "_C", objects)
+    on_device = (*build_device(package), "-Wl,-rpath,$ORIGIN")
+    link_module(package, "_C", objects, *on_device)
+    if internode:
+        link_module(package, "_nvshmem", internode, *on_device)
     if with_torch:
         link_module(package, "_torch", functions, *torch_libraries())
     return site
+
+
+def build_device(package: Path) -> tuple[str, ...]:
+    """The device in a folder, for all modules of a process; what links it."""
+    objects = compile_objects((ROOT / "tests" / "emulation").glob("*.cpp"))
+    link_library(package / DEVICE, objects, f"-Wl,-soname,{DEVICE}")
+    return f"-L{package}", f"-l:{DEVICE}"
+
+
+def build_program(source: Path) -> Path:
+    """A program with kernels, made of one file."""
+    package = SITE / "deepep_moe"
+    package.mkdir(parents=True, exist_ok=True)
+    device = build_device(package)
+    program = SITE.parent / source.stem
+    objects = compile_objects([source])
+    if not program.exists() or program.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+        subprocess.run(["g++", "-pthread", *SANITIZE, *map(str, objects), *device, f"-Wl,-rpath,{package}", "-o", str(program)], check=True)
+    return program
 
 
 def torch_libraries() -> list[str]:
@@ -118,7 +142,10 @@ def torch_libraries() -> list[str]:
 
 
 def link_module(package: Path, name: str, objects: list[Path], *libraries: str) -> None:
-    module = package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    link_library(package / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}", objects, *libraries)
+
+
+def link_library(module: Path, objects: list[Path], *libraries: str) -> None:
     if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in objects):
         subprocess.run(["g++", "-shared", "-pthread", *SANITIZE, *map(str, objects), *libraries, "-o", str(module)], check=True)
 

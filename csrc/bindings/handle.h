@@ -10,6 +10,7 @@ inline const Name kLayout{"layout"}, kAlignment{"expert_alignment"}, kNumRows{"n
 inline const Name kTopkIdx{"topk_idx"}, kRecvRowIdx{"recv_row_idx"}, kRecvCounts{"recv_counts"};
 inline const Name kTokensPerExpert{"num_recv_tokens_per_expert"};
 inline const Name kMemory{"memory"}, kStarts{"starts"}, kNumTokens{"num_tokens"}, kNumTopk{"num_topk"};
+inline const Name kNumNodeTokens{"num_node_tokens"};
 
 inline HandleArg handle_arg(py::handle handle) {
     HandleArg arg;
@@ -20,9 +21,12 @@ inline HandleArg handle_arg(py::handle handle) {
     const TensorArg memory = tensor_arg(attribute(handle, kMemory));
     if (memory.is_there) {
         const py::object starts = attribute(handle, kStarts);
-        int64_t sections[4];
-        for (Py_ssize_t i = 0; i < 4; ++i) sections[i] = to_int(PyTuple_GetItem(starts.ptr(), i));
-        arg.unpack(memory.address, sections, to_int(attribute(handle, kNumTokens)), to_int(attribute(handle, kNumTopk)));
+        const int64_t num_node_tokens = to_int(attribute(handle, kNumNodeTokens));
+        const size_t num_sections = num_node_tokens > 0 ? 6 : 4;
+        int64_t sections[6];
+        for (size_t i = 0; i < num_sections; ++i) sections[i] = to_int(PyTuple_GetItem(starts.ptr(), static_cast<Py_ssize_t>(i)));
+        arg.unpack(memory.address, {sections, num_sections}, to_int(attribute(handle, kNumTokens)), to_int(attribute(handle, kNumTopk)),
+                   num_node_tokens);
         return arg;
     }
     arg.topk_idx = tensor_arg(attribute(handle, kTopkIdx));

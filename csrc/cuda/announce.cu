@@ -11,7 +11,7 @@ __global__ void announce(const __grid_constant__ GpuAnnounceParams p) {
     const Workspace theirs(p.context, p.peer);
     fence_system();
     for (int index = threadIdx.x * kChunkSlots; index < p.num_slots; index += blockDim.x * kChunkSlots)
-        store_relaxed(theirs.arrived(p.context.rank, index), p.context.state->sequence);
+        store_relaxed(theirs.arrived(p.context.rank, p.first_slot + index), p.context.state->sequence);
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
-// Combine on one NVLink host. The second kernel of the call; it may start while the plan runs.
+// Combine on one NVLink host, or on one of several nodes. The second kernel of the call; it may start while the plan runs.
 //
 //   send blocks   push sums from the outbox to the tokens' sources, chunk by chunk, a flag a chunk; wait for the tiles that work blocks sum
 //   work blocks   1. sum the rows of each peer's tokens on this rank into the outbox, in ascending lane of top-k, rounded once
 //                 2. add up each own token, in rank order: sums that arrive (they wait for their chunk's flag), and rows on this rank
+//                    Of several nodes: first the tokens that came from another one, whose sums go back there, rounded; then this rank's
+//                    tokens, in node order, with the sums that come from there
 //
 // Rows of the rank layout without weights need no first step: they are sent from where they lie (`direct`).
 #include "cuda/device/launch.cuh"
@@ -53,22 +55,27 @@ struct Kernel {
     // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.
     __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
 
+    // Which token received lies in a slot of a source.
+    __device__ int recv_token(const Source& source, int slot) const {
+        return first_from(c, p.routing, p.recv_counts, source) + slot - source.first_slot(config);
+    }
+
     // ---- sending blocks ----
 
     template <class Ring>
     __device__ void send() const {
-        const auto ready = [&](int peer, int chunk) {
-            const int num_rows = min(kReducedSlots, p.recv_counts[peer] - chunk * kReducedSlots);
-            const unsigned long long* reduced = p.routing.reduced + peer * own.layout.num_reduced + chunk;
-            return p.direct || warp_wait_flag(c, reduced, num_rows * num_tiles, c.rank, GpuPhase::kReducedRows);
+        const auto ready = [&](const Source& to, int first, int end, int) {
+            const unsigned long long* reduced = p.routing.reduced + to.rank * own.layout.num_reduced + first / kReducedSlots;
+            return p.direct || warp_wait_flag(c, reduced, (end - first) * num_tiles, c.rank, GpuPhase::kReducedRows);
         };
-        const auto find = [&](int peer, int index) { return first_from(p.recv_counts, peer) + index; };
-        const auto rows = [&](int peer, int index, int recv_token, const std::byte*& row, const std::byte*& tail) {
+        const auto find = [&](const Source& to, int index) { return recv_token(to, index); };
+        const auto rows = [&](const Source& to, int index, int recv_token, const std::byte*& row, const std::byte*& tail) {
             const int64_t at = within_bound(recv_token);
-            row = p.direct ? p.x + at * row_bytes : own.outbox(peer) + index * slot.bytes;
+            row = p.direct ? p.x + at * row_bytes : own.outbox(to.rank) + index * slot.bytes;
             tail = p.direct ? reinterpret_cast<const std::byte*>(p.topk_weight_grads + at * config.num_topk) : row + row_bytes;
         };
-        push<Ring>(c, p.ring, slot, p.direct ? kChunkSlots : kReducedSlots, p.recv_counts, false, ready, find, rows);
+        const int chunk_slots = p.direct ? kChunkSlots : kReducedSlots, first_node = (config.node + 1) % config.num_nodes;
+        push<Ring>(c, p.ring, slot, chunk_slots, p.recv_counts, false, first_node, ready, find, rows);
     }
 
     // ---- working blocks ----
@@ -130,18 +137,19 @@ struct Kernel {
         }
     }
 
-    // Part of a row that a task of `reduce` is about; peer: -1 past the last. Finds it as RankTask does, which made the compiler spill a
-    // register of the sums.
+    // Part of a row that a task of `reduce` is about; peer: -1 past the last. Finds it as SourceTask does, which made the compiler spill a
+    // register of the sums. Rows for other nodes come first: they have a longer way.
     struct Remote {
         int peer = -1, index = 0, tile = 0;
         Rows rows;
         __device__ Remote(const Kernel& k, int task) {
 #pragma unroll 1
-            for (int turn = 1; turn < k.config.num_ranks; ++turn) {
-                const int to = (k.c.rank + turn) % k.config.num_ranks, num_tasks = k.p.recv_counts[to] * k.num_tiles;
+            for (int turn = 1; turn < k.config.num_sources(); ++turn) {
+                const Source to = Source::at_turn(k.config, (k.config.node + 1) % k.config.num_nodes, k.c.rank, turn);
+                const int num_tasks = to.rank == k.c.rank ? 0 : k.p.recv_counts[to.number(k.config)] * k.num_tiles;
                 if (task < num_tasks) {
-                    peer = to, index = task / k.num_tiles, tile = task % k.num_tiles;
-                    rows = Rows(k, first_from(k.p.recv_counts, peer) + index);
+                    peer = to.rank, index = to.first_slot(k.config) + task / k.num_tiles, tile = task % k.num_tiles;
+                    rows = Rows(k, k.recv_token(to, index));
                     return;
                 }
                 task -= num_tasks;
@@ -179,15 +187,22 @@ struct Kernel {
 
     // On the source side: a tile of a token's row a warp.
 
+    template <bool kHasNodes>
     __device__ void finish() const {
         WarpTasks tasks(&c.state->next_receive);
         const int own_first = first_from(p.recv_counts, c.rank), num_tasks = p.routing.num_tokens * num_tiles;
+        const auto token_of = [&](int task) {  // those that came from other nodes first
+            if constexpr (!kHasNodes) return task / num_tiles;
+            return (task / num_tiles + (config.node + 1) * config.node_tokens()) % p.routing.num_tokens;
+        };
         const auto slot_of = [&](int task) {  // of the token on rank `lane`, -1 = it did not go there
-            return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[task / num_tiles * config.num_ranks + lane] : -1;
+            return task < num_tasks && lane < config.num_ranks ? p.routing.send_slot[token_of(task) * config.num_ranks + lane] : -1;
         };
         const auto rows_of = [&](int index) {
             const int own_index = __shfl_sync(kFullWarp, index, c.rank);
-            return own_index < 0 ? Rows() : Rows(*this, own_first + own_index);
+            if (own_index < 0) return Rows();
+            if constexpr (!kHasNodes) return Rows(*this, own_first + own_index);
+            return Rows(*this, recv_token({own_index / config.node_tokens(), c.rank}, own_index));
         };
         int task = tasks.take(), index = slot_of(task), next = tasks.take(), next_index = slot_of(next);
         Rows rows = rows_of(index);
@@ -199,7 +214,9 @@ struct Kernel {
             if (!__all_sync(kFullWarp, !is_remote || wait_flag(c, own.arrived(lane, index), sequence, lane, GpuPhase::kCombineRows)))
                 return;
             __syncwarp();  // what one lane has seen arrive, all may read
-            finish_token(task / num_tiles, task % num_tiles, index, rows);
+            if constexpr (!kHasNodes) finish_token(task / num_tiles, task % num_tiles, index, rows);
+            if constexpr (kHasNodes)
+                if (!finish_token_of_nodes(token_of(task), task % num_tiles, index, rows)) return;
             task = next, index = next_index, rows = next_rows;
             next = later, next_index = later_index;
         }
@@ -224,6 +241,83 @@ struct Kernel {
             write(p.combined_x + static_cast<int64_t>(token) * row_bytes, first, end, sum);
         });
         if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, index, rows);
+    }
+
+    // ---- the same where there are several nodes ----
+
+    // False: give up.
+    __device__ bool finish_token_of_nodes(int token, int tile, int index, const Rows& rows) const {
+        const int node = token / config.node_tokens(), at = token - node * config.node_tokens();
+        if (node == config.node) return at >= p.rail.num_tokens || finish_own_token(token, at, tile, index, rows);
+        if (__ballot_sync(kFullWarp, index >= 0) == 0) return true;  // no token is here
+        std::byte* to = p.rail.of_node(p.rail.outbox, config, node, slot.bytes) + at * slot.bytes;
+        each_batch(tile, [&](int first, int end) {
+            Sum sum = {};
+            add_ranks(sum, first, end, index, rows);
+            write(to, first, end, sum);
+        });
+        if (tile == 0 && p.has_topk_weight_grads) {
+            const float value = topk_weight_grad(token, index, rows);
+            if (lane < config.num_topk) reinterpret_cast<float*>(to + row_bytes)[lane] = value;
+        }
+        __syncwarp();
+        if (lane == 0) add_release_local(p.rail.summed + token / kRailSlots, 1);
+        return true;
+    }
+
+    // Adds what each rank of this node has, in rank order.
+    __device__ void add_ranks(Sum& sum, int first, int end, int index, const Rows& rows) const {
+        const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
+        const int rank = nth_set(ranks, lane), there = __shfl_sync(kFullWarp, index, rank);
+        const std::byte* from = rank == c.rank ? nullptr : sum_from(rank, there);
+        Sum here = {};
+        rows.add(*this, here, first, end);
+        Pieces held;
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) held[j] = Values::store(here[j]);
+        const auto sums = [&](int n) { return pieces(shuffle(from, n)); };
+        sum_pieces<Values, kBatch>(sum, first, end, __popc(ranks), sums, [](int) { return 1.0f; }, held);
+    }
+
+    // In node order: sums that have come from other nodes, and this one's, which is not rounded.
+    __device__ bool finish_own_token(int token, int at, int tile, int index, const Rows& rows) const {
+        const int there = lane < config.num_nodes && lane != config.node ? p.rail.slots[at * config.num_nodes + lane] : -1;
+        const unsigned long long* ready = p.rail.ready + (lane * config.node_tokens() + there) / kRailSlots;
+        const bool ok = there < 0 || wait_flag(c, ready, sequence, rail_peer(lane), GpuPhase::kRailRows);
+        if (!__all_sync(kFullWarp, ok)) return false;
+        __syncwarp();  // what one lane has seen arrive, all may read
+        const std::byte* from = there < 0 ? nullptr : p.rail.of_node(p.rail.inbox, config, lane, slot.bytes) + there * slot.bytes;
+        const unsigned nodes = __ballot_sync(kFullWarp, there >= 0), before = nodes & ((1u << config.node) - 1), after = nodes & ~before;
+        const std::byte* bias = p.bias == nullptr ? nullptr : p.bias + static_cast<int64_t>(at) * row_bytes;
+        const auto earlier = [&](int n) { return pieces(shuffle(from, nth_set(before, n))); };
+        const auto later = [&](int n) {
+            const std::byte* sum = shuffle(from, nth_set(after, n));
+            return pieces(n < __popc(after) ? sum : bias);
+        };
+        const auto one = [](int) { return 1.0f; };
+        each_batch(tile, [&](int first, int end) {
+            Sum sum = {}, of_node = {};
+            add_ranks(of_node, first, end, index, rows);
+            sum_pieces<Values, kBatch>(sum, first, end, __popc(before), earlier, one, Pieces{});
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j)
+#pragma unroll
+                for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], of_node[j][v]);
+            sum_pieces<Values, kBatch>(sum, first, end, __popc(after) + (bias != nullptr), later, one, Pieces{});
+            write(p.combined_x + static_cast<int64_t>(at) * row_bytes, first, end, sum);
+        });
+        if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads_of_nodes(token, at, index, from, rows);
+        return true;
+    }
+
+    // `from`: the token's sum from node `lane`.
+    __device__ void take_topk_weight_grads_of_nodes(int token, int at, int index, const std::byte* from, const Rows& rows) const {
+        float value = topk_weight_grad(token, index, rows);
+        const int expert = lane < config.num_topk ? p.rail.topk_idx[at * config.num_topk + lane] : -1;
+        const int node = expert < 0 ? config.node : expert / config.num_experts;
+        const std::byte* sum = shuffle(from, node);
+        if (node != config.node) value = reinterpret_cast<const float*>(sum + row_bytes)[lane];
+        if (lane < config.num_topk) p.combined_topk_weight_grads[at * config.num_topk + lane] = value;
     }
 
     // The same where tokens share rows of the result: a tile of such a row a warp. Each of its tokens went to one expert at most, and back
@@ -281,20 +375,25 @@ struct Kernel {
     __device__ const std::byte* sum_from(int rank, int index) const { return own.inbox(rank) + index * slot.bytes; }
 
     __device__ void take_topk_weight_grads(int token, int index, const Rows& rows) const {
-        const int entry = token * config.num_topk + lane;
+        const float value = topk_weight_grad(token, index, rows);
+        if (lane < config.num_topk) p.combined_topk_weight_grads[token * config.num_topk + lane] = value;
+    }
+
+    // Of lane `lane` of the token, whose slot on rank `lane` is `index`; 0 where no rank of this node has the expert.
+    __device__ float topk_weight_grad(int token, int index, const Rows& rows) const {
         int expert = -1;
         if (lane < config.num_topk) expert = static_cast<int>(p.routing.expert(token, lane));
         const int rank = expert >= 0 ? expert / (config.num_experts / config.num_ranks) : c.rank;
         const int there = __shfl_sync(kFullWarp, index, rank);
-        if (lane >= config.num_topk) return;
-        float value = 0.0f;
-        if (expert >= 0)
-            value = rank == c.rank ? rows.topk_weight_grad(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
-        p.combined_topk_weight_grads[entry] = value;
+        if (expert < 0) return 0.0f;
+        return rank == c.rank ? rows.topk_weight_grad(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
     }
 };
 
-template <DType kType, class Ring, bool kSumsTokens>
+// What the source adds up: rows of tokens, in one node or several, or of several tokens.
+enum class Finish { kTokens, kTokensOfNodes, kSumsOfTokens };
+
+template <DType kType, class Ring, Finish kFinish>
 __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ GpuCombineParams p) {
     __shared__ ExpertRows expert_rows;
     if (p.expert_rows.num_tensors > 0) {
@@ -310,23 +409,28 @@ __global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ G
         return wait_for_kernel_before();
     }
     if (p.reduces) kernel.reduce();
-    if (p.finishes && kSumsTokens) kernel.finish_sums();
-    if (p.finishes && !kSumsTokens) kernel.finish();
+    if constexpr (kFinish == Finish::kSumsOfTokens) {
+        if (p.finishes) kernel.finish_sums();
+    } else {
+        if (p.finishes) kernel.template finish<kFinish == Finish::kTokensOfNodes>();
+    }
     wait_for_kernel_before();
 }
 
-template <DType kType, bool kSumsTokens>
+template <DType kType, Finish kFinish>
 void launch_for(const GpuCombineParams& p, void* stream, bool early) {
     const int blocks = p.num_send_blocks + p.num_work_blocks;
     const int64_t row_bytes = p.context.config.hidden * (16 / Piece<kType>::kCount);
-    if (p.ring.stages == 0) return launch<combine<kType, PlainRing, kSumsTokens>>("combine", blocks, kThreads, 0, p, stream);
+    if (p.ring.stages == 0) return launch<combine<kType, PlainRing, kFinish>>("combine", blocks, kThreads, 0, p, stream);
     const int64_t shared_bytes = p.num_send_blocks > 0 ? RingMemory::bytes(p.ring, GpuSlotLayout(row_bytes, p.tail_bytes())) : 0;
-    launch<combine<kType, BulkRing, kSumsTokens>>("combine", blocks, kThreads, shared_bytes, p, stream, early);
+    launch<combine<kType, BulkRing, kFinish>>("combine", blocks, kThreads, shared_bytes, p, stream, early);
 }
 
 template <DType kType>
 void launch_for(const GpuCombineParams& p, void* stream, bool early) {
-    p.sums_tokens() ? launch_for<kType, true>(p, stream, early) : launch_for<kType, false>(p, stream, early);
+    if (p.sums_tokens()) return launch_for<kType, Finish::kSumsOfTokens>(p, stream, early);
+    if (p.context.config.num_nodes > 1) return launch_for<kType, Finish::kTokensOfNodes>(p, stream, early);
+    launch_for<kType, Finish::kTokens>(p, stream, early);
 }
 
 }  // namespace

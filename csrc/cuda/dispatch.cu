@@ -28,6 +28,32 @@ struct Scaled {
     static constexpr DType kDType = kType;
 };
 
+// Where a token of this rank lies, or one that came to it from another node.
+__device__ __forceinline__ void find_row(const GpuDispatchParams& p, const GpuSlotLayout& slot, int node, int token, const std::byte*& row,
+                                         const std::byte*& tail) {
+    const GpuWorkspaceConfig& config = p.context.config;
+    const int index = config.num_nodes == 1 ? token : token - node * config.node_tokens();
+    if (node != config.node) {
+        row = p.rail.of_node(p.rail.inbox, config, node, slot.bytes) + index * slot.bytes;
+        tail = row + slot.row_bytes;
+        return;
+    }
+    const int64_t x_row = p.x_row(index);
+    row = p.x + x_row * p.row_bytes;
+    tail = p.x_scales + x_row * p.scale_bytes;
+}
+
+// For the token of each lane that `uses` one. All lanes, and their bulk copies, may then read the rows. False: give up.
+__device__ inline bool wait_for_rail(const GpuDispatchParams& p, int node, bool uses, int token) {
+    const GpuContext& c = p.context;
+    if (node == c.config.node) return true;
+    const unsigned long long* ready = p.rail.ready + token / kRailSlots;
+    const bool ok = !uses || wait_flag(c, ready, c.state->sequence, rail_peer(node), GpuPhase::kRailRows);
+    const bool all_ok = __all_sync(kFullWarp, ok);
+    fence_bulk_copies();
+    return all_ok;
+}
+
 template <class Ring, class Scaling>
 struct Receiver {
     const GpuDispatchParams& p;
@@ -57,13 +83,13 @@ struct Receiver {
     __device__ void receive() {
         WarpTasks tasks(&c.state->next_receive);
         const auto drain = [&](const RingRow& row) { place(row); };
-        const auto rank_of = [&](int turn) { return (c.rank + config.num_ranks - turn) % config.num_ranks; };
-        const auto num_tasks = [&](int source) { return divide_up(count_from(p.recv_counts, source), kTaskRows); };
+        const auto source_at = [&](int turn) { return Source::at_turn(config, config.node, c.rank, turn, -1); };
+        const auto num_tasks = [&](const Source& from) { return divide_up(count_from(p.recv_counts, from.number(config)), kTaskRows); };
         while (true) {
-            const RankTask task(tasks.take(), 0, config.num_ranks, rank_of, num_tasks);
-            if (task.rank < 0) break;
-            const int begin = task.number * kTaskRows;
-            if (!take(task.rank, begin, min(begin + kTaskRows, count_from(p.recv_counts, task.rank)), drain)) {
+            const SourceTask task(tasks.take(), 0, config.num_sources(), source_at, num_tasks);
+            if (!task.is_there) break;
+            const int begin = task.number * kTaskRows, count = count_from(p.recv_counts, task.source.number(config));
+            if (!take(task.source, begin, min(begin + kTaskRows, count), drain)) {
                 if (!p.cached && lane == 0) atomicOr(reinterpret_cast<unsigned*>(p.recv_counts), static_cast<unsigned>(kFailed));
                 break;
             }
@@ -74,18 +100,21 @@ struct Receiver {
 
     // Some rows of one chunk.
     template <class Drain>
-    __device__ bool take(int source, int begin, int end, const Drain& drain) {
+    __device__ bool take(const Source& from, int begin, int end, const Drain& drain) {
+        const int source = from.rank, first_slot = from.first_slot(config);
         const bool is_local = source == c.rank;
         if (p.has_lanes && !(lanes_here >> source & 1)) {
             if (!warp_wait_flag(c, own.lanes_ready(source), sequence, source, GpuPhase::kLanes)) return false;
             lanes_here |= 1u << source;
         }
-        const int first = first_from(p.recv_counts, source);
+        const int first = first_from(c, p.routing, p.recv_counts, from) - first_slot;  // plus a slot: which token received it is
+        begin += first_slot, end += first_slot;
         GpuLane lanes[kTaskRows];  // on their way while the rows are waited for
 #pragma unroll
         for (int i = 0; i < kTaskRows; ++i) lanes[i] = load_lane(source, min(begin + i, end - 1), first);
         if (!is_local && !warp_wait_flag(c, own.arrived(source, begin), sequence, source, GpuPhase::kDispatchRows)) return false;
         const int found = is_local && begin + lane < end ? p.routing.send_token[source * config.num_max_tokens + begin + lane] : 0;
+        if (is_local && !wait_for_rail(p, from.node, begin + lane < end, found)) return false;
 #pragma unroll 1
         for (int index = begin; index < end; ++index) {
             GpuLane what = lanes[0];
@@ -93,10 +122,9 @@ struct Receiver {
             for (int i = 1; i < kTaskRows; ++i)
                 if (index == begin + i) what = lanes[i];
             const int target = take_lane(what, first + index);
-            const int64_t x_row = p.x_row(__shfl_sync(kFullWarp, found, index - begin));
-            const std::byte* slot_row = own.inbox(source) + index * slot.bytes;
-            const std::byte* row = is_local ? p.x + x_row * p.row_bytes : slot_row;
-            ring.add(row, is_local ? p.x_scales + x_row * p.scale_bytes : slot_row + slot.row_bytes, target, drain);
+            const std::byte *row = own.inbox(source) + index * slot.bytes, *tail = row + slot.row_bytes;
+            if (is_local) find_row(p, slot, from.node, __shfl_sync(kFullWarp, found, index - begin), row, tail);
+            ring.add(row, tail, target, drain);
         }
         return true;
     }
@@ -161,7 +189,7 @@ struct Receiver {
             end = __shfl_sync(kFullWarp, last, 31), padding = all_padding;
         }
 #pragma unroll 1
-        for (int source = 0; !p.is_expert_layout && source < config.num_ranks; ++source) end += count_from(p.recv_counts, source);
+        for (int source = 0; !p.is_expert_layout && source < config.num_sources(); ++source) end += count_from(p.recv_counts, source);
 #pragma unroll 1
         for (int64_t row = end + me; row < num_rows; row += num_warps) zero_row(row);
         ring.end_zeros();
@@ -181,14 +209,15 @@ struct Receiver {
 
 template <class Ring>
 __device__ void send(const GpuDispatchParams& p, const GpuSlotLayout& slot) {
-    const auto find = [&](int peer, int index) { return p.routing.send_token[peer * p.context.config.num_max_tokens + index]; };
-    const auto rows = [&](int, int, int token, const std::byte*& row, const std::byte*& tail) {
-        const int64_t x_row = p.x_row(token);
-        row = p.x + x_row * p.row_bytes;
-        tail = p.x_scales + x_row * p.scale_bytes;
+    const GpuWorkspaceConfig& config = p.context.config;
+    const auto find = [&](const Source& to, int index) { return p.routing.send_token[to.rank * config.num_max_tokens + index]; };
+    const auto ready = [&](const Source& to, int first, int end, int token) {
+        return wait_for_rail(p, to.node, first + static_cast<int>(threadIdx.x % 32) < end, token);
     };
-    const auto ready = [](int, int) { return true; };
-    push<Ring>(p.context, p.ring, slot, kChunkSlots, p.routing.send_counts, p.to_outbox, ready, find, rows);
+    const auto rows = [&](const Source& to, int, int token, const std::byte*& row, const std::byte*& tail) {
+        find_row(p, slot, to.node, token, row, tail);
+    };
+    push<Ring>(p.context, p.ring, slot, kChunkSlots, p.routing.send_counts, p.to_outbox, config.node, ready, find, rows);
 }
 
 // Tells every peer, ahead of the rows, where its tokens go and what they weigh.
@@ -217,7 +246,7 @@ struct LaneSender {
         if (expert >= 0) {
             lane.target = expert % num_local;
             if (p.is_expert_layout && !p.cached)
-                lane.target = r.expert_row_base[expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
+                lane.target = r.expert_row_base[r.node_of(config, token) * config.num_experts + expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
             if (p.topk_weights != nullptr) lane.weight = p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
         }
 #pragma unroll 1

@@ -25,10 +25,10 @@ void launch_top2(const GpuTop2Params& params, void* stream);
 void launch_top2_backward(const GpuTop2BackwardParams& params, void* stream);
 void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
 
-// Sets the flags of the `num_slots` slots that a copy engine has filled in the inbox of `peer`.
+// Sets the flags of the `num_slots` slots from `first_slot` on that a copy engine has filled in the inbox of `peer`.
 struct GpuAnnounceParams {
     GpuContext context;
-    int peer, num_slots;
+    int peer, first_slot, num_slots;
 };
 void launch_announce(const GpuAnnounceParams& params, void* stream);
 

@@ -12,7 +12,7 @@ namespace deepep_moe {
 struct GpuCounts {
     unsigned long long met, ready;  // GpuContext::plan of the last one that has met its peers, and that has written the rest
     long long num_recv_tokens, num_rows;
-    int send_counts[kMaxGpuRanks], recv_counts[kMaxGpuRanks];
+    int send_counts[kMaxGpuSources], recv_counts[kMaxGpuSources];
     long long exceeded_bound, exceeding_rows;  // the latter not 0: more rows than a call's bound; written last
 };
 
@@ -45,17 +45,23 @@ struct GpuRouting {
     const void* topk_idx;               // [num_tokens, num_topk] int64 or int32
     int64_t token_stride, lane_stride;  // of it, in entries
     bool is_int64;
-    int num_tokens;
+    int num_tokens;               // of all nodes: of each node_tokens, the first ones there, the others without expert
     int tokens_per_warp;          // of the plan
+    int node_segments;            // of the plan, that one node's tokens have
     int32_t* segment_counts;      // [num_segments, columns] tokens for each expert, then rank; becomes the sum of the segments before
     int32_t* warp_counts;         // [num_segments, warps of the plan, columns] the same of the warps before, in a segment
     int32_t* index_in_warp;       // [num_tokens, num_topk] tokens before this one in its warp with the same expert
-    int32_t* expert_row_base;     // [num_experts] first row of this rank's tokens in the expert's group, on the expert's rank
+    int32_t* expert_row_base;     // [num_nodes, num_experts] first row of this rank's tokens of a node in the expert's group
     int32_t* send_slot;           // [num_tokens, num_ranks] slot of the token on its way to the rank, -1 = does not go there
     int32_t* send_token;          // [num_ranks, num_max_tokens] the token in each slot
-    int32_t* send_counts;         // [num_ranks] slots to each rank
+    int32_t* send_counts;         // [num_sources] slots to each rank, of each node's tokens
+    int32_t* recv_first;          // [num_sources] tokens received from the sources before; where there are several nodes
     unsigned long long* reduced;  // [num_ranks, num_reduced] tiles of rows whose sums are in the outbox, of a combine
     int32_t* narrow_topk_idx;     // [num_tokens, num_topk] int32 copy for the handle, or nullptr
+
+    DEEPEP_MOE_HD int node_of(const GpuWorkspaceConfig& config, int token) const {
+        return config.num_nodes == 1 ? 0 : token / config.node_tokens();
+    }
 
     DEEPEP_MOE_HD int64_t expert(int token, int k) const {
         const int64_t at = token * token_stride + k * lane_stride;
@@ -65,10 +71,12 @@ struct GpuRouting {
 
 // How a plan divides tokens among its warps, and the number of its blocks.
 constexpr int kPlanWarps = tuning::kPlanThreads / 32;
-constexpr int tokens_per_warp(int num_tokens) {
-    return divide_up(num_tokens, tuning::kMaxSegments * kPlanWarps * tuning::kTokensAtOnce) * tuning::kTokensAtOnce;
+constexpr int tokens_per_warp(int num_tokens, int num_nodes) {  // num_tokens: of one node
+    return divide_up(num_tokens, tuning::kMaxSegments / num_nodes * kPlanWarps * tuning::kTokensAtOnce) * tuning::kTokensAtOnce;
 }
-constexpr int num_segments(int num_tokens) { return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens) * kPlanWarps); }
+constexpr int node_segments(int num_tokens, int num_nodes) {
+    return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens, num_nodes) * kPlanWarps);
+}
 
 // A bit of recv_counts[0], set where a dispatch has failed: nothing may go along its handle.
 constexpr int32_t kFailed = INT32_MIN;
@@ -82,8 +90,26 @@ struct GpuPlanParams {
     bool is_expert_layout;
     int expert_alignment;
     long long num_recv_rows_bound;        // -1: none
-    int32_t* recv_counts;                 // [num_ranks], with kFailed; out unless cached; nullptr where no call is made
+    int32_t* recv_counts;                 // [num_sources], with kFailed; out unless cached; nullptr where no call is made
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
+};
+
+// What a call's kernels know of the rows that cross between nodes (csrc/nvshmem moves them). Rows lie in slots as those of the workspace do.
+// A chunk is kRailSlots of them.
+struct GpuRail {
+    const std::byte* inbox;           // [num_nodes - 1, node_tokens] slots: tokens of the other nodes, or sums from there
+    std::byte* outbox;                // likewise: sums for the other nodes
+    const unsigned long long* ready;  // [num_nodes, chunks] the call's sequence number, once a chunk of the inbox is there
+    unsigned long long* summed;       // [num_nodes, chunks] tiles of sums that are in a chunk of the outbox
+    int num_tokens;                   // of this rank
+    const int32_t* slots;             // [num_tokens, num_nodes] where a token is among those that cross to a node; -1: it does not
+    const int32_t* topk_idx;          // [num_tokens, num_topk] experts of all nodes
+
+    // The slots that another node has in `box`.
+    template <class Box>
+    DEEPEP_MOE_HD Box* of_node(Box* box, const GpuWorkspaceConfig& config, int node, int64_t slot_bytes) const {
+        return box + (node - (node > config.node)) * config.node_tokens() * slot_bytes;
+    }
 };
 
 // Rows that lie in several tensors, one for each local expert: row r is at rows[i] + r * row_bytes, where i is the last part that begins
@@ -118,7 +144,7 @@ struct GpuDispatchParams {
     const std::byte* x_scales;  // [num_x_rows, scale_bytes], or nullptr
     const float* topk_weights;  // [num_tokens, num_topk], or nullptr
     int64_t weights_token_stride, weights_lane_stride;
-    int32_t* recv_counts;                       // [num_ranks]; out: kFailed
+    int32_t* recv_counts;                       // [num_sources]; out: kFailed
     const int32_t* num_recv_tokens_per_expert;  // [num_local_experts]
     std::byte* recv_x;                          // [num_rows, row_bytes]
     std::byte* recv_x_scales;                   // [num_rows, scale_bytes], or nullptr
@@ -126,6 +152,7 @@ struct GpuDispatchParams {
     float* recv_topk_weights;                   // expert layout: [num_rows]; rank layout: [num_rows, num_topk]; or nullptr
     int32_t* recv_row_idx;                      // expert layout: [num_recv_tokens, num_topk]; out unless cached
     RowScaling scaling;                         // of the rows received; expert layout
+    GpuRail rail;                               // where there are several nodes
 
     DEEPEP_MOE_HD int64_t x_row(int token) const { return token < num_x_rows || num_x_rows == 0 ? token : token % num_x_rows; }
 };
@@ -141,7 +168,7 @@ struct GpuCombineParams {
     int num_send_blocks, num_work_blocks;
     int max_tile_pieces;          // of 16 bytes, that a warp sums in one task
     int64_t num_rows;             // of x
-    const int32_t* recv_counts;   // [num_ranks]
+    const int32_t* recv_counts;   // [num_sources]
     const int32_t* recv_row_idx;  // expert layout: [num_recv_tokens, num_topk]
     const std::byte* x;           // [num_rows, hidden], unless they lie in expert_rows
     ExpertRows expert_rows;
@@ -153,6 +180,7 @@ struct GpuCombineParams {
     const float* source_weights;        // [num_tokens], by which they are weighed before, or nullptr
     std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]
     float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
+    GpuRail rail;                       // where there are several nodes; the four above are then about this rank's tokens
 
     bool sums_tokens() const { return tokens_per_row > 1 || source_weights != nullptr; }
 

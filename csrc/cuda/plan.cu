@@ -1,9 +1,9 @@
 // Plan: where this rank's tokens go. The first kernel of every call.
 //
-//   blocks          num_segments (64 at most) of kPlanThreads; all are on the GPU at once, as they wait for each other
+//   blocks          64 at most of kPlanThreads; all are on the GPU at once, as they wait for each other
 //   block 0         enters the call: stores `entered` at every rank. After a call that this rank refused or failed in, it first waits
 //                   until the peers have entered that one
-//   every block     counts one segment of the tokens, by ballots and prefix sums: the same in every run, no atomics on order
+//   every block     counts one segment of one node's tokens, by ballots and prefix sums: the same in every run, no atomics on order
 //   last to count   sums the segments; stores `sequence`, counts at every rank; waits for the peers' `entered` and counts; tells the host
 //   other blocks    wait for `sequence`, then place their tokens: a slot for each destination; the last to place stores `placed`
 //
@@ -12,6 +12,8 @@
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"
+
+#include <algorithm>
 
 namespace deepep_moe {
 namespace {
@@ -45,14 +47,14 @@ __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long ca
 
 __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected,
                                         int32_t* counts) {
-    const int source = at / c.layout.columns;
+    const int peer = at / c.layout.columns % c.config.num_ranks;
     const unsigned long long sequence = expected >> kValueBits;
-    if (wait_word(c, Workspace(c, c.rank).entered(sequence, source), expected, source, GpuPhase::kEntry) == 0) return false;
-    const unsigned long long word = wait_word(c, words + at, expected, source, GpuPhase::kCounts);
+    if (wait_word(c, Workspace(c, c.rank).entered(sequence, peer), expected, peer, GpuPhase::kEntry) == 0) return false;
+    const unsigned long long word = wait_word(c, words + at, expected, peer, GpuPhase::kCounts);
     counts[at] = static_cast<int>(word - expected);
     // A rank that refuses does not wait for its peers, so this may be its refusal of a later call.
     const bool refuses = word >= (expected | kRefused);
-    if (refuses) report(c, kPeerRefused, source, GpuPhase::kNone, static_cast<long long>(sequence), 0);
+    if (refuses) report(c, kPeerRefused, peer, GpuPhase::kNone, static_cast<long long>(sequence), 0);
     return word != 0 && !refuses;
 }
 
@@ -63,9 +65,10 @@ struct Plan {
     const GpuRouting& r;
     const int columns, num_local, warp, lane;
     const unsigned long long sequence;
+    const int node;                  // whose tokens this block counts
     const int warp_begin, warp_end;  // this warp's tokens
     int32_t* const warp_counts;      // shared memory [kPlanWarps, columns]: tokens of each warp
-    int32_t* const all_counts;       // [num_ranks, columns] of each rank, in its place later
+    int32_t* const all_counts;       // [num_sources, columns] of each source, in its place later
     int32_t* const experts;          // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
     const Workspace own;
     int* const num_rows;  // shared memory: that this rank receives
@@ -80,13 +83,17 @@ struct Plan {
           warp(threadIdx.x / 32),
           lane(threadIdx.x % 32),
           sequence(c.state->sequence + 1),
-          warp_begin((blockIdx.x * kPlanWarps + warp) * r.tokens_per_warp),
-          warp_end(min(warp_begin + r.tokens_per_warp, r.num_tokens)),
+          node(static_cast<int>(blockIdx.x) / r.node_segments),
+          warp_begin(first_of(node) + ((static_cast<int>(blockIdx.x) - node * r.node_segments) * kPlanWarps + warp) * r.tokens_per_warp),
+          warp_end(min(min(warp_begin + r.tokens_per_warp, first_of(node + 1)), r.num_tokens)),
           warp_counts(shared),
           all_counts(shared),
           experts(shared + kPlanWarps * columns + warp * 32 * config.num_topk),
           own(c, c.rank),
           num_rows(num_rows) {}
+
+    // The first of a node's tokens, and of its slots.
+    __device__ int first_of(int node) const { return node * config.node_tokens(); }
 
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
 
@@ -219,7 +226,8 @@ struct Plan {
             __syncthreads();
         }
 #pragma unroll 1
-        for (int column = threadIdx.x; column < columns; column += kPlanThreads) sum_segments(column, refuses);
+        for (int i = threadIdx.x; i < config.num_nodes * columns; i += kPlanThreads) sum_segments(i % columns, i / columns, refuses);
+        if (p.cached && config.num_nodes > 1 && p.recv_counts != nullptr) find_sources();
         __syncthreads();
         if (threadIdx.x == 0) let_place();
         if (warp == kPlanWarps - 1) {
@@ -239,6 +247,10 @@ struct Plan {
         const bool is_counted = !p.cached && !failed;
         if (is_counted && warp < config.num_ranks) lay_out(warp);
         __syncthreads();
+        if (is_counted && config.num_nodes > 1) {
+            find_sources();
+            __syncthreads();
+        }
         if (threadIdx.x == 0 && !failed) {
             if (is_counted) c.state->num_rows = *num_rows;  // which receivers read once it is counted
             store_release_local(&c.state->counted, c.plan);
@@ -251,29 +263,36 @@ struct Plan {
     __device__ void receive_nothing() const {
 #pragma unroll 1
         for (int local = threadIdx.x; local < num_local; local += kPlanThreads) p.num_recv_tokens_per_expert[local] = 0;
-        if (static_cast<int>(threadIdx.x) < config.num_ranks) p.recv_counts[threadIdx.x] = threadIdx.x == 0 ? kFailed : 0;
+        if (static_cast<int>(threadIdx.x) < config.num_sources()) p.recv_counts[threadIdx.x] = threadIdx.x == 0 ? kFailed : 0;
+    }
+
+    // Where there are many sources, nobody else adds up what comes before each.
+    __device__ void find_sources() const {
+        const int source = static_cast<int>(threadIdx.x);
+        if (source < config.num_sources()) r.recv_first[source] = first_from(p.recv_counts, source);
     }
 
     // Replaces the counts of each segment by the sums of those before it, and sends the total. A rank that refuses sends a word for that.
-    __device__ void sum_segments(int column, bool refuses) const {
+    __device__ void sum_segments(int column, int node, bool refuses) const {
         int total = 0;
+        const int end = (node + 1) * r.node_segments;
 #pragma unroll 1
-        for (int first = 0; first < static_cast<int>(gridDim.x); first += kLoads) {
+        for (int first = node * r.node_segments; first < end; first += kLoads) {
             int count[kLoads];
             int32_t* cells = r.segment_counts + first * columns + column;
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) count[i] = first + i < static_cast<int>(gridDim.x) ? __ldcg(cells + i * columns) : 0;
+            for (int i = 0; i < kLoads; ++i) count[i] = first + i < end ? __ldcg(cells + i * columns) : 0;
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
-                if (first + i < static_cast<int>(gridDim.x)) cells[i * columns] = total;
+                if (first + i < end) cells[i * columns] = total;
                 total += count[i];
             }
         }
-        if (column >= config.num_experts) r.send_counts[column - config.num_experts] = total;
+        if (column >= config.num_experts) r.send_counts[node * config.num_ranks + column - config.num_experts] = total;
         const unsigned long long word = sequence << kValueBits | (refuses ? kRefused : static_cast<unsigned long long>(total));
 #pragma unroll 1
         for (int rank = 0; rank < config.num_ranks && !p.cached; ++rank)
-            store_relaxed(Workspace(c, rank).counts(sequence, c.rank) + column, word);
+            store_relaxed(Workspace(c, rank).counts(sequence, node * config.num_ranks + c.rank) + column, word);
     }
 
     // Waits for a peer to enter. One in another call, or in none, says so.
@@ -287,7 +306,7 @@ struct Plan {
 
     // Takes the counts of all ranks as they arrive to shared memory, where those of this block's warps were.
     __device__ bool gather() const {
-        const int num_words = config.num_ranks * columns;
+        const int num_words = config.num_sources() * columns;
         const unsigned long long expected = sequence << kValueBits;
         const unsigned long long* words = own.counts(sequence, 0);
         bool ok = true;
@@ -324,31 +343,35 @@ struct Plan {
 #pragma unroll 1
         for (int first = 0; first < num_local; first += 32) {
             const int local = first + lane, expert = rank * num_local + local;
-            int before_me = 0, total = 0;
+            const int num_sources = local < num_local ? config.num_sources() : 0;
+            int total = 0;
 #pragma unroll 1
-            for (int source = 0; source < config.num_ranks && local < num_local; ++source) {
-                const int count = count_of(source, expert);
-                if (source < c.rank) before_me += count;
-                total += count;
-            }
+            for (int source = 0; source < num_sources; ++source) total += count_of(source, expert);
             if (rank == c.rank && local < num_local) {
                 p.num_recv_tokens_per_expert[local] = total;
                 if (p.reports_counts) c.expert_counts[local] = total;
             }
             const int padded = divide_up(total, p.expert_alignment) * p.expert_alignment;
             const int inclusive = prefix_sum(padded);
-            if (local < num_local) r.expert_row_base[expert] = rows + inclusive - padded + before_me;
+            int row = rows + inclusive - padded;
+#pragma unroll 1
+            for (int source = 0; source < num_sources; ++source) {
+                if (source % config.num_ranks == c.rank) r.expert_row_base[source / config.num_ranks * config.num_experts + expert] = row;
+                row += count_of(source, expert);
+            }
             rows += __shfl_sync(kFullWarp, inclusive, 31);
         }
         if (rank != c.rank) return;
         if (lane == 0) *num_rows = p.is_expert_layout ? rows : num_recv_tokens();
-        if (lane < config.num_ranks) p.recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
+#pragma unroll 1
+        for (int source = lane; source < config.num_sources(); source += 32)
+            p.recv_counts[source] = count_of(source, config.num_experts + c.rank);
     }
 
     __device__ int num_recv_tokens() const {
         int num_tokens = 0;
 #pragma unroll 1
-        for (int source = 0; source < config.num_ranks; ++source) num_tokens += count_of(source, config.num_experts + c.rank);
+        for (int source = 0; source < config.num_sources(); ++source) num_tokens += count_of(source, config.num_experts + c.rank);
         return num_tokens;
     }
 
@@ -368,9 +391,11 @@ struct Plan {
             counts->exceeding_rows = *num_rows;
         }
         if (!p.reports_counts) return;
-        if (lane < config.num_ranks) {
-            counts->recv_counts[lane] = count_of(lane, config.num_experts + c.rank);
-            counts->send_counts[lane] = count_of(c.rank, config.num_experts + lane);
+#pragma unroll 1
+        for (int source = lane; source < config.num_sources(); source += 32) {
+            const int rank = source % config.num_ranks;  // of the source; and to which this rank sends as many of the node's tokens
+            counts->recv_counts[source] = count_of(source, config.num_experts + c.rank);
+            counts->send_counts[source] = count_of(source - rank + c.rank, config.num_experts + rank);
         }
         __syncwarp();
         if (lane != 0) return;
@@ -391,7 +416,7 @@ struct Plan {
 
     __device__ void place() const {
         const bool has_rank = warp_begin < warp_end && lane < config.num_ranks;  // rank `lane`
-        const int before = has_rank ? tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;
+        const int before = has_rank ? first_of(node) + tokens_before(c, r, warp_begin, config.num_experts + lane) : 0;
 #pragma unroll 1
         for (int first = warp_begin; first < warp_end; first += 32) {
             const int token = first + lane;
@@ -413,6 +438,7 @@ struct Plan {
 };
 
 static_assert(kMaxGpuRanks <= kPlanWarps, "a warp a rank lays out its experts");
+static_assert(kMaxGpuSources <= kPlanThreads && kMaxGpuNodes <= kMaxSegments, "a thread a source finds its first token, a block its node");
 
 __global__ void __launch_bounds__(kPlanThreads, 1) plan(const __grid_constant__ GpuPlanParams p) {
     __shared__ int num_rows;
@@ -427,7 +453,9 @@ __global__ void __launch_bounds__(kPlanThreads, 1) plan(const __grid_constant__ 
 }  // namespace
 
 int64_t plan_shared_bytes(const GpuWorkspaceConfig& config) {
-    return static_cast<int64_t>(sizeof(int32_t)) * kPlanWarps * (config.num_experts + config.num_ranks + 32 * config.num_topk);
+    const int64_t columns = config.num_experts + config.num_ranks;
+    const int64_t counting = kPlanWarps * (columns + 32 * config.num_topk), gathering = config.num_sources() * columns;
+    return static_cast<int64_t>(sizeof(int32_t)) * std::max(counting, gathering);
 }
 
 int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config) {
@@ -435,7 +463,8 @@ int plan_blocks_per_multiprocessor(const GpuWorkspaceConfig& config) {
 }
 
 void launch_plan(const GpuPlanParams& p, void* stream) {
-    launch<plan>("plan", num_segments(p.routing.num_tokens), kPlanThreads, plan_shared_bytes(p.context.config), p, stream);
+    const int blocks = p.context.config.num_nodes * p.routing.node_segments;
+    launch<plan>("plan", blocks, kPlanThreads, plan_shared_bytes(p.context.config), p, stream);
 }
 
 }  // namespace deepep_moe

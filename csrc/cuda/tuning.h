@@ -19,6 +19,7 @@ struct GpuTuning {
     int num_work_blocks = 0;       // of a combine; 0: all SMs that do not send
     int num_sms = 12;              // SMs that send, where the caller does not say
     int num_sms_of_sums = 14;      // of a combine that sums rows for several peers
+    int num_rail_sms = 4;          // that send to other nodes, and look for what comes from there
 };
 
 namespace tuning {

@@ -5,7 +5,7 @@
 
 namespace deepep_moe {
 
-enum class GpuPhase : int { kNone = 0, kEntry, kCounts, kPlan, kLanes, kDispatchRows, kReducedRows, kCombineRows, kRejoin };
+enum class GpuPhase : int { kNone = 0, kEntry, kCounts, kPlan, kLanes, kDispatchRows, kReducedRows, kCombineRows, kRejoin, kRailEntry, kRailRows };
 
 constexpr const char* name_of(GpuPhase phase) {
     switch (phase) {
@@ -17,6 +17,8 @@ constexpr const char* name_of(GpuPhase phase) {
         case GpuPhase::kReducedRows: return "own sums";
         case GpuPhase::kCombineRows: return "combine rows";
         case GpuPhase::kRejoin: return "rejoining";
+        case GpuPhase::kRailEntry: return "entry into the call, between nodes";
+        case GpuPhase::kRailRows: return "rows of another node";
         default: return "";
     }
 }
@@ -52,6 +54,11 @@ struct GpuFailure {
     int peer, phase;
     long long expected, seen;
 };
+
+// The rank of another node with this rank's index there, as a `peer` of waits and failures.
+constexpr int kFirstRailPeer = 64;
+DEEPEP_MOE_HD constexpr int rail_peer(int node) { return kFirstRailPeer + node; }
+DEEPEP_MOE_HD constexpr bool is_rail_peer(int peer) { return peer >= kFirstRailPeer; }
 
 struct GpuWaits {
     int rank;

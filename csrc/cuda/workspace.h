@@ -1,9 +1,13 @@
 // Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
 //   entered u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
-//   stamps GpuStamp[kStamps][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_ranks][columns] |
+//   stamps GpuStamp[kStamps][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_sources][columns] |
 //   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots |
 //   outbox [num_ranks - 1][num_max_tokens] slots
+//
+// Where ranks of several nodes exchange tokens, this is about the ranks of one node, and each of them also serves the tokens that came
+// from the ranks of its index in other nodes: it is the *source* of num_nodes shares of tokens, number node * num_ranks + rank, each with
+// its own part of the slots.
 //
 // Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
 // number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
@@ -18,16 +22,24 @@
 
 namespace deepep_moe {
 
-constexpr int kMaxGpuRanks = 8;
+constexpr int kMaxGpuRanks = 8;           // of one node
+constexpr int kMaxGpuNodes = 32;
+constexpr int kMaxGpuSources = kMaxGpuNodes * kMaxGpuRanks;
 constexpr int kChunkSlots = 4;            // rows that a warp sends at a time and one flag announces
 constexpr int kReducedSlots = 8;          // rows of the outbox that a sending warp waits for at a time
+constexpr int kRailSlots = 8;             // rows that cross to another node at a time, announced by one word
 constexpr int kArrivedStride = 16;        // words from one flag of `arrived` to the next: many warps look at them, so each has its own line
 constexpr int kStamps = 8;                // calls whose stamps a rank keeps for its peers
 constexpr int kStaticSharedBytes = 1024;  // more than what a kernel has of shared memory besides the dynamic
 
 struct GpuWorkspaceConfig {
-    int num_ranks, num_experts, num_topk, hidden;
-    int64_t num_max_tokens;
+    int num_ranks, num_experts, num_topk, hidden;  // ranks and experts of one node
+    int64_t num_max_tokens;                        // that a rank serves: of all nodes
+    int num_nodes = 1, node = 0;                   // this rank's is the latter
+
+    DEEPEP_MOE_HD int num_sources() const { return num_nodes * num_ranks; }
+    // Tokens, and slots to each rank, of one node's share. Of several nodes: a multiple of kReducedSlots.
+    DEEPEP_MOE_HD int node_tokens() const { return static_cast<int>(num_max_tokens / num_nodes); }
 };
 
 // What a rank says it does in a call, for the messages of its peers' hosts.
@@ -68,7 +80,7 @@ struct GpuSlotLayout {
 struct GpuWorkspaceLayout {
     int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
     int64_t box_bytes;  // of one peer's slots
-    int num_ranks;
+    int num_ranks, num_sources;
     int columns, num_chunks, num_reduced;  // columns: experts, then ranks
 
     GpuWorkspaceLayout() = default;
@@ -79,11 +91,12 @@ struct GpuWorkspaceLayout {
           stamps(left + 8 * c.num_ranks),
           arrived(divide_up(stamps + kStamps * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks, 128) * 128),
           num_ranks(c.num_ranks),
+          num_sources(c.num_sources()),
           columns(c.num_experts + c.num_ranks),
           num_chunks(static_cast<int>(divide_up(c.num_max_tokens, kChunkSlots))),
           num_reduced(static_cast<int>(divide_up(c.num_max_tokens, kReducedSlots))) {
         counts = arrived + int64_t{8} * kArrivedStride * c.num_ranks * num_chunks;
-        lanes = divide_up(counts + 2 * 8 * c.num_ranks * columns, 128) * 128;
+        lanes = divide_up(counts + int64_t{2 * 8} * num_sources * columns, 128) * 128;
         inbox = divide_up(lanes + static_cast<int64_t>(sizeof(GpuLane)) * c.num_ranks * c.num_max_tokens * c.num_topk, 128) * 128;
         box_bytes = c.num_max_tokens * GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;
         outbox = inbox + (c.num_ranks - 1) * box_bytes;

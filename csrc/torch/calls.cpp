@@ -50,7 +50,8 @@ HandleArg Calls::handle_arg(const Dispatched& handle) const {
     arg.is_expert_layout = handle.is_expert_layout;
     arg.expert_alignment = static_cast<int>(handle.expert_alignment);
     arg.num_rows = handle.num_rows;
-    arg.unpack(reinterpret_cast<uintptr_t>(handle.memory.const_data_ptr()), handle.starts, handle.num_tokens, settings.num_topk);
+    const auto sections = std::span(handle.starts).first(handle.starts.size() - 1);
+    arg.unpack(reinterpret_cast<uintptr_t>(handle.memory.const_data_ptr()), sections, handle.num_tokens, settings.num_topk, 0);
     return arg;
 }
 

@@ -116,6 +116,9 @@ class HandleShape:
     """Tokens received at most, 0 in the rank layout."""
     num_ranks: int
     num_local_experts: int
+    num_nodes: int = 1
+    num_node_tokens: int = 0
+    """Tokens that a rank serves, of all nodes at most; 0 where there is one node."""
 
     @staticmethod
     def of(s: Settings, num_tokens: int, layout: str) -> "HandleShape":
@@ -125,8 +128,10 @@ class HandleShape:
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert."""
-        return (self.num_tokens, self.num_topk), (self.num_slots, self.num_topk), (self.num_ranks, 1), (self.num_local_experts,)
+        """Shapes of topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert; of several nodes, then the experts here of the tokens
+        that a rank serves, and their number from each node."""
+        sizes = (self.num_tokens, self.num_topk), (self.num_slots, self.num_topk), (self.num_ranks, 1), (self.num_local_experts,)
+        return sizes if self.num_nodes == 1 else (*sizes, (self.num_node_tokens, self.num_topk), (self.num_nodes,))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -152,7 +157,8 @@ class PackedHandle(DispatchHandle):
     def __init__(self, buffer_id: int, layout: str, expert_alignment: int, num_rows: int, shape: HandleShape, memory: Tensor, call: Tensor):
         self.__dict__.update(
             buffer_id=buffer_id, layout=layout, expert_alignment=expert_alignment, num_rows=num_rows, shape=shape, memory=memory, call=call,
-            starts=shape.starts, num_tokens=shape.num_tokens, num_topk=shape.num_topk, recv_topk_idx=None,
+            starts=shape.starts, num_tokens=shape.num_tokens, num_topk=shape.num_topk, num_node_tokens=shape.num_node_tokens,
+            recv_topk_idx=None,
         )  # fmt: skip
 
     def complete(self, num_rows: int, recv_topk_idx: Tensor | None, stream: int) -> None:

@@ -2,6 +2,7 @@
 
 from deepep_moe import _C
 from deepep_moe.group.rendezvous import Introduction
+from deepep_moe.group.settings import Settings
 
 
 def are_on_gpus(peers: list[Introduction]) -> bool:
@@ -18,6 +19,19 @@ def why_not_shm(peers: list[Introduction]) -> str | None:
         return f"its ranks must share one host and process namespace, this group spans {len(hosts)}: {sorted(hosts)}"
     if any(peer.group_backend != "none" and "cpu:" not in peer.group_backend for peer in peers):
         return f"it moves CPU tensors, and the group is for GPU tensors only ({peers[0].group_backend})"
+    return None
+
+
+def why_not_nvshmem(peers: list[Introduction], settings: Settings) -> str | None:
+    """The reason the nvshmem backend cannot serve these ranks, or None."""
+    if settings.num_nodes == 1:
+        return f"it serves several nodes, and all {settings.num_ranks} ranks are one; backend='nvlink' serves that"
+    if settings.num_nodes > _C.MAX_GPU_NODES:
+        return f"it serves at most {_C.MAX_GPU_NODES} nodes, this group has {settings.num_nodes}"
+    for first in range(0, settings.num_ranks, settings.ranks_per_node):
+        why = why_not_nvlink(peers[first : first + settings.ranks_per_node])
+        if why is not None:
+            return f"of node {first // settings.ranks_per_node}, ranks {first} and up: {why}"
     return None
 
 

@@ -117,7 +117,7 @@ def introduce(
             raise ValueError("settings")
         return peer
 
-    with _hanging_up(group):
+    with hanging_up(group):
         peers = gather_objects(asdict(own), group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
     if error is not None:
         raise error
@@ -165,7 +165,7 @@ def hang_up(group: "dist.ProcessGroup") -> None:
 
 
 @contextlib.contextmanager
-def _hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
+def hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
     """Make a part of a construction. Where this rank gives up or fails in it, end the waits of its peers; other errors are raised on all
     ranks."""
     try:
@@ -284,7 +284,7 @@ def _read_failure(told: Any) -> str | None:
 def connect(make: "Callable[[], _Backend]", settings: Settings, group: "dist.ProcessGroup | None") -> "_Backend | str":
     """Return the backend that `make` makes, with every rank's memory mapped, or the reason why some rank cannot reach another. The answer
     is the same on every rank. Collective."""
-    with _hanging_up(group):
+    with hanging_up(group):
         return _connect(make, settings, group)
 
 

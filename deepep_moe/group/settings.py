@@ -1,13 +1,10 @@
 """What all ranks of a buffer agree on."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from deepep_moe import _C, config
 from deepep_moe.arguments import as_int
 
-NOT_BUILT = ("nvshmem",)
-"""Backends that are known by name and cannot serve: asked for, they say so; nothing offers them."""
 MAX_NUMBER = 2**31 - 1
 """Of rows, columns and experts: native code counts them in 32 bits."""
 
@@ -29,6 +26,15 @@ class Settings:
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """This rank's."""
+        return self.rank // self.ranks_per_node
 
 
 class Sizes:
@@ -65,17 +71,12 @@ class Sizes:
         return self._settings.num_max_tokens_per_rank
 
 
-def offered(backends: Iterable[str]) -> list[str]:
-    """Those of `backends` that are built: what a message may advise."""
-    return [name for name in backends if name not in NOT_BUILT]
-
-
 def check_settings(
     s: Settings, backend: str, backends: tuple[str, ...], timeout_s: float | None, ranks_per_node: int | None = None
 ) -> Settings:
     """`s` with plain numbers, the deadline in force and the nodes that were asked for. Raises TypeError or ValueError."""
     if backend not in backends:
-        raise ValueError(f"backend is {backend!r}; it must be one of {offered(backends)}")
+        raise ValueError(f"backend is {backend!r}; it must be one of {list(backends)}")
     plain = {}
     for name, least in (("hidden", 1), ("num_experts", 1), ("num_topk", 1), ("num_max_tokens_per_rank", 0)):
         plain[name] = as_int(name, getattr(s, name))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepep_moe.exchange.backends.select import BACKENDS
-from deepep_moe.group.settings import offered
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 
 SECTION = "deepep_moe"
@@ -45,7 +44,7 @@ class Options:
         if not isinstance(self.grouped_experts, bool) and not callable(self.grouped_experts):
             raise TypeError(f"grouped_experts is {self.grouped_experts!r}; it must be true or false, or in Python a function of an expert")
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; it must be one of {offered(BACKENDS)}")
+            raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0), ("ranks_per_node", 1)):
             value = getattr(self, name)
             if value is None:

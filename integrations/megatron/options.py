@@ -7,7 +7,6 @@ from typing import Any
 from deepep_moe.arguments import as_int
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_num_sms
-from deepep_moe.group.settings import offered
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Options:
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; it must be one of {offered(BACKENDS)}")
+            raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
         if self.recv_capacity_factor is not None:
             check_capacity_factor("recv_capacity_factor", self.recv_capacity_factor)
             if not self.sync_free:

@@ -1,5 +1,6 @@
 // A GPU in the memory of the process: enough of CUDA's runtime and language for csrc/cuda and csrc/runtime to run, and be tested, where
-// there is no GPU. A block is a thread of the operating system, its CUDA threads are fibers of it; kernels run while they are launched.
+// there is no GPU. A block is a thread of the operating system, its CUDA threads are fibers of it. A stream is a thread as well; what is
+// launched on the null stream has run when the launch returns. All modules of a process share one device, libemulated_gpu.so.
 #pragma once
 
 #include <algorithm>
@@ -35,6 +36,10 @@ struct uint4 {
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+using cudaStream_t = struct EmulatedStream*;
+using cudaEvent_t = struct EmulatedEvent*;
+
+#pragma GCC visibility push(default)
 namespace emulation {
 
 struct Index {
@@ -51,6 +56,7 @@ void sync_threads();
 const uint64_t* exchange(uint64_t value);  // [32] of all lanes of the warp, until the warp's next exchange but one
 void* shared_memory(size_t& bytes);        // of the block
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
+void enqueue(cudaStream_t stream, std::function<void()> work);
 
 template <class T>
 T shuffle(T value, int lane) {
@@ -62,6 +68,7 @@ T shuffle(T value, int lane) {
 }
 
 }  // namespace emulation
+#pragma GCC visibility pop
 
 #define threadIdx (emulation::place().thread)
 #define blockIdx (emulation::place().block)
@@ -163,14 +170,13 @@ enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpy
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrComputeCapabilityMajor };
 enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-using cudaStream_t = struct EmulatedStream*;
-using cudaEvent_t = struct EmulatedEvent*;
 struct cudaIpcMemHandle_t {
     char reserved[64];
 };
 constexpr unsigned cudaHostAllocMapped = 1, cudaHostAllocPortable = 2, cudaIpcMemLazyEnablePeerAccess = 1, cudaStreamNonBlocking = 1,
                    cudaEventDisableTiming = 1;
 
+#pragma GCC visibility push(default)
 cudaError_t cudaMalloc(void** pointer, size_t bytes);
 cudaError_t cudaFree(void* pointer);
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned);
@@ -182,18 +188,31 @@ cudaError_t cudaIpcCloseMemHandle(void* pointer);
 // Where the device of this process is: $DEEPEP_MOE_EMULATED_BUS, or 0 for all. Links to those elsewhere have no atomics, as over PCIe.
 cudaError_t cudaDeviceGetPCIBusId(char* id, int capacity, int);
 cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* id);
-inline cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) { return *value = 0, cudaSuccess; }
 
-inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid value"; }
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+#pragma GCC visibility pop
+
+inline cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) { return *value = 0, cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+    return error == cudaSuccess ? "no error" : error == cudaErrorNotReady ? "not ready" : "invalid value";
+}
+inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaMemset(void* at, int value, size_t bytes) { return std::memset(at, value, bytes), cudaSuccess; }
-inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) { return std::memset(at, value, bytes), cudaSuccess; }
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-    return std::memcpy(to, from, bytes), cudaSuccess;
-}
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
     return std::memcpy(to, from, bytes), cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
@@ -201,19 +220,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, cudaSuccess; }
-inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return *stream = nullptr, cudaSuccess; }
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return *stream = nullptr, cudaSuccess; }
-inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
     return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
 inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
     return *status = cudaStreamCaptureStatusNone, *id = 0, cudaSuccess;
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = nullptr, cudaSuccess; }
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }

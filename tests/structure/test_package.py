@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(3600)
 def test_isolated_build(tmp_path):
     """`pip install .` works where pybind11 is not, and its main module links no PyTorch; the wheel holds every package. Where nvcc is, it
-    holds `_torch` for the PyTorch that pip installs into, which the build does not see."""
+    holds `_torch` and `_nvshmem` for the PyTorch and the NVSHMEM that pip installs beside, which the build does not see."""
     clean = tmp_path / "source"  # what was built before in this folder would be packed as well
     shutil.copytree(ROOT, clean, ignore=shutil.ignore_patterns("build", "*.so", ".*", "runs", "*.egg-info", "__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--disable-pip-version-check", "-w", str(tmp_path), str(clean)]
@@ -46,8 +46,9 @@ def test_isolated_build(tmp_path):
         for path in (ROOT / folder).rglob("*.py")
     }
     packed = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
-    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_torch.pyi"}
-    assert set(modules) == {"_C"} | ({"_torch"} if deepep_moe.features()["found_nvcc"] else set())
+    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_torch.pyi", "deepep_moe/_nvshmem.pyi"}
+    found = deepep_moe.features()
+    assert set(modules) == {"_C"} | ({"_torch"} if found["found_nvcc"] else set()) | ({"_nvshmem"} if found["nvshmem"] else set())
     linked = subprocess.run(["ldd", str(modules["_C"])], capture_output=True, text=True, check=True).stdout
     libraries = [line.split()[0] for line in linked.splitlines()]  # without the addresses, which differ from run to run
     assert libraries and not re.search("torch|c10|cuda", " ".join(libraries)), linked
@@ -91,7 +92,8 @@ def test_script_beside_a_clone(tmp_path):
 
 def test_features():
     found = deepep_moe.features()
-    assert found["shm"] is True and found["collective"] is True and found["nvlink"] is found["found_nvcc"] and found["nvshmem"] is False
+    assert found["shm"] is True and found["collective"] is True and found["nvlink"] is found["found_nvcc"]
+    assert found["nvshmem"] is (found["found_nvcc"] and found["found_nvshmem"])
     assert found["version"] == deepep_moe.__version__ and f'version = "{found["version"]}"' in (ROOT / "pyproject.toml").read_text()
     assert {"compiler", "found_nvcc", "found_nvshmem"} <= set(found)
     if found["found_nvcc"]:

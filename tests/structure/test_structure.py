@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deepep_moe import nvshmem_module
+
 ROOT = Path(__file__).parents[2]
 # A room may import itself and those after it, but not the one beside it.
 PYTHON_ROOMS = [
@@ -15,7 +17,19 @@ PYTHON_ROOMS = [
     ("deepep_moe.exchange", "deepep_moe.low_latency"), ("deepep_moe.ops",), ("deepep_moe.group",),
 ]  # fmt: skip
 # Every room may import these, and they import nothing but each other.
-FOUNDATION = {"_C", "arguments", "config", "device", "errors", "event", "features", "host_pool", "library", "torch_module"}
+FOUNDATION = {
+    "_C",
+    "arguments",
+    "config",
+    "device",
+    "errors",
+    "event",
+    "features",
+    "host_pool",
+    "library",
+    "nvshmem_module",
+    "torch_module",
+}
 APART = ("deepep_moe.reference", "deepep_moe.testing")
 CPP_ROOMS = {  # what each may include
     "common": {"common"},
@@ -24,6 +38,7 @@ CPP_ROOMS = {  # what each may include
     "runtime": {"common", "cpu", "cuda", "runtime"},
     "bindings": {"common", "cpu", "cuda", "runtime", "bindings"},
     "torch": {"common", "cuda", "runtime", "torch"},
+    "nvshmem": {"common", "cuda", "nvshmem"},
 }
 
 
@@ -86,8 +101,10 @@ def test_cpp_arrows():
         if room == "runtime" and path.parent.name != "runtime":  # the sides of the runtime do not know each other
             others = {parts for parts in included if parts[0] == "runtime" and len(parts) > 2 and parts[1] != path.parent.name}
             assert not others, f"{path} includes {others}"
-        if room not in ("bindings", "torch"):
+        if room not in ("bindings", "torch") and path.relative_to(ROOT / "csrc") != Path("nvshmem/module.cpp"):
             assert "pybind11" not in path.read_text(), f"{path}: pybind11 belongs to bindings"
+        if room != "nvshmem" or path.suffix not in (".cpp", ".cu"):
+            assert not re.search(r"#include <nvshmem", path.read_text()), f"{path}: NVSHMEM belongs to sources of csrc/nvshmem"
         if room != "torch":
             assert not re.search(r"#include <(torch|ATen|c10)/", path.read_text()), f"{path}: PyTorch belongs to csrc/torch"
 
@@ -102,10 +119,24 @@ def test_only_config_reads_the_environment():
 
 def test_import_brings_no_framework():
     code = (
-        "import sys, deepep_moe; print([m for m in sys.modules if m.split('.')[0] in ('megatron', 'deepspeed', 'nvshmem', 'transformers')])"
+        "import sys, deepep_moe; deepep_moe.features(); rooms = ('megatron', 'deepspeed', 'nvshmem', 'transformers'); "
+        "print([m for m in sys.modules if m.split('.')[0] in rooms or m in ('deepep_moe._nvshmem', 'deepep_moe.group.nvshmem_world')])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not nvshmem_module.is_built(), reason="deepep_moe._nvshmem is not built")
+def test_stub_of_nvshmem():
+    module = nvshmem_module.load()
+    assert not isinstance(module, str), module
+    stub = ast.parse((ROOT / "deepep_moe" / "_nvshmem.pyi").read_text())
+    typed = {node.name: [argument.arg for argument in node.args.args] for node in stub.body if isinstance(node, ast.FunctionDef)}
+    constants = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    assert typed.keys() | constants == {name for name in dir(module) if not name.startswith("__")}
+    for name, arguments in typed.items():  # pybind11 writes a signature into the first line of the docstring
+        signature = getattr(module, name).__doc__.split("\n")[0]
+        assert re.findall(r"(\w+): ", signature) == arguments, signature
 
 
 def test_stub_names_what_the_module_has():

@@ -144,7 +144,7 @@ def device_of(backend: str, rank: int) -> torch.device:
     """Where the tensors of `backend` lie; ranks share the GPUs there are."""
     if isinstance(backend, InPython):
         torch_module.MODULE = None
-    if backend != "nvlink":
+    if backend not in ("nvlink", "nvshmem"):
         return torch.device("cpu")
     if emulated_gpu.is_chosen():
         emulated_gpu.install()

@@ -22,7 +22,17 @@ void bind_tuning(py::module_& m) {
         .def_readwrite("num_receive_blocks", &GpuTuning::num_receive_blocks)
         .def_readwrite("num_work_blocks", &GpuTuning::num_work_blocks)
         .def_readwrite("num_sms", &GpuTuning::num_sms)
-        .def_readwrite("num_sms_of_sums", &GpuTuning::num_sms_of_sums);
+        .def_readwrite("num_sms_of_sums", &GpuTuning::num_sms_of_sums)
+        .def_readwrite("num_rail_sms", &GpuTuning::num_rail_sms);
+}
+
+// Of ranks and experts of all nodes, and of tokens of one rank; what the kernels know are those of one node, and the tokens that a rank
+// serves.
+GpuWorkspaceConfig config_of(int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens, int num_nodes, int node) {
+    if (num_nodes < 1 || num_nodes > kMaxGpuNodes)
+        throw std::invalid_argument("num_nodes is " + std::to_string(num_nodes) + "; it must be 1 to " + std::to_string(kMaxGpuNodes));
+    if (num_nodes > 1) num_max_tokens = num_nodes * divide_up(num_max_tokens, kReducedSlots) * kReducedSlots;
+    return {num_ranks / num_nodes, num_experts / num_nodes, num_topk, hidden, num_max_tokens, num_nodes, node};
 }
 
 void* as_pointer(uintptr_t stream) { return reinterpret_cast<void*>(stream); }
@@ -119,20 +129,29 @@ void bind_rows(py::module_& m) {
 void bind_gpu(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     m.attr("MAX_GPU_RANKS") = kMaxGpuRanks;
+    m.attr("MAX_GPU_NODES") = kMaxGpuNodes;
     bind_tuning(m);
     bind_rows(m);
     py::class_<NvlinkExchange, Unlocked<NvlinkExchange>> exchange(m, "NvlinkExchange");
     bind_nvlink_calls(m, exchange);
     exchange
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
-                         double timeout_s) {
-                 const GpuWorkspaceConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
+                         double timeout_s, int num_nodes, int node) {
+                 const GpuWorkspaceConfig config = config_of(num_ranks, num_experts, num_topk, hidden, num_max_tokens, num_nodes, node);
                  Unlocked<NvlinkExchange> made(new NvlinkExchange(config, rank, device, timeout_s));
                  made->set_poll(poll_signals);
                  return made;
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
-             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"))
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("num_nodes") = 1, py::arg("node") = 0)
+        .def_property_readonly("num_node_tokens", [](const NvlinkExchange& self) { return self.config().num_max_tokens; })
+        .def_property_readonly("rail_bytes", [](const NvlinkExchange& self) { return RailLayout(self.config()).total_bytes; })
+        .def(
+            "attach_rail",
+            [](NvlinkExchange& self, const py::capsule& shim, uintptr_t address, const std::vector<int>& pes) {
+                self.attach_rail(*static_cast<const RailShim*>(PyCapsule_GetPointer(shim.ptr(), kRailShimName)), address, pes);
+            },
+            py::arg("shim"), py::arg("address"), py::arg("pes"))
         .def_property_readonly("workspace_bytes", &NvlinkExchange::workspace_bytes)
         .def_property_readonly("num_calls", &NvlinkExchange::num_calls)
         .def_property_readonly("is_void", &NvlinkExchange::is_void)

@@ -65,11 +65,12 @@ public:
     __device__ Pusher(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, const DueFlags& due)
         : context_(context), slot_(slot), own_(context, context.rank), ring_(ring, slot), due_(due), lane_(threadIdx.x % 32) {}
 
-    // All that nobody else takes of counts[peer] rows to each peer, `chunk_slots` at a time. ready(peer, chunk) waits for the rows of one
-    // (false: give up); find(peer, index) is what a lane must know of a row, and rows(peer, index, found, row, tail) says where it lies.
-    // With `to_outbox` rows go to this rank's outbox, without flags.
+    // All that nobody else takes of counts[node, peer] rows to each peer, `chunk_slots` at a time, those of `first_node` first. find(to,
+    // slot) is what a lane must know of a row, ready(to, first, end, found) waits for some of them (false: give up), and rows(to, slot,
+    // found, row, tail) says where one lies. With `to_outbox` rows go to this rank's outbox, without flags.
     template <class Ready, class Find, class Rows>
-    __device__ void push(int chunk_slots, const int32_t* counts, bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
+    __device__ void push(int chunk_slots, const int32_t* counts, bool to_outbox, int first_node, const Ready& ready, const Find& find,
+                         const Rows& rows) {
         const auto drain = [&](const RingRow& row) {
             const Note note(__shfl_sync(kFullWarp, row.note, 0));
             const Workspace theirs(context_, note.peer);
@@ -77,19 +78,24 @@ public:
             ring_.store_slot(box + note.index * slot_.bytes, row);
             follow(note.is_announced && !to_outbox ? theirs.arrived(context_.rank, note.index) : nullptr);
         };
-        const auto num_chunks = [&](int peer) { return divide_up(counts[peer], chunk_slots); };
-        const auto rank_of = [&](int turn) { return (context_.rank + turn) % context_.config.num_ranks; };
+        const GpuWorkspaceConfig& config = context_.config;
+        const auto is_own = [&](const Source& to) { return to.rank == context_.rank; };
+        const auto num_chunks = [&](const Source& to) { return is_own(to) ? 0 : divide_up(counts[to.number(config)], chunk_slots); };
+        const auto target = [&](int turn) { return Source::at_turn(config, first_node, context_.rank, turn); };
         WarpTasks chunks(&context_.state->next_send);
         while (true) {
-            const RankTask chunk(chunks.take(), 1, context_.config.num_ranks, rank_of, num_chunks);
-            if (chunk.rank < 0 || !ready(chunk.rank, chunk.number)) break;
-            const int first = chunk.number * chunk_slots, end = min(first + chunk_slots, counts[chunk.rank]);
-            const int found = first + lane_ < end ? find(chunk.rank, first + lane_) : 0;
+            const SourceTask chunk(chunks.take(), 1, config.num_sources(), target, num_chunks);
+            if (!chunk.is_there) break;
+            const Source& to = chunk.source;
+            const int begin = to.first_slot(config), first = begin + chunk.number * chunk_slots;
+            const int end = min(first + chunk_slots, begin + counts[to.number(config)]);
+            const int found = first + lane_ < end ? find(to, first + lane_) : 0;
+            if (!ready(to, first, end, found)) break;
 #pragma unroll 1
-            for (int index = first; index < end; ++index) {
+            for (int slot = first; slot < end; ++slot) {
                 const std::byte *row = nullptr, *tail = nullptr;
-                rows(chunk.rank, index, __shfl_sync(kFullWarp, found, index - first), row, tail);
-                ring_.add(row, tail, Note{chunk.rank, index + 1 == end || (index + 1) % kChunkSlots == 0, index}.word(), drain);
+                rows(to, slot, __shfl_sync(kFullWarp, found, slot - first), row, tail);
+                ring_.add(row, tail, Note{to.rank, slot + 1 == end || (slot + 1) % kChunkSlots == 0, slot}.word(), drain);
             }
         }
         finish(drain);  // also where the block gives up: nothing may be on its way into its shared memory
@@ -141,10 +147,10 @@ private:
 // A sending block: see Pusher::push. All its threads must call it; it has a warp more than the ring.
 template <class Ring, class Ready, class Find, class Rows>
 __device__ void push(const GpuContext& context, const GpuRing& ring, const GpuSlotLayout& slot, int chunk_slots, const int32_t* counts,
-                     bool to_outbox, const Ready& ready, const Find& find, const Rows& rows) {
+                     bool to_outbox, int first_node, const Ready& ready, const Find& find, const Rows& rows) {
     const DueFlags due;
     const int warp = threadIdx.x / 32;
-    if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(chunk_slots, counts, to_outbox, ready, find, rows);
+    if (warp < ring.warps) Pusher<Ring>(context, ring, slot, due).push(chunk_slots, counts, to_outbox, first_node, ready, find, rows);
     if (warp == ring.warps) due.serve(ring.warps, context.state->sequence);
 }
 

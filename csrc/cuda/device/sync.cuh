@@ -67,17 +67,33 @@ __device__ inline bool wait_for_plan(const GpuContext& c, bool for_counts) {
     return ok != 0;
 }
 
-// One of the tasks that rank_of(first_turn), rank_of(first_turn + 1), ... have, num_tasks(rank) each: the `number`-th of its rank; rank: -1
-// past the last.
-struct RankTask {
-    int rank = -1, number = 0;
-    template <class RankOf, class NumTasks>
-    __device__ RankTask(int nth, int first_turn, int num_turns, const RankOf& rank_of, const NumTasks& num_tasks) : number(nth) {
+// A rank of this node with one node's share of the tokens: rows come from it, or go to it.
+struct Source {
+    int node, rank;
+
+    // All of them in turns, `first_node` and the ranks from `rank` on first, or with step -1 back from it.
+    static __device__ Source at_turn(const GpuWorkspaceConfig& config, int first_node, int rank, int turn, int step = 1) {
+        if (config.num_nodes == 1) return {0, (rank + (step > 0 ? turn : config.num_ranks - turn)) % config.num_ranks};
+        const int nodes = turn / config.num_ranks, ranks = turn - nodes * config.num_ranks;
+        return {(first_node + nodes) % config.num_nodes, (rank + (step > 0 ? ranks : config.num_ranks - ranks)) % config.num_ranks};
+    }
+    __device__ int number(const GpuWorkspaceConfig& config) const { return node * config.num_ranks + rank; }
+    __device__ int first_slot(const GpuWorkspaceConfig& config) const { return config.num_nodes == 1 ? 0 : node * config.node_tokens(); }
+};
+
+// One of the tasks that source_at(first_turn), source_at(first_turn + 1), ... have, num_tasks(source) each: the `number`-th of its source.
+struct SourceTask {
+    Source source{};
+    int number = 0;
+    bool is_there = false;  // false past the last
+    template <class SourceAt, class NumTasks>
+    __device__ SourceTask(int nth, int first_turn, int num_turns, const SourceAt& source_at, const NumTasks& num_tasks) : number(nth) {
 #pragma unroll 1
         for (int turn = first_turn; turn < num_turns; ++turn) {
-            const int candidate = rank_of(turn), count = num_tasks(candidate);
+            const Source candidate = source_at(turn);
+            const int count = num_tasks(candidate);
             if (number < count) {
-                rank = candidate;
+                source = candidate, is_there = true;
                 return;
             }
             number -= count;
@@ -109,9 +125,19 @@ __device__ __forceinline__ int first_from(const int32_t* recv_counts, int source
     return first;
 }
 
+// The first token received from `source`, whose counts the plan has added up where there are many.
+__device__ __forceinline__ int first_from(const GpuContext& c, const GpuRouting& r, const int32_t* recv_counts, const Source& source) {
+    return c.config.num_nodes == 1 ? first_from(recv_counts, source.rank) : r.recv_first[source.number(c.config)];
+}
+
 // This rank's tokens before `token`'s warp of the plan that count in `column`.
 __device__ __forceinline__ int tokens_before(const GpuContext& c, const GpuRouting& r, int token, int column) {
-    const int warp = token / r.tokens_per_warp, columns = c.layout.columns;
+    const int columns = c.layout.columns;
+    int warp = token / r.tokens_per_warp;
+    if (c.config.num_nodes > 1) {
+        const int node = token / c.config.node_tokens();
+        warp = node * r.node_segments * kPlanWarps + (token - node * c.config.node_tokens()) / r.tokens_per_warp;
+    }
     return __ldcg(&r.segment_counts[warp / kPlanWarps * columns + column]) + __ldcg(&r.warp_counts[warp * columns + column]);
 }
 
@@ -130,7 +156,7 @@ struct Workspace {
     }
     // [columns] words of a rank.
     __device__ unsigned long long* counts(unsigned long long sequence, int source) const {
-        return flag(layout.counts, ((sequence & 1) * config.num_ranks + source) * layout.columns);
+        return flag(layout.counts, ((sequence & 1) * layout.num_sources + source) * layout.columns);
     }
     // [num_topk] of the token in a slot.
     __device__ GpuLane* lanes(int source, int64_t slot) const {

@@ -28,6 +28,7 @@ __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kin
 // What became of `peer`. Threads that wait look at what the host knows now and then, the first one for all. A rank that is not here will
 // write nothing more, and all that it has written can be seen by the time this says so.
 __device__ __forceinline__ GpuPresence presence_of(const GpuWaits& w, int peer, unsigned long long now) {
+    if (is_rail_peer(peer)) return GpuPresence::kHere;  // nobody knows
     volatile GpuEnded* ended = w.ended;
     if (now >= ended->next_look) {
         ended->next_look = now + kNsBetweenHostLooks;

@@ -17,6 +17,19 @@ struct CallMode {
     uintptr_t stream = 0;   // of the call
 };
 
+// Where ranks are of several nodes: what crosses between them. The rest of a call is then about the tokens that are in this node.
+struct RailCall {
+    GpuRouting routing{};  // of this rank's tokens, to experts of all nodes
+    bool has_weights = false;  // on all ranks, those without tokens as well
+    const float* topk_weights = nullptr;
+    int64_t weights_token_stride = 0, weights_lane_stride = 0;
+    int32_t* node_topk_idx = nullptr;
+    int32_t* in_counts = nullptr;
+    bool is_cached = true, is_combine = false;
+    int64_t row_bytes = 0, tail_bytes = 0;
+    const std::byte *x = nullptr, *x_scales = nullptr;
+};
+
 inline GpuRouting routing_of(const TensorArg& topk_idx) {
     GpuRouting routing{};  // scratch is the communicator's
     routing.topk_idx = topk_idx.as<const void*>();
@@ -60,8 +73,20 @@ inline RowScaling scaling_of(const TensorArg& weights, const TensorArg& x, const
             grad_weights.as<float*>()};
 }
 
+// Lets a call with this plan be about the tokens in this node, where the handle has several nodes, and returns what crosses.
+inline RailCall split_off_rail(const HandleArg& handle, GpuPlanParams& plan) {
+    RailCall rail{plan.routing};
+    if (!handle.node_topk_idx.is_there) return rail;
+    plan.routing = routing_of(handle.node_topk_idx);
+    rail.is_cached = plan.cached;
+    rail.node_topk_idx = handle.node_topk_idx.as<int32_t*>();
+    rail.in_counts = handle.in_counts.as<int32_t*>();
+    return rail;
+}
+
 struct GpuDispatchCall {
     GpuPlanParams plan;
+    RailCall rail;
     GpuDispatchParams params{};
     Signature signature{};
     const int64_t* numbers = nullptr;  // of the handle, along one
@@ -72,6 +97,7 @@ struct GpuDispatchCall {
         const bool cached = !topk_idx.is_there;
         numbers = cached ? handle.call : nullptr;
         plan = cached ? cached_plan(handle) : fresh_plan(handle, topk_idx, num_recv_rows);
+        rail = split_off_rail(handle, plan);
         params.routing = plan.routing;
         params.routing.narrow_topk_idx = nullptr;
         params.cached = cached;
@@ -89,6 +115,12 @@ struct GpuDispatchCall {
         params.recv_counts = handle.recv_counts.as<int32_t*>();
         params.num_recv_tokens_per_expert = handle.num_recv_tokens_per_expert.as<const int32_t*>();
         params.recv_row_idx = handle.recv_row_idx.as<int32_t*>();
+        rail.has_weights = topk_weights.is_there;
+        rail.topk_weights = params.topk_weights;
+        rail.weights_token_stride = params.weights_token_stride;
+        rail.weights_lane_stride = params.weights_lane_stride;
+        rail.row_bytes = params.row_bytes, rail.tail_bytes = params.scale_bytes;
+        rail.x = params.x, rail.x_scales = params.x_scales;
         signature = {cached ? Operation::kCachedDispatch : Operation::kDispatch,
                      dtype,
                      handle.layout(),
@@ -142,6 +174,7 @@ inline std::optional<ExpertRowsArg> expert_rows_of(std::span<const TensorArg> te
 
 struct GpuCombineCall {
     GpuPlanParams plan;
+    RailCall rail;
     GpuCombineParams params{};
     Signature signature{};
     const int64_t* numbers = nullptr;  // of the handle
@@ -152,6 +185,7 @@ struct GpuCombineCall {
                    const TensorArg& combined_topk_weight_grads, DType dtype) {
         const int64_t num_rows = expert_rows == nullptr ? x.num_rows : handle.num_rows;
         plan = cached_plan(handle);
+        rail = split_off_rail(handle, plan);
         numbers = handle.call;
         params.routing = plan.routing;
         params.is_expert_layout = handle.is_expert_layout;
@@ -172,6 +206,8 @@ struct GpuCombineCall {
         params.direct = !handle.is_expert_layout && !weights.is_there && num_rows > 0 && topk_weight_grads.address % kRowAlignment == 0;
         params.context.config.num_topk = static_cast<int>(handle.topk_idx.num_columns);  // for `tail_bytes`
         row_bytes = x.row_bytes();
+        rail.is_combine = true;
+        rail.row_bytes = row_bytes, rail.tail_bytes = params.tail_bytes();
         signature = {Operation::kCombine, dtype, handle.layout(), 1, handle.number(), false, false, topk_weight_grads.is_there};
     }
 

@@ -55,7 +55,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
     RowGuess& guess = guesses_[{call.params.is_expert_layout, call.params.expert_alignment}];
     const int64_t room = is_bounded ? bound : starts_apart ? -1 : guess.room();
     if (room >= 0) allocate(room, !is_bounded);  // whatever can fail does so before the call is entered
-    plan(call.plan, call.signature, stream);
+    plan(call.plan, call.signature, call.rail, true, stream);
     if (is_bounded) {
         std::fill_n(numbers, num_handle_numbers(), -1);
         *numbers = call_number();
@@ -64,6 +64,7 @@ int64_t NvlinkExchange::dispatch(GpuDispatchCall& call, const CallMode& mode, in
         launch(call.params, num_sms, true, true, stream);
     else
         start(call.params, num_sms, stream);
+    if (!starts_apart) join_rail(stream);
     if (is_bounded) return bound;
     try {
         const int64_t num_rows = wait_counts(numbers);  // from here on rows wait for receivers
@@ -83,8 +84,11 @@ void NvlinkExchange::dispatch_cached(const GpuDispatchCall& call, const CallMode
     const int num_sms = num_senders(mode, tuning.num_sms);
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, true);
     const cudaStream_t stream = as_stream(mode.stream);
-    plan(call.plan, call.signature, stream);
-    if (num_sms > 0 && !mode.is_split) return launch(call.params, num_sms, true, true, stream);
+    plan(call.plan, call.signature, call.rail, true, stream);
+    if (num_sms > 0 && !mode.is_split) {
+        launch(call.params, num_sms, true, true, stream);
+        return join_rail(stream);
+    }
     start(call.params, num_sms, stream);
     if (num_sms == 0) send_by_copies(counts, call.slot_bytes(), stream);
     if (!mode.is_split) finish(call.params, stream);
@@ -98,8 +102,12 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     const cudaStream_t stream = as_stream(mode.stream);
     GpuCombineParams params = call.params;
     params.direct = params.direct && num_sms > 0;  // copy engines take rows from the outbox
-    plan(call.plan, call.signature, stream);
-    if (num_sms > 0 && !mode.is_split) return launch(params, num_sms, true, stream);
+    const bool is_whole = num_sms > 0 && !mode.is_split;  // else sums cross with the second half, which makes them
+    plan(call.plan, call.signature, call.rail, is_whole, stream);
+    if (is_whole) {
+        launch(params, num_sms, true, stream);
+        return join_rail(stream);
+    }
     start(params, num_sms, stream);
     if (num_sms == 0) send_by_copies(counts, call.slot_bytes(), stream);
     if (!mode.is_split) finish(params, stream);
@@ -117,7 +125,7 @@ void NvlinkExchange::end_combine(const GpuCombineCall& call, uintptr_t stream) {
 
 void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
     const Step step(*this, stream);
-    plan(call.plan, call.signature, as_stream(stream));
+    plan(call.plan, call.signature, call.rail, false, as_stream(stream));
 }
 
 void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
@@ -126,7 +134,7 @@ void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
     copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
     const DeviceGuard guard(device_);
     last_.begins(stream);
-    plan(params, {}, as_stream(stream));
+    plan(params, {}, {}, false, as_stream(stream));
     last_.ends();
 }
 
@@ -146,11 +154,11 @@ int NvlinkExchange::num_senders(const CallMode& mode, int most_useful) const {
     return num_sms;
 }
 
-// [num_ranks] rows that a call along a handle with these numbers sends to each rank, where copy engines need to know.
+// [num_sources] rows that a call along a handle with these numbers sends to each source, where copy engines need to know.
 const int64_t* NvlinkExchange::counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const {
     if (num_sms > 0) return nullptr;
-    const int64_t* counts = numbers + 1 + (is_dispatch ? 0 : config_.num_ranks);
-    if (*std::min_element(counts, counts + config_.num_ranks) < 0)
+    const int64_t* counts = numbers + 1 + (is_dispatch ? 0 : config_.num_sources());
+    if (*std::min_element(counts, counts + config_.num_sources()) < 0)
         throw std::invalid_argument(
             "num_sms=0 needs counts on the host, and this handle's dispatch had num_recv_rows; give num_sms of 1 or more");
     return counts;
@@ -176,7 +184,9 @@ void NvlinkExchange::complete(GpuRouting& routing) const {
     complete.lane_stride = routing.lane_stride;
     complete.is_int64 = routing.is_int64;
     complete.num_tokens = routing.num_tokens;
-    complete.tokens_per_warp = tokens_per_warp(routing.num_tokens);
+    const int node_tokens = config_.num_nodes == 1 ? routing.num_tokens : config_.node_tokens();
+    complete.tokens_per_warp = tokens_per_warp(node_tokens, config_.num_nodes);
+    complete.node_segments = node_segments(node_tokens, config_.num_nodes);
     complete.narrow_topk_idx = routing.narrow_topk_idx;
     routing = complete;
 }
@@ -186,6 +196,7 @@ GpuDispatchParams NvlinkExchange::completed(GpuDispatchParams params) const {
     params.context = context();
     const GpuRing wished = tuning.uses_bulk_copies ? tuning.ring : GpuRing{};
     params.ring = fit_ring(wished, params.row_bytes, params.scale_bytes, tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
+    if (rail_ != nullptr) rail_->complete(params);
     return params;
 }
 
@@ -196,22 +207,25 @@ GpuCombineParams NvlinkExchange::completed(GpuCombineParams params) const {
     const int64_t row_bytes = config_.hidden * static_cast<int64_t>(element_bytes(params.dtype));
     params.ring = fit_ring(wished, row_bytes, params.tail_bytes(), tuning::kRingBytes, shared_bytes_ - kStaticSharedBytes);
     params.max_tile_pieces = config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory;
+    if (rail_ != nullptr) rail_->complete(params);
     return params;
 }
 
 // ---- plan and counts ----
 
-void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cudaStream_t stream) {
+void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, bool moves, cudaStream_t stream) {
     if (params.reports_counts && is_capturing(stream))
         throw std::invalid_argument(
             "a dispatch that waits for its counts cannot be captured in a CUDA graph; give num_recv_rows or a handle");
-    if (streams_.is_sending()) join(stream);  // the first half of a call that never had its second
+    if (streams_.is_sending() || (rail_ != nullptr && rail_->is_moving())) join(stream);  // a first half that never had its second
     last_.follow(stream);
     complete(params.routing);
     ++num_plans_;
     params.context = context();
     if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
+    if (rail_ != nullptr) rail_->meet(params.context, params.stamp, rail, stream);
     launch_plan(params, stream);
+    if (rail_ != nullptr && moves) move_on_rail(rail.row_bytes);
     count_call(stream);
 }
 
@@ -226,8 +240,8 @@ void NvlinkExchange::count_call(cudaStream_t stream) {
 int64_t NvlinkExchange::wait_counts(int64_t* numbers) {
     wait_for_plan(host_->counts.ready, GpuPhase::kCounts);
     *numbers++ = num_calls_;
-    numbers = std::copy_n(host_->counts.send_counts, config_.num_ranks, numbers);
-    numbers = std::copy_n(host_->counts.recv_counts, config_.num_ranks, numbers);
+    numbers = std::copy_n(host_->counts.send_counts, config_.num_sources(), numbers);
+    numbers = std::copy_n(host_->counts.recv_counts, config_.num_sources(), numbers);
     std::copy_n(expert_counts_, num_local_experts(), numbers);
     return host_->counts.num_rows;
 }
@@ -244,10 +258,10 @@ void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuP
         if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
         if (Clock::now() > deadline) {
             const auto expected = static_cast<int64_t>(num_plans_), seen = static_cast<int64_t>(word);
-            throw TimeoutError("rank " + std::to_string(rank_) + ": this rank's own GPU did not come to its call within " +
+            throw TimeoutError("rank " + std::to_string(numbers_.of(rank_)) + ": this rank's own GPU did not come to its call within " +
                                    std::to_string(static_cast<int64_t>(seconds)) + " s; phase '" + name_of(phase) + "', expected " +
                                    std::to_string(expected) + ", seen " + std::to_string(seen),
-                               rank_, name_of(phase), expected, seen);
+                               numbers_.of(rank_), name_of(phase), expected, seen);
         }
     }
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -277,7 +291,7 @@ void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool fini
     params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, num_multiprocessors_ - tuning::kFewestWorkers)) : 0;
     params.finishes = finishes;
     params.reduces = !params.direct && config_.num_ranks > 1;
-    const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks);
+    const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks - num_rail_sms());
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
     if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan(stream));
@@ -301,23 +315,24 @@ void NvlinkExchange::start(const GpuCombineParams& params, int num_sms, cudaStre
 
 // In the order in which every rank copies to another peer at a time, half of it on each of two streams: one copy engine does not fill the
 // link, and pauses between two copies. A copy that is enqueued cannot be called off, so first all peers must have entered the call: one
-// that comes too late may still read the rows of the call before. counts: [num_ranks] rows to each rank.
+// that comes too late may still read the rows of the call before. counts: [num_sources] rows to each source.
 void NvlinkExchange::send_by_copies(const int64_t* counts, int64_t slot_bytes, cudaStream_t stream) {
     wait_for_plan(host_->counts.met, GpuPhase::kEntry);
     streams_.fork(stream);
     streams_.follow_fork(streams_.copying);
-    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {
+    const auto copy_part = [&](int peer, int64_t begin, int64_t end, cudaStream_t copies) {  // bytes of its slots
         check_cuda(cudaMemcpyAsync(inbox_of(peer) + begin, outbox_for(peer) + begin, end - begin, cudaMemcpyDeviceToDevice, copies),
                    "cudaMemcpyAsync");
         streams_.announce_after(copies);
     };
-    for (int offset = 1; offset < config_.num_ranks; ++offset) {
-        const int peer = (rank_ + offset) % config_.num_ranks;
-        const int64_t bytes = counts[peer] * slot_bytes, half = counts[peer] / 2 * slot_bytes;
-        if (bytes == 0) continue;
-        if (half > 0) copy_part(peer, 0, half, streams_.copying);
-        copy_part(peer, half, bytes, streams_.sending);
-        launch_announce({context(), peer, static_cast<int>(counts[peer])}, streams_.announcing);
+    for (int turn = 1; turn < config_.num_sources(); ++turn) {
+        const int node = (config_.node + turn / config_.num_ranks) % config_.num_nodes, peer = (rank_ + turn) % config_.num_ranks;
+        const int64_t count = counts[node * config_.num_ranks + peer], first = int64_t{node} * config_.node_tokens();
+        if (peer == rank_ || count == 0) continue;
+        const int64_t begin = first * slot_bytes, half = begin + count / 2 * slot_bytes, end = begin + count * slot_bytes;
+        if (half > begin) copy_part(peer, begin, half, streams_.copying);
+        copy_part(peer, half, end, streams_.sending);
+        launch_announce({context(), peer, static_cast<int>(first), static_cast<int>(count)}, streams_.announcing);
     }
     streams_.announce_after(streams_.sending);
     streams_.has_sent(streams_.announcing);
@@ -337,9 +352,19 @@ void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
     if (is_void()) return;
     GpuCombineParams params = completed(call);
     params.finishes = true;
-    params.num_work_blocks = num_multiprocessors_;
+    params.num_work_blocks = num_multiprocessors_ - num_rail_sms();
+    if (rail_ != nullptr) {
+        rail_->fork(stream);
+        move_on_rail(config_.hidden * static_cast<int64_t>(element_bytes(params.dtype)));
+    }
     launch_combine(params, stream, false);
+    join_rail(stream);
 }
+
+void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), num_rail_sms()); }
+
+// Those that a combine leaves to the rail: its blocks wait for what the rail brings.
+int NvlinkExchange::num_rail_sms() const { return rail_ == nullptr ? 0 : std::clamp(tuning.num_rail_sms, 2, num_multiprocessors_ - 1); }
 
 // A call goes no further: what it was given may be freed on its stream, once it is sent.
 void NvlinkExchange::abandon() { join(last_.running()); }
@@ -347,6 +372,16 @@ void NvlinkExchange::abandon() { join(last_.running()); }
 void NvlinkExchange::join(cudaStream_t stream) {
     last_.go_on(stream);
     streams_.join(stream);
+    join_rail(stream);
+}
+
+void NvlinkExchange::join_rail(cudaStream_t stream) {
+    if (rail_ != nullptr) rail_->join(stream);
+}
+
+// Parts that a row's sum is made of.
+int NvlinkExchange::num_tiles(int64_t row_bytes) const {
+    return static_cast<int>(divide_up(row_bytes / 16, config_.num_ranks > 2 ? tuning::kPiecesForLink : tuning::kPiecesForMemory));
 }
 
 // May a kernel start while the plan runs? A graph keeps the plan's number, by which the kernel would know when: there it may not.

@@ -4,12 +4,14 @@
 //   bounded     allocate the bound -> plan -> send and receive; nobody waits
 //   along a handle (cached dispatch, combine)   plan -> send and receive
 //   split       as above without `receive`, which the caller asks for later: end_dispatch, end_combine
+//   of several nodes   before the plan the rank meets those of its rail, and rows cross beside the node's kernels (rail.h)
 //   num_sms 0   senders pack rows into the outbox -> the host waits for the peers -> copy engines send -> receive
 #pragma once
 
 #include <atomic>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,6 +20,7 @@
 #include "runtime/nvlink/call.h"
 #include "runtime/nvlink/failures.h"
 #include "runtime/nvlink/memory.h"
+#include "runtime/nvlink/rail.h"
 #include "runtime/nvlink/row_guess.h"
 #include "runtime/nvlink/streams.h"
 
@@ -35,13 +38,16 @@ public:
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t num_calls() const { return num_calls_; }  // that this rank has entered or refused so far
-    int num_handle_numbers() const { return 1 + 2 * config_.num_ranks + num_local_experts(); }
+    int num_handle_numbers() const { return 1 + 2 * config_.num_sources() + num_local_experts(); }
     int num_local_experts() const { return config_.num_experts / config_.num_ranks; }
     const GpuWorkspaceConfig& config() const { return config_; }
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
     void disconnect() { memory_.disconnect(); }                             // where some rank could not connect
+    // Of several nodes, before any call: base: symmetric memory of RailLayout::total_bytes, zeroed and there on all ranks; it outlives
+    // this. pes: NVSHMEM's numbers of the ranks of this index, by node.
+    void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // called now and then by waits, which end if it throws
     GpuTuning tuning;
 
@@ -84,7 +90,8 @@ private:
     void allocate_scratch();
     void release();
 
-    void plan(GpuPlanParams params, const Signature& signature, cudaStream_t stream);
+    void plan(GpuPlanParams params, const Signature& signature, const RailCall& rail, bool moves, cudaStream_t stream);
+    void move_on_rail(int64_t row_bytes);
     void count_call(cudaStream_t stream);
     int64_t call_number() const { return num_calls_ + num_captured_; }
     int64_t wait_counts(int64_t* numbers);
@@ -99,7 +106,10 @@ private:
     void finish(const GpuCombineParams& params, cudaStream_t stream);
     void abandon();
     void join(cudaStream_t stream);
+    void join_rail(cudaStream_t stream);
     bool follows_plan(cudaStream_t stream) const;
+    int num_tiles(int64_t row_bytes) const;
+    int num_rail_sms() const;
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
 
@@ -109,7 +119,7 @@ private:
     [[noreturn]] void raise(const GpuFailure& failure) const;
     GpuFailure in_calls(GpuFailure failure) const;
     GpuFailure origin(GpuFailure failure) const;
-    std::string describe(const GpuFailure& failure, int rank) const;
+    std::string describe(const GpuFailure& failure, int reporter) const;
     std::string reason_of(int peer, long long call) const;
     GpuStamp stamp_of(int peer, long long call) const;
     long long last_call_of(int peer) const;
@@ -120,6 +130,7 @@ private:
     const double timeout_s_;
     int num_multiprocessors_ = 0, shared_bytes_ = 0;
     GpuMemory memory_;
+    const RankNumbers numbers_;
     Failures failures_;
     std::byte* scratch_ = nullptr;
     GpuRouting scratch_routing_{};
@@ -138,6 +149,7 @@ private:
 
     LastStreams last_;
     SendStreams streams_;
+    std::unique_ptr<Rail> rail_;  // of several nodes
     std::map<std::pair<bool, int>, RowGuess> guesses_;  // by layout and alignment
     bool has_early_launch_ = false;
 };

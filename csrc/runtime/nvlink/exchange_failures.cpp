@@ -18,10 +18,11 @@ void NvlinkExchange::check() {
     if (!has_exceeded_bound()) return;
     GpuCounts& counts = host_->counts;
     const int64_t num_rows = std::exchange(counts.exceeding_rows, 0);
-    throw CapacityError("rank " + std::to_string(rank_) + " would receive " + std::to_string(num_rows) +
+    const int rank = numbers_.of(rank_);
+    throw CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) +
                             " rows, more than its num_recv_rows of " + std::to_string(counts.exceeded_bound) +
                             "; give a larger bound or none",
-                        rank_);
+                        rank);
 }
 
 int64_t NvlinkExchange::settle() {
@@ -40,7 +41,7 @@ void NvlinkExchange::check_this_call() {
     if (!deepep_moe::has_failed(host_->failure)) return;
     const DeviceGuard guard(device_);
     const auto is_done = [&] {
-        if (!last_.has_captured()) return last_.is_done() && streams_.is_done();
+        if (!last_.has_captured()) return last_.is_done() && streams_.is_done() && (rail_ == nullptr || rail_->is_done());
         check_cuda(cudaDeviceSynchronize(), "the GPU failed");  // nobody says on which streams graphs run
         return true;
     };
@@ -51,10 +52,13 @@ void NvlinkExchange::check_this_call() {
 
 // Of refusals for another's refusal, the first one, where that has arrived: ranks hear of it in any order.
 GpuFailure NvlinkExchange::origin(GpuFailure f) const {
-    for (int hops = 0; f.kind == kPeerRefused && hops < config_.num_ranks; ++hops) {
+    for (int hops = 0; f.kind == kPeerRefused && hops < config_.num_sources(); ++hops) {
         const GpuStamp stamp = stamp_of(f.peer, f.expected);
         if (stamp.reason[0] != '\0' || stamp.why.kind != kPeerRefused) break;
+        const int peer = numbers_.peer(numbers_.of(f.peer, stamp.why.peer));
+        if (peer < 0) break;
         f = stamp.why;
+        f.peer = peer;
     }
     return f;
 }
@@ -62,28 +66,30 @@ GpuFailure NvlinkExchange::origin(GpuFailure f) const {
 // What was expected and seen, as numbers of calls where the words say those.
 GpuFailure NvlinkExchange::in_calls(GpuFailure f) const {
     const auto phase = static_cast<GpuPhase>(f.phase);
-    if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts)) return f;
+    if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts && phase != GpuPhase::kRailEntry)) return f;
     f.expected >>= kValueBits;
     f.seen = phase == GpuPhase::kEntry ? last_call_of(f.peer) : f.seen >> kValueBits;
     return f;
 }
 
-std::string NvlinkExchange::describe(const GpuFailure& f, int rank) const {
-    const std::string me = "rank " + std::to_string(rank);
+std::string NvlinkExchange::describe(const GpuFailure& f, int reporter) const {
+    const auto name_of = [&](int number) { return "rank " + std::to_string(number); };
+    const int number = numbers_.of(reporter, f.peer), peer = numbers_.peer(number);
     const auto call_of = [&](int peer) { return deepep_moe::describe(unpack(stamp_of(peer, f.expected).what)); };
     switch (f.kind) {
         case kMismatch:
-            return "ranks make different calls: " + me + ": " + call_of(rank_) + "; rank " + std::to_string(f.peer) + ": " +
-                   call_of(f.peer);
-        case kPeerRefused: return failures_.peer_refused(f.peer, reason_of(f.peer, f.expected));
-        default: return failures_.describe(f, rank);
+            return "ranks make different calls: " + name_of(numbers_.of(reporter)) + ": " + call_of(reporter) + "; " + name_of(number) +
+                   ": " + (peer < 0 ? "another one" : call_of(peer));
+        case kPeerRefused:
+            return peer < 0 ? name_of(number) + " did not make its call" : failures_.peer_refused(peer, reason_of(peer, f.expected));
+        default: return failures_.describe(f, reporter);
     }
 }
 
 void NvlinkExchange::raise(const GpuFailure& f) const {
     switch (f.kind) {
         case kMismatch: throw MismatchError(describe(f, rank_));
-        case kPeerRefused: throw PeerError(describe(f, rank_), f.peer);
+        case kPeerRefused: throw PeerError(describe(f, rank_), numbers_.of(f.peer));
         default: failures_.raise(f);
     }
 }
@@ -97,14 +103,20 @@ std::string NvlinkExchange::reason_of(int peer, long long call) const {
 // The last call that `peer` has entered, as far as this rank knows.
 long long NvlinkExchange::last_call_of(int peer) const {
     unsigned long long entered[2];
-    for (int parity = 0; parity < 2; ++parity)
-        failures_.read(&entered[parity], memory_.of(rank_) + layout_.entered_of(parity, peer), sizeof(entered[parity]));
+    for (int parity = 0; parity < 2; ++parity) {
+        const std::byte* word = is_rail_peer(peer) ? rail_->entered(parity, peer - kFirstRailPeer)
+                                                   : memory_.of(rank_) + layout_.entered_of(parity, peer);
+        failures_.read(&entered[parity], word, sizeof(entered[parity]));
+    }
     return static_cast<long long>(std::max(entered[0], entered[1]) >> kValueBits);
 }
 
 GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     GpuStamp stamp{};
-    failures_.read(&stamp, memory_.of(rank_) + layout_.stamp_of(static_cast<unsigned long long>(call), peer), sizeof(stamp));
+    const auto number = static_cast<unsigned long long>(call);
+    const std::byte* at = is_rail_peer(peer) ? rail_->stamp(number, peer - kFirstRailPeer)
+                                             : memory_.of(rank_) + layout_.stamp_of(number, peer);
+    failures_.read(&stamp, at, sizeof(stamp));
     return stamp;
 }
 

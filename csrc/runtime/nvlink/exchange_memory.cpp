@@ -18,7 +18,8 @@ NvlinkExchange::NvlinkExchange(const GpuWorkspaceConfig& config, int rank, int d
       owner_pid_(getpid()),
       timeout_s_(timeout_s),
       memory_(config.num_ranks, rank, device),
-      failures_(memory_, rank, config.num_experts, timeout_s) {
+      numbers_{config.num_ranks, config.node, rank},
+      failures_(memory_, numbers_, config.num_nodes * config.num_experts, timeout_s) {
     try {
         allocate();
     } catch (...) {
@@ -67,10 +68,11 @@ void NvlinkExchange::allocate_scratch() {
                                                  words(&r.segment_counts, tuning::kMaxSegments * layout_.columns),
                                                  words(&r.warp_counts, tuning::kMaxSegments * kPlanWarps * layout_.columns),
                                                  words(&r.index_in_warp, n * config_.num_topk),
-                                                 words(&r.expert_row_base, config_.num_experts),
+                                                 words(&r.expert_row_base, config_.num_nodes * config_.num_experts),
                                                  words(&r.send_slot, n * config_.num_ranks),
                                                  words(&r.send_token, n * config_.num_ranks),
-                                                 words(&r.send_counts, config_.num_ranks)};
+                                                 words(&r.send_counts, config_.num_sources()),
+                                                 words(&r.recv_first, config_.num_sources())};
     int64_t total = 0;
     for (const auto& [pointer, count] : arrays) total += divide_up(count, 32) * 128;
     void* scratch = nullptr;
@@ -91,7 +93,13 @@ NvlinkExchange::~NvlinkExchange() {
     release();
 }
 
+void NvlinkExchange::attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes) {
+    const DeviceGuard guard(device_);
+    rail_ = std::make_unique<Rail>(config_, shim, reinterpret_cast<std::byte*>(base), pes);
+}
+
 void NvlinkExchange::release() {
+    rail_.reset();
     failures_.destroy();
     last_.destroy();
     streams_.destroy();

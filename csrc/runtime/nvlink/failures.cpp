@@ -44,7 +44,7 @@ void Failures::read(void* to, const void* from, size_t num_bytes) const {
     check_cuda(cudaStreamSynchronize(stream_), "the GPU failed");
 }
 
-std::string Failures::describe(const GpuFailure& f, int rank) const {
+std::string Failures::describe(const GpuFailure& f, int reporter) const {
     const std::string token = "topk_idx[" + std::to_string(f.expected), seen = std::to_string(f.seen);
     switch (f.kind) {
         case kIndexOutOfRange:
@@ -52,33 +52,35 @@ std::string Failures::describe(const GpuFailure& f, int rank) const {
                    std::to_string(num_experts_ - 1);
         case kDuplicateExpert: return token + "] names expert " + seen + " twice; a token may choose an expert once";
         case kFailedHandle: return kHandleFailed;
-        default: return ends_wait(f.kind) ? describe_lack(f, rank) : "unknown";
+        default: return ends_wait(f.kind) ? describe_lack(f, reporter) : "unknown";
     }
 }
 
-std::string Failures::describe_lack(const GpuFailure& f, int rank) const {
-    const std::string phase = name_of(static_cast<GpuPhase>(f.phase)), peer = name_of_rank(f.peer);
-    if (f.kind == kPeerLeft) return name_of_rank(rank) + ", waiting for " + phase + ": " + peer + kHasLeft;
+std::string Failures::describe_lack(const GpuFailure& f, int reporter) const {
+    const std::string me = name_of_rank(numbers_.of(reporter)), peer = name_of_rank(numbers_.of(reporter, f.peer));
+    const std::string phase = name_of(static_cast<GpuPhase>(f.phase));
+    if (f.kind == kPeerLeft) return me + ", waiting for " + phase + ": " + peer + kHasLeft;
     const std::string why = f.kind == kPeerEnded
                                 ? ", its process " + std::to_string(memory_.process_of(f.peer)) + " is gone"
                                 : " within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms";
-    return name_of_rank(rank) + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) +
+    return me + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) +
            ", seen " + std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
 }
 
 void Failures::raise(const GpuFailure& f) const {
-    const std::string message = describe(f, rank_);
+    const std::string message = describe(f, numbers_.index);
+    const int peer = numbers_.of(f.peer);
     switch (f.kind) {
         case kIndexOutOfRange:
         case kDuplicateExpert:
         case kFailedHandle: throw std::invalid_argument(message);
-        case kPeerLeft: throw PeerError(message, f.peer);
-        default: throw TimeoutError(message, f.peer, name_of(static_cast<GpuPhase>(f.phase)), f.expected, f.seen);
+        case kPeerLeft: throw PeerError(message, peer);
+        default: throw TimeoutError(message, peer, name_of(static_cast<GpuPhase>(f.phase)), f.expected, f.seen);
     }
 }
 
 std::string Failures::peer_refused(int peer, const std::string& reason) const {
-    return name_of_rank(peer) + " did not make its call: " + reason;
+    return name_of_rank(numbers_.of(peer)) + " did not make its call: " + reason;
 }
 
 }  // namespace deepep_moe

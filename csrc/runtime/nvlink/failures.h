@@ -14,11 +14,28 @@ namespace deepep_moe {
 // Has a kernel of this rank reported something? slot: host memory that kernels write to; nobody waits for the GPU.
 inline bool has_failed(const GpuFailure& slot) { return static_cast<const volatile GpuFailure&>(slot).kind != kNoFailure; }
 
+// Kernels know a peer by its index in this node, or as `rail_peer` of its node; messages and exceptions by its number in the group.
+struct RankNumbers {
+    int ranks_per_node, node, index;  // of this rank
+
+    // What `reporter`, a peer of this rank or itself, calls `peer`.
+    int of(int reporter, int peer) const {
+        const int its_node = is_rail_peer(reporter) ? reporter - kFirstRailPeer : node, its_index = is_rail_peer(reporter) ? index : reporter;
+        return is_rail_peer(peer) ? (peer - kFirstRailPeer) * ranks_per_node + its_index : its_node * ranks_per_node + peer;
+    }
+    int of(int peer) const { return of(index, peer); }
+    // The peer with this number; -1: none.
+    int peer(int number) const {
+        if (number / ranks_per_node == node) return number % ranks_per_node;
+        return number % ranks_per_node == index ? rail_peer(number / ranks_per_node) : -1;
+    }
+};
+
 class Failures {
 public:
     // memory: names the processes of peers; it outlives this.
-    Failures(const GpuMemory& memory, int rank, int num_experts, double timeout_s)
-        : memory_(memory), rank_(rank), num_experts_(num_experts), timeout_s_(timeout_s) {}
+    Failures(const GpuMemory& memory, const RankNumbers& numbers, int num_experts, double timeout_s)
+        : memory_(memory), numbers_(numbers), num_experts_(num_experts), timeout_s_(timeout_s) {}
     void create();  // on the current device, before use
     void destroy();
 
@@ -32,17 +49,19 @@ public:
     // Copies device memory, whatever the GPU is doing besides.
     void read(void* to, const void* from, size_t num_bytes) const;
 
-    // What `rank` has reported, of the kinds that every call has: bad routing, a failed handle, a wait in vain. Others are "unknown".
-    std::string describe(const GpuFailure& failure, int rank) const;
+    // What this rank or a peer has reported, of the kinds that every call has: bad routing, a failed handle, a wait in vain. Others are
+    // "unknown".
+    std::string describe(const GpuFailure& failure, int reporter) const;
     // Throws it, of this rank: std::invalid_argument, PeerError or TimeoutError.
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string peer_refused(int peer, const std::string& reason) const;
 
 private:
-    std::string describe_lack(const GpuFailure& failure, int rank) const;
+    std::string describe_lack(const GpuFailure& failure, int reporter) const;
 
     const GpuMemory& memory_;
-    const int rank_, num_experts_;
+    const RankNumbers numbers_;
+    const int num_experts_;
     const double timeout_s_;
     cudaStream_t stream_ = nullptr;  // of this object's own: waits for nobody else's work
 };

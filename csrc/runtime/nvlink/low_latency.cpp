@@ -33,7 +33,7 @@ NvlinkLowLatency::NvlinkLowLatency(const LowLatencyConfig& config, int rank, int
       masks_stalled_(masks_stalled),
       failed_mark_(new_mark()),
       memory_(config.num_ranks, rank, device),
-      failures_(memory_, rank, config.num_experts, timeout_s) {
+      failures_(memory_, {config.num_ranks, 0, rank}, config.num_experts, timeout_s) {
     try {
         allocate();
     } catch (...) {

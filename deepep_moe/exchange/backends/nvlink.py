@@ -46,7 +46,9 @@ class NvlinkBackend:
         self.device: torch.device | None = torch.device("cuda", torch.cuda.current_device())
         self._exchange: Any = _C.NvlinkExchange(
             num_ranks=settings.num_ranks,
-            rank=settings.rank,
+            rank=settings.rank % settings.ranks_per_node,
+            num_nodes=settings.num_nodes,
+            node=settings.node,
             device=torch.cuda.current_device(),
             num_experts=settings.num_experts,
             num_topk=settings.num_topk,
@@ -260,7 +262,8 @@ class NvlinkBackend:
         s, shape = self.settings, self._handle_shape
         num_slots = s.num_ranks * s.num_max_tokens_per_rank if layout == "expert" else 0
         if shape is None or (shape.num_tokens, shape.num_slots) != (num_tokens, num_slots):  # mostly those of the call before
-            shape = self._handle_shape = HandleShape(num_tokens, s.num_topk, num_slots, s.num_ranks, s.num_local_experts)
+            nodes = s.num_nodes, 0 if s.num_nodes == 1 else self._exchange.num_node_tokens
+            shape = self._handle_shape = HandleShape(num_tokens, s.num_topk, num_slots, s.num_ranks, s.num_local_experts, *nodes)
         return shape
 
     def _receive_buffers(self, args: DispatchArgs, call: Any, num_rows: int, is_guess: bool) -> tuple[Rows, Tensor | None]:

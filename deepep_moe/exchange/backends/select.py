@@ -9,19 +9,26 @@ from deepep_moe.exchange.backends.base import Backend
 from deepep_moe.exchange.backends.collective import CollectiveBackend
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.exchange.backends.shm import ShmBackend
-from deepep_moe.group.reach import are_on_gpus, why_not_nvlink, why_not_shm
+from deepep_moe.group.reach import are_on_gpus, why_not_nvlink, why_not_nvshmem, why_not_shm
 from deepep_moe.group.rendezvous import Introduction, connect
-from deepep_moe.group.settings import NOT_BUILT, Settings
+from deepep_moe.group.settings import Settings
 
 logger = logging.getLogger("deepep_moe")
 BACKENDS = ("auto", "shm", "nvlink", "nvshmem", "collective")
-_WHY_NOT_BUILT = "it is not built in this version; use backend='auto', or 'collective' for GPU tensors over NCCL"
 
 
-def _why_not_one_node(settings: Settings) -> str | None:
-    if settings.ranks_per_node == settings.num_ranks:
-        return None
-    return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks"
+def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend | str:
+    """Return one of the backends of one kind of machine, or the reason why it cannot serve."""
+    if name == "shm":
+        num_channels = min(peer.num_threads for peer in peers)
+        return why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
+    if name == "nvshmem":
+        from deepep_moe.exchange.backends import nvshmem  # which loads what only several nodes need
+
+        return why_not_nvshmem(peers, settings) or nvshmem.make(settings, peers, group)
+    if settings.num_nodes > 1:
+        return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"
+    return why_not_nvlink(peers) or connect(lambda: NvlinkBackend(settings), settings, group)
 
 
 def make_backend(name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend:
@@ -29,17 +36,11 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
 
     Raises BackendUnavailableError with the reason and the fix.
     """
-    if name in NOT_BUILT:
-        raise BackendUnavailableError(f"backend {name!r} cannot serve: {_WHY_NOT_BUILT}")
     on_gpus = are_on_gpus(peers)
-    candidate = name if name != "auto" else "nvlink" if on_gpus else "shm"
-    if candidate in ("shm", "nvlink"):
-        made: Backend | str
-        if candidate == "shm":
-            num_channels = min(peer.num_threads for peer in peers)
-            made = why_not_shm(peers) or connect(lambda: ShmBackend(settings, num_channels), settings, group)
-        else:
-            made = why_not_nvlink(peers) or _why_not_one_node(settings) or connect(lambda: NvlinkBackend(settings), settings, group)
+    of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
+    candidate = name if name != "auto" else of_gpus if on_gpus else "shm"
+    if candidate != "collective":
+        made = _make(candidate, settings, peers, group)
         if not isinstance(made, str):
             return made
         if name != "auto":

@@ -12,8 +12,9 @@ inline bool can_start_early(void*) { return false; }
 inline bool starts_early() { return false; }
 
 template <auto kKernel, class Params>
-void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void*, bool = false) {
-    emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kKernel(params); });
+void launch(const char*, int blocks, int threads, int64_t shared_bytes, const Params& params, void* stream, bool = false) {
+    emulation::enqueue(static_cast<cudaStream_t>(stream),
+                       [=] { emulation::launch(blocks, threads, static_cast<size_t>(shared_bytes), [&] { kKernel(params); }); });
 }
 
 template <auto kKernel>

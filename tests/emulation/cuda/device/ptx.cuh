@@ -8,6 +8,7 @@
 
 #define DEEPEP_MOE_BULK_COPIES 1
 
+#pragma GCC visibility push(default)
 namespace emulation {
 
 void barrier_init(uint64_t* barrier);
@@ -21,6 +22,7 @@ void copy_late(void* to_shared, const void* from);
 void end_late_copies();
 
 }  // namespace emulation
+#pragma GCC visibility pop
 
 namespace deepep_moe {
 

@@ -1,0 +1,112 @@
+// What crosses between nodes: a *rail* is the ranks with the same index in their nodes. Memory that they write to each other, and what the
+// two kernels of csrc/nvshmem/rail.cu are launched with. docs/design/nvshmem.md has the protocol.
+//
+// Symmetric memory of a rank, at the same offsets on all ranks:
+//
+//   entered u64[2][num_nodes] | arrived u64[num_nodes][num_chunks] | messages in [2][num_nodes] | messages out [2][num_nodes] |
+//   inbox [num_nodes - 1][node_tokens] slots | outbox [num_nodes - 1][node_tokens] slots
+//
+// Row `node` of each array but those of what goes out is written by that node's rank only. Words hold the sequence number of the call they
+// belong to; [2] is indexed by its parity.
+#pragma once
+
+#include "cuda/params.h"
+
+namespace deepep_moe {
+
+// What a rank tells another one ahead of the rows; behind it lie RailLane[num_tokens][num_topk], where the call needs them.
+struct alignas(16) RailMessage {
+    GpuStamp stamp;
+    int num_tokens;  // that cross
+};
+
+// One lane of a token that crosses: an expert of the node it goes to, or -1.
+struct alignas(8) RailLane {
+    int32_t expert;
+    float weight;
+};
+
+struct RailLayout {
+    int64_t entered, arrived, in, out, inbox, outbox, total_bytes;
+    int64_t message_bytes, box_bytes;  // of one message, and of one node's slots
+    int num_nodes, num_chunks;         // the latter: of one node
+
+    RailLayout() = default;
+    DEEPEP_MOE_HD explicit RailLayout(const GpuWorkspaceConfig& c)
+        : entered(0), arrived(divide_up(2 * 8 * c.num_nodes, 128) * 128), num_nodes(c.num_nodes), num_chunks(c.node_tokens() / kRailSlots) {
+        const int64_t lanes = int64_t{c.node_tokens()} * c.num_topk * static_cast<int64_t>(sizeof(RailLane));
+        message_bytes = divide_up(static_cast<int64_t>(sizeof(RailMessage)) + lanes, 128) * 128;
+        box_bytes = c.node_tokens() * GpuSlotLayout(4 * static_cast<int64_t>(c.hidden), 4 * c.num_topk).bytes;
+        in = arrived + divide_up(int64_t{8} * num_nodes * num_chunks, 128) * 128;
+        out = in + 2 * num_nodes * message_bytes;
+        inbox = out + 2 * num_nodes * message_bytes;
+        outbox = inbox + (num_nodes - 1) * box_bytes;
+        total_bytes = outbox + (num_nodes - 1) * box_bytes;
+    }
+
+    DEEPEP_MOE_HD int64_t entered_of(unsigned long long call, int node) const { return entered + 8 * (call % 2 * num_nodes + node); }
+    DEEPEP_MOE_HD int64_t in_of(unsigned long long call, int node) const { return in + (call % 2 * num_nodes + node) * message_bytes; }
+    DEEPEP_MOE_HD int64_t out_of(unsigned long long call, int node) const { return out + (call % 2 * num_nodes + node) * message_bytes; }
+    DEEPEP_MOE_HD int64_t arrived_of(int node, int chunk) const { return arrived + 8 * (int64_t{node} * num_chunks + chunk); }
+};
+
+// Of one rank, in its own memory. Counters are back at 0 when a call's first kernel is over.
+struct RailState {
+    unsigned long long sequence;  // of the call
+    unsigned long long last_met;  // of the last call that this rank and all of its rail have entered, without a refusal
+    int num_done, num_met;        // blocks of the first kernel that are over, and those of them that have met their node
+    int next_send;                // chunks that were taken
+};
+
+struct RailContext {
+    GpuContext context;
+    RailLayout layout;
+    std::byte* base;          // this rank's symmetric memory
+    int pes[kMaxGpuNodes];    // NVSHMEM's numbers of the ranks of the rail, by node
+    RailState* state;
+    unsigned long long* ready;   // [num_nodes, num_chunks], as GpuRail has them
+    unsigned long long* summed;  // likewise
+    int32_t* slots;              // [num_tokens, num_nodes] of a call's tokens, as GpuRail has them
+    int32_t* tokens;             // [num_nodes, node_tokens] the token in each slot
+    int32_t* out_counts;         // [num_nodes] tokens that cross to each node
+};
+
+// First kernel, a block a node: says which tokens cross and enters the call, then waits for that node's rank and takes what it says.
+struct RailMeetParams {
+    RailContext rail;
+    GpuStamp stamp;                     // what == 0: the host refuses the call
+    bool cached;                        // the tokens that come are known
+    const void* topk_idx;               // [num_tokens, num_topk] experts of all nodes, int64 or int32
+    int64_t token_stride, lane_stride;  // of it, in entries
+    bool is_int64;
+    int num_tokens;
+    bool has_weights;           // they cross
+    const float* topk_weights;  // [num_tokens, num_topk]
+    int64_t weights_token_stride, weights_lane_stride;
+    int32_t* narrow_topk_idx;  // [num_tokens, num_topk] int32 copy for the handle; out unless cached
+    int32_t* node_topk_idx;    // [num_nodes, node_tokens, num_topk] experts of this node, of the tokens that are here; out unless cached
+    float* node_topk_weights;  // likewise; out with has_weights
+    int32_t* in_counts;        // [num_nodes] tokens that come from each node; out unless cached
+};
+
+// Second kernel, beside those of the node: rows leave, a put a chunk, and those that arrive are made known to the node's kernels.
+struct RailMoveParams {
+    RailContext rail;
+    bool is_combine;             // sums leave from the outbox, as they are made, and as many rows come as tokens went
+    int num_blocks, num_tiles;   // the latter: parts that a row's sum is made of
+    int64_t row_bytes, tail_bytes;
+    const std::byte* x;         // of a dispatch: [num_tokens, row_bytes]
+    const std::byte* x_scales;  // [num_tokens, tail_bytes], or nullptr
+    const int32_t* in_counts;   // [num_nodes]
+};
+
+// What the module that links NVSHMEM hands to the one that does not. Functions return nullptr, or why a kernel could not be launched.
+struct RailShim {
+    int64_t bytes;  // of RailMeetParams and RailMoveParams: both modules are of one build
+    const char* (*meet)(const RailMeetParams&, void* stream) noexcept;
+    const char* (*move)(const RailMoveParams&, void* stream) noexcept;
+};
+constexpr const char* kRailShimName = "deepep_moe.RailShim";
+constexpr int64_t kRailShimBytes = sizeof(RailMeetParams) + sizeof(RailMoveParams);
+
+}  // namespace deepep_moe

@@ -1,0 +1,42 @@
+// The module `deepep_moe._nvshmem`; see deepep_moe/_nvshmem.pyi.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "cuda/rail.h"
+#include "nvshmem/ping.h"
+#include "nvshmem/rail.h"
+#include "nvshmem/world.h"
+
+namespace py = pybind11;
+
+namespace {
+
+std::tuple<int, int, int> as_tuple(const deepep_moe::nvshmem::Version& version) { return {version.major, version.minor, version.patch}; }
+
+}  // namespace
+
+PYBIND11_MODULE(_nvshmem, m) {
+    using namespace deepep_moe;
+    using WithoutGil = py::call_guard<py::gil_scoped_release>;
+    m.doc() = "NVSHMEM for deepep_moe: the world of this process, its symmetric heap, and kernels. See deepep_moe/_nvshmem.pyi.";
+    m.def("version_built", [] { return as_tuple(nvshmem::version_built()); });
+    m.def("version_found", [] { return as_tuple(nvshmem::version_found()); });
+    m.def("status", &nvshmem::status);
+    m.def("unique_id", [] { return py::bytes(nvshmem::unique_id()); });
+    m.def("bootstrap", &nvshmem::bootstrap, WithoutGil(), py::arg("unique_id"), py::arg("rank"), py::arg("num_ranks"));
+    m.def("init", &nvshmem::init, WithoutGil(), py::arg("unique_id"), py::arg("rank"), py::arg("num_ranks"), py::arg("device"));
+    m.def("attach", &nvshmem::attach, WithoutGil(), py::arg("device"));
+    m.def("my_pe", &nvshmem::my_pe);
+    m.def("num_pes", &nvshmem::num_pes);
+    m.def("allocate", &nvshmem::allocate, WithoutGil(), py::arg("bytes"));
+    m.def("free", &nvshmem::free, WithoutGil(), py::arg("address"));
+    m.def("barrier", &nvshmem::barrier, WithoutGil());
+    m.def("link_bytes", &ping_bytes, py::arg("num_pes"));
+    m.def("check_links", &nvshmem::check_links, WithoutGil(), py::arg("address"), py::arg("timeout_s"));
+    m.def("rail_shim", [] { return py::capsule(&rail_shim(), kRailShimName); });
+    m.attr("ARRIVED") = static_cast<int>(kPingArrived);
+    m.attr("SILENT") = static_cast<int>(kPingSilent);
+    m.attr("WRONG") = static_cast<int>(kPingWrong);
+}

@@ -1,0 +1,322 @@
+// The hop between nodes: rows go to the rank with the same index in the other node, and what comes from there is made known to the kernels
+// of this node. All that is NVSHMEM's in the data path is here: a put with its signal word, and a look at a word that has arrived.
+//
+//   meet   a block a node: counts which tokens cross and what they choose there, tells that node's rank, waits for what it tells
+//   move   block 0 waits for the words of chunks that arrive, and sets `ready` for the kernels of this node
+//          the other blocks send: of a dispatch rows of x, packed, of a combine sums, as the node's kernels have made them; a put a chunk
+//
+// Words are SET to the call's number, one for each chunk, as puts come in any order. A box is written again once its node's rank has
+// entered the next call: by then it has seen all that was sent to it, and so has read what it sends from.
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "cuda/device/launch.cuh"
+#include "cuda/device/rows.cuh"
+#include "cuda/rail.h"
+#include "nvshmem/rail.h"
+
+namespace deepep_moe {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+
+__device__ unsigned long long* word_at(const RailContext& r, int64_t offset) { return reinterpret_cast<unsigned long long*>(r.base + offset); }
+
+// ---- meet ----
+
+struct Meeting {
+    const RailMeetParams& p;
+    const RailContext& r;
+    const GpuContext& c;
+    const GpuWorkspaceConfig& config;
+    const int node, num_topk, warp, lane;
+    const unsigned long long sequence;
+    RailMessage* const out;
+    RailLane* const out_lanes;
+
+    __device__ explicit Meeting(const RailMeetParams& p)
+        : p(p),
+          r(p.rail),
+          c(r.context),
+          config(c.config),
+          node(blockIdx.x),
+          num_topk(config.num_topk),
+          warp(threadIdx.x / 32),
+          lane(threadIdx.x % 32),
+          sequence(c.state->sequence + 1),
+          out(reinterpret_cast<RailMessage*>(r.base + r.layout.out_of(sequence, node))),
+          out_lanes(reinterpret_cast<RailLane*>(out + 1)) {}
+
+    __device__ bool is_own() const { return node == config.node; }
+    __device__ bool has_lanes() const { return !p.cached || p.has_weights; }
+
+    __device__ int expert(int token, int k) const {
+        const int64_t at = token * p.token_stride + k * p.lane_stride;
+        const int64_t expert = p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[at] : static_cast<const int32_t*>(p.topk_idx)[at];
+        if (expert >= -1 && expert < config.num_nodes * config.num_experts) return static_cast<int>(expert);
+        report(c, kIndexOutOfRange, k, GpuPhase::kNone, token, expert);
+        return -1;
+    }
+
+    __device__ float weight(int token, int k) const {
+        return !p.has_weights ? 0.0f : p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
+    }
+
+    // The bits of the lanes of top-k that choose this node. Refuses indices out of range, and duplicates.
+    __device__ unsigned lanes_to_node(int token) const {
+        unsigned lanes = 0;
+        for (int k = 0; k < num_topk; ++k) {
+            const int chosen = expert(token, k);
+            if (chosen < 0) continue;
+            if (chosen / config.num_experts == node) lanes |= 1u << k;
+            for (int before = 0; before < k && !p.cached; ++before)
+                if (expert(token, before) == chosen) report(c, kDuplicateExpert, k, GpuPhase::kNone, token, chosen);
+        }
+        return lanes;
+    }
+
+    // Finds the slot of each token that crosses, in order of the tokens, and writes what it chooses there. Returns their number.
+    __device__ int find_slots() const {
+        __shared__ int of_warps[kWarps];
+        int num_before = 0;
+        for (int first = 0; first < p.num_tokens; first += kThreads) {
+            const int token = first + static_cast<int>(threadIdx.x);
+            const unsigned lanes = token < p.num_tokens ? lanes_to_node(token) : 0, goes = __ballot_sync(kFullWarp, lanes != 0);
+            if (lane == 0) of_warps[warp] = __popc(goes);
+            __syncthreads();
+            int slot = num_before + __popc(goes & ((1u << lane) - 1));
+            for (int w = 0; w < kWarps; ++w) {
+                if (w < warp) slot += of_warps[w];
+                num_before += of_warps[w];
+            }
+            __syncthreads();
+            if (token >= p.num_tokens) continue;
+            if (is_own()) {
+                take_own(token);
+                continue;
+            }
+            r.slots[token * config.num_nodes + node] = lanes != 0 ? slot : -1;
+            if (lanes == 0) continue;
+            r.tokens[node * config.node_tokens() + slot] = token;
+            for (int k = 0; has_lanes() && k < num_topk; ++k) {
+                const bool is_there = (lanes >> k & 1) != 0;
+                out_lanes[slot * num_topk + k] = {is_there ? expert(token, k) - node * config.num_experts : -1,
+                                                  is_there ? weight(token, k) : 0.0f};
+            }
+        }
+        return num_before;
+    }
+
+    // A token of this rank, in the share of its own node.
+    __device__ void take_own(int token) const {
+        r.slots[token * config.num_nodes + node] = -1;
+        for (int k = 0; k < num_topk; ++k) {
+            const int chosen = expert(token, k);
+            if (!p.cached) p.narrow_topk_idx[token * num_topk + k] = chosen;
+            write_lane(token, k, chosen >= 0 && chosen / config.num_experts == node ? chosen % config.num_experts : -1, weight(token, k));
+        }
+    }
+
+    // Lane k of a token in this node's share.
+    __device__ void write_lane(int slot, int k, int expert, float weight) const {
+        const int64_t entry = (int64_t{node} * config.node_tokens() + slot) * num_topk + k;
+        if (!p.cached) p.node_topk_idx[entry] = expert;
+        if (p.has_weights) p.node_topk_weights[entry] = weight;
+    }
+
+    // All threads.
+    __device__ void enter(int num_tokens) const {
+        __shared__ bool refuses;
+        __syncthreads();  // what was found, and what was written
+        if (threadIdx.x == 0) {
+            const bool is_refusal = p.stamp.what == 0;
+            refuses = is_refusal || gave_up(c);
+            out->stamp = p.stamp;
+            if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = *c.failure, out->stamp.what = 0;
+            out->num_tokens = num_tokens;
+            r.out_counts[node] = num_tokens;
+        }
+        __syncthreads();
+        if (warp != 0) return;
+        const int64_t lanes = has_lanes() && !refuses ? int64_t{num_tokens} * num_topk : 0;
+        const unsigned long long value = sequence << kValueBits | (refuses ? 0 : digest(p.stamp.what));
+        fence_system();
+        nvshmemx_putmem_signal_nbi_warp(r.base + r.layout.in_of(sequence, config.node), out,
+                                        sizeof(RailMessage) + lanes * sizeof(RailLane),
+                                        reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value,
+                                        NVSHMEM_SIGNAL_SET, r.pes[node]);
+    }
+
+    // Thread 0: waits until the node's rank has entered `call`. A call that this rank or that one refuses is none.
+    __device__ unsigned long long wait_for_entry(unsigned long long call) const {
+        unsigned long long* word = word_at(r, r.layout.entered_of(call, node));
+        const unsigned long long seen = wait_word(c, word, call << kValueBits, rail_peer(node), GpuPhase::kRailEntry);
+        if (seen != 0) nvshmem_uint64_test(reinterpret_cast<uint64_t*>(word), NVSHMEM_CMP_GE, call << kValueBits);
+        return seen;
+    }
+
+    __device__ bool meet() const {
+        __shared__ bool met;
+        if (threadIdx.x == 0) {
+            const unsigned long long seen = p.stamp.what == 0 || gave_up(c) ? 0 : wait_for_entry(sequence);
+            met = seen == (sequence << kValueBits | digest(p.stamp.what));
+            if (seen != 0 && !met)
+                report(c, (seen & kRefused) == 0 ? kPeerRefused : kMismatch, rail_peer(node), GpuPhase::kNone,
+                       static_cast<long long>(sequence), 0);
+        }
+        __syncthreads();
+        return met;
+    }
+
+    // What the node's rank has told: its tokens are the first of this node's share, the others have no expert.
+    __device__ void take_lanes(int num_tokens) const {
+        const auto* in = reinterpret_cast<const RailLane*>(r.base + r.layout.in_of(sequence, node) + sizeof(RailMessage));
+        for (int i = threadIdx.x; i < config.node_tokens() * num_topk; i += kThreads) {
+            const bool is_there = i < num_tokens * num_topk;
+            if (has_lanes()) write_lane(i / num_topk, i % num_topk, is_there ? in[i].expert : -1, is_there ? in[i].weight : 0.0f);
+        }
+    }
+
+    __device__ void run() const {
+        if (threadIdx.x == 0 && r.state->last_met + 1 < sequence && !is_own()) wait_for_entry(sequence - 1);
+        __syncthreads();
+        for (int i = threadIdx.x; i < r.layout.num_chunks; i += kThreads) r.summed[node * r.layout.num_chunks + i] = 0;
+        const int num_tokens = find_slots();
+        bool met = true;
+        if (is_own()) {
+            for (int i = threadIdx.x; i < (config.node_tokens() - p.num_tokens) * num_topk; i += kThreads)
+                write_lane(p.num_tokens + i / num_topk, i % num_topk, -1, 0.0f);
+            if (threadIdx.x == 0) r.out_counts[node] = 0;
+            if (threadIdx.x == 0 && !p.cached && p.in_counts != nullptr) p.in_counts[node] = 0;
+        } else {
+            enter(num_tokens);
+            met = meet();
+            const int num_in = met ? reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(sequence, node))->num_tokens : 0;
+            if (p.stamp.what != 0) take_lanes(num_in);
+            if (threadIdx.x == 0 && !p.cached && p.in_counts != nullptr) p.in_counts[node] = num_in;
+        }
+        end(met);
+    }
+
+    __device__ void end(bool met) const {
+        RailState& state = *r.state;
+        if (threadIdx.x == 0 && met) atomicAdd(&state.num_met, 1);
+        if (!is_last_block(&state.num_done, gridDim.x) || threadIdx.x != 0) return;
+        if (state.num_met == config.num_nodes && p.stamp.what != 0) state.last_met = sequence;
+        state.sequence = sequence;
+        state.num_done = state.num_met = state.next_send = 0;
+    }
+};
+
+__global__ void __launch_bounds__(kThreads, 1) meet(const __grid_constant__ RailMeetParams p) { Meeting(p).run(); }
+
+// ---- move ----
+
+struct Mover {
+    const RailMoveParams& p;
+    const RailContext& r;
+    const GpuContext& c;
+    const GpuWorkspaceConfig& config;
+    const GpuSlotLayout slot;
+    const int node_tokens, lane;
+    const unsigned long long sequence;
+
+    __device__ explicit Mover(const RailMoveParams& p)
+        : p(p),
+          r(p.rail),
+          c(r.context),
+          config(c.config),
+          slot(p.row_bytes, p.tail_bytes),
+          node_tokens(config.node_tokens()),
+          lane(threadIdx.x % 32),
+          sequence(r.state->sequence) {}
+
+    __device__ int num_out(int node) const { return p.is_combine ? p.in_counts[node] : r.out_counts[node]; }
+    __device__ int num_in(int node) const { return p.is_combine ? r.out_counts[node] : p.in_counts[node]; }
+
+    // This rank's slots for `other`, or those that a rank of `owner` has for tokens of `other`.
+    __device__ int64_t box_of(int owner, int other) const { return (other - (other > owner)) * node_tokens * slot.bytes; }
+
+    // Chunks to one node after the other, the next one first.
+    __device__ void send() const {
+        WarpTasks tasks(&r.state->next_send);
+        const auto node_at = [&](int turn) { return Source{(config.node + turn) % config.num_nodes, 0}; };
+        const auto num_chunks = [&](const Source& to) { return divide_up(num_out(to.node), kRailSlots); };
+        while (true) {
+            const SourceTask chunk(tasks.take(), 1, config.num_nodes, node_at, num_chunks);
+            if (!chunk.is_there || !send_chunk(chunk.source.node, chunk.number)) return;
+        }
+    }
+
+    __device__ bool send_chunk(int node, int chunk) const {
+        const int first = chunk * kRailSlots, num_rows = min(kRailSlots, num_out(node) - first);
+        std::byte* from = r.base + r.layout.outbox + box_of(config.node, node) + first * slot.bytes;
+        if (p.is_combine) {
+            const unsigned long long* summed = r.summed + node * r.layout.num_chunks + chunk;
+            if (!warp_wait_flag(c, summed, num_rows * p.num_tiles, c.rank, GpuPhase::kReducedRows)) return false;
+        } else {
+            for (int i = 0; i < num_rows; ++i) pack(r.tokens[node * node_tokens + first + i], from + i * slot.bytes);
+        }
+        fence_system();
+        __syncwarp();
+        std::byte* to = r.base + r.layout.inbox + box_of(node, config.node) + first * slot.bytes;
+        auto* word = reinterpret_cast<uint64_t*>(r.base + r.layout.arrived_of(config.node, chunk));
+        nvshmemx_putmem_signal_nbi_warp(to, from, num_rows * slot.bytes, word, sequence, NVSHMEM_SIGNAL_SET, r.pes[node]);
+        return true;
+    }
+
+    // A row of x and its scales, a warp's work.
+    __device__ void pack(int token, std::byte* to) const {
+        copy_row(to, p.x + int64_t{token} * p.row_bytes, p.row_bytes);
+        const auto* scales = reinterpret_cast<const float*>(p.x_scales + int64_t{token} * p.tail_bytes);
+        for (int i = lane; i < p.tail_bytes / 4; i += 32) reinterpret_cast<float*>(to + p.row_bytes)[i] = scales[i];
+    }
+
+    // Chunks in the order in which they were sent, a thread each.
+    __device__ void receive() const {
+        const int step = static_cast<int>(blockDim.x);
+        for (int turn = 1; turn < config.num_nodes; ++turn) {
+            const int node = (config.node + config.num_nodes - turn) % config.num_nodes, num_chunks = divide_up(num_in(node), kRailSlots);
+            for (int chunk = threadIdx.x; chunk < num_chunks; chunk += step) {
+                unsigned long long* word = word_at(r, r.layout.arrived_of(node, chunk));
+                if (!wait_flag(c, word, sequence, rail_peer(node), GpuPhase::kRailRows)) return;
+                nvshmem_uint64_test(reinterpret_cast<uint64_t*>(word), NVSHMEM_CMP_GE, sequence);
+                store_release_local(r.ready + node * r.layout.num_chunks + chunk, sequence);
+            }
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads, 1) move(const __grid_constant__ RailMoveParams p) {
+    const Mover mover(p);
+    if (gave_up(p.rail.context) || mover.sequence != p.rail.state->last_met) return;  // no call is made
+    if (blockIdx.x == 0) return mover.receive();
+    mover.send();
+}
+
+template <auto kKernel, class Params>
+const char* try_launch(const char* name, int blocks, const Params& params, void* stream) noexcept {
+    static thread_local std::string error;
+    try {
+        launch<kKernel>(name, blocks, kThreads, 0, params, stream);
+        return nullptr;
+    } catch (const std::exception& caught) {
+        error = caught.what();
+        return error.c_str();
+    }
+}
+
+const char* launch_meet(const RailMeetParams& p, void* stream) noexcept {
+    return try_launch<meet>("meet", p.rail.context.config.num_nodes, p, stream);
+}
+
+const char* launch_move(const RailMoveParams& p, void* stream) noexcept { return try_launch<move>("move", p.num_blocks, p, stream); }
+
+constexpr RailShim kRailShim{kRailShimBytes, &launch_meet, &launch_move};
+
+}  // namespace
+
+const RailShim& rail_shim() { return kRailShim; }
+
+}  // namespace deepep_moe

@@ -1,0 +1,318 @@
+"""NVSHMEM's world for the ranks of a group, and memory of its symmetric heap.
+
+A process has one world, which stays until the process ends. NVSHMEM ends the process, or waits forever, where calls of ranks do not fit
+together. So all ranks tell each other what they have, with a deadline, before any call of NVSHMEM that waits for a peer. A rank that cannot
+take part makes all ranks raise the same BackendUnavailableError.
+"""
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from deepep_moe import config, nvshmem_module
+from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.group.rendezvous import gather_objects, hanging_up
+from deepep_moe.group.settings import Settings
+
+logger = logging.getLogger("deepep_moe")
+_INITIALIZED = 2  # the least status of an initialized NVSHMEM; 1: bootstrapped, and no more
+_MAX_WORDS = 2000
+_Message = TypeVar("_Message")
+
+
+@dataclass
+class _Process:
+    """What this process knows of its world."""
+
+    world: str = ""  # names the world, where this module made it
+    broken: str = ""  # why no call of NVSHMEM may be made any more
+    addresses: dict[int, int] = field(default_factory=dict)  # of the allocations, which have the same numbers on all ranks
+    freed: set[int] = field(default_factory=set)  # those of them that wait for the other ranks
+    num_allocated: int = 0
+
+
+_process = _Process()
+
+
+@dataclass
+class _Standing:
+    """What a rank tells the others before it joins a world."""
+
+    error: str | None
+    built: list[int] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
+    status: int = 0
+    pe: int = -1
+    num_pes: int = 0
+    world: str = ""
+    job_ranks: int = 0
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, told: Any) -> "_Standing":
+        """Return what a rank has told. Raises KeyError or TypeError for anything but a standing."""
+        example = cls("")
+        for one in fields(cls):
+            wanted = (str, type(None)) if one.name == "error" else type(getattr(example, one.name))
+            if not isinstance(told[one.name], wanted):
+                raise TypeError(one.name)
+        return cls(**told)
+
+
+class _Ranks:
+    """The ranks of a group, which tell each other how they fare."""
+
+    def __init__(self, settings: Settings, group: "dist.ProcessGroup | None"):
+        self.settings, self._group = settings, group
+
+    def gather(self, error: str | None, value: Any, phase: str, read: Callable[[Any], _Message], after_s: float = 0.0) -> list[_Message]:
+        """Return `read(value)` for the `value` of every rank, by rank. Raises BackendUnavailableError, on all ranks alike, where one has an
+        `error`. `after_s`: how much later than the first rank the last one may come without being late."""
+
+        def read_outcome(told: Any) -> tuple[str | None, _Message | None]:
+            reason, theirs = told
+            if not isinstance(reason, (str, type(None))):
+                raise TypeError("reason")
+            return reason, read(theirs) if reason is None else None
+
+        told = [error and error[:_MAX_WORDS], value]
+        with hanging_up(self._group):
+            deadline_s = self.settings.timeout_s + after_s
+            outcomes = gather_objects(told, self._group, self.settings.num_ranks, phase, deadline_s, read_outcome)
+        _refuse(_first_reason([reason for reason, _ in outcomes]))
+        return [theirs for _, theirs in outcomes if theirs is not None]
+
+
+class World:
+    """The world of a group: `pe_of` [num_ranks] (the PE of each rank), `version` of NVSHMEM, and `variables`, the environment variables
+    that were set for it."""
+
+    def __init__(self, module: Any, ranks: _Ranks, pe_of: list[int], variables: dict[str, str]):
+        self.pe_of, self.version, self.variables = tuple(pe_of), nvshmem_module.dotted(module.version_found()), variables
+        self._module, self._ranks = module, ranks
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of `num_bytes` of the symmetric heap, zero on every rank. Collective.
+
+        First gives back what all ranks have freed. Raises BackendUnavailableError, on all ranks alike, where they ask for different sizes
+        or where the heap of one is exhausted.
+        """
+        with _whole("an allocation of symmetric memory", BackendUnavailableError):
+            own = [num_bytes, *sorted(_process.freed)]
+            asked = self._ranks.gather(_process.broken or None, own, "request of symmetric memory", _read_numbers)
+            sizes = [size for size, *_ in asked]
+            if len(set(sizes)) > 1:
+                told = _by_rank(sizes)
+                _refuse(f"ranks ask for different sizes of symmetric memory, in bytes ({told}); create the Buffer with the same values")
+            for number in sorted(set.intersection(*(set(freed) for _, *freed in asked))):
+                self._module.free(_process.addresses.pop(number))
+                _process.freed.remove(number)
+            number, error = _process.num_allocated, None
+            _process.num_allocated += 1
+            try:
+                _process.addresses[number] = self._module.allocate(num_bytes)
+            except RuntimeError as failure:  # on some ranks only: the others have memory that cannot be freed, as that takes all
+                error = str(failure)
+            self._ranks.gather(error, 0, "allocation of symmetric memory", int)
+            return _process.addresses[number]
+
+    def free(self, address: int) -> None:
+        """Let go of what `allocate` returned. Waits for no rank: the heap has it back with the first allocation after all ranks have freed
+        it. NVSHMEM keeps the memory for its heap in any case."""
+        for number, one in _process.addresses.items():
+            if one == address and number not in _process.freed:
+                _process.freed.add(number)
+                return
+        raise ValueError(f"address is {address:#x}; it must be one that allocate returned and that is not free")
+
+    def check_links(self, timeout_s: float = 10.0) -> list[str]:
+        """Send a word from every rank to every other one; return a sentence for each that did not arrive. Collective."""
+        address, error, states = self.allocate(self._module.link_bytes(len(self.pe_of))), None, []
+        try:
+            states = self._module.check_links(address, timeout_s)
+        except RuntimeError as failure:
+            error = str(failure)
+        rows = self._ranks.gather(error, states, "check of links", _read_numbers)
+        lines = []
+        for rank, row in enumerate(rows):
+            for peer, pe in enumerate(self.pe_of):
+                if row[pe] != self._module.ARRIVED:
+                    what = "no word" if row[pe] == self._module.SILENT else "a wrong word"
+                    lines.append(f"rank {rank} has {what} from rank {peer} after {timeout_s:g} s")
+        if not lines:  # else a late word may still come, and must find its place
+            self.free(address)
+        return lines
+
+
+def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[str], device: int | None, heap_bytes: int) -> World:
+    """Return the world of the group's ranks: the one that there is, or a new one. Collective.
+
+    `hosts`: of each rank; `device`: this rank's CUDA device; `heap_bytes`: what NVSHMEM_SYMMETRIC_SIZE becomes, unless it is set. Raises
+    BackendUnavailableError with the reason and what to do, on all ranks alike; EPTimeoutError for a rank that does not answer.
+    """
+    defaults, group_ranks = _variables(hosts, heap_bytes), _Ranks(settings, group)
+    module = nvshmem_module.load()
+    own = _standing(module, device, defaults)
+    ranks = group_ranks.gather(own.error, asdict(own), "what ranks have of NVSHMEM", _Standing.read)
+    _refuse(_why_not(ranks, hosts))
+    assert not isinstance(module, str) and device is not None
+    exists = own.status >= _INITIALIZED
+    variables = {} if exists else config.set_unless_given(defaults)
+    with _whole("NVSHMEM's initialization"):
+        pe_of = (_attach if exists else _start)(module, group_ranks, device)
+    world = World(module, group_ranks, pe_of, variables)
+    if settings.rank == 0:
+        logger.info("NVSHMEM %s: %d PEs, environment variables set: %s", world.version, settings.num_ranks, variables or "none")
+    return world
+
+
+def _variables(hosts: list[str], heap_bytes: int) -> dict[str, str]:
+    """NVLink SHARP and NVLink between hosts are off: NVSHMEM uses neither for puts, and initialization fails with them on some machines."""
+    variables = {"NVSHMEM_DISABLE_NVLS": "1", "NVSHMEM_DISABLE_MNNVL": "1", "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes)}
+    return variables | ({"NVSHMEM_REMOTE_TRANSPORT": "none"} if len(set(hosts)) == 1 else {})
+
+
+def _standing(module: Any, device: int | None, defaults: dict[str, str]) -> _Standing:
+    if isinstance(module, str):
+        return _Standing(module)
+    if _process.broken:
+        return _Standing(_process.broken)
+    if device is None:
+        return _Standing("this process sees no CUDA device; start it where there is one, or use backend='collective'")
+    job_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    variables = defaults | config.given(defaults)
+    own = _Standing(None, [*module.version_built()], [*module.version_found()], module.status(), job_ranks=job_ranks, variables=variables)
+    if own.status >= _INITIALIZED:
+        own.pe, own.num_pes, own.world = module.my_pe(), module.num_pes(), _process.world
+    return own
+
+
+def _why_not(ranks: list[_Standing], hosts: list[str]) -> str | None:
+    """The reason why these ranks cannot be one world, or None. The same on every rank."""
+    versions = [f"built for {nvshmem_module.dotted(one.built)}, found {nvshmem_module.dotted(one.found)}" for one in ranks]
+    if len({(*one.built[:2], *one.found[:2]) for one in ranks}) > 1:
+        return f"ranks have different versions of NVSHMEM ({_by_rank(versions)}); install the same one on every host"
+    if any(one.status >= _INITIALIZED for one in ranks):
+        return _why_not_existing(ranks)
+    if any(one.status for one in ranks):
+        told = [one.status for one in ranks]
+        return f"an earlier initialization of NVSHMEM in this job ended half-way (status by rank: {told}); start the processes again"
+    sizes = {host: hosts.count(host) for host in hosts}
+    if len(set(sizes.values())) > 1:
+        return f"NVSHMEM needs the same number of ranks on every host, and these have {sizes}; start as many on each"
+    for name in ranks[0].variables:
+        values = [one.variables[name] for one in ranks]
+        if len(set(values)) > 1:
+            return f"ranks disagree on the variable {name} of the environment ({_by_rank(values)}); set one value on every rank, or none"
+    return None
+
+
+def _why_not_existing(ranks: list[_Standing]) -> str | None:
+    """The reason why the world that some processes have is not one of exactly these ranks, or None."""
+    count = len(ranks)
+    told = [f"PE {one.pe} of {one.num_pes}" if one.status >= _INITIALIZED else "none" for one in ranks]
+    fits = all(one.num_pes == count for one in ranks) and sorted(one.pe for one in ranks) == list(range(count))
+    is_one = len({one.world for one in ranks}) == 1
+    # PyTorch makes a world of all processes of the job, and does not say which one.
+    is_of_job = bool(ranks[0].world) or all(one.job_ranks == count for one in ranks)
+    if fits and is_one and is_of_job:
+        return None
+    return (
+        f"NVSHMEM is initialized already, and not for exactly the {count} ranks of this group, 0 to {count - 1} "
+        f"(its PEs: {_by_rank(told)}; ranks of the job: {ranks[0].job_ranks}). A process has one NVSHMEM world: "
+        "make the Buffer for the group that it was made for, or use backend='collective'"
+    )
+
+
+def _attach(module: Any, ranks: _Ranks, device: int) -> list[int]:
+    """Use the world that exists; return the PE of each rank."""
+    settings = ranks.settings
+    error = _within(settings.timeout_s, lambda: module.attach(device))
+    return ranks.gather(error, module.my_pe(), "use of the NVSHMEM that exists", int, settings.timeout_s)
+
+
+def _start(module: Any, ranks: _Ranks, device: int) -> list[int]:
+    """Make the world; return the PE of each rank."""
+    settings, error, own_id = ranks.settings, None, b""
+    if settings.rank == 0:
+        try:
+            own_id = module.unique_id()
+        except RuntimeError as failure:
+            error = str(failure)
+    unique_id = ranks.gather(error, own_id, "unique id of NVSHMEM", _read_bytes)[0]
+    error = _within(settings.timeout_s, lambda: module.init(unique_id, settings.rank, settings.num_ranks, device))
+    pe = module.my_pe() if error is None else -1
+    pe_of = ranks.gather(error, pe, "initialization of NVSHMEM", int, settings.timeout_s)
+    if sorted(pe_of) != list(range(settings.num_ranks)):
+        _refuse(f"NVSHMEM gave the ranks the PEs {pe_of}, and not each of 0 to {settings.num_ranks - 1}; start the processes again")
+    _process.world = hashlib.sha256(unique_id).hexdigest()
+    return pe_of
+
+
+def _within(timeout_s: float, call: Callable[[], None]) -> str | None:
+    """Make a call of NVSHMEM that has no deadline of its own; return what went wrong, or None."""
+    outcome: list[str | None] = []
+
+    def run() -> None:
+        try:
+            call()
+            outcome.append(None)
+        except (RuntimeError, ValueError) as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=run, name="deepep_moe NVSHMEM", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if outcome:
+        return outcome[0]
+    return (
+        f"NVSHMEM has not initialized within {timeout_s:g} s; look for a rank that failed, see by NVSHMEM_DEBUG=INFO where it waits, "
+        "and start the processes again"
+    )
+
+
+@contextlib.contextmanager
+def _whole(what: str, *harmless: type[BaseException]) -> Iterator[None]:
+    """Make a part that all ranks make together. Once one has left it half-way, their calls of NVSHMEM no longer fit together, and no more
+    are made."""
+    try:
+        yield
+    except harmless:
+        raise
+    except BaseException as error:
+        _process.broken = f"{what} failed before in this process ({error}); start the processes again"
+        raise
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise BackendUnavailableError(f"NVSHMEM cannot serve these ranks: {reason}")
+
+
+def _first_reason(reasons: list[str | None]) -> str | None:
+    """The first reason, and the ranks that have it."""
+    first = next((reason for reason in reasons if reason), None)
+    if first is None:
+        return None
+    ranks = [rank for rank, reason in enumerate(reasons) if reason == first]
+    return f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {first}"
+
+
+def _by_rank(values: list[Any]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def _read_bytes(told: Any) -> bytes:
+    if not isinstance(told, bytes):
+        raise TypeError("bytes")
+    return told
+
+
+def _read_numbers(told: Any) -> list[int]:
+    return [int(number) for number in told]

@@ -1,0 +1,92 @@
+// Stands for the headers of NVSHMEM 3.4.5: names, types and values of what csrc/nvshmem calls, written anew. tests/emulation/network.h says
+// what the network does. PEs are processes of this host.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+
+#define NVSHMEM_VENDOR_MAJOR_VERSION 3
+#define NVSHMEM_VENDOR_MINOR_VERSION 4
+#define NVSHMEM_VENDOR_PATCH_VERSION 5
+
+enum { NVSHMEMX_INIT_WITH_UNIQUEID = 1 << 3 };
+enum nvshmemx_status {
+    NVSHMEMX_SUCCESS = 0,
+    NVSHMEMX_ERROR_INVALID_VALUE,
+    NVSHMEMX_ERROR_OUT_OF_MEMORY,
+    NVSHMEMX_ERROR_NOT_SUPPORTED,
+    NVSHMEMX_ERROR_SYMMETRY,
+    NVSHMEMX_ERROR_GPU_NOT_SELECTED,
+    NVSHMEMX_ERROR_COLLECTIVE_LAUNCH_FAILED,
+    NVSHMEMX_ERROR_INTERNAL,
+};
+typedef enum {
+    NVSHMEM_STATUS_NOT_INITIALIZED = 0,
+    NVSHMEM_STATUS_IS_BOOTSTRAPPED,
+    NVSHMEM_STATUS_IS_INITIALIZED,
+    NVSHMEM_STATUS_LIMITED_MPG,
+    NVSHMEM_STATUS_FULL_MPG,
+    NVSHMEM_STATUS_INVALID = INT_MAX,
+} nvshmemx_init_status_t;
+typedef enum nvshmemi_cmp_type {
+    NVSHMEM_CMP_EQ = 0,
+    NVSHMEM_CMP_NE,
+    NVSHMEM_CMP_GT,
+    NVSHMEM_CMP_LE,
+    NVSHMEM_CMP_LT,
+    NVSHMEM_CMP_GE,
+} nvshmemx_cmp_type_t;
+typedef enum { NVSHMEM_SIGNAL_SET = 9, NVSHMEM_SIGNAL_ADD = 10 } nvshmemx_signal_op_t;
+
+struct nvshmemx_uniqueid_t {
+    int version;
+    char internal[124];
+};
+struct nvshmemx_uniqueid_args_t {
+    int version;
+    nvshmemx_uniqueid_t* id;
+    int myrank, nranks;
+};
+struct nvshmemx_init_args_t {
+    int version;
+    nvshmemx_uniqueid_args_t uid_args;
+    char content[96];
+};
+struct nvshmemx_init_attr_t {
+    int version;
+    void* mpi_comm;
+    nvshmemx_init_args_t args;
+};
+static_assert(sizeof(nvshmemx_uniqueid_t) == 128 && sizeof(nvshmemx_init_args_t) == 128 && sizeof(nvshmemx_init_attr_t) == 144);
+#define NVSHMEMX_UNIQUEID_INITIALIZER {(1 << 16) + sizeof(nvshmemx_uniqueid_t), {0}}
+#define NVSHMEMX_UNIQUEID_ARGS_INITIALIZER {(1 << 16) + sizeof(nvshmemx_uniqueid_args_t), nullptr, -1, -1}
+#define NVSHMEMX_INIT_ARGS_INITIALIZER {(1 << 16) + sizeof(nvshmemx_init_args_t), NVSHMEMX_UNIQUEID_ARGS_INITIALIZER, {0}}
+#define NVSHMEMX_INIT_ATTR_INITIALIZER {(1 << 16) + sizeof(nvshmemx_init_attr_t), nullptr, NVSHMEMX_INIT_ARGS_INITIALIZER}
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int nvshmemx_get_uniqueid(nvshmemx_uniqueid_t* id);
+int nvshmemx_set_attr_uniqueid_args(int rank, int num_ranks, const nvshmemx_uniqueid_t* id, nvshmemx_init_attr_t* attributes);
+int nvshmemx_hostlib_init_attr(unsigned flags, nvshmemx_init_attr_t* attributes);
+int nvshmemx_init_attr(unsigned flags, nvshmemx_init_attr_t* attributes);  // ends the process where it fails
+int nvshmemx_init_status();
+void nvshmemx_hostlib_finalize();
+void nvshmem_finalize();
+void nvshmemx_vendor_get_version_info(int* major, int* minor, int* patch);
+
+int nvshmem_my_pe();
+int nvshmem_n_pes();
+void* nvshmem_malloc(size_t bytes);
+void* nvshmem_calloc(size_t count, size_t bytes);
+void* nvshmem_align(size_t alignment, size_t bytes);
+void nvshmem_free(void* pointer);
+void* nvshmem_ptr(const void* pointer, int pe);
+void nvshmem_barrier_all();
+
+// Only here, for tests: what this process has sent to `pe` that has arrived, in bytes of payload, and in puts and signals.
+uint64_t emulated_nvshmem_bytes(int pe);
+uint64_t emulated_nvshmem_puts(int pe);
+}
+#pragma GCC visibility pop

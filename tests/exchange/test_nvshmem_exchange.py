@@ -1,0 +1,194 @@
+"""The nvshmem backend against the reference, bit for bit: nodes of one host, which on the emulated GPU a hostile network connects."""
+
+import ctypes
+
+import emulated_gpu
+import pytest
+import torch
+from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
+
+from deepep_moe import Buffer, ops, reference
+from deepep_moe.testing import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+SPLITS = {"2x1": (2, 1), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2), "2x4": (8, 4), "8x1": (8, 1)}  # nodes x ranks: (ranks, of a node)
+LAYOUTS = ("expert", "rank")
+NUM_TOKENS = [9, 21, 0, 17, 1, 30, 5, 12]
+
+
+def case_of(split, num_tokens=NUM_TOKENS, **settings):
+    num_ranks, per_node = SPLITS[split]
+    settings = {"num_experts": 24, "num_topk": 4, "dtype": torch.bfloat16} | settings
+    return Case(num_tokens[:num_ranks], ranks_per_node=per_node, backends=("nvshmem",), **settings)
+
+
+# ---- as the reference ----
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("split", ("2x1", "2x2"))
+def test_equals_reference(split, layout):
+    case = case_of(split, layout=layout, expert_alignment=4, with_bias=True)
+    run_ranks(check_case, case.num_ranks, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", ("uniform", "one_expert", "one_rank", "skewed", "masked", "nobody"))
+@pytest.mark.parametrize("split", ("4x1", "3x2", "2x4", "8x1"))
+def test_many_ranks(split, pattern, layout):
+    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
+        settings = {"pattern": pattern, "layout": layout, "seed": seed, "dtype": dtype, "with_weights": seed < 2, "with_bias": seed > 0}
+        case = case_of(split, index_dtype=torch.int32 if seed else torch.int64, **settings)
+        run_ranks(check_case, case.num_ranks, case)
+
+
+@pytest.mark.parametrize("num_tokens", ([0, 0, 0, 0], [0, 0, 33, 0], [300, 1, 130, 0]), ids=str)
+def test_uneven_tokens(num_tokens):
+    run_ranks(check_case, 4, case_of("2x2", num_tokens))
+
+
+@pytest.mark.parametrize("mode", ("now", "async", "hook"))
+@pytest.mark.parametrize("num_sms", (0, 7))
+def test_ways_to_send(num_sms, mode):
+    """SMs or copy engines within the node, at once or in halves: the results are the same."""
+    case = case_of("2x2", [140, 37, 90, 5], num_sms=num_sms, mode=mode, with_bias=True, layout="expert" if num_sms else "rank")
+    run_ranks(check_case, case.num_ranks, case)
+
+
+def many_calls(rank, num_ranks, split, num_calls):
+    """Calls one after the other on one buffer, with other routings and row sizes each time: boxes are written again and again."""
+    poison_outputs()
+    device = device_of("nvshmem", rank)
+    cases = [case_of(split, seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]) for seed in range(num_calls)]
+    buffer = Buffer(None, 32, 72, 24, 4, backend="nvshmem", timeout_s=60, ranks_per_node=SPLITS[split][1])
+    for case in cases:
+        inputs = [case.inputs(r) for r in range(num_ranks)]
+        xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+        received = reference.dispatch(xs, idxs, weights, case.num_experts)
+        outputs = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
+        out = buffer.dispatch(*(tensor.to(device) for tensor in inputs[rank]))
+        assert_same("recv_x", out.recv_x, received[rank].recv_x)
+        assert_same("recv_topk_weights", out.recv_topk_weights, received[rank].recv_topk_weights)
+        combined = reference.combine(outputs, received, case.num_tokens, ranks_per_node=SPLITS[split][1])
+        assert_same("combined_x", buffer.combine(outputs[rank].to(device), out.handle), combined[rank])
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("split", ("2x1", "2x2"))
+def test_many_calls(split):
+    run_ranks(many_calls, SPLITS[split][0], split, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")
+@pytest.mark.parametrize("seed", range(25))
+def test_networks(seed, monkeypatch):
+    """Networks that delay, tear and reorder in other ways."""
+    monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", f"seed={seed},stall_us={200 * (seed % 4)}")
+    split = ("2x1", "2x2", "4x1", "3x2")[seed % 4]
+    run_ranks(many_calls, SPLITS[split][0], split, 4, start_method="spawn")
+
+
+# ---- what else a call can do ----
+
+
+def gradients(rank, num_ranks):
+    poison_outputs()
+    device = device_of("nvshmem", rank)
+    case = case_of("2x2", [6, 3, 11, 8])
+    inputs = [case.inputs(r) for r in range(num_ranks)]
+    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    received = reference.dispatch(xs, idxs, weights, case.num_experts)
+    row_grads = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
+    weight_grads = [torch.rand(len(there.recv_x), generator=torch.Generator().manual_seed(r)) for r, there in enumerate(received)]
+    buffer = Buffer(None, 11, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
+    x, weight = xs[rank].to(device).requires_grad_(), weights[rank].to(device).requires_grad_()
+    out = buffer.dispatch(x, idxs[rank].to(device), weight)
+    torch.autograd.backward((out.recv_x, out.recv_topk_weights), (row_grads[rank].to(device), weight_grads[rank].to(device)))
+    assert_same("x.grad", x.grad, reference.combine(row_grads, received, case.num_tokens, ranks_per_node=2)[rank])
+    assert_same("weight.grad", weight.grad, reference.combine_lane_values(weight_grads, received, idxs)[rank])
+    rows = row_grads[rank].to(device).requires_grad_()
+    buffer.combine(rows, out.handle).backward(xs[rank].to(device))
+    assert_same("rows.grad", rows.grad, received[rank].recv_x)
+    buffer.destroy()
+
+
+def test_gradients():
+    run_ranks(gradients, 4)
+
+
+def fp8_rows(rank, num_ranks):
+    poison_outputs()
+    device = device_of("nvshmem", rank)
+    case = case_of("2x2", [6, 3, 0, 40], hidden=256)
+    inputs = [case.inputs(r) for r in range(num_ranks)]
+    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    rows, scales = zip(*(ops.quantize_fp8(x) for x in xs), strict=True)
+    received = reference.dispatch(list(rows), idxs, weights, case.num_experts, x_scales=list(scales), expert_alignment=8)[rank]
+    buffer = Buffer(None, 40, 256, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
+    idx, weight = idxs[rank].to(device), weights[rank].to(device)
+    given = buffer.dispatch(rows[rank].to(device), idx, weight, x_scales=scales[rank].to(device), expert_alignment=8)
+    made = buffer.dispatch(xs[rank].to(device), idx, weight, fp8=True, expert_alignment=8)
+    for out in (given, made):
+        assert_same("recv_x", out.recv_x, received.recv_x)
+        assert_same("recv_x_scales", out.recv_x_scales, received.recv_x_scales)
+    buffer.destroy()
+
+
+def test_fp8_rows():
+    run_ranks(fp8_rows, 4)
+
+
+def bounded(rank, num_ranks):
+    """With `num_recv_rows` the host waits for nothing, and rows behind the last are zero."""
+    poison_outputs()
+    device = device_of("nvshmem", rank)
+    case = case_of("2x2", [6, 3, 0, 40])
+    inputs = [case.inputs(r) for r in range(num_ranks)]
+    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    received = reference.dispatch(xs, idxs, weights, case.num_experts)[rank]
+    buffer = Buffer(None, 40, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
+    out = buffer.dispatch(*(tensor.to(device) for tensor in inputs[rank]), num_recv_rows=200)
+    num_rows = len(received.recv_x)
+    assert_same("recv_x", out.recv_x[:num_rows], received.recv_x)
+    assert not out.recv_x[num_rows:].any() and not out.recv_topk_weights[num_rows:].any() and len(out.recv_x) == 200
+    buffer.destroy()
+
+
+def test_bounded():
+    run_ranks(bounded, 4)
+
+
+# ---- what crosses ----
+
+
+def crossing(rank, num_ranks):
+    """Bytes that this rank puts into the network, and what one row for each (token, other node) would be, of a dispatch and a combine."""
+    device = device_of("nvshmem", rank)
+    case = case_of("2x2", [16, 3, 0, 40], hidden=1024)
+    idxs = [case.routing(r) for r in range(num_ranks)]
+    buffer = Buffer(None, 40, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
+    count = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
+    count.restype = ctypes.c_uint64
+    pe = (rank + 2) % 4
+
+    def goes(source, node):
+        return int(((idxs[source] // 12) == node).any(1).sum()) if len(idxs[source]) else 0
+
+    node, message = rank // 2, 2**16
+    begin = count(pe)
+    out = buffer.dispatch(torch.zeros(case.num_tokens[rank], case.hidden, dtype=torch.bfloat16, device=device), idxs[rank].to(device))
+    middle = count(pe)
+    buffer.combine(out.recv_x, out.handle)
+    end = count(pe)
+    row = 2 * case.hidden
+    sent, returned = goes(rank, 1 - node) * row, goes(pe, node) * row
+    assert sent <= middle - begin < sent + message and returned <= end - middle < returned + message, (begin, middle, end, sent, returned)
+    buffer.destroy()
+
+
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
+def test_one_row_crosses_for_each_token_and_node():
+    run_ranks(crossing, 4)
