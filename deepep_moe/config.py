@@ -41,6 +41,11 @@ def local_rank() -> int:
     return int(_number("LOCAL_RANK", 0, 0, 1e6))
 
 
+def local_world_size() -> int:
+    """Processes that the launcher says it has started on this host (`LOCAL_WORLD_SIZE`), else 1."""
+    return int(_number("LOCAL_WORLD_SIZE", 1, 1, 1e6))
+
+
 def num_threads(num_ranks_on_host: int | None = None) -> int:
     """Threads one rank's CPU kernels may use: `DEEPEP_MOE_NUM_THREADS`, else an equal share of the CPUs, 8 at most.
 
@@ -48,8 +53,7 @@ def num_threads(num_ranks_on_host: int | None = None) -> int:
 
     Raises ValueError where the variable is not a whole number from 1 to 64.
     """
-    local = int(_number("LOCAL_WORLD_SIZE", 1, 1, 1e6))
-    share = min(8, max(1, available_cpus() // max(local, num_ranks_on_host or 1)))
+    share = min(8, max(1, available_cpus() // max(local_world_size(), num_ranks_on_host or 1)))
     value = _number("DEEPEP_MOE_NUM_THREADS", share, 1, _MAX_THREADS)
     if value != int(value):
         raise ValueError(f"environment variable DEEPEP_MOE_NUM_THREADS={value!r} is not a whole number; give one from 1 to {_MAX_THREADS}")

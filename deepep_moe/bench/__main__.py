@@ -6,6 +6,7 @@ low-latency  dispatch and combine of small batches
 overlap      dispatch and combine beside GEMMs
 gate         the gate
 host         the time of the host in calls on a GPU
+model        dispatch and combine over nodes, simulated
 megatron     a layer of Megatron-Core
 deepspeed    a layer of DeepSpeed
 
@@ -22,11 +23,12 @@ from deepep_moe.bench.gate import command as gate
 from deepep_moe.bench.host import command as host
 from deepep_moe.bench.layers import deepspeed, megatron
 from deepep_moe.bench.low_latency import command as low_latency
+from deepep_moe.bench.model import command as model
 from deepep_moe.bench.overlap import command as overlap
 
 COMMANDS = {
     "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "host": host,
-    "megatron": megatron, "deepspeed": deepspeed,
+    "model": model, "megatron": megatron, "deepspeed": deepspeed,
 }  # fmt: skip
 
 

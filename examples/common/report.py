@@ -17,6 +17,7 @@ class Result:
     """What rank 0 measured.
 
     load: [steps, moe_layers, num_experts] tokens each expert got, over all ranks.
+    nodes_per_token: of each step or report, mean over MoE layers, where deepep_moe moves the tokens.
     scalars: of each step, by name, where a framework reports some.
     timeline: of rank 0's GPU, where one was asked for.
     """
@@ -28,6 +29,7 @@ class Result:
     load: Any = None
     seconds: float = 0.0
     backend: str = ""
+    nodes_per_token: list[float] = field(default_factory=list)
     scalars: list[dict[str, float]] = field(default_factory=list)
     timeline: Any = None
 
@@ -35,6 +37,13 @@ class Result:
         """The sum over MoE layers of a scalar that deepep_moe reports of each, for each step."""
         ends = f"/{name}"
         return [sum(value for key, value in step.items() if key.endswith(ends)) for step in self.scalars]
+
+    def add_scalars(self, scalars: dict[str, float]) -> None:
+        """Add those of a step, which may be none."""
+        self.scalars.append(scalars)
+        nodes = [value for name, value in scalars.items() if name.endswith("/nodes_per_token")]
+        if nodes:
+            self.nodes_per_token.append(sum(nodes) / len(nodes))
 
 
 def write_metrics(results: list[Result], path: Path) -> None:
@@ -56,6 +65,8 @@ def write_summary(results: list[Result], path: Path, **about: Any) -> None:
         medians = {"tokens_per_s_median": float(np.median(result.tokens_per_s)), "step_ms_median": 1e3 * float(np.median(result.step_s))}
         run = {"run": result.name, "backend": result.backend, "num_steps": len(result.losses), **medians}
         run["loss_last_10"] = float(np.mean(result.losses[-10:]))
+        if result.nodes_per_token:
+            run["nodes_per_token_last_10"] = float(np.mean(result.nodes_per_token[-10:]))
         runs.append(run | (result.timeline.figures() if result.timeline is not None else {}) | about)
     path.write_text(json.dumps(runs, indent=1) + "\n")
 
@@ -152,10 +163,11 @@ def table(results: list[Result], entropy: float) -> str:
         ("unigram entropy", [f"{entropy:.4f}"] * len(results)),
         ("tokens/s (median)", [f"{np.median(result.tokens_per_s):,.0f}" for result in results]),
         ("busiest expert, last 10", [f"{busiest(result):.2f}x even" for result in results]),
+        ("nodes per token, last 10", [nodes_per_token(result) for result in results]),
         ("seconds", [f"{result.seconds:.1f}" for result in results]),
     ]
     width = max(14, *(len(cell) for _, cells in rows for cell in cells))
-    lines = [f"{name:<24}" + "".join(f"{cell:>{width + 2}}" for cell in cells) for name, cells in rows]
+    lines = [f"{name:<25}" + "".join(f"{cell:>{width + 2}}" for cell in cells) for name, cells in rows]
     rule = "-" * max(len(line) for line in lines)
     return "\n".join([rule, lines[0], rule, *lines[1:], rule])
 
@@ -189,3 +201,8 @@ def busiest(result: Result) -> float:
     """Tokens of the busiest expert over an even share, mean over layers, last ten steps."""
     load = result.load[-10:].sum(0)
     return float((load.max(axis=1) / load.mean(axis=1)).mean())
+
+
+def nodes_per_token(result: Result) -> str:
+    """Nodes that a token goes to, mean of the last ten reports; "-" where nobody counted."""
+    return f"{np.mean(result.nodes_per_token[-10:]):.2f}" if result.nodes_per_token else "-"

@@ -3,6 +3,7 @@
 python examples/deepspeed/train.py                     # two ranks, ZeRO-2, EP 2, a few minutes, writes runs/demo-deepspeed
 python examples/deepspeed/train.py --no-compare        # the swapped layers only
 python examples/deepspeed/train.py --device cuda       # on all GPUs of this machine
+torchrun --nnodes 2 ... examples/deepspeed/train.py --device cuda --no-compare      # on those of several (README.md)
 """
 
 import argparse
@@ -13,14 +14,12 @@ from pathlib import Path
 
 import model
 import numpy as np
-import torch
 import worker
-
-from deepep_moe.testing.launch import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import data
+import launch
 import report
 
 # Bits of sums over rows differ where DeepSpeed pads, and routing amplifies a last bit: README.md says how far curves part.
@@ -33,27 +32,23 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="train again with DeepSpeed's own layers")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
+    parser.add_argument("--ranks-per-node", type=int, help="consecutive ranks that are a node, such as 1 (default: those of a host)")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=defaults.exact, help="mode of deepep_moe")
     parser.add_argument("--grouped-experts", action="store_true", help="run the experts of a rank at once instead of one by one")
     parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=defaults.zero, help="stage of ZeRO")
-    parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
+    parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs; a launcher's ranks")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks)")
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--lr", type=float, default=defaults.lr)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-deepspeed"), help="folder for metrics.jsonl, plots and checkpoints")
     arguments = parser.parse_args(argv)
-    num_gpus = torch.cuda.device_count()
-    if arguments.num_ranks is None:
-        arguments.num_ranks = num_gpus if arguments.device == "cuda" else 2
-    if arguments.device == "cuda" and not 0 < arguments.num_ranks <= num_gpus:
-        parser.error(
-            f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
-            "give --num-ranks, or --device cpu"
-        )
+    launch.settle_ranks(parser, arguments)
+    if launch.is_launched() and arguments.compare:
+        parser.error("a rank that a launcher has started serves one run, as DeepSpeed keeps its groups; give --no-compare")
     arguments.ep = arguments.num_ranks if arguments.ep is None else arguments.ep
-    for name in ("num_ranks", "ep", "steps"):
-        if getattr(arguments, name) < 1:
+    for name in ("num_ranks", "ep", "steps", "ranks_per_node"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(arguments, name)}")
     if arguments.num_ranks % arguments.ep or model.Sizes().num_experts % arguments.ep:
         parser.error(f"--ep {arguments.ep} must divide --num-ranks {arguments.num_ranks} and the {model.Sizes().num_experts} experts")
@@ -66,9 +61,7 @@ def _cross(runs: list[worker.Settings], num_ranks: int) -> dict[tuple[str, str],
     for saved in runs:
         for loads in runs:
             settings = dataclasses.replace(loads, checkpoint=saved.checkpoint)
-            found[saved.dispatcher, loads.dispatcher] = run_ranks(
-                worker.evaluate, num_ranks, settings, timeout_s=600, start_method="spawn"
-            )[0]
+            found[saved.dispatcher, loads.dispatcher] = launch.on_ranks(worker.evaluate, num_ranks, settings, timeout_s=600)
     return found
 
 
@@ -103,8 +96,13 @@ def main(argv: list[str] | None = None) -> int:
     runs = [dataclasses.replace(settings, dispatcher=name, checkpoint=str(arguments.out / "checkpoints" / name)) for name in names]
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * settings.steps
-    results = [run_ranks(worker.train, arguments.num_ranks, run, timeout_s=timeout_s, start_method="spawn")[0] for run in runs]
+    with launch.joined(arguments.device):
+        results = [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s) for run in runs]
+    return _report(arguments, runs, results) if launch.is_reporting() else 0
 
+
+def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[report.Result]) -> int:
+    """Write the files and print the tables. Return the exit code."""
     entropy = data.unigram_entropy(data.load_corpus())
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_metrics(results, arguments.out / "metrics.jsonl")

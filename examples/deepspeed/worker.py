@@ -29,6 +29,7 @@ class Settings:
     dispatcher: str = OURS
     device: str = "cpu"
     backend: str = "auto"
+    ranks_per_node: int | None = None
     exact: bool = True
     grouped_experts: bool = False
     zero: int = 2
@@ -53,6 +54,7 @@ def ds_config(settings: Settings) -> dict[str, Any]:
         "deepep_moe": {
             "enabled": settings.dispatcher == OURS,
             "backend": settings.backend,
+            "ranks_per_node": settings.ranks_per_node,
             "exact": settings.exact,
             "grouped_experts": settings.grouped_experts,
         },
@@ -96,6 +98,19 @@ def _step(engine: Any, tokens: torch.Tensor, settings: Settings, step: int) -> t
     return mean.item(), load.cpu().numpy().astype(np.int64)
 
 
+def _nodes_per_token(engine: Any) -> float:
+    """Nodes that a token of the last forward went to, mean over MoE layers and ranks."""
+    from deepep_moe.integrations.common.registry import all_buffers
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
+
+    buffer = all_buffers()[0]
+    num_nodes = buffer.num_ranks // buffer.ranks_per_node
+    layers = [module for module in engine.module.modules() if isinstance(module, PackedMOELayer)]
+    mean = torch.stack([layer.nodes_per_token(num_nodes).float().mean() for layer in layers]).mean() / dist.get_world_size()
+    dist.all_reduce(mean)
+    return mean.item()
+
+
 def _loop(engine: Any, settings: Settings, device: torch.device) -> Result:
     corpus, rank = data.load_corpus(), dist.get_rank()
     num_tokens = settings.num_sequences * settings.seq_length * dist.get_world_size()
@@ -107,6 +122,8 @@ def _loop(engine: Any, settings: Settings, device: torch.device) -> Result:
         begin = time.perf_counter()
         loss, step_load = _step(engine, tokens, settings, step)
         result.losses.append(loss)
+        if settings.dispatcher == OURS:
+            result.nodes_per_token.append(_nodes_per_token(engine))
         result.tokens_per_s.append(num_tokens / (time.perf_counter() - begin))
         load.append(step_load)
         bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)

@@ -4,6 +4,7 @@ python examples/megatron/train.py                      # two ranks, a minute or 
 python examples/megatron/train.py --compare alltoall   # then the same with Megatron-Core's own dispatcher; the curves must agree
 python examples/megatron/train.py --sweep              # with each option of ours in turn: one table
 python examples/megatron/train.py --device cuda        # on all GPUs of this machine, in bf16, each step from a CUDA graph
+torchrun --nnodes 2 ... examples/megatron/train.py --device cuda    # on those of several (README.md)
 """
 
 import argparse
@@ -20,11 +21,11 @@ import torch
 import worker
 
 from deepep_moe.bench.common.records import cpu_name
-from deepep_moe.testing.launch import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import data
+import launch
 import report
 
 # Rounding apart, another dispatcher must not change training. One fp32 rounding of a loss near 5 is 5e-7. In bf16 a last bit soon changes
@@ -43,6 +44,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=tuple(config.DTYPES), help="of weights and activations (default: fp32 on CPUs, bf16 on GPUs)")
     parser.add_argument("--backend", default=defaults.backend, help="backend of deepep_moe: auto, shm, nvlink, collective, ...")
+    parser.add_argument("--ranks-per-node", type=int, help="consecutive ranks that are a node, such as 1 (default: those of a host)")
     parser.add_argument(
         "--gate",
         action=argparse.BooleanOptionalAction,
@@ -62,7 +64,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="train with each of these options in turn, and with alltoall; one table")
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write Megatron-Core's scalars of MoE layers, and ours, there")
     parser.add_argument("--timeline", action="store_true", help="on GPUs: profile two more steps at the end and draw who runs beside whom")
-    parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
+    parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs; a launcher's ranks")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")
     parser.add_argument("--etp", type=int, default=1, help="tensor-parallel size inside experts")
@@ -73,15 +75,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics.jsonl and the plots")
     arguments = parser.parse_args(argv)
     _fill_in(arguments)
-    num_gpus = torch.cuda.device_count()
-    if arguments.num_ranks is None:
-        arguments.num_ranks = num_gpus if arguments.device == "cuda" else 2
-    if arguments.device == "cuda" and not 0 < arguments.num_ranks <= num_gpus:
-        parser.error(
-            f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
-            "give --num-ranks, or --device cpu"
-        )
-    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval", "shared_width"):
+    launch.settle_ranks(parser, arguments)
+    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval", "shared_width", "ranks_per_node"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -176,7 +171,7 @@ def _run(settings: worker.Settings, num_ranks: int) -> report.Result:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to compute the same bits in every run
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * settings.steps
-    return run_ranks(worker.train, num_ranks, settings, timeout_s=timeout_s, start_method="spawn")[0]
+    return launch.on_ranks(worker.train, num_ranks, settings, timeout_s)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -190,11 +185,16 @@ def main(argv: list[str] | None = None) -> int:
         runs = _sweep(settings)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = []
-    for run in runs:
-        results.append(_run(run, arguments.num_ranks))
-        if arguments.timeline:
-            _show_timeline(results[-1], arguments.out)
+    with launch.joined(arguments.device):
+        for run in runs:
+            results.append(_run(run, arguments.num_ranks))
+            if arguments.timeline and launch.is_reporting():
+                _show_timeline(results[-1], arguments.out)
+    return _report(arguments, runs, results, entropy) if launch.is_reporting() else 0
 
+
+def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[report.Result], entropy: float) -> int:
+    """Write the files and print the tables. Return the exit code."""
     report.write_metrics(results, arguments.out / "metrics.jsonl")
     about = {"hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(), "torch": torch.__version__}
     about |= {name: getattr(arguments, name) for name in ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width")}

@@ -36,6 +36,7 @@ class Settings:
     dispatcher: str = "deepep_moe"
     device: str = "cpu"
     backend: str = "auto"
+    ranks_per_node: int | None = None
     gate: bool = True
     grouped_experts: bool = False
     sync_free: bool = False
@@ -71,7 +72,7 @@ class Settings:
         """Arguments of `enable()`, None for Megatron-Core's own dispatchers."""
         if self.dispatcher != "deepep_moe":
             return None
-        names = ("backend", "gate", "grouped_experts", "sync_free", "recv_capacity_factor")
+        names = ("backend", "ranks_per_node", "gate", "grouped_experts", "sync_free", "recv_capacity_factor")
         return {name: getattr(self, name) for name in names} | {"metrics": True}
 
     @property
@@ -228,7 +229,7 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
         if (step + 1) % settings.report_interval == 0 and step < settings.steps:
             moe_report.report(scalars, step, trainer.config, settings.report_interval)
         if scalars is not None and step < settings.steps:
-            result.scalars.append(scalars.take())
+            result.add_scalars(scalars.take())
     bar.close()
     result.seconds, result.load = time.perf_counter() - start, np.stack(load)
     if settings.timeline:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from deepep_moe import config
+
 
 @contextlib.contextmanager
 def default_group(backend: str) -> Iterator[None]:
@@ -24,11 +26,11 @@ def default_group(backend: str) -> Iterator[None]:
 
 
 def take_gpu(undo: contextlib.ExitStack) -> torch.device:
-    """Make GPU r the device of rank r, and the default group one over NCCL until `undo`. Collective.
+    """Make GPU r the device of the host's rank r, and the default group one over NCCL until `undo`. Collective.
 
-    Raises ValueError where ranks outnumber GPUs.
+    Over several hosts the default group must be one over NCCL already. Raises ValueError where ranks of a host outnumber its GPUs.
     """
-    rank, num_ranks, num_gpus = dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()
+    rank, num_ranks, num_gpus = config.local_rank(), config.local_world_size(), torch.cuda.device_count()
     if num_ranks > num_gpus:
         raise ValueError(
             f"{num_ranks} ranks need a GPU each, but this process sees {num_gpus}; start fewer ranks, or make more GPUs visible"

@@ -89,7 +89,7 @@ def _elastic(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBu
 def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:
     """Compare what the ranks of `group` were given, in the words of the options. Collective. Raises EPMismatchError, and EPTimeoutError
     for a rank that does not come."""
-    names = ("exact", "backend", "num_max_tokens_per_rank")
+    names = ("exact", "backend", "num_max_tokens_per_rank", "ranks_per_node")
     own = {name: getattr(plan.options, name) for name in names}
     own |= {"num_local_experts": plan.num_local_experts, "num_topk": plan.num_topk}
 
@@ -113,7 +113,9 @@ def _construct(group: dist.ProcessGroup, hidden: int, options: Options, num_loca
     """Construct a buffer. Exact mode sends a row for each expert of a token, fast mode one row with all of them as lanes."""
     num_rows, lanes = (num_tokens * num_topk, 1) if options.exact else (num_tokens, num_topk)
     num_experts = num_local_experts * dist.get_world_size(group)
-    buffer = Buffer(group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms)
+    buffer = Buffer(
+        group, num_rows, hidden, num_experts, lanes, backend=options.backend, num_sms=options.num_sms, ranks_per_node=options.ranks_per_node
+    )
     if buffer.backend == "nvlink" and torch_module.MODULE is None:
         why_not = torch_module.WHY_NOT
         warn_once(f"MoE layers with few experts per token are slower than they could be: deepep_moe._torch is {why_not}", group)

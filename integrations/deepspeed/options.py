@@ -18,7 +18,7 @@ class Options:
     exact: True: rows come back one per (token, expert), and this rank weights and sums them as DeepSpeed does. Everything outside the
         experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer). False: the experts' ranks weight and sum
         the rows of a token first, so a token crosses a link once per rank. Results are equal within rounding.
-    backend, num_sms: as for `deepep_moe.Buffer`.
+    backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
     num_max_tokens_per_rank: the most tokens of a rank in a forward; more are an error, on CPUs too. None: on GPUs buffers grow with the
         forwards, on CPUs there is no bound.
     gate: for AutoEP only, let `deepep_moe.ops.gate` choose the experts where it can. The choice is the same up to rounding.
@@ -35,6 +35,7 @@ class Options:
     gate: bool = True
     expert_bias_update_rate: float | None = None
     grouped_experts: bool | Reader = False
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("exact", "gate"):
@@ -44,7 +45,7 @@ class Options:
             raise TypeError(f"grouped_experts is {self.grouped_experts!r}; it must be true or false, or in Python a function of an expert")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
-        for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0)):
+        for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0), ("ranks_per_node", 1)):
             value = getattr(self, name)
             if value is None:
                 continue

@@ -32,6 +32,7 @@ def replace_moe_layers(
     gate: bool = True,
     expert_bias_update_rate: float | None = None,
     grouped_experts: bool | Reader = False,
+    ranks_per_node: int | None = None,
 ) -> int:
     """Let the MoE layers of `model` move packed tokens through deepep_moe, and return how many layers that are.
 
@@ -46,7 +47,7 @@ def replace_moe_layers(
         exact: True: everything outside the experts repeats DeepSpeed's bits (fp32, top-1 and top-2, DeepSpeed 0.19.4 and newer; otherwise
             results are equal within rounding), and so do experts whose matrix products do not depend on zeros between the rows. False: a
             token crosses a link once per rank and is weighted there. Results are equal within rounding, and less data moves.
-        backend, num_sms: as for `deepep_moe.Buffer`.
+        backend, num_sms, ranks_per_node: as for `deepep_moe.Buffer`.
         num_max_tokens_per_rank: the most tokens that a rank ever has in a forward; more raise an error, on CPUs too. None: on GPUs the
             most of any rank in the first forward, rounded up to a multiple of 128, and buffers are replaced by larger ones when a rank
             has more; on CPUs there is no bound.
@@ -66,7 +67,8 @@ def replace_moe_layers(
         EPError: DeepSpeed is older than 0.14.5.
         ImportError: DeepSpeed is not installed.
     """
-    return _replace(model, Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts))
+    options = Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node)
+    return _replace(model, options)
 
 
 def _replace(model: nn.Module, options: Options) -> int:
@@ -194,7 +196,8 @@ def restore_moe_layers(model: nn.Module) -> int:
     before = _plans_of(native + autoep)
     for layer in native:
         layer.__class__ = MOELayer
-        layer.__dict__.pop("deepep_moe_plan", None)
+        for name in ("deepep_moe_plan", "deepep_moe_topk_idx"):
+            layer.__dict__.pop(name, None)
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep.layer import restore
 
@@ -208,8 +211,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize` with the same arguments, and do what the section "deepep_moe" of ds_config asks for.
 
     The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
-    "num_sms", "gate", "expert_bias_update_rate", "grouped_experts" (true or false). With `"enabled": false` nothing else happens than in
-    `deepspeed.initialize`. The same holds without the section, and a log line says so.
+    "num_sms", "gate", "expert_bias_update_rate", "grouped_experts" (true or false), "ranks_per_node". With `"enabled": false` nothing else
+    happens than in `deepspeed.initialize`. The same holds without the section, and a log line says so.
 
     Returns what `deepspeed.initialize` returns. Raises what `deepspeed.initialize` and `replace_moe_layers` raise, and ValueError for
     unknown keys of the section.

@@ -53,7 +53,10 @@ class LayerBuffers(BufferRegistry):
         num_sms = self.options.num_sms if num_sms is None else num_sms
 
         def construct(bound: int) -> deepep_moe.Buffer:
-            return deepep_moe.Buffer(group, bound, hidden, num_experts, num_topk, backend=self.options.backend, num_sms=num_sms)
+            options = self.options
+            return deepep_moe.Buffer(
+                group, bound, hidden, num_experts, num_topk, backend=options.backend, num_sms=num_sms, ranks_per_node=options.ranks_per_node
+            )
 
         def construct_elastic() -> ElasticBuffer:
             return ElasticBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION, is_bounded=is_bounded)

@@ -178,6 +178,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             record(Dispatched(buffer, out.handle))
             if self.metrics is not None:
                 self.metrics.count(self._tokens_per_expert)
+                assert self.topk_idx is not None  # dispatch_preprocess has set it
+                self.metrics.count_nodes(self.topk_idx, buffer)
         assert out.recv_topk_weights is not None  # they were sent
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)

@@ -1,4 +1,4 @@
-"""What MoE layers have done since the last report: rows of each expert, time of the exchange, calls over capacity.
+"""What MoE layers have done since the last report: rows of each expert, time of the exchange, calls over capacity, nodes per token.
 
 `enable(metrics=True)` gathers it. Megatron-Core's own report of MoE losses, to TensorBoard and W&B, writes it too.
 """
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.ops.dense import nodes_per_token
 
-_NUM_TOTALS = 3  # milliseconds, timed forwards, calls over capacity
+_NUM_TOTALS = 5  # milliseconds, timed forwards, calls over capacity, nodes of all tokens, tokens
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class LayerReport:
     were replayed from a CUDA graph, in which nothing is timed."""
     num_over_capacity: int
     """Forwards that ended with EPCapacityError, counted on each rank."""
+    nodes_per_token: float = 1.0
+    """Nodes that a token goes to, its own among them if it has an expert there; mean over tokens. 1 where there is one node."""
 
     @property
     def busiest(self) -> float:
@@ -47,6 +51,7 @@ class LayerMetrics:
         self.num_over_capacity = 0
         self._num_local_experts = num_local_experts
         self._rows: torch.Tensor | None = None  # the same memory all along, for graphs that add to it
+        self._nodes: torch.Tensor | None = None  # likewise: nodes of all tokens, and tokens
         self._ms, self._num_timed = 0.0, 0.0
         self._events: list[tuple[Any, Any]] = []  # around calls on a GPU that have not been looked at
 
@@ -55,6 +60,16 @@ class LayerMetrics:
         if self._rows is None:
             self._rows = torch.zeros(self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
         self._rows += rows_per_expert
+
+    def count_nodes(self, topk_idx: torch.Tensor, buffer: Buffer) -> None:
+        """Count the nodes of the tokens of topk_idx [num_tokens, num_topk], whose experts are numbered as `buffer` numbers them."""
+        num_nodes = buffer.num_ranks // buffer.ranks_per_node
+        if num_nodes == 1:
+            return
+        if self._nodes is None:
+            self._nodes = torch.zeros(2, dtype=torch.int64, device=topk_idx.device)
+        self._nodes[0] += nodes_per_token(topk_idx, buffer.num_experts, num_nodes).sum()
+        self._nodes[1] += topk_idx.shape[0]
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
@@ -79,9 +94,11 @@ class LayerMetrics:
             begin, end = self._events.pop(0)
             self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5
         rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.to("cpu", copy=True)
-        totals = [self._ms, self._num_timed, float(self.num_over_capacity)]
-        if self._rows is not None:
-            self._rows.zero_()
+        nodes = [0.0, 0.0] if self._nodes is None else self._nodes.double().tolist()
+        totals = [self._ms, self._num_timed, float(self.num_over_capacity), *nodes]
+        for counts in (self._rows, self._nodes):
+            if counts is not None:
+                counts.zero_()
         self._ms, self._num_timed, self.num_over_capacity = 0.0, 0.0, 0
         return rows, totals
 
@@ -102,9 +119,10 @@ class Metrics:
         table = self._table()
         dist.all_reduce(table)
         reports = []
-        for index, (*rows, ms, num_timed, num_over) in enumerate(table.tolist()):
+        for index, (*rows, ms, num_timed, num_over, nodes, tokens) in enumerate(table.tolist()):
             if any((*rows, num_timed, num_over)):
-                reports.append(LayerReport(index + 1, [int(count) for count in rows], ms / max(num_timed, 1.0), int(num_over)))
+                per_token = nodes / tokens if tokens else 1.0
+                reports.append(LayerReport(index + 1, [int(count) for count in rows], ms / max(num_timed, 1.0), int(num_over), per_token))
         return reports
 
     def _table(self) -> torch.Tensor:
@@ -127,6 +145,7 @@ class Metrics:
         """Write the reports as scalars. Collective; writers are there on one rank."""
         for report in self.take():
             values = {"busiest_expert": report.busiest, "exchange_ms": report.exchange_ms, "over_capacity": report.num_over_capacity}
+            values["nodes_per_token"] = report.nodes_per_token
             for name, value in values.items():
                 if writer is not None:
                     writer.add_scalar(f"deepep_moe/layer_{report.layer}/{name}", value, iteration)

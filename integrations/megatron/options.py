@@ -22,11 +22,13 @@ class Options:
     sync_free: bool = False
     recv_capacity_factor: float | None = None
     metrics: bool = False
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive("expert_alignment", self.expert_alignment)
-        if self.num_max_tokens_per_rank is not None:
-            _check_positive("num_max_tokens_per_rank", self.num_max_tokens_per_rank)
+        for name in ("num_max_tokens_per_rank", "ranks_per_node"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         check_num_sms(self.num_sms)
         for name in ("gate", "grouped_experts", "sync_free", "metrics"):
             if not isinstance(value := getattr(self, name), bool):

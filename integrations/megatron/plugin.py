@@ -146,6 +146,7 @@ def enable(
     sync_free: bool = False,
     recv_capacity_factor: float | None = None,
     metrics: bool = False,
+    ranks_per_node: int | None = None,
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -182,8 +183,10 @@ def enable(
             ranks of the expert-parallel group, at the latest from `finalize_model_grads` of Megatron-Core, which then waits for the GPU:
             nothing is dropped, and the step can be run again after `recover()` and `grow_recv_capacity()`.
             `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments.
-        metrics: gather rows of each expert, time of the exchange and calls over capacity for `take_metrics()`. Megatron-Core's report of
-            MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes them too.
+        metrics: gather rows of each expert, time of the exchange, calls over capacity and nodes per token for `take_metrics()`.
+            Megatron-Core's report of MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes
+            them too.
+        ranks_per_node: as for `deepep_moe.Buffer`; ranks are those of the expert-parallel group. None: those of a host are a node.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.
@@ -192,7 +195,16 @@ def enable(
     """
     global _enabled
     options = Options(
-        num_max_tokens_per_rank, backend, expert_alignment, gate, num_sms, grouped_experts, sync_free, recv_capacity_factor, metrics
+        num_max_tokens_per_rank,
+        backend,
+        expert_alignment,
+        gate,
+        num_sms,
+        grouped_experts,
+        sync_free,
+        recv_capacity_factor,
+        metrics,
+        ranks_per_node,
     )
     if _enabled is not None:
         if _enabled.options != options:

@@ -28,6 +28,16 @@ def test_router_is_linear_then_gate():
     assert router.weight.grad.abs().sum() > 0
 
 
+def test_groups_of_a_router_are_nodes():
+    """A group for each of 4 nodes: a token goes to as many nodes as it may choose groups, whatever its experts."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 16)
+    for topk_groups in (1, 2):
+        router = Router(16, 32, 4, num_groups=4, topk_groups=topk_groups)
+        assert ops.nodes_per_token(router(x).topk_idx, 32, 4).max() == topk_groups
+    assert ops.nodes_per_token(Router(16, 32, 4)(x).topk_idx, 32, 4).max() > 2
+
+
 def test_router_computes_in_fp32_whatever_its_input_and_autocast():
     router, x = make_router(), torch.randn(20, 16).bfloat16()
     expected = router(x.float()).topk_weights

@@ -22,6 +22,7 @@ from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups
 from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, weights_of
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
+from deepep_moe.ops.dense import nodes_per_token
 
 _UNTIMED = contextlib.nullcontext()
 
@@ -34,6 +35,8 @@ class PackedMOELayer(MOELayer):
     """
 
     deepep_moe_plan: Plan | None = None
+    deepep_moe_topk_idx: Tensor | None = None
+    """[num_topk, num_tokens] choice of the last forward."""
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
@@ -53,9 +56,20 @@ class PackedMOELayer(MOELayer):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
             elastic = ready(self.ep_group, x, plan_of(self))
             routing = notify_peers_on_failure(elastic.buffer, route, self.gate, x, used_token)
-            self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts)  # as `self.l_aux = ...`, in less time
+            # As `self.l_aux = ...`, in less time.
+            self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts, deepep_moe_topk_idx=routing.topk_idx)
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
             return exchange(elastic, x, routing).view(inputs[0].shape)
+
+    def nodes_per_token(self, num_nodes: int) -> Tensor:
+        """Return how many of `num_nodes` nodes, which have consecutive ranks of the layer's group, the tokens of the last forward went to.
+
+        [num_tokens] int64, the own node counted like the others, and no node for dropped lanes. Local. Raises ValueError before the first
+        forward, and for a number that does not divide the experts.
+        """
+        if self.deepep_moe_topk_idx is None:
+            raise ValueError("this layer has not run through deepep_moe yet; call it first")
+        return nodes_per_token(self.deepep_moe_topk_idx.t(), self.num_local_experts * self.ep_size, num_nodes)
 
     def _exchange_exact(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
         """Send a row per (lane, token) there and back, copied as it is, and weight and sum the rows here as DeepSpeed does.

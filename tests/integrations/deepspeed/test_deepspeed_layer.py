@@ -86,6 +86,26 @@ def test_by_hand():
     run_ranks(_by_hand_worker, 2)
 
 
+def _nodes_worker(rank: int, num_ranks: int) -> None:
+    """Two experts a rank, and a rank is a node. Tokens choose by hand, as two entries of a row say which two experts are the best."""
+    with engine_ready():
+        layer = times_layer(rank, num_ranks, k=2, use_rts=False, top2_2nd_expert_sampling=False, capacity_factor=4.0)
+        replace_moe_layers(layer, ranks_per_node=1)
+        moe = layer.deepspeed_moe
+        with pytest.raises(ValueError, match="this layer has not run through deepep_moe yet; call it first"):
+            moe.nodes_per_token(2)
+        x = torch.zeros(3, HIDDEN)
+        for token, (best, second) in enumerate(((0, 1), (3, 0), (2, 3))):
+            x[token, best], x[token, second] = 0.02, 0.01
+        layer(x)
+        assert moe.nodes_per_token(2).tolist() == [1, 2, 1] and moe.nodes_per_token(4).tolist() == [2, 2, 2]
+        assert moe.nodes_per_token(1).tolist() == [1, 1, 1] and all_buffers()[0].ranks_per_node == 1
+
+
+def test_nodes_of_tokens():
+    run_ranks(_nodes_worker, 2)
+
+
 def _nowhere_worker(rank: int, num_ranks: int) -> None:
     with engine_ready():
         layer = times_layer(rank, num_ranks, k=2)

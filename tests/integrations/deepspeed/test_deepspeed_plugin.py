@@ -53,13 +53,14 @@ def test_section():
             {"exakt": True, "enable": True},
             ValueError,
             r"has unknown keys \['enable', 'exakt'\]; the known keys are \['enabled', 'exact', 'backend', 'num_max_tokens_per_rank', "
-            r"'num_sms', 'gate', 'expert_bias_update_rate', 'grouped_experts'\]",
+            r"'num_sms', 'gate', 'expert_bias_update_rate', 'grouped_experts', 'ranks_per_node'\]",
         ),
         ({"enabled": "yes"}, TypeError, "enabled is 'yes'; it must be true or false"),
         ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact is 1; it must be true or false'),
         ({"backend": "nccl"}, ValueError, r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'collective'\]"),
         ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank is 0; it must be at least 1"),
         ({"num_sms": "all"}, TypeError, "num_sms is 'all'; it must be a whole number or null"),
+        ({"ranks_per_node": 0}, ValueError, "ranks_per_node is 0; it must be at least 1"),
         ({"num_sms": -1, "enabled": False}, ValueError, "num_sms is -1; it must be at least 0"),
     ],
 )
@@ -110,7 +111,10 @@ def _swap_worker(rank: int, num_ranks: int) -> None:
         assert len(all_buffers()) == 1
         assert restore_moe_layers(layers[0]) == 1 and len(all_buffers()) == 1, "the other layer still has its buffer"
         assert restore_moe_layers(layers) == 1 and not all_buffers()
-        assert all(type(layer.deepspeed_moe) is MOELayer and "deepep_moe_plan" not in vars(layer.deepspeed_moe) for layer in layers)
+        assert all(
+            type(layer.deepspeed_moe) is MOELayer and not vars(layer.deepspeed_moe).keys() & {"deepep_moe_plan", "deepep_moe_topk_idx"}
+            for layer in layers
+        )
         assert restore_moe_layers(layers) == 0
 
         assert replace_moe_layers(layers[0]) == replace_moe_layers(layers[1]) == 1

@@ -17,6 +17,7 @@ from deepep_moe.testing.launch import run_ranks
 pytest.importorskip("megatron.core")
 
 TOPK = 4
+SCALARS = ("busiest_expert", "exchange_ms", "over_capacity", "nodes_per_token")
 
 
 def layer_of(sizes: dict[str, int], number: int = 1, **changes: Any) -> Any:
@@ -61,6 +62,40 @@ def _counts_worker(rank: int, num_ranks: int) -> None:
 
 def test_rows_of_each_expert():
     run_ranks(_counts_worker, 2)
+
+
+def _nodes_worker(rank: int, num_ranks: int, num_nodes: int) -> None:
+    """Two experts a rank: experts 0 to 3 are on ranks 0 and 1, experts 1 to 4 on ranks 0 to 2."""
+    with model_parallel(ep=num_ranks, metrics=True, ranks_per_node=num_ranks // num_nodes) as sizes:
+        layer = layer_of(sizes)
+        for first, num_tokens in ((0, 6), (1, 2)):
+            one_sided(layer, first)
+            layer(torch.randn(num_tokens, 1, HIDDEN))
+        assert layer.token_dispatcher.buffer.ranks_per_node == num_ranks // num_nodes
+        (report,) = take_metrics()
+        assert report.nodes_per_token == {1: 1.0, 2: (6 * 1 + 2 * 2) / 8, 4: (6 * 2 + 2 * 3) / 8}[num_nodes]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 4])
+def test_nodes_per_token(num_nodes):
+    run_ranks(_nodes_worker, 4, num_nodes)
+
+
+def _groups_worker(rank: int, num_ranks: int) -> None:
+    """A group for each node: a token that chooses one group goes to one node, and with two groups to two."""
+    with model_parallel(ep=num_ranks, metrics=True, ranks_per_node=1) as sizes:
+        found = []
+        for topk_groups in (1, 2):
+            changes = {"moe_router_num_groups": num_ranks, "moe_router_group_topk": topk_groups, "moe_router_topk": 2}
+            layer = build_layer(layer_config(**sizes, **selection(), num_layers=3, **changes))
+            layer.set_layer_number(1)
+            layer(torch.randn(64, 1, HIDDEN))
+            found.append(take_metrics()[0].nodes_per_token)
+        assert found[0] == 1.0 < found[1] <= 2.0, found
+
+
+def test_groups_map_to_nodes():
+    run_ranks(_groups_worker, 4)
 
 
 def _time_worker(rank: int, num_ranks: int) -> None:
@@ -134,8 +169,8 @@ def _writer_worker(rank: int, num_ranks: int) -> None:
             get_moe_metrics_tracker().report(1.0, 7, writer, **how)
         if writer is not None:
             ours = {name: value for name, value in writer.scalars.items() if name.startswith("deepep_moe/")}
-            assert set(ours) == {f"deepep_moe/layer_2/{name}" for name in ("busiest_expert", "exchange_ms", "over_capacity")}
-            assert ours["deepep_moe/layer_2/busiest_expert"] == (2.0, 7)
+            assert set(ours) == {f"deepep_moe/layer_2/{name}" for name in SCALARS}
+            assert ours["deepep_moe/layer_2/busiest_expert"] == (2.0, 7) and ours["deepep_moe/layer_2/nodes_per_token"] == (1.0, 7)
             assert ours["deepep_moe/layer_2/exchange_ms"][0] > 0
 
 

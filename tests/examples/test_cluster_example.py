@@ -1,0 +1,205 @@
+"""The scripts for clusters, on virtual nodes: started as users start them, and what they say when something is wrong."""
+
+import argparse
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepep_moe import Buffer
+from deepep_moe.testing import run_ranks
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples" / "cluster"
+COMMON = ("--device", "cpu", "--ranks-per-node", "2")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    paths = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "MASTER_PORT": port}
+    return os.environ | paths | changes
+
+
+def block_of(text: str) -> list[str]:
+    """The lines to paste, of which there must be one block."""
+    blocks = re.findall(r"^---- paste from here ----\n(.*?)\n---- to here ----$", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 1, text
+    return blocks[0].splitlines()
+
+
+def run_script(*arguments: str, **changes: str) -> list[str]:
+    command = [str(CLUSTER / "run.sh"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(NPROC="4", **changes), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return block_of(done.stdout)
+
+
+# ---- as users start them ----
+
+
+@pytest.mark.parametrize("backend", ["auto", "collective"])
+def test_correctness(backend):
+    lines = run_script("correctness", *COMMON, "--backend", backend)
+    chosen = {"auto": "shm", "collective": "collective"}[backend]
+    assert lines[:3] == ["### deepep_moe: correctness", "", f"2 x 2 ranks (virtual nodes) on cpu, backend {chosen}"]
+    assert sum(line.endswith("| the same bits |") for line in lines) == 16 and lines[-1] == "all results have the reference's bits"
+
+
+def test_bandwidth():
+    sizes = ("--num-tokens", "64", "--hidden", "256", "--iterations", "2", "--topk-groups", "1")
+    lines = run_script("bandwidth", *COMMON, "--backend", "collective", *sizes)
+    assert lines[2:4] == [
+        "2 x 2 ranks (virtual nodes) on cpu, backend collective",
+        "64 tokens a rank, hidden 256, top-8 of 256 experts, 1.00 nodes per token",
+    ]
+    assert re.fullmatch(r"plain copy to the next node, all ranks at once: [\d.]+ GB/s a rank", lines[5])
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[9:12]]
+    assert [name for name, *_ in cells] == ["dispatch fp8", "dispatch bf16", "combine bf16"] and all(float(us) > 0 for _, us, *_ in cells)
+    assert float(cells[0][2]) <= float(cells[1][2]) == float(cells[2][2]) <= 64 * 512 / 1e6
+
+
+def start_node(node: int, arguments: tuple[str, ...], variables: dict[str, str]) -> subprocess.Popen:
+    command = [str(CLUSTER / "run.sh"), *arguments]
+    where = variables | {"NPROC": "2", "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=where)
+
+
+def test_a_launcher_on_each_of_two_nodes():
+    """Both are this host, so its ranks are two nodes only because --ranks-per-node says so."""
+    variables = environment()
+    nodes = [start_node(node, ("environment", *COMMON, "--backend", "collective"), variables) for node in (0, 1)]
+    outputs = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    lines = block_of(outputs[0])
+    assert lines[2:4] == ["2 x 2 ranks (virtual nodes) on cpu, backend collective", "host 0: ranks 0 to 3"]
+    assert any(line.startswith("| variables | ") and "GLOO_SOCKET_IFNAME=lo" in line for line in lines)
+    assert any(line == f"| torch | {torch.__version__} |" for line in lines) and "paste" not in outputs[1]
+
+
+SRUN = """#!/bin/sh
+SLURM_NODEID=0 "$@" & first=$!
+SLURM_NODEID=1 "$@" & second=$!
+wait $first && wait $second
+"""
+
+
+def test_slurm(tmp_path):
+    """With an srun that starts both nodes here, and a scontrol that names them."""
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\n[ "$3" = "node[0-1]" ] && printf "127.0.0.1\\nnowhere\\n"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_SUBMIT_DIR": str(ROOT)}
+    variables = environment(NPROC="2", PATH=f"{tmp_path}:{os.environ['PATH']}", **slurm)
+    command = [str(CLUSTER / "slurm.sh"), "correctness", *COMMON, "--backend", "collective", "--num-tokens", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = block_of(done.stdout)
+    assert lines[2] == "2 x 2 ranks (virtual nodes) on cpu, backend collective" and lines[-1] == "all results have the reference's bits"
+
+
+# ---- what they say when something is wrong ----
+
+
+def modules(*names: str) -> list:
+    sys.path.insert(0, str(CLUSTER))
+    try:
+        return [__import__(name) for name in names]
+    finally:
+        sys.path.remove(str(CLUSTER))
+
+
+def one_bit_off(rank: int, num_ranks: int) -> tuple[bool, str]:
+    import contextlib
+    import io
+
+    correctness, ranks = modules("correctness", "ranks")
+    combine = Buffer.combine
+
+    def wrong(self, *args, **kwargs):
+        y = combine(self, *args, **kwargs)
+        if rank == 1 and len(y):
+            y.view(torch.uint8)[0, 0] ^= 1
+        return y
+
+    Buffer.combine = wrong
+    options = argparse.Namespace(backend="auto", ranks_per_node=1, num_tokens=3)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        return correctness.run(ranks.Rank(options, torch.device("cpu"))), printed.getvalue()
+
+
+def test_wrong_results_are_found():
+    (right, text), (also, nothing) = run_ranks(one_bit_off, 2)
+    lines = block_of(text)
+    assert not right and not also and nothing == "" and lines[-1] == "SOME RESULTS DIFFER from the reference"
+    assert "| uniform, bfloat16, layout rank | DIFFERS on rank 1: combined_x |" in lines
+    assert "| one rank without tokens, float32, layout expert | the same bits |" in lines, "rank 1 has no tokens there"
+
+
+def test_refusals(monkeypatch, capsys):
+    main, ranks = modules("main", "ranks")
+    with pytest.raises(SystemExit):
+        main.arguments(["bandwidth", "--iterations", "0"])
+    assert "--iterations must be positive, got 0" in capsys.readouterr().err
+    options = main.arguments(["correctness", "--device", "cpu"])
+    assert (options.num_tokens, options.backend, options.ranks_per_node) == (16, "auto", None)
+    assert main.arguments(["bandwidth", "--device", "cuda"]).num_tokens == 4096
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="no launcher started this process; run it by examples/cluster/run.sh"), ranks.joined(options):
+        pass
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    options.device = "cuda"
+    with pytest.raises(ValueError, match="needs a GPU for local rank 3, this host has 2"), ranks.joined(options):
+        pass
+
+
+# ---- the environment ----
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_nics_and_drivers(tmp_path):
+    """A machine made of files: one NIC of mlx5 with a port, one without a driver, IBGDA's driver options, and GDRCopy."""
+    (environment_module,) = modules("environment")
+    nothing = environment_module.network_facts(tmp_path)
+    assert nothing == {"GDRCopy": "no /dev/gdrdrv", "nvidia_peermem": "not loaded", "driver options": "none to be seen", "driver": "none"}
+    nic = tmp_path / "sys/class/infiniband/mlx5_0"
+    for name, text in (("link_layer", "Ethernet\n"), ("rate", "400 Gb/sec (4X NDR)\n"), ("state", "4: ACTIVE\n")):
+        write(nic / "ports/1" / name, text)
+    write(nic / "device/numa_node", "1\n")
+    (tmp_path / "drivers/mlx5_core").mkdir(parents=True)
+    (nic / "device/driver").symlink_to(tmp_path / "drivers/mlx5_core")
+    write(tmp_path / "sys/class/infiniband/rdmap0/ports/1/state", "1: DOWN\n")
+    assert environment_module.nics(tmp_path) == [
+        "mlx5_0 port 1: mlx5_core, Ethernet, 400 Gb/sec (4X NDR), 4: ACTIVE, NUMA node 1",
+        "rdmap0 port 1: unknown driver, 1: DOWN, NUMA node ?",
+    ]
+    write(tmp_path / "proc/driver/nvidia/params", 'EnableStreamMemOPs: 1\nOther: 0\nRegistryDwords: "PeerMappingOverride=1;"\n')
+    write(tmp_path / "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n")
+    write(tmp_path / "dev/gdrdrv", "")
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    assert environment_module.network_facts(tmp_path) == {
+        "GDRCopy": "gdrdrv is loaded", "nvidia_peermem": "loaded", "driver": "580.82.07",
+        "driver options": "EnableStreamMemOPs=1, RegistryDwords=PeerMappingOverride=1;",
+    }  # fmt: skip
+
+
+def test_hosts_that_differ():
+    (environment_module,) = modules("environment")
+    lines = environment_module.told([[0, 1], [2, 3]], [{"torch": "2.11", "CPU": "a"}, {"torch": "2.11", "CPU": "b", "NICs": "x"}])
+    assert lines == [
+        "host 0: ranks 0 to 1", "host 1: ranks 2 to 3", "", "| | |", "|---|---|", "| torch | 2.11 |", "| CPU, host 0 | a |",
+        "| CPU, host 1 | b |", "| NICs, host 0 | not there |", "| NICs, host 1 | x |",
+    ]  # fmt: skip

@@ -1,0 +1,77 @@
+"""The training examples under a launcher: torchrun's ranks train, the first of them reports, and what does not fit is refused."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+
+def launch_module():
+    sys.path.insert(0, str(EXAMPLES / "common"))
+    try:
+        return __import__("launch")
+    finally:
+        sys.path.remove(str(EXAMPLES / "common"))
+
+
+def train(framework: str, *options: str) -> str:
+    """Two steps of an example on 2 x 2 virtual nodes. Returns what it prints."""
+    command = [*TORCHRUN, str(EXAMPLES / framework / "train.py"), "--steps", "2", "--ranks-per-node", "2", *options]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the only row called `name`: one rank prints the table."""
+    (cells,) = [line.removeprefix(name).split() for line in text.splitlines() if line.startswith(name)]
+    return cells
+
+
+def test_megatron(tmp_path):
+    pytest.importorskip("megatron.core")
+    text = train("megatron", "--compare", "alltoall", "--out", str(tmp_path))
+    assert "loss curves of deepep_moe and alltoall agree" in text
+    assert row(text, "nodes per token, last 10") == ["1.00", "-"], "a token chooses one group, which one rank has"
+    (ours, theirs) = json.loads((tmp_path / "summary.json").read_text())
+    assert ours["num_ranks"] == ours["ep"] == 4 and ours["nodes_per_token_last_10"] == 1.0 and "nodes_per_token_last_10" not in theirs
+
+
+def test_deepspeed(tmp_path):
+    pytest.importorskip("deepspeed")
+    text = train("deepspeed", "--no-compare", "--backend", "collective", "--out", str(tmp_path))
+    assert row(text, "backend") == ["collective"]
+    assert 0.5 < float(row(text, "nodes per token, last 10")[0]) <= 2, "two experts, of which a full one drops tokens"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 and (tmp_path / "checkpoints" / "deepep_moe").is_dir()
+
+
+def test_ranks(monkeypatch, capsys):
+    launch, parser = launch_module(), argparse.ArgumentParser()
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for device, expected in (("cpu", 2), ("cuda", 3)):
+        arguments = argparse.Namespace(num_ranks=None, device=device)
+        launch.settle_ranks(parser, arguments)
+        assert arguments.num_ranks == expected and launch.is_reporting() and not launch.is_launched()
+    with pytest.raises(SystemExit):
+        launch.settle_ranks(parser, argparse.Namespace(num_ranks=4, device="cuda"))
+    assert "--device cuda needs a GPU for each of 4 ranks, this machine has 3" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    arguments = argparse.Namespace(num_ranks=None, device="cuda")
+    launch.settle_ranks(parser, arguments)
+    assert arguments.num_ranks == 16 and launch.is_launched() and not launch.is_reporting(), "15 of them may be on other hosts"
+    with pytest.raises(SystemExit):
+        launch.settle_ranks(parser, argparse.Namespace(num_ranks=4, device="cpu"))
+    assert "--num-ranks 4 under a launcher that started 16 ranks; leave it out" in capsys.readouterr().err
