@@ -243,9 +243,7 @@ struct Kernel {
         if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, index, rows);
     }
 
-    // ---- the same where there are several nodes ----
-
-    // False: give up.
+    // The same where there are several nodes. False: give up.
     __device__ bool finish_token_of_nodes(int token, int tile, int index, const Rows& rows) const {
         const int node = token / config.node_tokens(), at = token - node * config.node_tokens();
         if (node == config.node) return at >= p.rail.num_tokens || finish_own_token(token, at, tile, index, rows);
@@ -294,16 +292,15 @@ struct Kernel {
             const std::byte* sum = shuffle(from, nth_set(after, n));
             return pieces(n < __popc(after) ? sum : bias);
         };
-        const auto one = [](int) { return 1.0f; };
         each_batch(tile, [&](int first, int end) {
             Sum sum = {}, of_node = {};
             add_ranks(of_node, first, end, index, rows);
-            sum_pieces<Values, kBatch>(sum, first, end, __popc(before), earlier, one, Pieces{});
+            sum_pieces<Values, kBatch>(sum, first, end, __popc(before), earlier, [](int) { return 1.0f; }, Pieces{});
 #pragma unroll
             for (int j = 0; j < kBatch; ++j)
 #pragma unroll
                 for (int v = 0; v < Values::kCount; ++v) sum[j][v] = __fadd_rn(sum[j][v], of_node[j][v]);
-            sum_pieces<Values, kBatch>(sum, first, end, __popc(after) + (bias != nullptr), later, one, Pieces{});
+            sum_pieces<Values, kBatch>(sum, first, end, __popc(after) + (bias != nullptr), later, [](int) { return 1.0f; }, Pieces{});
             write(p.combined_x + static_cast<int64_t>(at) * row_bytes, first, end, sum);
         });
         if (tile == 0 && p.combined_topk_weight_grads != nullptr) take_topk_weight_grads_of_nodes(token, at, index, from, rows);
@@ -434,6 +431,14 @@ void launch_for(const GpuCombineParams& p, void* stream, bool early) {
 }
 
 }  // namespace
+
+void load_combine_of_nodes() {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
+        with_dtype(dtype, "", [](auto type) {
+            load<combine<type.value, PlainRing, Finish::kTokensOfNodes>>();
+            load<combine<type.value, BulkRing, Finish::kTokensOfNodes>>();
+        });
+}
 
 void launch_combine(const GpuCombineParams& p, void* stream, bool early) {
     with_dtype(p.dtype, "fp8 rows cannot be summed; combine takes fp32, bf16 or fp16",

@@ -29,6 +29,16 @@ cudaError_t prepare() {
     return status;
 }
 
+// Loads a kernel, which CUDA else does when it is launched first, and then waits for all that runs: a kernel that others wait for, as they
+// run, is loaded ahead.
+template <auto kKernel>
+void load() {
+    cudaFuncAttributes attributes;
+    cudaError_t status = prepare<kKernel>();
+    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kKernel);
+    if (status != cudaSuccess) throw std::runtime_error(std::string("cudaFuncGetAttributes: ") + cudaGetErrorString(status));
+}
+
 // Can this GPU start a kernel before the one before it on the stream has ended?
 inline bool starts_early() {
     static std::atomic<int> generations[kMaxDevices] = {};
