@@ -18,8 +18,9 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
+constexpr int kMeetThreads = 512;
+constexpr int kMeetWarps = kMeetThreads / 32;
+constexpr int kMoveThreads = 1024;  // NVSHMEM has few loads in flight for each thread where a put goes over NVLink
 
 __device__ unsigned long long* word_at(const RailContext& r, int64_t offset) {
     return reinterpret_cast<unsigned long long*>(r.base + offset);
@@ -80,15 +81,15 @@ struct Meeting {
 
     // Finds the slot of each token that crosses, in order of the tokens, and writes what it chooses there. Returns their number.
     __device__ int find_slots() const {
-        __shared__ int of_warps[kWarps];
+        __shared__ int of_warps[kMeetWarps];
         int num_before = 0;
-        for (int first = 0; first < p.num_tokens; first += kThreads) {
+        for (int first = 0; first < p.num_tokens; first += kMeetThreads) {
             const int token = first + static_cast<int>(threadIdx.x);
             const unsigned lanes = token < p.num_tokens ? lanes_to_node(token) : 0, goes = __ballot_sync(kFullWarp, lanes != 0);
             if (lane == 0) of_warps[warp] = __popc(goes);
             __syncthreads();
             int slot = num_before + __popc(goes & ((1u << lane) - 1));
-            for (int w = 0; w < kWarps; ++w) {
+            for (int w = 0; w < kMeetWarps; ++w) {
                 if (w < warp) slot += of_warps[w];
                 num_before += of_warps[w];
             }
@@ -173,7 +174,7 @@ struct Meeting {
     // What the node's rank has told: its tokens are the first of this node's share, the others have no expert.
     __device__ void take_lanes(int num_tokens) const {
         const auto* in = reinterpret_cast<const RailLane*>(r.base + r.layout.in_of(sequence, node) + sizeof(RailMessage));
-        for (int i = threadIdx.x; i < config.node_tokens() * num_topk; i += kThreads) {
+        for (int i = threadIdx.x; i < config.node_tokens() * num_topk; i += kMeetThreads) {
             const bool is_there = i < num_tokens * num_topk;
             if (has_lanes()) write_lane(i / num_topk, i % num_topk, is_there ? in[i].expert : -1, is_there ? in[i].weight : 0.0f);
         }
@@ -182,11 +183,11 @@ struct Meeting {
     __device__ void run() const {
         if (threadIdx.x == 0 && r.state->last_met + 1 < sequence && !is_own()) wait_for_entry(sequence - 1);
         __syncthreads();
-        for (int i = threadIdx.x; i < r.layout.num_chunks; i += kThreads) r.summed[node * r.layout.num_chunks + i] = 0;
+        for (int i = threadIdx.x; i < r.layout.num_chunks; i += kMeetThreads) r.summed[node * r.layout.num_chunks + i] = 0;
         const int num_tokens = find_slots();
         bool met = true;
         if (is_own()) {
-            for (int i = threadIdx.x; i < (config.node_tokens() - p.num_tokens) * num_topk; i += kThreads)
+            for (int i = threadIdx.x; i < (config.node_tokens() - p.num_tokens) * num_topk; i += kMeetThreads)
                 write_lane(p.num_tokens + i / num_topk, i % num_topk, -1, 0.0f);
             if (threadIdx.x == 0) r.out_counts[node] = 0;
             if (threadIdx.x == 0 && !p.cached && p.in_counts != nullptr) p.in_counts[node] = 0;
@@ -210,7 +211,7 @@ struct Meeting {
     }
 };
 
-__global__ void __launch_bounds__(kThreads, 1) meet(const __grid_constant__ RailMeetParams p) { Meeting(p).run(); }
+__global__ void __launch_bounds__(kMeetThreads, 1) meet(const __grid_constant__ RailMeetParams p) { Meeting(p).run(); }
 
 // ---- move ----
 
@@ -289,7 +290,7 @@ struct Mover {
     }
 };
 
-__global__ void __launch_bounds__(kThreads, 1) move(const __grid_constant__ RailMoveParams p) {
+__global__ void __launch_bounds__(kMoveThreads, 1) move(const __grid_constant__ RailMoveParams p) {
     const Mover mover(p);
     if (gave_up(p.rail.context) || mover.sequence != p.rail.state->last_met) return;  // no call is made
     if (blockIdx.x == 0) return mover.receive();
@@ -297,10 +298,10 @@ __global__ void __launch_bounds__(kThreads, 1) move(const __grid_constant__ Rail
 }
 
 template <auto kKernel, class Params>
-const char* try_launch(const char* name, int blocks, const Params& params, void* stream) noexcept {
+const char* try_launch(const char* name, int blocks, int threads, const Params& params, void* stream) noexcept {
     static thread_local std::string error;
     try {
-        launch<kKernel>(name, blocks, kThreads, 0, params, stream);
+        launch<kKernel>(name, blocks, threads, 0, params, stream);
         return nullptr;
     } catch (const std::exception& caught) {
         error = caught.what();
@@ -309,10 +310,12 @@ const char* try_launch(const char* name, int blocks, const Params& params, void*
 }
 
 const char* launch_meet(const RailMeetParams& p, void* stream) noexcept {
-    return try_launch<meet>("meet", p.rail.context.config.num_nodes, p, stream);
+    return try_launch<meet>("meet", p.rail.context.config.num_nodes, kMeetThreads, p, stream);
 }
 
-const char* launch_move(const RailMoveParams& p, void* stream) noexcept { return try_launch<move>("move", p.num_blocks, p, stream); }
+const char* launch_move(const RailMoveParams& p, void* stream) noexcept {
+    return try_launch<move>("move", p.num_blocks, kMoveThreads, p, stream);
+}
 
 constexpr RailShim kRailShim{kRailShimBytes, &launch_meet, &launch_move};
 

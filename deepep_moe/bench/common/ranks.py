@@ -92,7 +92,10 @@ class Rank:
         o = self.options
         group = self.group if o.backend == "collective" else None
         sizes = num_tokens, o.hidden, o.num_experts, o.num_topk
-        return Buffer(group, *sizes, backend=o.backend, timeout_s=TIMEOUT_S, ranks_per_node=self.shape.ranks_per_node)
+        buffer = Buffer(group, *sizes, backend=o.backend, timeout_s=TIMEOUT_S, ranks_per_node=self.shape.ranks_per_node)
+        if getattr(o, "num_rail_sms", None) is not None:
+            buffer.calls.backend.tuning.num_rail_sms = o.num_rail_sms  # type: ignore[attr-defined]
+        return buffer
 
     def agreed(self, what: str, attempt: Callable[[], Any]) -> Any:
         """Return what `attempt` returns on this rank, or None on all ranks where it raised on any of them; `failures` says why."""

@@ -45,6 +45,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ..
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shape_arguments(parser, ("nvlink", "nvshmem", "collective", "shm"), " ".join(map(str, TOKENS["cuda"])))
     parser.add_argument("--ranks-per-node", type=int, help="virtual nodes of so many ranks, for nvshmem and collective")
+    parser.add_argument("--num-rail-sms", type=int, help="SMs that send to other nodes, with nvshmem; default the buffer's own choice")
     parser.add_argument("--num-sms", type=int, nargs="+", help=_NUM_SMS_HELP)
     parser.add_argument("--sweep", action="store_true", help=f"also {' '.join(map(str, SWEEP))} SMs at {SWEPT_TOKENS} tokens")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, 10 iterations")
