@@ -24,6 +24,11 @@ def case_of(split, num_tokens=NUM_TOKENS, **settings):
     return Case(num_tokens[:num_ranks], ranks_per_node=per_node, backends=("nvshmem",), **settings)
 
 
+def inputs_of(case):
+    """Rows, routings and weights of a case, each by rank."""
+    return [list(column) for column in zip(*(case.inputs(rank) for rank in range(case.num_ranks)), strict=True)]
+
+
 # ---- as the reference ----
 
 
@@ -69,11 +74,10 @@ def many_calls(rank, num_ranks, split, num_calls):
     cases = [case_of(split, seed=seed, dtype=(torch.bfloat16, torch.float32)[seed % 2]) for seed in range(num_calls)]
     buffer = Buffer(None, 32, 72, 24, 4, backend="nvshmem", timeout_s=60, ranks_per_node=SPLITS[split][1])
     for case in cases:
-        inputs = [case.inputs(r) for r in range(num_ranks)]
-        xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+        xs, idxs, weights = inputs_of(case)
         received = reference.dispatch(xs, idxs, weights, case.num_experts)
         outputs = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
-        out = buffer.dispatch(*(tensor.to(device) for tensor in inputs[rank]))
+        out = buffer.dispatch(*(of_ranks[rank].to(device) for of_ranks in (xs, idxs, weights)))
         assert_same("recv_x", out.recv_x, received[rank].recv_x)
         assert_same("recv_topk_weights", out.recv_topk_weights, received[rank].recv_topk_weights)
         combined = reference.combine(outputs, received, case.num_tokens, ranks_per_node=SPLITS[split][1])
@@ -103,8 +107,7 @@ def gradients(rank, num_ranks):
     poison_outputs()
     device = device_of("nvshmem", rank)
     case = case_of("2x2", [6, 3, 11, 8])
-    inputs = [case.inputs(r) for r in range(num_ranks)]
-    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    xs, idxs, weights = inputs_of(case)
     received = reference.dispatch(xs, idxs, weights, case.num_experts)
     row_grads = [case.expert_outputs(r, len(there.recv_x)) for r, there in enumerate(received)]
     weight_grads = [torch.rand(len(there.recv_x), generator=torch.Generator().manual_seed(r)) for r, there in enumerate(received)]
@@ -128,8 +131,7 @@ def fp8_rows(rank, num_ranks):
     poison_outputs()
     device = device_of("nvshmem", rank)
     case = case_of("2x2", [6, 3, 0, 40], hidden=256)
-    inputs = [case.inputs(r) for r in range(num_ranks)]
-    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    xs, idxs, weights = inputs_of(case)
     rows, scales = zip(*(ops.quantize_fp8(x) for x in xs), strict=True)
     received = reference.dispatch(list(rows), idxs, weights, case.num_experts, x_scales=list(scales), expert_alignment=8)[rank]
     buffer = Buffer(None, 40, 256, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
@@ -151,11 +153,10 @@ def bounded(rank, num_ranks):
     poison_outputs()
     device = device_of("nvshmem", rank)
     case = case_of("2x2", [6, 3, 0, 40])
-    inputs = [case.inputs(r) for r in range(num_ranks)]
-    xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+    xs, idxs, weights = inputs_of(case)
     received = reference.dispatch(xs, idxs, weights, case.num_experts)[rank]
     buffer = Buffer(None, 40, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
-    out = buffer.dispatch(*(tensor.to(device) for tensor in inputs[rank]), num_recv_rows=200)
+    out = buffer.dispatch(*(of_ranks[rank].to(device) for of_ranks in (xs, idxs, weights)), num_recv_rows=200)
     num_rows = len(received.recv_x)
     assert_same("recv_x", out.recv_x[:num_rows], received.recv_x)
     assert not out.recv_x[num_rows:].any() and not out.recv_topk_weights[num_rows:].any() and len(out.recv_x) == 200
@@ -185,13 +186,12 @@ def in_graph(rank, num_ranks, layout):
     with torch.cuda.graph(graph):
         out, combined = step()
     for case in cases[1:]:
-        inputs = [case.inputs(r) for r in range(num_ranks)]
-        for to, tensor in zip((x, idx, weight), inputs[rank], strict=True):
-            to.copy_(tensor)
+        xs, idxs, weights = inputs_of(case)
+        for to, tensors in zip((x, idx, weight), (xs, idxs, weights), strict=True):
+            to.copy_(tensors[rank])
         graph.replay()
         torch.cuda.synchronize()
         buffer.check()
-        xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
         received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout)
         assert_same("recv_x", out.recv_x[: len(received[rank].recv_x)], received[rank].recv_x)
         rows = [there.recv_x for there in received]
