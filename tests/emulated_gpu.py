@@ -35,6 +35,8 @@ SLICE = (
     "tests/exchange/test_nvlink_errors.py::test_bad_arguments", "tests/exchange/test_nvlink_errors.py::test_exceeded_bound",
     "tests/exchange/test_nvlink_failed_calls.py::test_one_failed_handle", "tests/exchange/test_nvlink_peers.py::test_peer_that_is_gone",
     "tests/exchange/test_autograd.py::test_gradients_equal_reference", "tests/exchange/test_quant.py",
+    "tests/exchange/test_nvshmem_exchange.py::test_equals_reference", "tests/exchange/test_nvshmem_exchange.py::test_gradients",
+    "tests/exchange/test_nvshmem_exchange.py::test_one_row_crosses",
     "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink-strided]",
     "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink in Python-folded]",
     "tests/low_latency/test_low_latency.py::test_two_ranks_by_hand", "tests/low_latency/test_low_latency.py::test_fp8[640",

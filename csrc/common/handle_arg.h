@@ -9,7 +9,7 @@ namespace deepep_moe {
 struct HandleArg {
     TensorArg topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert;
     TensorArg node_topk_idx, in_counts;  // where ranks are of several nodes
-    const int64_t* call = nullptr;  // host memory
+    const int64_t* call = nullptr;       // host memory
     bool is_expert_layout = true;
     int expert_alignment = 1;
     int64_t num_rows = 0;
@@ -17,8 +17,8 @@ struct HandleArg {
     int64_t number() const { return *call; }  // of the dispatch
     Layout layout() const { return is_expert_layout ? Layout::kExpert : Layout::kRank; }
 
-    // Of a `PackedHandle`: addresses only, but for the two of top-k. starts: of the sections of `memory`, in int32. num_node_tokens: rows of
-    // node_topk_idx; 0 where there is one node.
+    // Of a `PackedHandle`: addresses only, but for the two of top-k. starts: of the sections of `memory`, in int32. num_node_tokens: rows
+    // of node_topk_idx; 0 where there is one node.
     void unpack(uintptr_t memory, std::span<const int64_t> starts, int64_t num_tokens, int64_t num_topk, int64_t num_node_tokens) {
         TensorArg* const tensors[] = {&topk_idx, &recv_row_idx, &recv_counts, &num_recv_tokens_per_expert, &node_topk_idx, &in_counts};
         for (size_t i = 0; i < starts.size(); ++i) tensors[i]->address = memory + sizeof(int32_t) * starts[i];

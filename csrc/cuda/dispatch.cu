@@ -246,7 +246,8 @@ struct LaneSender {
         if (expert >= 0) {
             lane.target = expert % num_local;
             if (p.is_expert_layout && !p.cached)
-                lane.target = r.expert_row_base[r.node_of(config, token) * config.num_experts + expert] + tokens_before(c, r, token, expert) + r.index_in_warp[entry];
+                lane.target = r.expert_row_base[r.node_of(config, token) * config.num_experts + expert] +
+                              tokens_before(c, r, token, expert) + r.index_in_warp[entry];
             if (p.topk_weights != nullptr) lane.weight = p.topk_weights[token * p.weights_token_stride + k * p.weights_lane_stride];
         }
 #pragma unroll 1

@@ -94,8 +94,8 @@ struct GpuPlanParams {
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };
 
-// What a call's kernels know of the rows that cross between nodes (csrc/nvshmem moves them). Rows lie in slots as those of the workspace do.
-// A chunk is kRailSlots of them.
+// What a call's kernels know of the rows that cross between nodes (csrc/nvshmem moves them). Rows lie in slots as those of the workspace
+// do. A chunk is kRailSlots of them.
 struct GpuRail {
     const std::byte* inbox;           // [num_nodes - 1, node_tokens] slots: tokens of the other nodes, or sums from there
     std::byte* outbox;                // likewise: sums for the other nodes

@@ -61,8 +61,8 @@ struct RailState {
 struct RailContext {
     GpuContext context;
     RailLayout layout;
-    std::byte* base;          // this rank's symmetric memory
-    int pes[kMaxGpuNodes];    // NVSHMEM's numbers of the ranks of the rail, by node
+    std::byte* base;        // this rank's symmetric memory
+    int pes[kMaxGpuNodes];  // NVSHMEM's numbers of the ranks of the rail, by node
     RailState* state;
     unsigned long long* ready;   // [num_nodes, num_chunks], as GpuRail has them
     unsigned long long* summed;  // likewise
@@ -92,8 +92,8 @@ struct RailMeetParams {
 // Second kernel, beside those of the node: rows leave, a put a chunk, and those that arrive are made known to the node's kernels.
 struct RailMoveParams {
     RailContext rail;
-    bool is_combine;             // sums leave from the outbox, as they are made, and as many rows come as tokens went
-    int num_blocks, num_tiles;   // the latter: parts that a row's sum is made of
+    bool is_combine;            // sums leave from the outbox, as they are made, and as many rows come as tokens went
+    int num_blocks, num_tiles;  // the latter: parts that a row's sum is made of
     int64_t row_bytes, tail_bytes;
     const std::byte* x;         // of a dispatch: [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, tail_bytes], or nullptr

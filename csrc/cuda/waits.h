@@ -5,7 +5,19 @@
 
 namespace deepep_moe {
 
-enum class GpuPhase : int { kNone = 0, kEntry, kCounts, kPlan, kLanes, kDispatchRows, kReducedRows, kCombineRows, kRejoin, kRailEntry, kRailRows };
+enum class GpuPhase : int {
+    kNone = 0,
+    kEntry,
+    kCounts,
+    kPlan,
+    kLanes,
+    kDispatchRows,
+    kReducedRows,
+    kCombineRows,
+    kRejoin,
+    kRailEntry,
+    kRailRows
+};
 
 constexpr const char* name_of(GpuPhase phase) {
     switch (phase) {

@@ -22,7 +22,7 @@
 
 namespace deepep_moe {
 
-constexpr int kMaxGpuRanks = 8;           // of one node
+constexpr int kMaxGpuRanks = 8;  // of one node
 constexpr int kMaxGpuNodes = 32;
 constexpr int kMaxGpuSources = kMaxGpuNodes * kMaxGpuRanks;
 constexpr int kChunkSlots = 4;            // rows that a warp sends at a time and one flag announces

@@ -30,6 +30,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def("attach", &nvshmem::attach, WithoutGil(), py::arg("device"));
     m.def("my_pe", &nvshmem::my_pe);
     m.def("num_pes", &nvshmem::num_pes);
+    m.def("free_bytes", &nvshmem::free_bytes);
     m.def("allocate", &nvshmem::allocate, WithoutGil(), py::arg("bytes"));
     m.def("free", &nvshmem::free, WithoutGil(), py::arg("address"));
     m.def("barrier", &nvshmem::barrier, WithoutGil());

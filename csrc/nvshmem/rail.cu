@@ -21,7 +21,9 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 
-__device__ unsigned long long* word_at(const RailContext& r, int64_t offset) { return reinterpret_cast<unsigned long long*>(r.base + offset); }
+__device__ unsigned long long* word_at(const RailContext& r, int64_t offset) {
+    return reinterpret_cast<unsigned long long*>(r.base + offset);
+}
 
 // ---- meet ----
 
@@ -142,8 +144,7 @@ struct Meeting {
         const int64_t lanes = has_lanes() && !refuses ? int64_t{num_tokens} * num_topk : 0;
         const unsigned long long value = sequence << kValueBits | (refuses ? 0 : digest(p.stamp.what));
         fence_system();
-        nvshmemx_putmem_signal_nbi_warp(r.base + r.layout.in_of(sequence, config.node), out,
-                                        sizeof(RailMessage) + lanes * sizeof(RailLane),
+        nvshmemx_putmem_signal_nbi_warp(r.base + r.layout.in_of(sequence, config.node), out, sizeof(RailMessage) + lanes * sizeof(RailLane),
                                         reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value,
                                         NVSHMEM_SIGNAL_SET, r.pes[node]);
     }

@@ -115,6 +115,13 @@ int num_pes() {
     return nvshmem_n_pes();
 }
 
+int64_t free_bytes() {
+    require_initialized("free_bytes");
+    size_t free = 0, total = 0;
+    check_cuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    return static_cast<int64_t>(free);
+}
+
 uint64_t allocate(int64_t bytes) {
     require_initialized("allocate");
     if (bytes < 1) throw std::invalid_argument("bytes is " + std::to_string(bytes) + "; it must be at least 1");

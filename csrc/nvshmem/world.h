@@ -34,6 +34,9 @@ void attach(int device);
 int my_pe();
 int num_pes();
 
+// Memory of this GPU that is free, which bounds what the heap can grow by.
+int64_t free_bytes();
+
 // Memory of the symmetric heap, aligned to 128 bytes and zero; other PEs may write to it once they know that all have it. Collective.
 uint64_t allocate(int64_t bytes);
 void free(uint64_t address);  // collective

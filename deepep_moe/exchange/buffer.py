@@ -37,9 +37,10 @@ class Buffer(Sizes):
         hidden: columns of a row; a row must be a multiple of 16 bytes.
         num_experts: of all ranks together, a multiple of the group's size.
         num_topk: experts per token, at most 32.
-        backend: "auto", or one by name. "auto" takes the first that can serve of `nvlink` (GPUs of one host that reach each other, with
-            an NCCL group), `shm` (ranks of one host, CPU tensors) and `collective` (`all_to_all_single` of the group).
-            `buffer.backend` says which; so does one log line on rank 0.
+        backend: "auto", or one by name. Where every rank sees a GPU and the group has NCCL, "auto" takes `nvlink` for one node (GPUs that
+            reach each other) and `nvshmem` for several (it needs the module `deepep_moe._nvshmem`); else it takes `shm` (ranks of one
+            host, CPU tensors). If the one so chosen cannot serve, "auto" takes `collective` (`all_to_all_single` of the group, over
+            several nodes in two hops) and says why in one log line on rank 0. `buffer.backend` says which it is.
         num_sms: SMs of a GPU that send rows, 1 to all. 0 moves rows with the copy engines, so no SM is busy during the transfer. The host
             first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: 12, or 14 in a combine
             from the expert layout among three ranks or more, or all where there are fewer. A call may say otherwise. Results never depend
@@ -107,7 +108,7 @@ class Buffer(Sizes):
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory for the exchange that this rank owns, bytes; docs/design/shm.md and nvlink.md have the formulas."""
+        """Memory for the exchange that this rank owns, bytes; docs/design/shm.md, nvlink.md and nvshmem.md have the formulas."""
         return self.calls.backend.workspace_bytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Buffer":

@@ -23,6 +23,7 @@ from deepep_moe.group.settings import Settings
 logger = logging.getLogger("deepep_moe")
 _INITIALIZED = 2  # the least status of an initialized NVSHMEM; 1: bootstrapped, and no more
 _MAX_WORDS = 2000
+_NO_ROOM = "NVSHMEM's symmetric heap has no {} bytes left"
 _Message = TypeVar("_Message")
 
 
@@ -34,6 +35,8 @@ class _Process:
     broken: str = ""  # why no call of NVSHMEM may be made any more
     addresses: dict[int, int] = field(default_factory=dict)  # of the allocations, which have the same numbers on all ranks
     freed: set[int] = field(default_factory=set)  # those of them that wait for the other ranks
+    sizes: dict[int, int] = field(default_factory=dict)  # of the allocations, bytes
+    returned: int = 0  # bytes that the heap has had back
     num_allocated: int = 0
 
 
@@ -104,19 +107,24 @@ class World:
         or where the heap of one is exhausted.
         """
         with _whole("an allocation of symmetric memory", BackendUnavailableError):
-            own = [num_bytes, *sorted(_process.freed)]
+            own = [num_bytes, self._module.free_bytes(), *sorted(_process.freed)]
             asked = self._ranks.gather(_process.broken or None, own, "request of symmetric memory", _read_numbers)
             sizes = [size for size, *_ in asked]
             if len(set(sizes)) > 1:
                 told = _by_rank(sizes)
                 _refuse(f"ranks ask for different sizes of symmetric memory, in bytes ({told}); create the Buffer with the same values")
-            for number in sorted(set.intersection(*(set(freed) for _, *freed in asked))):
+            for number in sorted(set.intersection(*(set(freed) for _, _, *freed in asked))):
                 self._module.free(_process.addresses.pop(number))
                 _process.freed.remove(number)
+                _process.returned += _process.sizes.pop(number)
+            # NVSHMEM does not survive a request that is larger than the GPU's memory: its barrier fails when the process ends.
+            rooms = [free + _process.returned for _, free, *_ in asked]
+            _refuse(_first_reason([f"{_NO_ROOM.format(num_bytes)}: its GPU has {room}" if num_bytes > room else None for room in rooms]))
             number, error = _process.num_allocated, None
             _process.num_allocated += 1
             try:
                 _process.addresses[number] = self._module.allocate(num_bytes)
+                _process.sizes[number] = num_bytes
             except RuntimeError as failure:  # on some ranks only: the others have memory that cannot be freed, as that takes all
                 error = str(failure)
             self._ranks.gather(error, 0, "allocation of symmetric memory", int)

@@ -249,7 +249,7 @@ def test_settings_are_compared_at_construction():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(backend="nccl"), r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'collective'\]$"),
+        (dict(backend="nccl"), r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'nvshmem', 'collective'\]$"),
         (dict(hidden=0), "hidden is 0"),
         (dict(hidden=18), "hidden is 18; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8"),
         (dict(num_topk=33, num_experts=64), r"num_topk is 33; it must be at most num_experts \(64\) and at most 32"),
@@ -281,7 +281,7 @@ def test_row_bytes():
     ("backend", "reason"),
     [
         ("nvlink", "(ranks \\[0\\] see no CUDA device|not compiled).*backend='auto' takes one that can"),
-        ("nvshmem", "not built in this version; use"),
+        ("nvshmem", "it serves several nodes, and all 1 ranks are one; backend='nvlink' serves that"),
     ],
 )
 def test_backend_that_cannot_serve(backend, reason):

@@ -5,6 +5,7 @@ import ctypes
 import emulated_gpu
 import pytest
 import torch
+import torch.distributed as dist
 from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
 
 from deepep_moe import Buffer, ops, reference
@@ -33,15 +34,19 @@ def test_equals_reference(split, layout):
     run_ranks(check_case, case.num_ranks, case)
 
 
+PATTERNS = ("uniform", "one_expert", "one_rank", "skewed", "masked", "nobody")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("pattern", ("uniform", "one_expert", "one_rank", "skewed", "masked", "nobody"))
 @pytest.mark.parametrize("split", ("4x1", "3x2", "2x4", "8x1"))
-def test_many_ranks(split, pattern, layout):
-    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
-        settings = {"pattern": pattern, "layout": layout, "seed": seed, "dtype": dtype, "with_weights": seed < 2, "with_bias": seed > 0}
-        case = case_of(split, index_dtype=torch.int32 if seed else torch.int64, **settings)
-        run_ranks(check_case, case.num_ranks, case)
+@pytest.mark.parametrize("number", range(6))
+def test_many_ranks(number, split):
+    """Every pattern, in each layout on two of the splits, with other types on each."""
+    turn = number + list(SPLITS).index(split)
+    dtype = (torch.bfloat16, torch.float16, torch.float32)[turn % 3]
+    settings = {"pattern": PATTERNS[number], "layout": LAYOUTS[turn % 2], "dtype": dtype, "seed": turn}
+    settings |= {"with_weights": turn % 4 > 0, "with_bias": number % 2 > 0, "index_dtype": (torch.int32, torch.int64)[number % 2]}
+    run_ranks(check_case, SPLITS[split][0], case_of(split, **settings))
 
 
 @pytest.mark.parametrize("num_tokens", ([0, 0, 0, 0], [0, 0, 33, 0], [300, 1, 130, 0]), ids=str)
@@ -159,6 +164,44 @@ def bounded(rank, num_ranks):
 
 def test_bounded():
     run_ranks(bounded, 4)
+
+
+def in_graph(rank, num_ranks, layout):
+    """A dispatch and a combine captured once and replayed with other rows and routings."""
+    poison_outputs()
+    device = device_of("nvshmem", rank)
+    buffer = Buffer(None, 24, 72, 24, 4, backend="nvshmem", timeout_s=60, ranks_per_node=2)
+    cases = [case_of("2x2", [24] * 4, layout=layout, seed=seed) for seed in range(4)]
+    x, idx, weight = (tensor.to(device) for tensor in cases[0].inputs(rank))
+
+    def step():
+        out = buffer.dispatch(x, idx, weight, layout=layout, num_recv_rows=24 * 4 * 4)
+        return out, buffer.combine(out.recv_x, out.handle)
+
+    step()  # what is loaded when it is launched first cannot be captured
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, combined = step()
+    for case in cases[1:]:
+        inputs = [case.inputs(r) for r in range(num_ranks)]
+        for to, tensor in zip((x, idx, weight), inputs[rank], strict=True):
+            to.copy_(tensor)
+        graph.replay()
+        torch.cuda.synchronize()
+        buffer.check()
+        xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
+        received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout)
+        assert_same("recv_x", out.recv_x[: len(received[rank].recv_x)], received[rank].recv_x)
+        rows = [there.recv_x for there in received]
+        assert_same("combined_x", combined, reference.combine(rows, received, case.num_tokens, ranks_per_node=2)[rank])
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cuda_graph(layout):
+    run_ranks(in_graph, 4, layout)
 
 
 # ---- what crosses ----

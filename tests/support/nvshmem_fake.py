@@ -15,6 +15,7 @@ class FakeNvshmem:
 
     def __init__(self, *, built=(3, 4, 5), found=(3, 4, 5), status=0, pe=-1, num_pes=0, heap_bytes=1 << 20):
         self.built, self.found, self.now, self.pe, self.num = built, found, status, pe, num_pes
+        self.gpu_bytes = 1 << 40
         self.heap_bytes, self.sizes, self.calls, self.next_address = heap_bytes, {}, [], FIRST_ADDRESS
         self.init_error, self.init_takes_s, self.pe_after_init, self.silent = None, 0.0, None, ()
 
@@ -52,6 +53,9 @@ class FakeNvshmem:
     def num_pes(self):
         assert self.now >= 2, "NVSHMEM ends the process here"
         return self.num
+
+    def free_bytes(self):
+        return self.gpu_bytes
 
     def allocate(self, num_bytes):
         if num_bytes > self.heap_bytes - sum(self.sizes.values()):

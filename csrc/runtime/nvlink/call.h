@@ -19,7 +19,7 @@ struct CallMode {
 
 // Where ranks are of several nodes: what crosses between them. The rest of a call is then about the tokens that are in this node.
 struct RailCall {
-    GpuRouting routing{};  // of this rank's tokens, to experts of all nodes
+    GpuRouting routing{};      // of this rank's tokens, to experts of all nodes
     bool has_weights = false;  // on all ranks, those without tokens as well
     const float* topk_weights = nullptr;
     int64_t weights_token_stride = 0, weights_lane_stride = 0;

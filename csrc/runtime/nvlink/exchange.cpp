@@ -101,7 +101,7 @@ void NvlinkExchange::combine(const GpuCombineCall& call, const CallMode& mode) {
     const int64_t* counts = counts_for_copies(call.numbers, num_sms, false);
     const cudaStream_t stream = as_stream(mode.stream);
     GpuCombineParams params = call.params;
-    params.direct = params.direct && num_sms > 0;  // copy engines take rows from the outbox
+    params.direct = params.direct && num_sms > 0;         // copy engines take rows from the outbox
     const bool is_whole = num_sms > 0 && !mode.is_split;  // else sums cross with the second half, which makes them
     plan(call.plan, call.signature, call.rail, is_whole, stream);
     if (is_whole) {
@@ -164,8 +164,12 @@ const int64_t* NvlinkExchange::counts_for_copies(const int64_t* numbers, int num
     return counts;
 }
 
+// Of several nodes: a rank that waits for its rail in vain says so before those of its node, which wait for it meanwhile, blame it.
+constexpr double kPatienceWithNode = 1.5;
+
 GpuContext NvlinkExchange::context() const {
-    GpuContext c{memory_.waits(timeout_s_, &host_->failure, &state_->gave_up, &state_->ended),
+    const double timeout_s = timeout_s_ * (rail_ == nullptr ? 1.0 : kPatienceWithNode);
+    GpuContext c{memory_.waits(timeout_s, &host_->failure, &state_->gave_up, &state_->ended),
                  config_,
                  layout_,
                  {},

@@ -44,7 +44,7 @@ public:
     int num_multiprocessors() const { return num_multiprocessors_; }
     std::string handle() const { return memory_.handle(); }  // the CUDA IPC handle of the workspace, for the peers
     void connect(const std::vector<std::string>& handles) { memory_.connect(handles); }
-    void disconnect() { memory_.disconnect(); }                             // where some rank could not connect
+    void disconnect() { memory_.disconnect(); }  // where some rank could not connect
     // Of several nodes, before any call: base: symmetric memory of RailLayout::total_bytes, zeroed and there on all ranks; it outlives
     // this. pes: NVSHMEM's numbers of the ranks of this index, by node.
     void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);
@@ -149,7 +149,7 @@ private:
 
     LastStreams last_;
     SendStreams streams_;
-    std::unique_ptr<Rail> rail_;  // of several nodes
+    std::unique_ptr<Rail> rail_;                        // of several nodes
     std::map<std::pair<bool, int>, RowGuess> guesses_;  // by layout and alignment
     bool has_early_launch_ = false;
 };

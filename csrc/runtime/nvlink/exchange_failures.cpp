@@ -104,8 +104,8 @@ std::string NvlinkExchange::reason_of(int peer, long long call) const {
 long long NvlinkExchange::last_call_of(int peer) const {
     unsigned long long entered[2];
     for (int parity = 0; parity < 2; ++parity) {
-        const std::byte* word = is_rail_peer(peer) ? rail_->entered(parity, peer - kFirstRailPeer)
-                                                   : memory_.of(rank_) + layout_.entered_of(parity, peer);
+        const std::byte* word =
+            is_rail_peer(peer) ? rail_->entered(parity, peer - kFirstRailPeer) : memory_.of(rank_) + layout_.entered_of(parity, peer);
         failures_.read(&entered[parity], word, sizeof(entered[parity]));
     }
     return static_cast<long long>(std::max(entered[0], entered[1]) >> kValueBits);
@@ -114,8 +114,8 @@ long long NvlinkExchange::last_call_of(int peer) const {
 GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     GpuStamp stamp{};
     const auto number = static_cast<unsigned long long>(call);
-    const std::byte* at = is_rail_peer(peer) ? rail_->stamp(number, peer - kFirstRailPeer)
-                                             : memory_.of(rank_) + layout_.stamp_of(number, peer);
+    const std::byte* at =
+        is_rail_peer(peer) ? rail_->stamp(number, peer - kFirstRailPeer) : memory_.of(rank_) + layout_.stamp_of(number, peer);
     failures_.read(&stamp, at, sizeof(stamp));
     return stamp;
 }

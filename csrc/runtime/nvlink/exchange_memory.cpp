@@ -96,7 +96,7 @@ NvlinkExchange::~NvlinkExchange() {
 void NvlinkExchange::attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes) {
     const DeviceGuard guard(device_);
     load_combine_of_nodes();
-    rail_ = std::make_unique<Rail>(config_, shim, reinterpret_cast<std::byte*>(base), pes);
+    rail_ = std::make_unique<Rail>(config_, shim, reinterpret_cast<std::byte*>(base), pes, timeout_s_);
 }
 
 void NvlinkExchange::release() {

@@ -63,8 +63,8 @@ std::string Failures::describe_lack(const GpuFailure& f, int reporter) const {
     const std::string why = f.kind == kPeerEnded
                                 ? ", its process " + std::to_string(memory_.process_of(f.peer)) + " is gone"
                                 : " within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms";
-    return me + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) +
-           ", seen " + std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
+    return me + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) + ", seen " +
+           std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
 }
 
 void Failures::raise(const GpuFailure& f) const {

@@ -20,7 +20,8 @@ struct RankNumbers {
 
     // What `reporter`, a peer of this rank or itself, calls `peer`.
     int of(int reporter, int peer) const {
-        const int its_node = is_rail_peer(reporter) ? reporter - kFirstRailPeer : node, its_index = is_rail_peer(reporter) ? index : reporter;
+        const int its_node = is_rail_peer(reporter) ? reporter - kFirstRailPeer : node,
+                  its_index = is_rail_peer(reporter) ? index : reporter;
         return is_rail_peer(peer) ? (peer - kFirstRailPeer) * ranks_per_node + its_index : its_node * ranks_per_node + peer;
     }
     int of(int peer) const { return of(index, peer); }

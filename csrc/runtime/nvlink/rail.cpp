@@ -17,8 +17,8 @@ void check_launch(const char* error) {
 
 }  // namespace
 
-Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes)
-    : config_(config), shim_(shim) {
+Rail::Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes, double timeout_s)
+    : config_(config), shim_(shim), timeout_ns_(static_cast<unsigned long long>(timeout_s * 1e9)) {
     if (shim.bytes != kRailShimBytes)
         throw std::invalid_argument("deepep_moe._nvshmem and deepep_moe._C are of different builds: install deepep_moe again");
     if (static_cast<int>(pes.size()) != config.num_nodes)
@@ -70,7 +70,7 @@ void Rail::release() {
 void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, cudaStream_t stream) {
     RailMeetParams params{};
     params.rail = made_;
-    params.rail.context = context;
+    params.rail.context = of_rail(context);
     params.stamp = stamp;
     params.cached = call.is_cached;
     params.topk_idx = call.routing.topk_idx;
@@ -91,6 +91,12 @@ void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall
     fork(stream);
 }
 
+// The node's kernels have a later deadline.
+GpuContext Rail::of_rail(GpuContext context) const {
+    context.timeout_ns = timeout_ns_;
+    return context;
+}
+
 void Rail::fork(cudaStream_t stream) {
     check_cuda(cudaEventRecord(forked_, stream), "cudaEventRecord");
     check_cuda(cudaStreamWaitEvent(stream_, forked_, 0), "cudaStreamWaitEvent");
@@ -100,7 +106,7 @@ void Rail::move(const GpuContext& context, int num_tiles, int num_blocks) {
     const RailCall& call = call_;
     RailMoveParams params{};
     params.rail = made_;
-    params.rail.context = context;
+    params.rail.context = of_rail(context);
     params.is_combine = call.is_combine;
     params.num_blocks = num_blocks;  // one of them looks for what arrives
     params.num_tiles = num_tiles;

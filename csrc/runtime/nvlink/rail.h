@@ -14,7 +14,7 @@ namespace deepep_moe {
 class Rail {
 public:
     // As NvlinkExchange::attach_rail, on the current device. Throws std::invalid_argument where the shim is of another build.
-    Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes);
+    Rail(const GpuWorkspaceConfig& config, const RailShim& shim, std::byte* base, const std::vector<int>& pes, double timeout_s);
     ~Rail();
     Rail(const Rail&) = delete;
 
@@ -36,11 +36,13 @@ public:
     const std::byte* stamp(unsigned long long call, int node) const { return made_.base + made_.layout.in_of(call, node); }
 
 private:
+    GpuContext of_rail(GpuContext context) const;
     GpuRail view() const;
     void release();
 
     const GpuWorkspaceConfig config_;
     const RailShim& shim_;
+    const unsigned long long timeout_ns_;
     RailContext made_{};  // without the context of a call
     float* node_topk_weights_ = nullptr;
     void* scratch_ = nullptr;

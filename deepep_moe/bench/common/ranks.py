@@ -67,7 +67,8 @@ class Rank:
 
     def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
         self.options, self.rank, self.started = options, rank, time.monotonic()
-        self.shape = Shape(num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment)
+        sizes = num_ranks, options.hidden, options.num_experts, options.num_topk, options.expert_alignment
+        self.shape = Shape(*sizes, getattr(options, "ranks_per_node", None))
         self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
         self.group: dist.ProcessGroup | None = None
         if options.on_gpu:
@@ -90,7 +91,8 @@ class Rank:
     def new_buffer(self, num_tokens: int) -> Buffer:
         o = self.options
         group = self.group if o.backend == "collective" else None
-        return Buffer(group, num_tokens, o.hidden, o.num_experts, o.num_topk, backend=o.backend, timeout_s=TIMEOUT_S)
+        sizes = num_tokens, o.hidden, o.num_experts, o.num_topk
+        return Buffer(group, *sizes, backend=o.backend, timeout_s=TIMEOUT_S, ranks_per_node=self.shape.ranks_per_node)
 
     def agreed(self, what: str, attempt: Callable[[], Any]) -> Any:
         """Return what `attempt` returns on this rank, or None on all ranks where it raised on any of them; `failures` says why."""

@@ -51,11 +51,22 @@ def expected_dispatch(inputs: Sequence[Inputs], shape: Shape, rank: int, layout:
     return found
 
 
-def expected_combine(inputs: Inputs, shape: Shape, layout: str) -> Tensor:
-    """Return the combined_x of the rank of `inputs` when rows are combined as they were dispatched, with weights in the expert layout."""
+def expected_combine(inputs: Inputs, shape: Shape, layout: str, own: int = 0) -> Tensor:
+    """Return the combined_x of the rank `own`, whose inputs these are, when rows are combined as they were dispatched, with weights in the
+    expert layout."""
     x, ranks = inputs.x.float(), inputs.topk_idx // shape.num_local_experts
+    per_node = shape.ranks_per_node or shape.num_ranks
     total = torch.zeros_like(x)
-    for rank in range(shape.num_ranks):
+    for first in range(0, shape.num_ranks, per_node):
+        of_node = _sum_of_ranks(inputs, shape, layout, x, ranks, range(first, first + per_node))
+        total = total + (of_node if own // per_node == first // per_node else of_node.to(inputs.x.dtype).float())
+    return total.to(inputs.x.dtype)
+
+
+def _sum_of_ranks(inputs: Inputs, shape: Shape, layout: str, x: Tensor, ranks: Tensor, of: range) -> Tensor:
+    """Return what the ranks `of` one node make of the rows `x`, whose lanes go to `ranks`, in fp32."""
+    total = torch.zeros_like(x)
+    for rank in of:
         here = ranks == rank
         row = torch.where(here.any(1)[:, None], x, 0.0)
         if layout == "expert":
@@ -63,7 +74,7 @@ def expected_combine(inputs: Inputs, shape: Shape, layout: str) -> Tensor:
             for lane in range(shape.num_topk):
                 row = row + torch.where(here[:, lane, None], inputs.topk_weights[:, lane, None] * x, 0.0)
         total = total + row.to(inputs.x.dtype).float()
-    return total.to(inputs.x.dtype)
+    return total
 
 
 def compare(what: str, found: Tensor, expected: Tensor, source: str = "the definition") -> None:
@@ -83,7 +94,7 @@ def verify(operation: Operation, inputs: Sequence[Inputs], shape: Shape, rank: i
     """Make the call and compare its results bit for bit. Return True or raise EPError. `inputs` are those of all ranks. Collective."""
     result = operation.call()
     if operation.op == "combine":
-        compare("combined_x", result, expected_combine(inputs[rank], shape, operation.layout))
+        compare("combined_x", result, expected_combine(inputs[rank], shape, operation.layout, rank))
         return True
     expected = expected_dispatch(inputs, shape, rank, operation.layout, operation.dtype != "bfloat16")
     for name, tensor in expected.items():

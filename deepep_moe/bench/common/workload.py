@@ -22,6 +22,8 @@ class Shape:
     num_experts: int
     num_topk: int
     expert_alignment: int
+    ranks_per_node: int | None = None
+    """None: all ranks are one node."""
 
     @property
     def num_local_experts(self) -> int:

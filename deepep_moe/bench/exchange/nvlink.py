@@ -43,7 +43,8 @@ def add_shape_arguments(parser: argparse.ArgumentParser, backends: tuple[str, ..
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shape_arguments(parser, ("nvlink", "collective", "shm"), " ".join(map(str, TOKENS["cuda"])))
+    add_shape_arguments(parser, ("nvlink", "nvshmem", "collective", "shm"), " ".join(map(str, TOKENS["cuda"])))
+    parser.add_argument("--ranks-per-node", type=int, help="virtual nodes of so many ranks, for nvshmem and collective")
     parser.add_argument("--num-sms", type=int, nargs="+", help=_NUM_SMS_HELP)
     parser.add_argument("--sweep", action="store_true", help=f"also {' '.join(map(str, SWEEP))} SMs at {SWEPT_TOKENS} tokens")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, 10 iterations")
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resolve(options: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for values that do not fit."""
-    options.on_gpu = options.backend == "nvlink" or (options.backend == "collective" and torch.cuda.device_count() > 0)
+    options.on_gpu = options.backend in ("nvlink", "nvshmem") or (options.backend == "collective" and torch.cuda.device_count() > 0)
     resolve_ranks(options)
     options.num_tokens = sorted(set(options.num_tokens or _default_tokens(options)))
     options.iterations = options.iterations or (10 if options.quick else 30)

@@ -42,6 +42,7 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
         "rival_permuted_us": statistics.median(m.baseline.permuted_us),
         "workspace_bytes": m.workspace_bytes,
         "iterations": len(m.stream_us),
+        "ranks_per_node": options.ranks_per_node or report.num_ranks,
     }
     baseline, times = f"{PLANNED[m.layout].name} ({report.transport}) with permutes", m.baseline.permuted_us
     return record(m.op, settings, m.stream_us, m.link_bytes, baseline=baseline, baseline_times=times, hardware=report.hardware, **extra)

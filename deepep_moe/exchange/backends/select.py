@@ -27,7 +27,9 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
 
         return why_not_nvshmem(peers, settings) or nvshmem.make(settings, peers, group)
     if settings.num_nodes > 1:
-        return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"
+        return (
+            f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"
+        )
     return why_not_nvlink(peers) or connect(lambda: NvlinkBackend(settings), settings, group)
 
 

@@ -57,7 +57,7 @@ def test_section():
         ),
         ({"enabled": "yes"}, TypeError, "enabled is 'yes'; it must be true or false"),
         ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact is 1; it must be true or false'),
-        ({"backend": "nccl"}, ValueError, r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'collective'\]"),
+        ({"backend": "nccl"}, ValueError, r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'nvshmem', 'collective'\]"),
         ({"num_max_tokens_per_rank": 0}, ValueError, "num_max_tokens_per_rank is 0; it must be at least 1"),
         ({"num_sms": "all"}, TypeError, "num_sms is 'all'; it must be a whole number or null"),
         ({"ranks_per_node": 0}, ValueError, "ranks_per_node is 0; it must be at least 1"),

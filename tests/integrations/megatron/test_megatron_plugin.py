@@ -75,7 +75,7 @@ def test_enable_refuses_what_is_no_int(option, value):
 
 
 def test_enable_names_the_backends():
-    with pytest.raises(ValueError, match=r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'collective'\]"):
+    with pytest.raises(ValueError, match=r"backend is 'nccl'; it must be one of \['auto', 'shm', 'nvlink', 'nvshmem', 'collective'\]"):
         enable(backend="nccl")
 
 
