@@ -135,7 +135,7 @@ struct Meeting {
             const bool is_refusal = p.stamp.what == 0;
             refuses = is_refusal || gave_up(c);
             out->stamp = p.stamp;
-            if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = *c.failure, out->stamp.what = 0;
+            if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = *c.failure;
             out->num_tokens = num_tokens;
             r.out_counts[node] = num_tokens;
         }
@@ -179,8 +179,12 @@ struct Meeting {
         }
     }
 
+    // Has this rank sent rows of a call that its node did not make? Then nobody has waited for them.
+    __device__ bool has_left_rows() const { return r.state->last_met + 1 == sequence && c.state->last_met + 1 < sequence; }
+
     __device__ void run() const {
         if (threadIdx.x == 0 && r.state->last_met + 1 < sequence && !is_own()) wait_for_entry(sequence - 1);
+        if (threadIdx.x == 0 && has_left_rows() && is_own()) nvshmem_quiet();  // its boxes are written again in this call
         __syncthreads();
         for (int i = threadIdx.x; i < r.layout.num_chunks; i += kThreads) r.summed[node * r.layout.num_chunks + i] = 0;
         const int num_tokens = find_slots();
