@@ -179,12 +179,8 @@ struct Meeting {
         }
     }
 
-    // Has this rank sent rows of a call that its node did not make? Then nobody has waited for them.
-    __device__ bool has_left_rows() const { return r.state->last_met + 1 == sequence && c.state->last_met + 1 < sequence; }
-
     __device__ void run() const {
         if (threadIdx.x == 0 && r.state->last_met + 1 < sequence && !is_own()) wait_for_entry(sequence - 1);
-        if (threadIdx.x == 0 && has_left_rows() && is_own()) nvshmem_quiet();  // its boxes are written again in this call
         __syncthreads();
         for (int i = threadIdx.x; i < r.layout.num_chunks; i += kThreads) r.summed[node * r.layout.num_chunks + i] = 0;
         const int num_tokens = find_slots();
@@ -295,7 +291,10 @@ struct Mover {
 
 __global__ void __launch_bounds__(kThreads, 1) move(const __grid_constant__ RailMoveParams p) {
     const Mover mover(p);
-    if (gave_up(p.rail.context) || mover.sequence != p.rail.state->last_met) return;  // no call is made
+    __shared__ bool is_made;  // asked once: the plan, which runs meanwhile, may give up between two lanes of a warp
+    if (threadIdx.x == 0) is_made = !gave_up(p.rail.context) && mover.sequence == p.rail.state->last_met;
+    __syncthreads();
+    if (!is_made) return;
     if (blockIdx.x == 0) return mover.receive();
     mover.send();
 }

@@ -297,8 +297,6 @@ void nvshmemx_signal_op(uint64_t* signal, uint64_t value, int signal_op, int pe)
     w.network->post(checked(w, nullptr, nullptr, 0, signal, value, signal_op, pe));
 }
 
-void nvshmem_quiet() { initialized("nvshmem_quiet").network->wait_until_idle(); }
-
 int nvshmem_uint64_test(uint64_t* word, int comparison, uint64_t value) {
     World& w = initialized("nvshmem_uint64_test");
     emulation::yield();

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 emulated_only = pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")
 DEADLINE_S = 4.0  # far from what a step takes on a busy machine
 BETWEEN_NODES = "entry into the call, between nodes"
-CULPRITS = (0, 3)
+CULPRITS = (0, pytest.param(3, marks=pytest.mark.slow))
 
 
 def part_of(rank: int, culprit: int) -> str:
@@ -128,25 +128,6 @@ def test_refused_arguments(culprit):
     run_ranks(refused_arguments, 4, culprit)
 
 
-def rows_under_way(rank, num_ranks, culprit):
-    """Ranks of the other rail have sent rows of a refused call when they make the next one, and the network is slow to bring them."""
-    os.environ["DEEPEP_MOE_EMULATED_NETWORK"] = "delay_us=10000"
-    buffer, part = buffer_of(), part_of(rank, culprit)
-    x, idx = inputs(buffer, 1)
-    for step in range(1, 6):
-        if part == "culprit":
-            raised(lambda: buffer.dispatch(x[:1], idx), ValueError, "topk_idx has shape")
-        else:
-            assert_refused(lambda: buffer.dispatch(x, idx), part, culprit, "ValueError: topk_idx has shape", "ValueError")
-        make_step(buffer, step)
-    buffer.destroy()
-
-
-@emulated_only
-def test_rows_under_way_when_the_next_call_is_made():
-    run_ranks(rows_under_way, 4, 1)
-
-
 def different_calls(rank, num_ranks, culprit):
     """The culprit combines while the others dispatch, or asks for another layout."""
     buffer, part = buffer_of(), part_of(rank, culprit)
@@ -220,7 +201,7 @@ def late(rank, num_ranks, culprit, operation):
     buffer.destroy()
 
 
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+@pytest.mark.parametrize("operation", ("dispatch", pytest.param("combine", marks=pytest.mark.slow)))
 def test_late_rank(operation):
     run_ranks(late, 4, {"dispatch": 3, "combine": 0}[operation], operation)
 
