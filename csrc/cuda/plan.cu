@@ -120,7 +120,6 @@ struct Plan {
     __device__ void refuse(const Workspace& theirs) const {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
         if (!is_refusal()) stamp.reason[0] = '\0', stamp.why = *c.failure;
-        stamp.what = 0;
         store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
     }
 

@@ -136,7 +136,7 @@ struct Meeting {
             const bool is_refusal = p.stamp.what == 0;
             refuses = is_refusal || gave_up(c);
             out->stamp = p.stamp;
-            if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = *c.failure, out->stamp.what = 0;
+            if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = *c.failure;
             out->num_tokens = num_tokens;
             r.out_counts[node] = num_tokens;
         }
@@ -292,7 +292,10 @@ struct Mover {
 
 __global__ void __launch_bounds__(kMoveThreads, 1) move(const __grid_constant__ RailMoveParams p) {
     const Mover mover(p);
-    if (gave_up(p.rail.context) || mover.sequence != p.rail.state->last_met) return;  // no call is made
+    __shared__ bool is_made;  // asked once: the plan, which runs meanwhile, may give up between two lanes of a warp
+    if (threadIdx.x == 0) is_made = !gave_up(p.rail.context) && mover.sequence == p.rail.state->last_met;
+    __syncthreads();
+    if (!is_made) return;
     if (blockIdx.x == 0) return mover.receive();
     mover.send();
 }

@@ -26,9 +26,9 @@ ON_GPUS = ("nvlink", "low latency nvlink")
 
 
 def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, num_tokens: int = NUM_TOKENS, group: Any = None) -> Any:
-    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, or "two hops", which is `collective` over nodes of two ranks, or "low
-    latency", which is over shared memory, or one of `ON_GPUS`."""
-    if kind in ON_GPUS:
+    """A buffer of two experts a rank. `kind`: a backend of `Buffer`, of which `nvshmem` has nodes of two ranks, or "two hops", which is
+    `collective` over such nodes, or "low latency", which is over shared memory, or one of `ON_GPUS`."""
+    if kind in (*ON_GPUS, "nvshmem"):
         device_of("nvlink", dist.get_rank())
     dist.barrier(group=group)
     sizes = (group, num_tokens, hidden, 2 * num_ranks, num_ranks)
@@ -36,7 +36,7 @@ def make(kind: str, num_ranks: int, timeout_s: float = 300.0, hidden: int = 16, 
         return LowLatencyBuffer(*sizes, backend="nvlink" if kind in ON_GPUS else "shm", timeout_s=timeout_s)
     if kind == "two hops":
         return Buffer(*sizes, backend="collective", timeout_s=timeout_s, ranks_per_node=2)
-    buffer = Buffer(*sizes, backend=kind, timeout_s=timeout_s)
+    buffer = Buffer(*sizes, backend=kind, timeout_s=timeout_s, ranks_per_node=2 if kind == "nvshmem" else None)
     if kind == "nvlink":
         buffer.calls._native = None  # whose calls go past what faults are put into
     return buffer
@@ -59,7 +59,7 @@ def inputs(buffer: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def look(buffer: Any) -> None:
     """Raise what a GPU has found in the calls so far."""
-    if buffer.backend == "nvlink":
+    if buffer.backend in ("nvlink", "nvshmem"):
         torch.cuda.synchronize()
         buffer.check()
 

@@ -117,7 +117,7 @@ private:
     bool has_exceeded_bound() const { return static_cast<const volatile GpuCounts&>(host_->counts).exceeding_rows != 0; }
     void* state_words() const { return &state_->gave_up; }
     [[noreturn]] void raise(const GpuFailure& failure) const;
-    GpuFailure in_calls(GpuFailure failure) const;
+    GpuFailure in_calls(GpuFailure failure, int reporter) const;
     GpuFailure origin(GpuFailure failure) const;
     std::string describe(const GpuFailure& failure, int reporter) const;
     std::string reason_of(int peer, long long call) const;

@@ -47,7 +47,7 @@ void NvlinkExchange::check_this_call() {
     };
     const GpuFailure failure = failures_.take(host_->failure, state_words(), kStateBytes, is_done);
     void_plan_ = num_plans_;
-    raise(in_calls(origin(failure)));
+    raise(in_calls(origin(failure), rank_));
 }
 
 // Of refusals for another's refusal, the first one, where that has arrived: ranks hear of it in any order.
@@ -63,12 +63,13 @@ GpuFailure NvlinkExchange::origin(GpuFailure f) const {
     return f;
 }
 
-// What was expected and seen, as numbers of calls where the words say those.
-GpuFailure NvlinkExchange::in_calls(GpuFailure f) const {
+// What `reporter` has expected and seen, as numbers of calls where the words say those.
+GpuFailure NvlinkExchange::in_calls(GpuFailure f, int reporter) const {
     const auto phase = static_cast<GpuPhase>(f.phase);
     if (!ends_wait(f.kind) || (phase != GpuPhase::kEntry && phase != GpuPhase::kCounts && phase != GpuPhase::kRailEntry)) return f;
     f.expected >>= kValueBits;
-    f.seen = phase == GpuPhase::kEntry ? last_call_of(f.peer) : f.seen >> kValueBits;
+    const bool is_known = numbers_.of(reporter, f.peer) == numbers_.of(f.peer);  // the same peer to both
+    f.seen = phase != GpuPhase::kCounts && is_known ? last_call_of(f.peer) : f.seen >> kValueBits;
     return f;
 }
 
@@ -97,7 +98,7 @@ void NvlinkExchange::raise(const GpuFailure& f) const {
 // What `peer` has said of its refusal.
 std::string NvlinkExchange::reason_of(int peer, long long call) const {
     const GpuStamp stamp = stamp_of(peer, call);
-    return stamp.reason[0] != '\0' ? stamp.reason : describe(in_calls(stamp.why), peer);
+    return stamp.reason[0] != '\0' ? stamp.reason : describe(in_calls(stamp.why, peer), peer);
 }
 
 // The last call that `peer` has entered, as far as this rank knows.
