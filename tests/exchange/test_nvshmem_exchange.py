@@ -213,19 +213,23 @@ def crossing(rank, num_ranks):
     case = case_of("2x2", [16, 3, 0, 40], hidden=1024)
     idxs = [case.routing(r) for r in range(num_ranks)]
     buffer = Buffer(None, 40, case.hidden, case.num_experts, case.num_topk, backend="nvshmem", timeout_s=60, ranks_per_node=2)
-    count = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
-    count.restype = ctypes.c_uint64
+    emulated_bytes = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
+    emulated_bytes.restype = ctypes.c_uint64
     pe = (rank + 2) % 4
 
     def goes(source, node):
         return int(((idxs[source] // 12) == node).any(1).sum()) if len(idxs[source]) else 0
 
+    def count():
+        dist.barrier()  # puts are counted as they arrive: by the end of all ranks' calls they have
+        return emulated_bytes(pe)
+
     node, message = rank // 2, 2**16
-    begin = count(pe)
+    begin = count()
     out = buffer.dispatch(torch.zeros(case.num_tokens[rank], case.hidden, dtype=torch.bfloat16, device=device), idxs[rank].to(device))
-    middle = count(pe)
+    middle = count()
     buffer.combine(out.recv_x, out.handle)
-    end = count(pe)
+    end = count()
     row = 2 * case.hidden
     sent, returned = goes(rank, 1 - node) * row, goes(pe, node) * row
     assert sent <= middle - begin < sent + message and returned <= end - middle < returned + message, (begin, middle, end, sent, returned)
