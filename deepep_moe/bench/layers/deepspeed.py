@@ -179,17 +179,18 @@ Passes = dict[str, dict[str, LayerPass]]
 
 def _native_passes(x: Tensor, cotangent: Tensor, options: argparse.Namespace, settings: dict[str, Any]) -> tuple[Passes, Tensor]:
     """Return the passes of DeepSpeed's own layers, and the experts of tokens, [num_tokens, num_topk]."""
-    from deepep_moe.integrations.deepspeed.harness.layers import FeedForward, experts_of, sharing_layers
+    from deepep_moe.integrations.deepspeed.harness.layers import experts_of, feed_forward, into_one_memory, sharing_layers
 
     settings["capacity_factor"] = options.capacity_factor
     layers = {
         "exchange": sharing_layers(nn.Identity(), **settings),
-        "layer": sharing_layers(FeedForward(options.hidden, options.ffn_hidden), grouped=True, **settings),
+        "layer": sharing_layers(feed_forward(options.hidden, options.ffn_hidden), grouped=True, **settings),
     }
     passes: Passes = {what: {kind: LayerPass(layer, x, cotangent) for kind, layer in of_one.items()} for what, of_one in layers.items()}
     passes["communication"] = {kind: CommunicationPass(layer, x, cotangent) for kind, layer in layers["exchange"].items()}
     for parameter in layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters():  # else copies of one
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    into_one_memory(list(layers["layer"][DEEPSPEED].deepspeed_moe.experts.parameters()))
     torch.manual_seed(dist.get_rank())
     return passes, experts_of(layers["exchange"][DEEPSPEED], x)
 

@@ -1,5 +1,6 @@
 """MoE layers that differ only in how they move tokens, to compare them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ DEEPSPEED, EXACT, FAST, GROUPED = "deepspeed", "exact", "fast", "grouped"
 KINDS = (EXACT, FAST, DEEPSPEED)
 
 
-class FeedForward(nn.Module):
-    """A plain expert: two matrices without biases around a GELU."""
+def feed_forward(hidden: int, ffn_hidden: int) -> nn.Module:
+    """Return a plain expert: two matrices without biases around a GELU."""
+    return nn.Sequential(nn.Linear(hidden, ffn_hidden, bias=False), nn.GELU(), nn.Linear(ffn_hidden, hidden, bias=False))
 
-    def __init__(self, hidden: int, ffn_hidden: int):
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, ffn_hidden, bias=False), nn.Linear(ffn_hidden, hidden, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
+def into_one_memory(parameters: Sequence[nn.Parameter]) -> None:
+    """Put parameters one behind another into one tensor, as ZeRO 1 and 2 do, where grouped products read those of all experts in place."""
+    one = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    for parameter, data in zip(parameters, one.split([parameter.numel() for parameter in parameters]), strict=True):
+        parameter.data = data.view_as(parameter)
 
 
 def sharing_layers(
