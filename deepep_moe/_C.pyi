@@ -210,7 +210,9 @@ class GpuTuning:
     num_work_blocks: int
     num_sms: int
     num_sms_of_sums: int
+    max_sms: int
     num_rail_sms: int
+    rail_gbps: float
 
 def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, dtype: DType, stream: int) -> None: ...
 

@@ -19,7 +19,9 @@ struct GpuTuning {
     int num_work_blocks = 0;       // of a combine; 0: all SMs that do not send
     int num_sms = 12;              // SMs that send, where the caller does not say
     int num_sms_of_sums = 14;      // of a combine that sums rows for several peers
+    int max_sms = 0;               // that a call takes, those that send among them; 0: all
     int num_rail_sms = 4;          // that send to other nodes, and look for what comes from there
+    double rail_gbps = 0;          // that these send at most, as a slower network would; 0: what the network takes
 };
 
 namespace tuning {

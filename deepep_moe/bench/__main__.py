@@ -3,6 +3,7 @@
 exchange     dispatch and combine on the CPU
 link         dispatch and combine on GPUs
 low-latency  dispatch and combine of small batches
+pipeline     both hops over virtual nodes, at a network's pace
 overlap      dispatch and combine beside GEMMs
 gate         the gate
 host         the time of the host in calls on a GPU
@@ -19,6 +20,7 @@ import sys
 from deepep_moe.bench.common.records import add_json
 from deepep_moe.bench.exchange import cpu as exchange
 from deepep_moe.bench.exchange import nvlink as link
+from deepep_moe.bench.exchange import pipeline
 from deepep_moe.bench.gate import command as gate
 from deepep_moe.bench.host import command as host
 from deepep_moe.bench.layers import deepspeed, megatron
@@ -27,7 +29,7 @@ from deepep_moe.bench.model import command as model
 from deepep_moe.bench.overlap import command as overlap
 
 COMMANDS = {
-    "exchange": exchange, "link": link, "low-latency": low_latency, "overlap": overlap, "gate": gate, "host": host,
+    "exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "overlap": overlap, "gate": gate, "host": host,
     "model": model, "megatron": megatron, "deepspeed": deepspeed,
 }  # fmt: skip
 

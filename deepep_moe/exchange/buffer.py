@@ -12,7 +12,15 @@ from deepep_moe.arguments import check_tensor
 from deepep_moe.exchange import native, operators
 from deepep_moe.exchange.backends.select import BACKENDS, make_backend
 from deepep_moe.exchange.calls import Calls
-from deepep_moe.exchange.checks import check_beside_handle, check_num_sms, check_owner, check_quantizable, check_routing, check_tensors
+from deepep_moe.exchange.checks import (
+    check_beside_handle,
+    check_max_sms,
+    check_num_sms,
+    check_owner,
+    check_quantizable,
+    check_routing,
+    check_tensors,
+)
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.nodes import find_nodes
@@ -45,6 +53,8 @@ class Buffer(Sizes):
             first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: 12, or 14 in a combine
             from the expert layout among three ranks or more, or all where there are fewer. A call may say otherwise. Results never depend
             on it. CPU backends ignore it.
+        max_sms: most SMs of a GPU that a call takes, at least 2, those that send among them; other kernels may run on the rest meanwhile.
+            None: all. Results never depend on it. CPU backends ignore it.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
         ranks_per_node: how many consecutive ranks are a node, a divisor of the group's size. Sums of a token's rows are made node by node
             (docs/design/contract.md), so it is a part of what combine computes. None: ranks of one host are a node. A number makes nodes
@@ -67,6 +77,7 @@ class Buffer(Sizes):
         *,
         backend: str = "auto",
         num_sms: int | None = None,
+        max_sms: int | None = None,
         timeout_s: float | None = None,
         ranks_per_node: int | None = None,
     ):
@@ -77,12 +88,15 @@ class Buffer(Sizes):
         try:
             self._settings = check_settings(self._settings, backend, BACKENDS, timeout_s, ranks_per_node)
             check_num_sms(num_sms)
+            check_max_sms(max_sms)
             num_threads = config.num_threads(num_ranks)
         except (TypeError, ValueError) as refused:
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
         self._settings = find_nodes(self._settings, peers)
         made = make_backend(backend, self._settings, peers, group)
+        if max_sms is not None:
+            made.limit_sms(max_sms)
         self._group = group
         self.backend: str = made.name
         self.num_channels: int = made.capabilities.num_channels

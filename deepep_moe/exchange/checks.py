@@ -208,6 +208,13 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     _check_weights("topk_weight_grads", args.topk_weight_grads, shape, x)
 
 
+def check_max_sms(max_sms: Any) -> None:
+    if max_sms is not None and (isinstance(max_sms, bool) or not isinstance(max_sms, int)):
+        raise TypeError(f"max_sms is {max_sms!r}; it must be None or a whole number")
+    if max_sms is not None and max_sms < 2:
+        raise ValueError(f"max_sms is {max_sms}; it must be at least 2, as some SMs send and others receive")
+
+
 def check_num_sms(num_sms: Any) -> None:
     if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
         raise TypeError(f"num_sms is {num_sms!r}; it must be None or a whole number")

@@ -58,6 +58,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recv-capacity-factor", type=float, help="with --sync-free, room for that many times an even share of all rows")
     parser.add_argument("--shared-overlap", action="store_true", help="the shared expert runs beside dispatch and combine")
     parser.add_argument("--shared-width", type=int, help="columns inside the shared expert, another number than the model's")
+    parser.add_argument("--max-sms", type=int, help="on GPUs, the most SMs that a call takes, so that others run beside it (default: all)")
     parser.add_argument("--recompute", action="store_true", help="MoE layers run again in the backward, along their handles")
     parser.add_argument("--interleave", action="store_true", help="1F1B: a micro batch's forward beside the backward of the one before")
     parser.add_argument("--micro-batches", type=int, default=None, help="parts of a step's sequences (default: 1, with --interleave 2)")
@@ -197,7 +198,7 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     """Write the files and print the tables. Return the exit code."""
     report.write_metrics(results, arguments.out / "metrics.jsonl")
     about = {"hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(), "torch": torch.__version__}
-    about |= {name: getattr(arguments, name) for name in ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width")}
+    about |= {name: getattr(arguments, name) for name in ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width", "max_sms")}
     report.write_summary(results, arguments.out / "summary.json", op="example step", **about)
     report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")

@@ -37,6 +37,7 @@ class Settings:
     device: str = "cpu"
     backend: str = "auto"
     ranks_per_node: int | None = None
+    max_sms: int | None = None
     gate: bool = True
     grouped_experts: bool = False
     sync_free: bool = False
@@ -72,7 +73,7 @@ class Settings:
         """Arguments of `enable()`, None for Megatron-Core's own dispatchers."""
         if self.dispatcher != "deepep_moe":
             return None
-        names = ("backend", "ranks_per_node", "gate", "grouped_experts", "sync_free", "recv_capacity_factor")
+        names = ("backend", "ranks_per_node", "max_sms", "gate", "grouped_experts", "sync_free", "recv_capacity_factor")
         return {name: getattr(self, name) for name in names} | {"metrics": True}
 
     @property

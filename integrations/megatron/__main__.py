@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="let the gate of deepep_moe choose the experts where it can (default), or leave routing to Megatron-Core",
     )
+    parser.add_argument("--max-sms", type=int, metavar="N", help="on GPUs, the most SMs that a call takes (default: all)")
     parser.add_argument("--num-sms", type=int, metavar="N", help="on GPUs, the SMs that send (default: the buffer's own choice)")
     parser.add_argument(
         "--grouped-experts",
@@ -80,6 +81,7 @@ def main() -> None:
         expert_alignment=options.expert_alignment,
         gate=options.gate,
         num_sms=options.num_sms,
+        max_sms=options.max_sms,
         grouped_experts=options.grouped_experts,
         sync_free=options.sync_free,
         recv_capacity_factor=options.recv_capacity_factor,

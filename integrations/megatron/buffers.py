@@ -55,8 +55,9 @@ class LayerBuffers(BufferRegistry):
         def construct(bound: int) -> deepep_moe.Buffer:
             options = self.options
             return deepep_moe.Buffer(
-                group, bound, hidden, num_experts, num_topk, backend=options.backend, num_sms=num_sms, ranks_per_node=options.ranks_per_node
-            )
+                group, bound, hidden, num_experts, num_topk, backend=options.backend, num_sms=num_sms, max_sms=options.max_sms,
+                ranks_per_node=options.ranks_per_node,
+            )  # fmt: skip
 
         def construct_elastic() -> ElasticBuffer:
             return ElasticBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION, is_bounded=is_bounded)

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepep_moe.arguments import as_int
 from deepep_moe.exchange.backends.select import BACKENDS
-from deepep_moe.exchange.checks import check_num_sms
+from deepep_moe.exchange.checks import check_max_sms, check_num_sms
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Options:
     recv_capacity_factor: float | None = None
     metrics: bool = False
     ranks_per_node: int | None = None
+    max_sms: int | None = None
 
     def __post_init__(self) -> None:
         _check_positive("expert_alignment", self.expert_alignment)
@@ -30,6 +31,7 @@ class Options:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         check_num_sms(self.num_sms)
+        check_max_sms(self.max_sms)
         for name in ("gate", "grouped_experts", "sync_free", "metrics"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}; it must be True or False")

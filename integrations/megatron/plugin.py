@@ -147,6 +147,7 @@ def enable(
     recv_capacity_factor: float | None = None,
     metrics: bool = False,
     ranks_per_node: int | None = None,
+    max_sms: int | None = None,
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -187,6 +188,7 @@ def enable(
             Megatron-Core's report of MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes
             them too.
         ranks_per_node: as for `deepep_moe.Buffer`; ranks are those of the expert-parallel group. None: those of a host are a node.
+        max_sms: as for `deepep_moe.Buffer`: what a call leaves free is for the shared experts, or for the other micro batch, beside it.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.
@@ -205,6 +207,7 @@ def enable(
         recv_capacity_factor,
         metrics,
         ranks_per_node,
+        max_sms,
     )
     if _enabled is not None:
         if _enabled.options != options:

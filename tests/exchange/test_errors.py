@@ -255,6 +255,7 @@ def test_settings_are_compared_at_construction():
         (dict(num_topk=33, num_experts=64), r"num_topk is 33; it must be at most num_experts \(64\) and at most 32"),
         (dict(num_topk=5), r"num_topk is 5; it must be at most num_experts \(4\)"),
         (dict(num_max_tokens_per_rank=-1), "num_max_tokens_per_rank is -1"),
+        (dict(max_sms=1), "max_sms is 1; it must be at least 2, as some SMs send and others receive"),
         (dict(timeout_s=0.0), "timeout_s is 0.0; it must be a positive number of seconds"),
     ],
 )

@@ -43,6 +43,15 @@ def test_ways_to_send(num_sms, mode, layout):
     run_ranks(check_case, case.num_ranks, case)
 
 
+@pytest.mark.parametrize("mode", ("now", "hook"))
+@pytest.mark.parametrize("max_sms", (2, 9, 100000))
+def test_few_multiprocessors(max_sms, mode):
+    """Whoever sends leaves some for those that receive, and the results are the same."""
+    for layout in LAYOUTS:
+        case = Case([140, 37, 90], layout=layout, dtype=torch.bfloat16, max_sms=max_sms, mode=mode, with_bias=True, backends=("nvlink",))
+        run_ranks(check_case, case.num_ranks, case)
+
+
 def guessed_rows(rank, num_ranks, layout, mode):
     """Token t of every rank chooses experts t and t + 1 of 4. The rows allocated are guessed where the last two calls received about as
     many, a sixteenth more than the last: enough, or not."""

@@ -41,6 +41,7 @@ class Case:
     with_weights: bool = True
     with_bias: bool = False
     num_sms: int | None = None
+    max_sms: int | None = None
     ranks_per_node: int | None = None
     bulk_copies: bool = True  # nvlink: with the instructions of sm_90 where they are
     mode: str = "now"  # or "async", "hook"
@@ -100,7 +101,7 @@ def check_case(rank: int, _: int, case: Case) -> None:
     for backend in case.backends:
         device = device_of(backend, rank)
         sizes = (max(case.num_tokens), case.hidden, case.num_experts, case.num_topk)
-        buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, ranks_per_node=case.ranks_per_node)
+        buffer = Buffer(None, *sizes, backend=backend, timeout_s=60, ranks_per_node=case.ranks_per_node, max_sms=case.max_sms)
         assert buffer.backend == backend
         if backend == "nvlink" and not case.bulk_copies:
             buffer.calls.backend.tuning.uses_bulk_copies = False

@@ -23,7 +23,9 @@ void bind_tuning(py::module_& m) {
         .def_readwrite("num_work_blocks", &GpuTuning::num_work_blocks)
         .def_readwrite("num_sms", &GpuTuning::num_sms)
         .def_readwrite("num_sms_of_sums", &GpuTuning::num_sms_of_sums)
-        .def_readwrite("num_rail_sms", &GpuTuning::num_rail_sms);
+        .def_readwrite("max_sms", &GpuTuning::max_sms)
+        .def_readwrite("num_rail_sms", &GpuTuning::num_rail_sms)
+        .def_readwrite("rail_gbps", &GpuTuning::rail_gbps);
 }
 
 // Of ranks and experts of all nodes, and of tokens of one rank; what the kernels know are those of one node, and the tokens that a rank

@@ -283,19 +283,21 @@ void NvlinkExchange::ask() const {
 
 void NvlinkExchange::launch(const GpuDispatchParams& call, int num_sms, bool sends, bool receives, cudaStream_t stream) {
     GpuDispatchParams params = completed(call);
-    params.num_send_blocks = sends && config_.num_ranks > 1 ? num_sms : 0;
-    params.num_receive_blocks = receives ? tuning.num_receive_blocks : 0;
-    params.num_lane_blocks = params.has_lanes && sends ? lane_blocks(params.routing.num_tokens * config_.num_topk) : 0;
+    const int most = num_sms_of_call();
+    params.num_send_blocks = sends && config_.num_ranks > 1 ? std::min(num_sms, std::max(1, most / 2)) : 0;
+    params.num_receive_blocks = receives ? std::clamp(most - params.num_send_blocks, 1, tuning.num_receive_blocks) : 0;
+    params.num_lane_blocks = params.has_lanes && sends ? std::min(most, lane_blocks(params.routing.num_tokens * config_.num_topk)) : 0;
     launch_dispatch(params, stream, sends && receives && follows_plan(stream));
 }
 
 void NvlinkExchange::launch(const GpuCombineParams& call, int num_sms, bool finishes, cudaStream_t stream) {
     GpuCombineParams params = completed(call);
     // Senders wait for workers, so some SMs are always left to those.
-    params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, num_multiprocessors_ - tuning::kFewestWorkers)) : 0;
+    const int most = num_sms_of_call(), most_senders = most - std::min(tuning::kFewestWorkers, most / 2);
+    params.num_send_blocks = config_.num_ranks > 1 ? std::min(num_sms, std::max(1, most_senders)) : 0;
     params.finishes = finishes;
     params.reduces = !params.direct && config_.num_ranks > 1;
-    const int rest = std::max(1, num_multiprocessors_ - params.num_send_blocks - num_rail_sms());
+    const int rest = std::max(1, most - params.num_send_blocks);
     params.num_work_blocks = tuning.num_work_blocks > 0 ? std::min(tuning.num_work_blocks, rest) : rest;
     if (!params.reduces && !finishes) params.num_work_blocks = 0;
     if (params.num_send_blocks + params.num_work_blocks > 0) launch_combine(params, stream, finishes && follows_plan(stream));
@@ -356,7 +358,7 @@ void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
     if (is_void()) return;
     GpuCombineParams params = completed(call);
     params.finishes = true;
-    params.num_work_blocks = num_multiprocessors_ - num_rail_sms();
+    params.num_work_blocks = num_sms_of_call();
     if (rail_ != nullptr) {
         rail_->fork(stream);
         move_on_rail(config_.hidden * static_cast<int64_t>(element_bytes(params.dtype)));
@@ -365,9 +367,15 @@ void NvlinkExchange::finish(const GpuCombineParams& call, cudaStream_t stream) {
     join_rail(stream);
 }
 
-void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), num_rail_sms()); }
+void NvlinkExchange::move_on_rail(int64_t row_bytes) { rail_->move(context(), num_tiles(row_bytes), tuning, num_rail_sms()); }
 
 // Those that a combine leaves to the rail: its blocks wait for what the rail brings.
+// Those beside the rail's.
+int NvlinkExchange::num_sms_of_call() const {
+    const int all = num_multiprocessors_ - num_rail_sms();
+    return tuning.max_sms > 0 ? std::clamp(tuning.max_sms - num_rail_sms(), 2, all) : all;
+}
+
 int NvlinkExchange::num_rail_sms() const { return rail_ == nullptr ? 0 : std::clamp(tuning.num_rail_sms, 2, num_multiprocessors_ - 1); }
 
 // A call goes no further: what it was given may be freed on its stream, once it is sent.

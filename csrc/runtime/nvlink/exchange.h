@@ -109,6 +109,7 @@ private:
     void join_rail(cudaStream_t stream);
     bool follows_plan(cudaStream_t stream) const;
     int num_tiles(int64_t row_bytes) const;
+    int num_sms_of_call() const;
     int num_rail_sms() const;
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;

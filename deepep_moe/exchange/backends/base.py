@@ -135,6 +135,10 @@ class Backend(Protocol):
         """Calls this rank has entered or refused so far."""
         ...
 
+    def limit_sms(self, max_sms: int) -> None:
+        """Let a call take at most so many SMs. CPU backends have none."""
+        ...
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Exchange counts, allocate."""
         ...

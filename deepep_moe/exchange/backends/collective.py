@@ -64,6 +64,9 @@ class CollectiveBackend:
 
     # ---- the three operations ----
 
+    def limit_sms(self, max_sms: int) -> None:
+        pass
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, topk_idx = self.settings, args.topk_idx
         refuse_bad_routing(topk_idx, s.num_experts)

@@ -73,6 +73,9 @@ class NvlinkBackend:
         """How kernels divide the GPU (`_C.GpuTuning`); for benchmarks and tests."""
         return self._exchange.tuning
 
+    def limit_sms(self, max_sms: int) -> None:
+        self._exchange.tuning.max_sms = max_sms
+
     def copy_to(self, peer: int, num_bytes: int) -> None:
         """A copy engine's copy of workspace memory to `peer`, on the current stream, between calls: what the link gives; for benchmarks."""
         self._exchange.copy_block(peer, num_bytes, call_stream(self.device))

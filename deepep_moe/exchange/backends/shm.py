@@ -67,6 +67,9 @@ class ShmBackend:
     def num_calls(self) -> int:
         return self._exchange.num_calls
 
+    def limit_sms(self, max_sms: int) -> None:
+        pass
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         s, num_tokens = self.settings, args.topk_idx.shape[0]
         args.topk_idx, args.topk_weights = args.topk_idx.contiguous(), _contiguous(args.topk_weights)
