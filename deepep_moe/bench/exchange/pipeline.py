@@ -10,7 +10,6 @@ it they take turns, and no ratio says anything.
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[dict
         slower_us = max(at_rate, statistics.median(nvlink_us[op]))
         more = {"ranks_per_node": options.ranks_per_node, "rate_gbps": rate, "pipeline_ratio": statistics.median(times) / slower_us}
         more |= {"nvlink_us": statistics.median(nvlink_us[op]), "unpaced_us": statistics.median(unpaced_us[op])}
-        more |= {"num_rail_sms": options.num_rail_sms, "mps_percentage": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")}
+        more |= {"num_rail_sms": options.num_rail_sms, "sms_of_a_rank": torch.cuda.get_device_properties(device).multi_processor_count}
         more["hardware"] = f"{num_ranks} ranks on {min(num_gpus, num_ranks)} x {torch.cuda.get_device_name(device)}"
         records.append(record(f"{op} paced", settings, times, num_bytes, baseline="bytes at the rate", baseline_times=[at_rate], **more))
     buffer.destroy()
