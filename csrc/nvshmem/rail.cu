@@ -206,7 +206,7 @@ struct Meeting {
         if (!is_last_block(&state.num_done, gridDim.x) || threadIdx.x != 0) return;
         if (state.num_met == config.num_nodes && p.stamp.what != 0) state.last_met = sequence;
         state.sequence = sequence;
-        state.num_done = state.num_met = state.next_send = 0;
+        state.num_done = state.num_met = state.next_send = state.has_lost = 0;
     }
 };
 
@@ -234,7 +234,11 @@ struct Mover {
           sequence(r.state->sequence) {}
 
     __device__ int num_out(int node) const { return p.is_combine ? p.in_counts[node] : r.out_counts[node]; }
-    __device__ int num_in(int node) const { return p.is_combine ? r.out_counts[node] : p.in_counts[node]; }
+    // Of a dispatch: what the sender has said, as a handle that has failed here may not know it.
+    __device__ int num_in(int node) const {
+        return p.is_combine ? r.out_counts[node]
+                            : reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(sequence, node))->num_tokens;
+    }
 
     // This rank's slots for `other`, or those that a rank of `owner` has for tokens of `other`.
     __device__ int64_t box_of(int owner, int other) const { return (other - (other > owner)) * node_tokens * slot.bytes; }
@@ -276,23 +280,37 @@ struct Mover {
 
     // Chunks in the order in which they were sent, a thread each.
     __device__ void receive() const {
+        GpuWaits waits = c;
+        waits.timeout_ns = p.timeout_ns;
+        if (!p.is_combine) waits.gave_up = &r.state->has_lost;
         const int step = static_cast<int>(blockDim.x);
         for (int turn = 1; turn < config.num_nodes; ++turn) {
             const int node = (config.node + config.num_nodes - turn) % config.num_nodes, num_chunks = divide_up(num_in(node), kRailSlots);
             for (int chunk = threadIdx.x; chunk < num_chunks; chunk += step) {
                 unsigned long long* word = word_at(r, r.layout.arrived_of(node, chunk));
-                if (!wait_flag(c, word, sequence, rail_peer(node), GpuPhase::kRailRows)) return;
+                if (!wait_for_chunk(waits, word, node)) return;
                 nvshmem_uint64_test(reinterpret_cast<uint64_t*>(word), NVSHMEM_CMP_GE, sequence);
                 store_release_local(r.ready + node * r.layout.num_chunks + chunk, sequence);
             }
         }
     }
+
+    __device__ bool wait_for_chunk(const GpuWaits& waits, const unsigned long long* word, int node) const {
+        const auto load = [](const unsigned long long* from) { return load_acquire(from); };
+        const unsigned long long seen = watch_word<kPauseNs>(waits, word, load, sequence, rail_peer(node), waits.timeout_ns);
+        if (seen >= sequence) return true;
+        report_lack(c, rail_peer(node), GpuPhase::kRailRows, sequence, seen);
+        *static_cast<volatile int*>(waits.gave_up) = 1;
+        return false;
+    }
 };
 
 __global__ void __launch_bounds__(kMoveThreads, 1) move(const __grid_constant__ RailMoveParams p) {
     const Mover mover(p);
-    __shared__ bool is_made;  // asked once: the plan, which runs meanwhile, may give up between two lanes of a warp
-    if (threadIdx.x == 0) is_made = !gave_up(p.rail.context) && mover.sequence == p.rail.state->last_met;
+    // Rows of a dispatch cross once its rail has met, even where the plan, which runs meanwhile, gives up: all ranks of the rail count on
+    // it, as nobody may write to a box again before. Sums cross only where the node makes some.
+    __shared__ bool is_made;  // asked once, as the plan may give up between two lanes of a warp
+    if (threadIdx.x == 0) is_made = mover.sequence == p.rail.state->last_met && !(p.is_combine && gave_up(p.rail.context));
     __syncthreads();
     if (!is_made) return;
     if (blockIdx.x == 0) return mover.receive();

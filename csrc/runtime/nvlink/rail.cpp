@@ -106,7 +106,8 @@ void Rail::move(const GpuContext& context, int num_tiles, int num_blocks) {
     const RailCall& call = call_;
     RailMoveParams params{};
     params.rail = made_;
-    params.rail.context = of_rail(context);
+    params.rail.context = context;
+    params.timeout_ns = timeout_ns_;
     params.is_combine = call.is_combine;
     params.num_blocks = num_blocks;  // one of them looks for what arrives
     params.num_tiles = num_tiles;
