@@ -26,7 +26,7 @@ class EPPeerError(EPError):
     """Another rank left this call with an error of its own, which the message repeats.
 
     Attributes: `rank`, the peer that failed, in the buffer's group; `cause`, the name of its error's class, such as "ValueError", or ""
-    where the peer has not told it: it destroyed its buffer, or its GPU found the error.
+    where the peer has not told it: it destroyed its buffer.
     """
 
     def __init__(self, message: str, *, rank: int = -1):

@@ -56,6 +56,7 @@ struct RailState {
     unsigned long long last_met;  // of the last call that this rank and all of its rail have entered, without a refusal
     int num_done, num_met;        // blocks of the first kernel that are over, and those of them that have met their node
     int next_send;                // chunks that were taken
+    int has_lost;                 // a chunk of a dispatch did not come in time: no other one is waited for
 };
 
 struct RailContext {
@@ -92,13 +93,14 @@ struct RailMeetParams {
 // Second kernel, beside those of the node: rows leave, a put a chunk, and those that arrive are made known to the node's kernels.
 struct RailMoveParams {
     RailContext rail;
-    bool is_combine;            // sums leave from the outbox, as they are made, and as many rows come as tokens went
-    int num_blocks, num_tiles;  // the latter: parts that a row's sum is made of
-    float ns_per_chunk;  // a put leaves no sooner than a network of that rate has taken it and those before; 0: at once
+    unsigned long long timeout_ns;  // for a chunk
+    bool is_combine;                // sums leave from the outbox, as they are made, and as many rows come as tokens went
+    int num_blocks, num_tiles;      // the latter: parts that a row's sum is made of
+    float ns_per_chunk;             // a put leaves no sooner than a network of that rate has taken it and those before; 0: at once
     int64_t row_bytes, tail_bytes;
     const std::byte* x;         // of a dispatch: [num_tokens, row_bytes]
     const std::byte* x_scales;  // [num_tokens, tail_bytes], or nullptr
-    const int32_t* in_counts;   // [num_nodes]
+    const int32_t* in_counts;   // of a combine: [num_nodes]
 };
 
 // What the module that links NVSHMEM hands to the one that does not. Functions return nullptr, or why a kernel could not be launched.

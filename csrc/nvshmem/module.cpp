@@ -34,6 +34,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def("allocate", &nvshmem::allocate, WithoutGil(), py::arg("bytes"));
     m.def("free", &nvshmem::free, WithoutGil(), py::arg("address"));
     m.def("barrier", &nvshmem::barrier, WithoutGil());
+    m.def("quiet", &nvshmem::quiet, WithoutGil(), py::arg("timeout_s"));
     m.def("link_bytes", &ping_bytes, py::arg("num_pes"));
     m.def("check_links", &nvshmem::check_links, WithoutGil(), py::arg("address"), py::arg("timeout_s"));
     m.def("rail_shim", [] { return py::capsule(&rail_shim(), kRailShimName); });

@@ -2,8 +2,8 @@
 // of this node. All that is NVSHMEM's in the data path is here: a put with its signal word, and a look at a word that has arrived.
 //
 //   meet   a block a node: counts which tokens cross and what they choose there, tells that node's rank, waits for what it tells
-//   move   block 0 waits for the words of chunks that arrive, and sets `ready` for the kernels of this node
-//          the other blocks send: of a dispatch rows of x, packed, of a combine sums, as the node's kernels have made them; a put a chunk
+//   move   the first warp waits for the words of chunks that arrive, and sets `ready` for the kernels of this node
+//          the others send: of a dispatch rows of x, packed, of a combine sums, as the node's kernels have made them; a put a chunk
 //
 // Words are SET to the call's number, one for each chunk, as puts come in any order. A box is written again once its node's rank has
 // entered the next call: by then it has seen all that was sent to it, and so has read what it sends from.
@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kMeetThreads = 512;
 constexpr int kMeetWarps = kMeetThreads / 32;
+constexpr int kLooks = 64;          // at words that have not arrived, between two looks at the clock
 constexpr int kMoveThreads = 1024;  // NVSHMEM has few loads in flight for each thread where a put goes over NVLink
 
 __device__ unsigned long long* word_at(const RailContext& r, int64_t offset) {
@@ -144,9 +145,9 @@ struct Meeting {
         const int64_t lanes = has_lanes() && !refuses ? int64_t{num_tokens} * num_topk : 0;
         const unsigned long long value = sequence << kValueBits | (refuses ? 0 : digest(p.stamp.what));
         fence_system();
-        nvshmemx_putmem_signal_nbi_block(r.base + r.layout.in_of(sequence, config.node), out, sizeof(RailMessage) + lanes * sizeof(RailLane),
-                                         reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value,
-                                         NVSHMEM_SIGNAL_SET, r.pes[node]);
+        nvshmemx_putmem_signal_nbi_block(
+            r.base + r.layout.in_of(sequence, config.node), out, sizeof(RailMessage) + lanes * sizeof(RailLane),
+            reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
 
     // Thread 0: waits until the node's rank has entered `call`. A call that this rank or that one refuses is none.
@@ -206,7 +207,7 @@ struct Meeting {
         if (!is_last_block(&state.num_done, gridDim.x) || threadIdx.x != 0) return;
         if (state.num_met == config.num_nodes && p.stamp.what != 0) state.last_met = sequence;
         state.sequence = sequence;
-        state.num_done = state.num_met = state.next_send = 0;
+        state.num_done = state.num_met = state.next_send = state.has_lost = 0;
     }
 };
 
@@ -235,7 +236,11 @@ struct Mover {
           started(p.ns_per_chunk > 0 ? now_ns() : 0) {}
 
     __device__ int num_out(int node) const { return p.is_combine ? p.in_counts[node] : r.out_counts[node]; }
-    __device__ int num_in(int node) const { return p.is_combine ? r.out_counts[node] : p.in_counts[node]; }
+    // Of a dispatch: what the sender has said, as a handle that has failed here may not know it.
+    __device__ int num_in(int node) const {
+        return p.is_combine ? r.out_counts[node]
+                            : reinterpret_cast<const RailMessage*>(r.base + r.layout.in_of(sequence, node))->num_tokens;
+    }
 
     // This rank's slots for `other`, or those that a rank of `owner` has for tokens of `other`.
     __device__ int64_t box_of(int owner, int other) const { return (other - (other > owner)) * node_tokens * slot.bytes; }
@@ -273,7 +278,7 @@ struct Mover {
     // Until a network of the rate asked for has taken the chunks before, and this one.
     __device__ void pace(int nth) const {
         const auto taken = static_cast<unsigned long long>((nth + 1) * p.ns_per_chunk);
-        while (p.ns_per_chunk > 0 && now_ns() < started + taken) pause_ns(tuning::kPauseNs);
+        while (p.ns_per_chunk > 0 && now_ns() < started + taken) pause_ns(kPauseNs);
     }
 
     // A row of x and its scales, a warp's work.
@@ -283,28 +288,50 @@ struct Mover {
         for (int i = lane; i < p.tail_bytes / 4; i += 32) reinterpret_cast<float*>(to + p.row_bytes)[i] = scales[i];
     }
 
-    // Chunks in the order in which they were sent, a thread each.
+    // A warp's work: each lane looks at a chunk, and at its next one once that has arrived, so that chunks need not wait for each other.
     __device__ void receive() const {
-        const int step = static_cast<int>(blockDim.x);
+        GpuWaits waits = c;
+        waits.timeout_ns = p.timeout_ns;
+        if (!p.is_combine) waits.gave_up = &r.state->has_lost;
         for (int turn = 1; turn < config.num_nodes; ++turn) {
-            const int node = (config.node + config.num_nodes - turn) % config.num_nodes, num_chunks = divide_up(num_in(node), kRailSlots);
-            for (int chunk = threadIdx.x; chunk < num_chunks; chunk += step) {
-                unsigned long long* word = word_at(r, r.layout.arrived_of(node, chunk));
-                if (!wait_flag(c, word, sequence, rail_peer(node), GpuPhase::kRailRows)) return;
+            const int node = (config.node + config.num_nodes - turn) % config.num_nodes;
+            if (!receive_from(node, waits)) return;
+        }
+    }
+
+    __device__ bool receive_from(int node, const GpuWaits& waits) const {
+        const int num_chunks = divide_up(num_in(node), kRailSlots);
+        unsigned long long deadline = now_ns() + waits.timeout_ns;
+        unsigned round = 0;
+        for (int chunk = lane; chunk < num_chunks; ++round) {
+            unsigned long long* word = word_at(r, r.layout.arrived_of(node, chunk));
+            const unsigned long long seen = load_acquire(word);
+            if (seen >= sequence) {
                 nvshmem_uint64_test(reinterpret_cast<uint64_t*>(word), NVSHMEM_CMP_GE, sequence);
                 store_release_local(r.ready + node * r.layout.num_chunks + chunk, sequence);
+                chunk += 32;
+                deadline = now_ns() + waits.timeout_ns;
+                continue;
             }
+            pause_ns(kPauseNs);
+            if (round % kLooks != kLooks - 1 || (!gave_up(waits) && now_ns() < deadline)) continue;
+            report_lack(c, rail_peer(node), GpuPhase::kRailRows, sequence, seen);
+            *static_cast<volatile int*>(waits.gave_up) = 1;
+            return false;
         }
+        return true;
     }
 };
 
 __global__ void __launch_bounds__(kMoveThreads, 1) move(const __grid_constant__ RailMoveParams p) {
     const Mover mover(p);
-    __shared__ bool is_made;  // asked once: the plan, which runs meanwhile, may give up between two lanes of a warp
-    if (threadIdx.x == 0) is_made = !gave_up(p.rail.context) && mover.sequence == p.rail.state->last_met;
+    // Rows of a dispatch cross once its rail has met, even where the plan, which runs meanwhile, gives up: all ranks of the rail count on
+    // it, as nobody may write to a box again before. Sums cross only where the node makes some.
+    __shared__ bool is_made;  // asked once, as the plan may give up between two lanes of a warp
+    if (threadIdx.x == 0) is_made = mover.sequence == p.rail.state->last_met && !(p.is_combine && gave_up(p.rail.context));
     __syncthreads();
     if (!is_made) return;
-    if (blockIdx.x == 0) return mover.receive();
+    if (blockIdx.x == 0 && threadIdx.x < 32) return mover.receive();
     mover.send();
 }
 

@@ -4,9 +4,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 
 #include <nvshmem_host.h>
 
@@ -17,6 +20,8 @@ namespace {
 
 constexpr size_t kAlignment = 128;
 constexpr const char* kSeeOutput = "; set NVSHMEM_DEBUG=INFO and read this process's output for the cause";
+
+int attached_device = -1;
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what); }
 
@@ -35,6 +40,17 @@ void use_device(int device) {
     const cudaError_t error = cudaSetDevice(device);
     if (error != cudaSuccess)
         fail("NVSHMEM needs a CUDA device, and cudaSetDevice(" + std::to_string(device) + ") says: " + cudaGetErrorString(error));
+}
+
+// On a stream of its own: work of others is not behind it, should it never end.
+void wait_until_quiet() {
+    use_device(attached_device);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // what is still to be put
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    nvshmemx_quiet_on_stream(stream);
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
 // In the layout of NVSHMEM's functions.
@@ -103,6 +119,7 @@ void attach(int device) {
     const int error = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
     if (error != 0) fail("nvshmemx_init_attr returned " + std::to_string(error) + kSeeOutput);
     is_attached = true;
+    attached_device = device;
 }
 
 int my_pe() {
@@ -142,6 +159,23 @@ void free(uint64_t address) {
 void barrier() {
     require_initialized("barrier");
     nvshmem_barrier_all();
+}
+
+bool quiet(double timeout_s) {
+    require_initialized("quiet");
+    std::promise<void> quieted;
+    std::future<void> is_quiet = quieted.get_future();
+    std::thread([quieted = std::move(quieted)]() mutable {
+        try {
+            wait_until_quiet();
+            quieted.set_value();
+        } catch (...) {
+            quieted.set_exception(std::current_exception());
+        }
+    }).detach();
+    if (is_quiet.wait_for(std::chrono::duration<double>(timeout_s)) != std::future_status::ready) return false;
+    is_quiet.get();
+    return true;
 }
 
 std::vector<int> check_links(uint64_t address, double timeout_s) {

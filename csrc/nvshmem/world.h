@@ -42,6 +42,10 @@ uint64_t allocate(int64_t bytes);
 void free(uint64_t address);  // collective
 void barrier();               // collective, without a deadline
 
+// Waits until what this process has put has arrived: its kernels first, then the network. Needs no other PE. False: not within the
+// deadline; it is waited for all the same by a thread that may never end, and with it whatever synchronizes the device.
+bool quiet(double timeout_s);
+
 // Sends a word from every PE to every other one; returns a PingState for each PE. `address`: `ping_bytes(num_pes())` from `allocate`, which
 // no earlier call has used. Collective.
 std::vector<int> check_links(uint64_t address, double timeout_s);

@@ -8,6 +8,7 @@ take part makes all ranks raise the same BackendUnavailableError.
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -38,6 +39,10 @@ class _Process:
     sizes: dict[int, int] = field(default_factory=dict)  # of the allocations, bytes
     returned: int = 0  # bytes that the heap has had back
     num_allocated: int = 0
+    pid: int = 0  # of the process that joined its world; a forked one has no part in it
+    rank: int = -1
+    timeout_s: float = 0.0
+    is_stuck: bool = False  # the GPU waits for puts that do not arrive
 
 
 _process = _Process()
@@ -175,9 +180,28 @@ def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[s
     with _whole("NVSHMEM's initialization"):
         pe_of = (_attach if exists else _start)(module, group_ranks, device)
     world = World(module, group_ranks, pe_of, variables)
+    _process.pid, _process.rank, _process.timeout_s = os.getpid(), settings.rank, settings.timeout_s
     if settings.rank == 0:
         logger.info("NVSHMEM %s: %d PEs, environment variables set: %s", world.version, settings.num_ranks, variables or "none")
     return world
+
+
+def quiet() -> bool:
+    """Wait until what this process has put has arrived, so that it may end. Needs no other rank.
+
+    False where that takes longer than the deadline, after a warning. From then on whatever synchronizes the GPU may wait for ever, so no
+    call of NVSHMEM is made any more.
+    """
+    p = _process
+    if p.is_stuck or p.broken or p.pid != os.getpid():
+        return not p.is_stuck
+    module = nvshmem_module.load()
+    assert not isinstance(module, str)  # the process has a world
+    if not module.quiet(p.timeout_s):
+        p.is_stuck = True
+        p.broken = f"what rank {p.rank} has put has not arrived within {p.timeout_s:g} s; start the processes again"
+        logger.warning("NVSHMEM: %s. Peers may miss rows of the last call, and memory of this rank's buffers is not freed", p.broken)
+    return not p.is_stuck
 
 
 def _variables(hosts: list[str], heap_bytes: int) -> dict[str, str]:

@@ -24,6 +24,7 @@ constexpr Option kOptions[] = {{"seed", &Options::seed},
                                {"lose", &Options::lose},
                                {"lose_after", &Options::lose_after},
                                {"lose_for", &Options::lose_for},
+                               {"hold_after", &Options::hold_after},
                                {"depth", &Options::depth},
                                {"flush", &Options::flush},
                                {"heap_mib", &Options::heap_mib},
@@ -119,6 +120,7 @@ void Network::post(Put put) {
     std::shuffle(put.pieces.begin(), put.pieces.end(), random_);
     const auto now = Clock::now();
     put.due = now + up_to(options().delay_us * (random_() % kRarely == 0 ? kRarely : 1));
+    if (num_posted_++ >= options().hold_after) put.due = Clock::time_point::max();
     if (options().stall_us > 0 && random_() % kRarely == 0) stalled_[put.pe] = now + up_to(options().stall_us);
     flying_.push_back(std::make_unique<Put>(std::move(put)));
     changed_.notify_all();

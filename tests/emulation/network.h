@@ -22,16 +22,17 @@ constexpr int kMaxPes = 64;
 // DEEPEP_MOE_EMULATED_NETWORK="seed=3,stall_us=200"; an unknown name is a fault. The same for all PEs, but for `seed`.
 struct Options {
     int64_t seed = 1;
-    int64_t delay_us = 50;         // a put starts up to so much later than it could, one in 8 up to 8 times that
-    int64_t stall_us = 0;          // a put in 8 stops all that goes to its PE for up to so long
-    int64_t lose = -1;             // a PE that is dead: what is put from or to it is lost,
-    int64_t lose_after = 0;        // each process, after so many that arrive,
-    int64_t lose_for = INT64_MAX;  // loses so many
-    int64_t depth = 256;           // puts in flight from one PE to another
-    int64_t flush = 0;             // 1: payload shows once the receiver has called nvshmem_uint64_test and found what it asked for
-    int64_t heap_mib = 1024;       // of each PE
-    int64_t fail_init = 0;         // 1: nvshmemx_hostlib_init_attr fails
-    int64_t minor = 4;             // version 3.minor.5 of the library
+    int64_t delay_us = 50;           // a put starts up to so much later than it could, one in 8 up to 8 times that
+    int64_t stall_us = 0;            // a put in 8 stops all that goes to its PE for up to so long
+    int64_t lose = -1;               // a PE that is dead: what is put from or to it is lost,
+    int64_t lose_after = 0;          // each process, after so many that arrive,
+    int64_t lose_for = INT64_MAX;    // loses so many
+    int64_t hold_after = INT64_MAX;  // each process, after so many puts, keeps those that follow in flight
+    int64_t depth = 256;             // puts in flight from one PE to another
+    int64_t flush = 0;               // 1: payload shows once the receiver has called nvshmem_uint64_test and found what it asked for
+    int64_t heap_mib = 1024;         // of each PE
+    int64_t fail_init = 0;           // 1: nvshmemx_hostlib_init_attr fails
+    int64_t minor = 4;               // version 3.minor.5 of the library
 };
 const Options& options();
 
@@ -97,6 +98,7 @@ private:
     std::vector<std::unique_ptr<Put>> flying_;
     Clock::time_point stalled_[kMaxPes] = {};
     int64_t num_exposed_ = 0;  // puts from or to the PE that is to die
+    int64_t num_posted_ = 0;
     bool is_stopped_ = false;
     std::atomic<uint64_t> num_bytes_[kMaxPes] = {}, num_puts_[kMaxPes] = {};
     std::thread thread_;

@@ -276,6 +276,11 @@ void nvshmem_barrier_all() {
     wait_for_all(w, "nvshmem_barrier_all");
 }
 
+void nvshmemx_quiet_on_stream(cudaStream_t stream) {
+    World& w = initialized("nvshmemx_quiet_on_stream");
+    emulation::enqueue(stream, [&w] { w.network->wait_until_idle(); });
+}
+
 uint64_t emulated_nvshmem_bytes(int pe) { return initialized("emulated_nvshmem_bytes").network->bytes_to(pe); }
 uint64_t emulated_nvshmem_puts(int pe) { return initialized("emulated_nvshmem_puts").network->puts_to(pe); }
 

@@ -84,6 +84,7 @@ void* nvshmem_align(size_t alignment, size_t bytes);
 void nvshmem_free(void* pointer);
 void* nvshmem_ptr(const void* pointer, int pe);
 void nvshmem_barrier_all();
+void nvshmemx_quiet_on_stream(struct EmulatedStream* stream);
 
 // Only here, for tests: what this process has sent to `pe` that has arrived, in bytes of payload, and in puts and signals.
 uint64_t emulated_nvshmem_bytes(int pe);

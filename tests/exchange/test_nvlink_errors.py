@@ -32,8 +32,9 @@ def bad_arguments(rank, num_ranks):
     ]:
         with pytest.raises(
             error if rank == 0 else EPPeerError, match=message if rank == 0 else f"rank 0 did not make its call: .*{message}"
-        ):
+        ) as info:
             buffer.dispatch(**(dict(x=x, topk_idx=idx) | (changes if rank == 0 else {})))
+        assert rank == 0 or info.value.cause == error.__name__, info.value
         out = buffer.dispatch(x, idx)
         assert torch.isfinite(buffer.combine(out.recv_x, out.handle)).all(), "usable afterwards"
 

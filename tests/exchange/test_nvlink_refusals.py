@@ -49,6 +49,28 @@ def test_refusals_wait_for_nobody(num_ranks):
     run_ranks(refuses_alone, num_ranks)
 
 
+def refuses_too_often(rank, num_ranks):
+    """Rank 0 refuses more calls than ranks keep reasons of. Rank 1 looks at the first one once that is overwritten."""
+    buffer, x, idx = make_buffer(rank)
+    out = buffer.dispatch(x, idx)
+    if rank == 0:
+        for number in range(9):
+            buffer.refuse(ValueError(f"reason {number}"))
+        torch.cuda.synchronize()
+        tell("rank 0 has refused nine calls")
+        return
+    buffer.combine(out.recv_x, out.handle)
+    buffer.refuse(ValueError("nobody asks"))
+    wait_for("rank 0 has refused nine calls")
+    with pytest.raises(EPPeerError, match="rank 0 did not make its call: its reason is lost, as rank 0 has entered later calls") as info:
+        buffer.check()
+    assert (info.value.rank, info.value.cause) == (0, "")
+
+
+def test_reason_that_is_overwritten():
+    run_ranks(refuses_too_often, 2)
+
+
 def times_out(rank, num_ranks):
     """A call that nobody waits for times out. The next one raises that, and does not wait for another deadline."""
     buffer, x, idx = make_buffer(rank, timeout_s=DEADLINE_S)

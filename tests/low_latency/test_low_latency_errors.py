@@ -23,7 +23,7 @@ def raises_on(culprit, rank, error, message):
     """The culprit's own error there, the peers' with its message elsewhere."""
     if rank == culprit:
         return pytest.raises(error, match=message)
-    return pytest.raises(EPPeerError, match=f"rank {culprit} did not make its call: .*({message})")
+    return pytest.raises(EPPeerError, match=f"rank {culprit} did not make its call: {error.__name__}: .*({message})")
 
 
 def bad_dispatches(rank, _, backend):

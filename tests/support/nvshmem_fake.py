@@ -67,6 +67,10 @@ class FakeNvshmem:
     def free(self, address):
         del self.sizes[address]
 
+    def quiet(self, timeout_s):
+        self.calls.append("quiet")
+        return True
+
     def link_bytes(self, num_pes):
         return 24 * num_pes
 

@@ -164,12 +164,8 @@ const int64_t* NvlinkExchange::counts_for_copies(const int64_t* numbers, int num
     return counts;
 }
 
-// Of several nodes: a rank that waits for its rail in vain says so before those of its node, which wait for it meanwhile, blame it.
-constexpr double kPatienceWithNode = 1.5;
-
 GpuContext NvlinkExchange::context() const {
-    const double timeout_s = timeout_s_ * (rail_ == nullptr ? 1.0 : kPatienceWithNode);
-    GpuContext c{memory_.waits(timeout_s, &host_->failure, &state_->gave_up, &state_->ended),
+    GpuContext c{memory_.waits(node_timeout_s(), &host_->failure, &state_->gave_up, &state_->ended),
                  config_,
                  layout_,
                  {},
@@ -253,7 +249,7 @@ int64_t NvlinkExchange::wait_counts(int64_t* numbers) {
 // Until the plan of this call has written its number to `word`. Throws what it reports instead.
 void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuPhase phase) {
     using Clock = std::chrono::steady_clock;
-    const double seconds = 2 * timeout_s_ + kSecondsOfWork;  // the kernel's own deadline comes first
+    const double seconds = 2 * node_timeout_s() + kSecondsOfWork;  // the kernel's own deadline comes first
     const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
     for (int64_t round = 0; word != num_plans_; ++round) {
         relax_cpu();
@@ -376,7 +372,7 @@ int NvlinkExchange::num_sms_of_call() const {
     return tuning.max_sms > 0 ? std::clamp(tuning.max_sms - num_rail_sms(), 2, all) : all;
 }
 
-int NvlinkExchange::num_rail_sms() const { return rail_ == nullptr ? 0 : std::clamp(tuning.num_rail_sms, 2, num_multiprocessors_ - 1); }
+int NvlinkExchange::num_rail_sms() const { return rail_ == nullptr ? 0 : std::clamp(tuning.num_rail_sms, 1, num_multiprocessors_ - 1); }
 
 // A call goes no further: what it was given may be freed on its stream, once it is sent.
 void NvlinkExchange::abandon() { join(last_.running()); }

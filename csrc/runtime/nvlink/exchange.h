@@ -82,6 +82,8 @@ private:
     int num_senders(const CallMode& mode, int most_useful) const;
     const int64_t* counts_for_copies(const int64_t* numbers, int num_sms, bool is_dispatch) const;
 
+    // Of several nodes: a rank that waits for its rail in vain says so before those of its node, which wait for it meanwhile, blame it.
+    double node_timeout_s() const { return timeout_s_ * (config_.num_nodes == 1 ? 1.0 : 1.5); }
     GpuContext context() const;
     void complete(GpuRouting& routing) const;
     GpuDispatchParams completed(GpuDispatchParams params) const;
@@ -123,6 +125,7 @@ private:
     std::string describe(const GpuFailure& failure, int reporter) const;
     std::string reason_of(int peer, long long call) const;
     GpuStamp stamp_of(int peer, long long call) const;
+    bool may_be_overwritten(int peer, long long call) const;
     long long last_call_of(int peer) const;
 
     const GpuWorkspaceConfig config_;

@@ -76,7 +76,10 @@ GpuFailure NvlinkExchange::in_calls(GpuFailure f, int reporter) const {
 std::string NvlinkExchange::describe(const GpuFailure& f, int reporter) const {
     const auto name_of = [&](int number) { return "rank " + std::to_string(number); };
     const int number = numbers_.of(reporter, f.peer), peer = numbers_.peer(number);
-    const auto call_of = [&](int peer) { return deepep_moe::describe(unpack(stamp_of(peer, f.expected).what)); };
+    const auto call_of = [&](int peer) {
+        const unsigned long long what = stamp_of(peer, f.expected).what;
+        return what == 0 ? "another one" : deepep_moe::describe(unpack(what));
+    };
     switch (f.kind) {
         case kMismatch:
             return "ranks make different calls: " + name_of(numbers_.of(reporter)) + ": " + call_of(reporter) + "; " + name_of(number) +
@@ -98,7 +101,7 @@ void NvlinkExchange::raise(const GpuFailure& f) const {
 // What `peer` has said of its refusal.
 std::string NvlinkExchange::reason_of(int peer, long long call) const {
     const GpuStamp stamp = stamp_of(peer, call);
-    return stamp.reason[0] != '\0' ? stamp.reason : describe(in_calls(stamp.why, peer), peer);
+    return stamp.reason[0] != '\0' ? stamp.reason : Failures::reason_of(stamp.why, describe(in_calls(stamp.why, peer), peer));
 }
 
 // The last call that `peer` has entered, as far as this rank knows.
@@ -118,7 +121,19 @@ GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
     const std::byte* at =
         is_rail_peer(peer) ? rail_->stamp(number, peer - kFirstRailPeer) : memory_.of(rank_) + layout_.stamp_of(number, peer);
     failures_.read(&stamp, at, sizeof(stamp));
-    return stamp;
+    if (!may_be_overwritten(peer, call)) return stamp;
+    const std::string name = "rank " + std::to_string(numbers_.of(peer));
+    GpuStamp lost{};
+    copy_text(lost.reason, sizeof(lost.reason), "its reason is lost, as " + name + " has entered later calls since; see its output");
+    return lost;
+}
+
+// By a later call of that rank. It keeps a few stamps, and needs this rank to be past `call` for more.
+bool NvlinkExchange::may_be_overwritten(int peer, long long call) const {
+    unsigned long long entered = 0;
+    failures_.read(&entered, &state_->sequence, sizeof(entered));
+    const int kept = is_rail_peer(peer) ? 2 : kStamps;
+    return static_cast<long long>(entered) > call && last_call_of(peer) >= call + kept - 1;  // the next one writes before it says so
 }
 
 }  // namespace deepep_moe

@@ -19,7 +19,7 @@ NvlinkExchange::NvlinkExchange(const GpuWorkspaceConfig& config, int rank, int d
       timeout_s_(timeout_s),
       memory_(config.num_ranks, rank, device),
       numbers_{config.num_ranks, config.node, rank},
-      failures_(memory_, numbers_, config.num_nodes * config.num_experts, timeout_s) {
+      failures_(memory_, numbers_, config.num_nodes * config.num_experts, node_timeout_s(), timeout_s) {
     try {
         allocate();
     } catch (...) {

@@ -60,11 +60,24 @@ std::string Failures::describe_lack(const GpuFailure& f, int reporter) const {
     const std::string me = name_of_rank(numbers_.of(reporter)), peer = name_of_rank(numbers_.of(reporter, f.peer));
     const std::string phase = name_of(static_cast<GpuPhase>(f.phase));
     if (f.kind == kPeerLeft) return me + ", waiting for " + phase + ": " + peer + kHasLeft;
-    const std::string why = f.kind == kPeerEnded
-                                ? ", its process " + std::to_string(memory_.process_of(f.peer)) + " is gone"
-                                : " within the deadline of " + std::to_string(static_cast<int64_t>(timeout_s_ * 1000)) + " ms";
+    const std::string why =
+        f.kind == kPeerEnded ? ", its process " + std::to_string(memory_.process_of(f.peer)) + " is gone"
+                             : " within the deadline of " + std::to_string(static_cast<int64_t>(deadline_of(f, reporter) * 1000)) + " ms";
     return me + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) + ", seen " +
            std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);
+}
+
+// As the kernels have it: wait_word doubles that of waits for the rank itself.
+double Failures::deadline_of(const GpuFailure& f, int reporter) const {
+    if (is_rail_peer(f.peer)) return rail_timeout_s_;
+    return timeout_s_ * (numbers_.of(reporter, f.peer) == numbers_.of(reporter) ? 2 : 1);
+}
+
+std::string Failures::reason_of(const GpuFailure& f, const std::string& description) {
+    const char* name = ends_wait(f.kind) ? "EPTimeoutError" : "ValueError";
+    if (f.kind == kPeerLeft || f.kind == kPeerRefused) name = "EPPeerError";
+    if (f.kind == kMismatch || f.kind == kOvertaken) name = "EPMismatchError";
+    return f.kind == kNoFailure ? description : name + (": " + description);
 }
 
 void Failures::raise(const GpuFailure& f) const {

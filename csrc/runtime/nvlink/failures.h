@@ -34,9 +34,9 @@ struct RankNumbers {
 
 class Failures {
 public:
-    // memory: names the processes of peers; it outlives this.
-    Failures(const GpuMemory& memory, const RankNumbers& numbers, int num_experts, double timeout_s)
-        : memory_(memory), numbers_(numbers), num_experts_(num_experts), timeout_s_(timeout_s) {}
+    // memory: names the processes of peers; it outlives this. timeout_s: of waits for ranks of this node, and for those of other nodes.
+    Failures(const GpuMemory& memory, const RankNumbers& numbers, int num_experts, double timeout_s, double rail_timeout_s)
+        : memory_(memory), numbers_(numbers), num_experts_(num_experts), timeout_s_(timeout_s), rail_timeout_s_(rail_timeout_s) {}
     void create();  // on the current device, before use
     void destroy();
 
@@ -56,14 +56,17 @@ public:
     // Throws it, of this rank: std::invalid_argument, PeerError or TimeoutError.
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string peer_refused(int peer, const std::string& reason) const;
+    // A reason to pass on: begins with the class of the error that the reporter raises, as those do that hosts give.
+    static std::string reason_of(const GpuFailure& failure, const std::string& description);
 
 private:
     std::string describe_lack(const GpuFailure& failure, int reporter) const;
+    double deadline_of(const GpuFailure& failure, int reporter) const;
 
     const GpuMemory& memory_;
     const RankNumbers numbers_;
     const int num_experts_;
-    const double timeout_s_;
+    const double timeout_s_, rail_timeout_s_;
     cudaStream_t stream_ = nullptr;  // of this object's own: waits for nobody else's work
 };
 

@@ -33,7 +33,7 @@ NvlinkLowLatency::NvlinkLowLatency(const LowLatencyConfig& config, int rank, int
       masks_stalled_(masks_stalled),
       failed_mark_(new_mark()),
       memory_(config.num_ranks, rank, device),
-      failures_(memory_, {config.num_ranks, 0, rank}, config.num_experts, timeout_s) {
+      failures_(memory_, {config.num_ranks, 0, rank}, config.num_experts, timeout_s, timeout_s) {
     try {
         allocate();
     } catch (...) {
@@ -236,7 +236,7 @@ void NvlinkLowLatency::raise(const GpuFailure& f) const {
 std::string NvlinkLowLatency::reason_of(int peer) const {
     LowLatencyReason reason{};
     failures_.read(&reason, memory_.of(rank_) + layout_.reason_of(peer), sizeof(reason));
-    return reason.text[0] != '\0' ? reason.text : failures_.describe(reason.why, peer);
+    return reason.text[0] != '\0' ? reason.text : Failures::reason_of(reason.why, failures_.describe(reason.why, peer));
 }
 
 }  // namespace deepep_moe

@@ -106,9 +106,10 @@ void Rail::move(const GpuContext& context, int num_tiles, const GpuTuning& tunin
     const RailCall& call = call_;
     RailMoveParams params{};
     params.rail = made_;
-    params.rail.context = of_rail(context);
+    params.rail.context = context;
+    params.timeout_ns = timeout_ns_;
     params.is_combine = call.is_combine;
-    params.num_blocks = num_blocks;  // one of them looks for what arrives
+    params.num_blocks = num_blocks;  // a warp of them looks for what arrives
     params.num_tiles = num_tiles;
     const int64_t chunk_bytes = kRailSlots * GpuSlotLayout(call.row_bytes, call.tail_bytes).bytes;
     params.ns_per_chunk = tuning.rail_gbps > 0 ? static_cast<float>(chunk_bytes / tuning.rail_gbps) : 0.0f;

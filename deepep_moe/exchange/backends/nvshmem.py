@@ -1,7 +1,9 @@
 """Backend `nvshmem`: GPUs of several nodes. A row crosses once to each node of its experts, to the rank there that has its sender's index,
 and from there on goes as with `nvlink`; a combine adds up in each node before its sums cross (docs/design/nvshmem.md)."""
 
+import atexit
 import contextlib
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,15 @@ from deepep_moe.group.settings import Settings
 _HEAP_GRANULARITY = 2**21
 _LEAST_HEAP_BYTES = 2**28
 """NVSHMEM does not start with less."""
+_alive: "weakref.WeakSet[NvshmemBackend]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_of_process() -> None:
+    """Let puts arrive, which would end with the process. Freeing would wait for those that do not."""
+    if not nvshmem_world.quiet():
+        for backend in _alive:
+            backend.leak()
 
 
 class NvshmemBackend(NvlinkBackend):
@@ -34,6 +45,7 @@ class NvshmemBackend(NvlinkBackend):
         self.workspace_bytes += self.rail_bytes
         self._world: nvshmem_world.World | None = None
         self._address = 0
+        _alive.add(self)
 
     def connect(self, addresses: list[bytes]) -> None:
         """Map the workspaces of the ranks of this node."""
@@ -53,7 +65,15 @@ class NvshmemBackend(NvlinkBackend):
         """Nothing in C++ makes calls over nodes."""
         return None
 
+    def leak(self) -> None:
+        """Never free what the GPU has of this, as that would wait for work that does not end."""
+        if self._exchange is not None:
+            self._exchange.leak()
+
     def destroy(self) -> None:
+        """Free it once what this rank has put has arrived, or never where that takes longer than the deadline."""
+        if self._world is not None and not nvshmem_world.quiet():
+            self.leak()
         super().destroy()
         if self._world is not None:
             self._world.free(self._address)
