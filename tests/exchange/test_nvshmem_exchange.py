@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
+from random_routings import ROUNDS, stress
 
 from deepep_moe import Buffer, ops, reference
 from deepep_moe.testing import run_ranks
@@ -52,6 +53,13 @@ def test_many_ranks(number, split):
     settings = {"pattern": PATTERNS[number], "layout": LAYOUTS[turn % 2], "dtype": dtype, "seed": turn}
     settings |= {"with_weights": turn % 4 > 0, "with_bias": number % 2 > 0, "index_dtype": (torch.int32, torch.int64)[number % 2]}
     run_ranks(check_case, SPLITS[split][0], case_of(split, **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ("2x1", "2x2"))
+def test_random_routings_over_nodes(split):
+    num_ranks, per_node = SPLITS[split]
+    run_ranks(stress, num_ranks, "nvshmem", ROUNDS, per_node, timeout_s=600 + ROUNDS / 10)
 
 
 @pytest.mark.parametrize("num_tokens", ([0, 0, 0, 0], [0, 0, 33, 0], [300, 1, 130, 0]), ids=str)

@@ -1,4 +1,4 @@
-"""Puts that are still under way when a rank has no use for them any more: its process ends, its buffer is destroyed, its call has failed."""
+"""Puts that are on their way when a rank ends, and rows of a refused dispatch: a slow network must not lose or mix them."""
 
 import atexit
 import logging
