@@ -65,7 +65,9 @@ class LowLatencyCalls:
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, stream: int
     ) -> tuple[int, Tensor, Tensor | None, Tensor, Tensor] | None: ...
-    def combine(self, x: Tensor, state: Tensor, num_tokens: int, out: Tensor | None, wire: str | None, stream: int) -> Tensor | None: ...
+    def combine(
+        self, x: Tensor, state: Tensor, num_tokens: int, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, stream: int
+    ) -> Tensor | None: ...
 
 def set_hooks(
     *,

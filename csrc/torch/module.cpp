@@ -176,5 +176,5 @@ PYBIND11_MODULE(_torch, m) {
         .def("dispatch", torch::wrap_pybind_function(&LowLatencyCalls::dispatch), py::arg("x"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("fp8"), py::arg("scale_format"), py::arg("stream"))
         .def("combine", torch::wrap_pybind_function(&LowLatencyCalls::combine), py::arg("x"), py::arg("state"), py::arg("num_tokens"),
-             py::arg("out"), py::arg("wire"), py::arg("stream"));
+             py::arg("topk_weights"), py::arg("out"), py::arg("wire"), py::arg("stream"));
 }

@@ -75,7 +75,7 @@ private:
                                        DType::kFloat32, false);
     }
     LowLatencyCombineParams combine() const {
-        return low_latency_combine_of(tensor(recv_x_, {2, capacity(), tokens_.hidden}), handle(), tensor(number_, {1}),
+        return low_latency_combine_of(tensor(recv_x_, {2, capacity(), tokens_.hidden}), handle(), {}, tensor(number_, {1}),
                                       tensor(combined_, {num_tokens(), tokens_.hidden}), statistics(), DType::kFloat32, false);
     }
 

@@ -54,8 +54,11 @@ private:
     void send_call(const Params& params, uint64_t& number);
     template <class Params>
     void receive_call(const Params& params, uint64_t number);
+    // Return the ranks that are through with this half, also where it throws.
+    void send_half(const LowLatencyCall& call, const LowLatencyDispatchParams& params, RankSet& served);
+    void send_half(const LowLatencyCall& call, const LowLatencyCombineParams& params, RankSet& served);
     uint64_t begin();
-    void publish_refusal(uint64_t number, const std::string& reason);
+    void publish_refusal(uint64_t number, RankSet ranks, const std::string& reason);
     void check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const;
 
     Fate fate(uint64_t number) const;
