@@ -13,6 +13,7 @@ from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.layout import dispatch_layout
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
+from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
 from deepep_moe.compat.deep_ep.sends import Routing, checked, send, send_along
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.exchange.lanes import combine_with_lanes
@@ -62,6 +63,7 @@ class Buffer(LowLatencyCalls):
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, enable_shrink
         self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
         self._stream = CommStream()
+        self._low_latency = LowLatencyBuffers(group, enable_shrink)
 
     # ---- settings ----
 
@@ -118,6 +120,7 @@ class Buffer(LowLatencyCalls):
     def destroy(self) -> None:
         """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again."""
         self._buffers.destroy()
+        self._low_latency.destroy()
 
     # ---- calls ----
 
