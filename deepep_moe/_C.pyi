@@ -117,6 +117,7 @@ class ShmLowLatency:
     path: str
     masks: int
     num_calls: int
+    has_refused_last: bool
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
     def dispatch(

@@ -330,8 +330,8 @@ class LowLatencyBuffer(Sizes):
             else:
                 backend.run(call)
         except BaseException as error:
-            is_whole = not (async_op or return_hook)
-            if is_whole and backend.can_be_interrupted and not isinstance(error, (EPError, ValueError)):
+            is_untold = not (async_op or return_hook or backend.has_refused_last())
+            if is_untold and backend.can_be_interrupted and not isinstance(error, (EPError, ValueError)):
                 self._refuse(error)  # the next call: of this one the peers have all rows
             if failure is not None:
                 raise error from failure

@@ -251,6 +251,30 @@ def test_refusals_in_a_row(backend):
     run_ranks(refusing_on_and_on, 2, backend)
 
 
+def along_failed_dispatch(rank, _):
+    """On a GPU a dispatch fails after it has given a handle; nobody waits for weights along it."""
+    buffer, x, idx = make("nvlink", rank)
+    weights = torch.ones(4, 2, device=x.device)
+    for _ in range(2):
+        out = buffer.dispatch(x, idx + 1 if rank == 1 else idx)
+        torch.cuda.synchronize()
+        dist.barrier()
+        with pytest.raises(ValueError if rank == 1 else EPPeerError, match=r"topk_idx\[[12], [01]\] is 4; it must be -1"):
+            buffer.check()
+        buffer.combine(out.recv_x, out.handle, topk_weights=weights)
+        torch.cuda.synchronize()
+        dist.barrier()
+        with pytest.raises((ValueError, EPPeerError), match="the dispatch of this handle has failed, so nothing goes along it"):
+            buffer.check()
+        dist.barrier()
+        check_usable(buffer, x, idx)
+
+
+@pytest.mark.gpu
+def test_handle_of_a_failed_dispatch():
+    run_ranks(along_failed_dispatch, 2)
+
+
 # ---- ranks that are late or gone ----
 
 

@@ -222,6 +222,7 @@ void ShmLowLatency::publish_refusal(uint64_t number, RankSet ranks, const std::s
         copy_text(reason(peer, rank_, number), kMaxReasonBytes, text);
         refused.turn(peer).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
     }
+    last_refused_ = number;
     set_fate(number, Fate::kFailed);
 }
 
