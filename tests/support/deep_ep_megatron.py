@@ -45,6 +45,7 @@ def main() -> None:
         assert isinstance(stock.token_dispatcher._comm_manager, _DeepepManager)
         alltoall.load_state_dict(stock.state_dict())
         optimizers = [torch.optim.SGD(layer.parameters(), lr=0.02, momentum=0.9) for layer in (stock, alltoall)]
+        before = {name: parameter.detach().clone() for name, parameter in stock.named_parameters()}
         worst = []
         for step in range(NUM_STEPS):
             passes = [forward_backward(layer, *_inputs(rank, step)) for layer in (stock, alltoall)]
@@ -52,7 +53,9 @@ def main() -> None:
             for layer, optimizer in zip((stock, alltoall), optimizers, strict=True):
                 _mean_dense_gradients(layer)
                 optimizer.step()
-        worst.append(assert_same(dict(stock.named_parameters()), dict(alltoall.named_parameters()), f"parameters, rank {rank}"))
+        trained, wanted = ({name: value.detach() for name, value in layer.named_parameters()} for layer in (stock, alltoall))
+        assert all((trained[name] != before[name]).any() for name in before)
+        worst.append(assert_same(trained, wanted, f"parameters, rank {rank}"))
         print(f"rank {rank}: {NUM_STEPS} steps, differences {' '.join(f'{value:.1e}' for value in worst)}", flush=True)
     dist.destroy_process_group()
 
