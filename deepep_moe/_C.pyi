@@ -90,6 +90,7 @@ class ShmExchange:
         topk_weight_grads: Tensor | None,
         combined_x: Tensor,
         combined_topk_weight_grads: Tensor | None,
+        sums_lanes: bool,
     ) -> None: ...
     def refuse(self, message: str) -> None: ...
     def abandon(self, reason: str) -> None: ...
@@ -117,6 +118,7 @@ class ShmLowLatency:
     path: str
     masks: int
     num_calls: int
+    has_refused_last: bool
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
     def dispatch(
@@ -138,6 +140,7 @@ class ShmLowLatency:
         self,
         x: Tensor,
         state: Tensor,
+        topk_weights: Tensor | None,
         number: Tensor,
         combined_x: Tensor,
         statistics: Tensor,
@@ -194,6 +197,7 @@ class GpuCombineCall:
         combined_x: Tensor,
         combined_topk_weight_grads: Tensor | None,
         dtype: DType,
+        sums_lanes: bool,
     ) -> None: ...
 
 SHIM_BYTES: int
@@ -298,6 +302,7 @@ class NvlinkLowLatency:
         self,
         x: Tensor,
         state: Tensor,
+        topk_weights: Tensor | None,
         number: Tensor,
         combined_x: Tensor,
         statistics: Tensor,

@@ -24,7 +24,7 @@ SANITIZE = f"-fsanitize={SANITIZERS} -fno-sanitize=vptr -fno-sanitize-recover=al
 SANITIZE += ["-Wno-tsan"] if SANITIZERS == "thread" else []  # says of each fence that it is not followed
 SUITES = {
     "exchange": ("tests/exchange", "tests/faults"),
-    "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py"),
+    "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py", "tests/compat/test_deep_ep_low_latency.py"),
     "gate": ("tests/gate", "tests/nn/test_router.py", "tests/ops", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
 }
 # Some tests of each kind, which `make test` runs; the suites go without them where it has.
@@ -40,6 +40,7 @@ SLICE = (
     "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink-strided]",
     "tests/exchange/test_by_expert.py::test_outputs_that_cannot_be_read_where_they_are[nvlink in Python-folded]",
     "tests/low_latency/test_low_latency.py::test_two_ranks_by_hand", "tests/low_latency/test_low_latency.py::test_fp8[640",
+    "tests/low_latency/test_low_latency_weights.py::test_by_hand",
     "tests/low_latency/test_low_latency_masks.py::test_masked_by_hand", "tests/low_latency/test_low_latency_errors.py::test_bad_arguments",
     "tests/gate/test_gate.py", "tests/gate/test_gate_errors.py",
 )  # fmt: skip

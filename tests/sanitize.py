@@ -20,6 +20,7 @@ EXCHANGES = [
 LOW_LATENCY = [
     LowLatencyCase([9, 5], hidden=256, num_experts=12, num_topk=4, fp8=True, scale_format="ue8m0", wire="fp8"),
     LowLatencyCase([20, 3], hidden=1024, num_experts=8, num_topk=3, with_weights=False, mode="hook"),
+    LowLatencyCase([7, 12], hidden=256, num_experts=32, num_topk=17, combine_weights=True),
 ]
 
 

@@ -24,12 +24,13 @@ void bind_low_latency_calls(Class& cls, const Name&... name) {
         py::arg("receives"), name..., Released());
     cls.def(
         "combine",
-        [](LowLatency& self, const TensorArg& x, const TensorArg& state, const TensorArg& number, const TensorArg& combined_x,
-           const TensorArg& statistics, DType dtype, bool fp8, bool sends, bool receives, Stream... stream) {
-            self.combine(low_latency_combine_of(x, state, number, combined_x, statistics, dtype, fp8), sends, receives, stream...);
+        [](LowLatency& self, const TensorArg& x, const TensorArg& state, const TensorArg& topk_weights, const TensorArg& number,
+           const TensorArg& combined_x, const TensorArg& statistics, DType dtype, bool fp8, bool sends, bool receives, Stream... stream) {
+            self.combine(low_latency_combine_of(x, state, topk_weights, number, combined_x, statistics, dtype, fp8), sends, receives,
+                         stream...);
         },
-        py::arg("x"), py::arg("state"), py::arg("number"), py::arg("combined_x"), py::arg("statistics"), py::arg("dtype"), py::arg("fp8"),
-        py::arg("sends"), py::arg("receives"), name..., Released());
+        py::arg("x"), py::arg("state"), py::arg("topk_weights"), py::arg("number"), py::arg("combined_x"), py::arg("statistics"),
+        py::arg("dtype"), py::arg("fp8"), py::arg("sends"), py::arg("receives"), name..., Released());
 }
 
 }  // namespace deepep_moe

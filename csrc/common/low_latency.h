@@ -11,6 +11,9 @@
 //
 // At most kMaxInFlight calls are sent and not yet received: a rank that sends call n has received n - 2, for which all had sent n - 2, for
 // which all had received n - 4. So turns never meet, without any word from a receiver.
+//
+// A combine may bring weights of its own. They travel the way of a dispatch's, from the token's rank to its experts' ranks, to where the
+// turn of a dispatch has the token's lanes; a rank sums no token before it has them, so the half that sends waits for the peers.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +35,7 @@ struct LowLatencyWhat {
     DType dtype;       // of x
     bool fp8;          // rows travel as e4m3 with a scale for kScaleBlock columns
     bool is_rounded;   // dispatch: scales are powers of two
-    bool has_weights;  // dispatch: topk_weights travel
+    bool has_weights;  // topk_weights travel
     bool is_refused;   // the rank refuses its arguments, for the reason in `reasons`
 
     DEEPEP_MOE_HD constexpr unsigned packed() const {
@@ -142,12 +145,13 @@ struct LowLatencyDispatchParams {
 
 struct LowLatencyCombineParams {
     LowLatencyWhat what;
-    int64_t* statistics;      // LowLatencyStatistics
-    int num_tokens;           // of this rank, in the dispatch
-    const std::byte* handle;  // of the dispatch
-    std::byte* call;          // u64, out of the half that sends: the number of the call, for the half that receives
-    const std::byte* x;       // [num_local_experts, capacity, hidden]
-    std::byte* combined_x;    // [num_tokens, hidden]
+    int64_t* statistics;        // LowLatencyStatistics
+    int num_tokens;             // of this rank, in the dispatch
+    const std::byte* handle;    // of the dispatch
+    std::byte* call;            // u64, out of the half that sends: the number of the call, for the half that receives
+    const float* topk_weights;  // [num_tokens, num_topk] for this call, or nullptr: those of the dispatch
+    const std::byte* x;         // [num_local_experts, capacity, hidden]
+    std::byte* combined_x;      // [num_tokens, hidden]
 };
 
 }  // namespace deepep_moe

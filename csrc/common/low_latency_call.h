@@ -28,16 +28,19 @@ inline LowLatencyDispatchParams low_latency_dispatch_of(const TensorArg& x, cons
     return params;
 }
 
-// number: one int64.
-inline LowLatencyCombineParams low_latency_combine_of(const TensorArg& x, const TensorArg& handle, const TensorArg& number,
-                                                      const TensorArg& combined_x, const TensorArg& statistics, DType dtype, bool fp8) {
+// topk_weights: of this call, or none. number: one int64.
+inline LowLatencyCombineParams low_latency_combine_of(const TensorArg& x, const TensorArg& handle, const TensorArg& topk_weights,
+                                                      const TensorArg& number, const TensorArg& combined_x, const TensorArg& statistics,
+                                                      DType dtype, bool fp8) {
     LowLatencyCombineParams params{};
     params.what.dtype = dtype;
     params.what.fp8 = fp8;
+    params.what.has_weights = topk_weights.is_there;
     params.statistics = statistics.as<int64_t*>();
     params.num_tokens = static_cast<int>(combined_x.num_rows);
     params.handle = handle.as<const std::byte*>();
     params.call = number.as<std::byte*>();
+    params.topk_weights = topk_weights.as<const float*>();
     params.x = x.as<const std::byte*>();
     params.combined_x = combined_x.as<std::byte*>();
     return params;

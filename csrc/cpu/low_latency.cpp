@@ -270,20 +270,32 @@ public:
                 "handle is of a dispatch that was not received; call its hook, or wait for its event, before combine");
     }
 
-    void run() {
+    void enter() {
         std::memcpy(p_.call, &call_.number, sizeof(call_.number));
         const uint64_t entered = p_.what.flag(call_.number, LowLatencyWhat::value_in(*handle_.call));
-        visit_from(call_, call_.ranks, [&](int to) { call_.turn(to).entered(call_.rank).store(entered, std::memory_order_release); });
         visit_from(call_, call_.ranks, [&](int to) {
+            if (p_.what.has_weights) send_weights(call_.turn(to));
+            call_.turn(to).entered(call_.rank).store(entered, std::memory_order_release);
+        });
+    }
+
+    void send_sums(RankSet ranks) {
+        visit_from(call_, ranks, [&](int to) {
             for (int token = 0; token < handle_.num_tokens[to]; ++token) send_row(to, token);
         });
     }
 
 private:
+    // All tokens' to every rank: which of them go there its own handle says.
+    void send_weights(const LowLatencyTurn& there) const {
+        LowLatencyLane* lanes = there.lanes(call_.rank, 0);
+        for (int64_t i = 0; i < int64_t{p_.num_tokens} * c_.num_topk; ++i) lanes[i] = {-1, 0, p_.topk_weights[i]};
+    }
+
     void send_row(int to, int token) {
         const void* rows[kMaxTopk];
         float weights[kMaxTopk];
-        const int num_rows = gather(handle_.lanes(to, token), rows, weights);
+        const int num_rows = gather(to, token, rows, weights);
         if (num_rows == 0) return;
         const LowLatencyTurn there = call_.turn(to);
         std::byte* slot = there.slot(call_.rank, token);
@@ -299,12 +311,14 @@ private:
         there.arrived(call_.rank, token).store(call_.arrived(p_.what), std::memory_order_release);
     }
 
-    int gather(const LowLatencyRow* lanes, const void** rows, float* weights) const {
+    int gather(int to, int token, const void** rows, float* weights) const {
+        const LowLatencyRow* lanes = handle_.lanes(to, token);
+        const LowLatencyLane* own = call_.turn(call_.rank).lanes(to, token);
         int num_rows = 0;
         for (int k = 0; k < c_.num_topk; ++k) {
             if (lanes[k].row < 0) continue;
             rows[num_rows] = p_.x + lanes[k].row * row_bytes_;
-            weights[num_rows++] = lanes[k].weight;
+            weights[num_rows++] = p_.what.has_weights ? own[k].weight : lanes[k].weight;
         }
         return num_rows;
     }
@@ -362,7 +376,8 @@ void receive(const LowLatencyCall& call, const LowLatencyDispatchParams& params,
     DispatchReceiver(call, params, waits).run();
 }
 
-void send(const LowLatencyCall& call, const LowLatencyCombineParams& params) { CombineSender(call, params).run(); }
+void enter(const LowLatencyCall& call, const LowLatencyCombineParams& params) { CombineSender(call, params).enter(); }
+void send_sums(const LowLatencyCall& call, const LowLatencyCombineParams& params, RankSet to) { CombineSender(call, params).send_sums(to); }
 void receive(const LowLatencyCall& call, const LowLatencyCombineParams& params, LowLatencyWaits& waits) {
     CombineReceiver(call, params, waits).run();
 }

@@ -95,8 +95,10 @@ public:
 void send(const LowLatencyCall& call, const LowLatencyDispatchParams& params);
 void receive(const LowLatencyCall& call, const LowLatencyDispatchParams& params, LowLatencyWaits& waits);
 
-// Halves of a combine. Rows that do not come are left out. The first throws std::invalid_argument where the dispatch was not received.
-void send(const LowLatencyCall& call, const LowLatencyCombineParams& params);
+// Halves of a combine. Rows that do not come are left out. `enter` begins the first, and throws std::invalid_argument where the dispatch
+// was not received; `send_sums` ends it, for the ranks `to`: with weights of this call only once they have entered, as they bring these.
+void enter(const LowLatencyCall& call, const LowLatencyCombineParams& params);
+void send_sums(const LowLatencyCall& call, const LowLatencyCombineParams& params, RankSet to);
 void receive(const LowLatencyCall& call, const LowLatencyCombineParams& params, LowLatencyWaits& waits);
 
 }  // namespace deepep_moe

@@ -11,6 +11,8 @@ constexpr int kLowLatencyMaxBlocks = 1024;
 // Rows of a turn on GPUs: slots [num_ranks][num_max_tokens], each
 //   head: LowLatencyLane[num_topk] in lines of kLineLanes; it is all, where no lane has an expert here
 //   row: pieces of 16 bytes in lines of kLinePieces, then scales f32[2], of the blocks of the first and the last piece
+// In a combine the row is another rank's sum of a token of this rank, and the head, if the call brings weights, those of a token whose rows
+// this rank sums.
 // A line is 128 bytes and ends with its flag, the value 0. Eight lanes of a warp store it, and load it, with one instruction each, which
 // NVLink and memory take as one, so that a line with its flag has all of its bytes. No manual says so: NCCL's LL128 protocol relies on it,
 // and benchmarks/probes/torn_lines.cu looks for exceptions. A row that brings its flags is not held up until a link has acknowledged it.

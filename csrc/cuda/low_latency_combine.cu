@@ -1,7 +1,8 @@
 // Low-latency combine: one kernel for the whole call, or two for its halves. No plan, no host.
 //
 //   sending      a block a token: sums the rows of the token's experts on this rank and pushes the sum, in lines that bring their flags.
-//                Its last warp sums nothing: it looks for the rows of the next token
+//                Its last warp sums nothing: it looks for the rows of the next token, and waits for its weights, if this call brings any:
+//                then a block first pushes those of its own tokens, in heads like a dispatch's, and waits until all ranks are in the call
 //   receiving    a warp waits until all ranks are in the call; then each thread waits for a part of the sums of a token and adds them, in
 //                rank order
 //
@@ -18,7 +19,7 @@ namespace {
 
 using Launch = LowLatencyLaunch<LowLatencyCombineParams>;
 
-constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 - 1;
+constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32, kLastWarp = kWarps - 1;
 constexpr int kSummingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
 constexpr int kBatch = tuning::kLowLatencyBatch;
 constexpr int kBatchPieces = kBatch * kSummingThreads;  // of a block at a time: a row of 7168 columns of bf16
@@ -40,14 +41,10 @@ struct Shared {
 
 static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks of a multiprocessor of an H100");
 
-// All threads of a block, in place of entering a call along a handle whose dispatch has failed.
-__device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call,
-                                           unsigned long long dispatch) {
-    const int to = static_cast<int>(threadIdx.x);
-    const GpuFailure why{kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch), 0};
-    if (to == 0) report(c, kFailedHandle, why.peer, GpuPhase::kEntry, why.expected, why.seen);
-    __syncthreads();
-    if (to >= c.config.num_ranks || is_masked(c, to)) return;
+// One thread: tells a rank why it gets nothing of this one in the call.
+__device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, int to,
+                                       const GpuFailure& why) {
+    if (is_masked(c, to)) return;
     LowLatencyReason* reason = reason_at(c, to);
     reason->why = why;
     reason->text[0] = '\0';
@@ -56,7 +53,26 @@ __device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatenc
     store_relaxed(Turn(c, to, call).entered(c.rank), what.flag(call, 0));
 }
 
-template <DType kType, bool kQuantized>
+// All threads of a block, in place of entering a call along a handle whose dispatch has failed.
+__device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call,
+                                           unsigned long long dispatch) {
+    const int to = static_cast<int>(threadIdx.x);
+    const GpuFailure why{kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch), 0};
+    if (to == 0) report(c, kFailedHandle, why.peer, GpuPhase::kEntry, why.expected, why.seen);
+    __syncthreads();
+    if (to < c.config.num_ranks) refuse(c, what, call, to, why);
+}
+
+// One warp: ranks that this one has given up, and so will not sum for as it has no weights of theirs, learn it should they come late.
+__device__ __noinline__ void refuse_late(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, unsigned came) {
+    const int to = static_cast<int>(threadIdx.x % 32);
+    if (!gave_up(c) || to >= c.config.num_ranks || to == c.rank || (came >> to & 1) != 0) return;
+    if (load_relaxed(Turn(c, c.rank, call).entered(to)) >> kWhatBits >= call) return;  // it is here, and does something else
+    refuse(c, what, call, to, {kTimeout, to, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(call), 0});
+}
+
+// kWeighted: by weights of this call.
+template <DType kType, bool kQuantized, bool kWeighted>
 struct Kernel {
     using Values = Piece<kType>;
     using Columns = Fp8Columns<Values::kCount>;
@@ -143,6 +159,9 @@ struct Kernel {
     __device__ void send() const {
         int num_tokens = lane < config.num_ranks ? in_handle<int32_t>(handle.num_tokens)[lane] : 0;
         if (has_failed()) num_tokens = 0;
+        if constexpr (kWeighted) {
+            if (!has_failed() && !meet_weights()) num_tokens = 0;
+        }
         const int64_t most = __reduce_max_sync(kFullWarp, static_cast<unsigned>(num_tokens)),
                       end = min(config.num_ranks * most, config.capacity());
         int turn = 0;
@@ -160,6 +179,47 @@ struct Kernel {
         }
     }
 
+    // All threads. Lane r: has rank r come? Without its weights, nothing is summed for it.
+    __device__ bool meet_weights() const {
+        send_weights();
+        if (warp == 0) meet_along();
+        __syncthreads();
+        const unsigned came = shared().came;
+        if (blockIdx.x == 0 && warp == 0) refuse_late(c, p.what, call, came);
+        return (came >> lane & 1) != 0;
+    }
+
+    // A warp a token, to all ranks that have rows of it.
+    __device__ void send_weights() const {
+        const int num_parts = static_cast<int>(c.layout.head_bytes / 16);
+#pragma unroll 1
+        for (int token = blockIdx.x + warp * gridDim.x; token < p.num_tokens; token += kWarps * gridDim.x) {
+            const unsigned masks = __shfl_sync(kFullWarp, *static_cast<volatile unsigned*>(&c.state->masks), 0);  // the same for all lanes
+            LowLatencyLane own{-1, 0, 0.0f};
+            if (lane < config.num_topk) own.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
+            const uint4 part = head_part(own, flag);
+#pragma unroll 1
+            for (unsigned rest = ranks_of(token) & ~masks; rest != 0; rest &= rest - 1)
+                store_part(Turn(c, __ffs(rest) - 1, call).head(c.rank, token) + lane, part, lane < num_parts);
+        }
+    }
+
+    // One warp: the weight of each lane of a token; false where they do not come.
+    __device__ bool wait_weights(const SourceToken& from, float& weight) const {
+        const uint4* const head = Turn(c, c.rank, call).head(from.source, from.token) + lane;
+        const auto place = [&](int) { return lane < c.layout.head_bytes / 16 ? head : nullptr; };
+        Parts<1> part;
+        bool is_here = false;
+        const auto done = [&](bool masks_too) {
+            part.load(place);
+            is_here = part.here(place, flag) == part.kAll;
+            return is_here || (masks_too && __any_sync(kFullWarp, is_masked(c, from.source)));
+        };
+        if (!look_until(c, done) && lane == 0) mask_or_report(c, from.source, GpuPhase::kLanes, call, 0);
+        weight = lane_of_head(part.values[0]).weight;
+        return is_here;
+    }
+
     // Of all ranks by turns, beginning with another one than all others do.
     __device__ SourceToken token_at(int nth) const {
         const int source = (nth + c.rank + 1) % config.num_ranks;
@@ -173,7 +233,10 @@ struct Kernel {
         if (nth < config.capacity() && lane < config.num_topk)
             own = in_handle<LowLatencyRow>(handle.rows)[(to.source * config.num_max_tokens + to.token) * config.num_topk + lane];
         if (to.token >= __shfl_sync(kFullWarp, num_tokens, to.source) || is_masked(c, to.source)) own.row = -1;
-        const unsigned lanes = __ballot_sync(kFullWarp, own.row >= 0);
+        unsigned lanes = __ballot_sync(kFullWarp, own.row >= 0);
+        if constexpr (kWeighted) {
+            if (lanes != 0 && !wait_weights(to, own.weight)) lanes = 0, own.row = -1;
+        }
         const int n = __popc(lanes & ((1u << lane) - 1));
         if (own.row >= 0) out.rows[n] = own.row, out.weights[n] = own.weight;
         if (lane == 0) out.num = __popc(lanes);
@@ -300,13 +363,13 @@ struct Kernel {
     }
 };
 
-template <DType kType, bool kQuantized>
+template <DType kType, bool kQuantized, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_constant__ Launch l) {
     let_next_kernel_start();
     wait_for_kernel_before();
     const LowLatencyContext& c = l.context;
     const unsigned long long call = l.sends ? next_call(c) : *reinterpret_cast<const unsigned long long*>(l.call.call);
-    const Kernel<kType, kQuantized> kernel(l, call);
+    const Kernel<kType, kQuantized, kWeighted> kernel(l, call);
     if (l.sends) {
         if (blockIdx.x == 0) kernel.enter();
         kernel.send();
@@ -315,12 +378,18 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_
     if (l.sends) end_send(c, call);
 }
 
+template <DType kType, bool kQuantized>
+void launch_wire(const Launch& l, void* stream) {
+    constexpr const char* kName = "low_latency_combine";
+    if (l.call.what.has_weights)
+        launch<low_latency_combine<kType, kQuantized, true>>(kName, l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
+    else
+        launch<low_latency_combine<kType, kQuantized, false>>(kName, l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
+}
+
 template <DType kType>
 void launch_type(const Launch& l, void* stream) {
-    if (l.call.what.fp8)
-        launch<low_latency_combine<kType, true>>("low_latency_combine", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
-    else
-        launch<low_latency_combine<kType, false>>("low_latency_combine", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
+    l.call.what.fp8 ? launch_wire<kType, true>(l, stream) : launch_wire<kType, false>(l, stream);
 }
 
 }  // namespace
@@ -328,7 +397,7 @@ void launch_type(const Launch& l, void* stream) {
 int64_t low_latency_combine_shared_bytes() { return sizeof(Shared); }
 
 int low_latency_combine_blocks_per_multiprocessor() {
-    return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false>>(kThreads, sizeof(Shared));
+    return blocks_per_multiprocessor<low_latency_combine<DType::kBFloat16, false, false>>(kThreads, sizeof(Shared));
 }
 
 void launch_low_latency_combine(Launch l, void* stream) {

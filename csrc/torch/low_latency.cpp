@@ -37,7 +37,12 @@ bool LowLatencyCalls::takes(const Tensor& x, const Tensor& topk_idx, const Tenso
     const int64_t lanes[] = {x.size(0), settings_.num_topk};
     if (!is_on(x.device(), topk_idx) || !is_contiguous_like(topk_idx, lanes)) return false;
     if (topk_idx.scalar_type() != at::kLong && topk_idx.scalar_type() != at::kInt) return false;
-    return !topk_weights.defined() || (is_on(x.device(), topk_weights) && topk_weights.scalar_type() == at::kFloat &&
+    return are_weights(topk_weights, x.size(0));
+}
+
+bool LowLatencyCalls::are_weights(const Tensor& topk_weights, int64_t num_tokens) const {
+    const int64_t lanes[] = {num_tokens, settings_.num_topk};
+    return !topk_weights.defined() || (is_on(statistics_.device(), topk_weights) && topk_weights.scalar_type() == at::kFloat &&
                                        is_contiguous_like(topk_weights, lanes) && !needs_gradients({&topk_weights}));
 }
 
@@ -90,13 +95,15 @@ py::object LowLatencyCalls::dispatch(py::handle x, py::handle topk_idx, py::hand
     return py::make_tuple(rows.size(0), made.x, packed(made.x_scales), made.counts, made.state);
 }
 
-py::object LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_tokens, py::handle out, py::handle wire, uintptr_t stream) {
-    if (!are_plain({x, state, out}) || !is_ready()) return py::none();
+py::object LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_tokens, py::handle topk_weights, py::handle out,
+                                    py::handle wire, uintptr_t stream) {
+    if (!are_plain({x, state, topk_weights, out}) || !is_ready()) return py::none();
     const bool fp8 = is_text(wire, "fp8");
     if (fp8 ? settings_.hidden % kScaleBlock != 0 : !wire.is_none()) return py::none();
-    const Tensor rows = unpacked(x), memory = unpacked(state);
+    const Tensor rows = unpacked(x), memory = unpacked(state), weights = unpacked(topk_weights);
     const int64_t sizes[] = {num_tokens, settings_.hidden};
     if (!are_rows(rows, {settings_.num_local_experts, settings_.num_ranks * settings_.num_max_tokens, settings_.hidden})) return py::none();
+    if (!are_weights(weights, num_tokens)) return py::none();
     Tensor combined_x = unpacked(out);
     if (combined_x.defined() && (!are_rows(combined_x, sizes) || combined_x.scalar_type() != rows.scalar_type())) return py::none();
     try {
@@ -104,8 +111,8 @@ py::object LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_
     } catch (const c10::Error&) {
         return py::none();  // as in dispatch
     }
-    const auto params = low_latency_combine_of(arg_of(rows), arg_of(memory), arg_of(number_), arg_of(combined_x), arg_of(statistics_),
-                                               dtype_of(rows.scalar_type()), fp8);
+    const auto params = low_latency_combine_of(arg_of(rows), arg_of(memory), arg_of(weights), arg_of(number_), arg_of(combined_x),
+                                               arg_of(statistics_), dtype_of(rows.scalar_type()), fp8);
     make([&](LowLatencyShim& shim) { return shim.combine(params, stream); });
     return py::cast(combined_x);
 }

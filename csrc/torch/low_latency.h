@@ -21,7 +21,8 @@ public:
     py::object dispatch(py::handle x, py::handle topk_idx, py::handle topk_weights, py::handle fp8, py::handle scale_format,
                         uintptr_t stream);
     // combined_x. state, num_tokens: of the handle.
-    py::object combine(py::handle x, py::handle state, int64_t num_tokens, py::handle out, py::handle wire, uintptr_t stream);
+    py::object combine(py::handle x, py::handle state, int64_t num_tokens, py::handle topk_weights, py::handle out, py::handle wire,
+                       uintptr_t stream);
 
 private:
     struct Received {
@@ -30,6 +31,7 @@ private:
     bool is_ready() const { return !is_watched() && shim_ != nullptr && shim_->is_ready(); }
     bool are_rows(const Tensor& x, at::IntArrayRef sizes) const;
     bool takes(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights) const;
+    bool are_weights(const Tensor& topk_weights, int64_t num_tokens) const;  // or none
     Received receive_buffers(at::ScalarType type, bool fp8, bool is_rounded) const;
     Tensor empty(at::IntArrayRef sizes, at::ScalarType type) const { return at::empty(sizes, statistics_.options().dtype(type)); }
     template <class Call>

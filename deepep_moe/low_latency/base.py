@@ -79,6 +79,10 @@ class LowLatencyBackend:
         """Tell the peers, who are or will be in the same call, why this rank refuses its arguments."""
         raise NotImplementedError
 
+    def has_refused_last(self) -> bool:
+        """Return whether the peers know of the latest call that this rank does not make it."""
+        return False
+
     def masks(self) -> int:
         """Bit r: rank r is masked."""
         masks: int = self._native.masks

@@ -190,12 +190,13 @@ class LowLatencyBuffer(Sizes):
         x: Tensor,
         handle: LowLatencyHandle,
         *,
+        topk_weights: Tensor | None = None,
         out: Tensor | None = None,
         wire: str | None = None,
         async_op: bool = False,
         return_hook: bool = False,
     ) -> Any:
-        """Bring the experts' outputs back to the tokens' ranks, weighted as the dispatch of `handle` said, and summed. Collective.
+        """Bring the experts' outputs back to the tokens' ranks, weighted and summed. Collective.
 
         The sum is that of `Buffer.combine`, to the bit: on the experts' rank over a token's rows in ascending lane of top-k, in fp32,
         rounded once to the wire's format; at the source over ranks ascending, in fp32, rounded once.
@@ -203,6 +204,11 @@ class LowLatencyBuffer(Sizes):
         Args:
             x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them; read where they lie
                 (`combine_input` gives such a tensor to write to). Rows that the dispatch did not fill are not read.
+            topk_weights: [num_tokens, num_topk] contiguous, fp32, of this rank's tokens; None: the weights of the dispatch. Weights given
+                here replace those of the dispatch, and the result has the same bits as if the dispatch had been given them. All ranks give
+                weights, or none does. The experts' ranks need them before they sum: the half that sends then waits until all ranks
+                have entered the call (on a GPU its kernel waits, on a CPU the call itself), and the call takes one trip over the link
+                longer. So give weights to `dispatch` where they are known by then.
             out: [num_tokens, hidden], dtype of `x`, to write to.
             wire: None: rows travel in the dtype of `x`. "fp8": as e4m3 with one fp32 scale for 128 columns, half the bytes of bf16: each
                 rank's contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns (1e-4 at
@@ -218,18 +224,18 @@ class LowLatencyBuffer(Sizes):
         """
         native = None if async_op or return_hook else self._plain()
         if native is not None and self._is_received(handle):
-            made = native.combine(x, handle.state, handle.num_tokens, out, wire, self._alive().stream())
+            made = native.combine(x, handle.state, handle.num_tokens, topk_weights, out, wire, self._alive().stream())
             if made is not None:
                 return made
         s, backend = self._settings, self._begin()
         try:
-            check_combine(x, handle, out, wire, s, backend, self._number)
+            check_combine(x, handle, topk_weights, out, wire, s, backend, self._number)
             self._raise_failure_of(handle)
             combined_x = backend.empty((handle.num_tokens, s.hidden), x.dtype) if out is None else out
             number = backend.empty((1,), torch.int64)
         except BaseException as error:
             self._refuse(error)
-        arguments = x, handle.state, number, combined_x, self._statistics, DTYPES[x.dtype], wire == "fp8"
+        arguments = x, handle.state, topk_weights, number, combined_x, self._statistics, DTYPES[x.dtype], wire == "fp8"
         event = self._run(Call("combine", arguments), async_op, return_hook)
         if event is None:
             return combined_x
@@ -324,8 +330,8 @@ class LowLatencyBuffer(Sizes):
             else:
                 backend.run(call)
         except BaseException as error:
-            is_whole = not (async_op or return_hook)
-            if is_whole and backend.can_be_interrupted and not isinstance(error, (EPError, ValueError)):
+            is_untold = not (async_op or return_hook or backend.has_refused_last())
+            if is_untold and backend.can_be_interrupted and not isinstance(error, (EPError, ValueError)):
                 self._refuse(error)  # the next call: of this one the peers have all rows
             if failure is not None:
                 raise error from failure

@@ -57,6 +57,13 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: LowLatenc
         )
 
 
+def _check_weights(topk_weights: Tensor | None, num_tokens: int, s: Settings, backend: LowLatencyBackend) -> None:
+    if topk_weights is None:
+        return
+    check_tensor("topk_weights", topk_weights, (num_tokens, s.num_topk), (torch.float32,), backend.device)
+    _check_no_gradient("topk_weights", topk_weights)
+
+
 def check_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, s: Settings, backend: LowLatencyBackend
 ) -> None:
@@ -69,9 +76,7 @@ def check_dispatch(
     num_tokens = x.shape[0] if isinstance(x, Tensor) else 0
     _check_rows("x", x, (num_tokens, s.hidden), backend)
     check_tensor("topk_idx", topk_idx, (num_tokens, s.num_topk), (torch.int64, torch.int32), x.device)
-    if topk_weights is not None:
-        check_tensor("topk_weights", topk_weights, (num_tokens, s.num_topk), (torch.float32,), x.device)
-        _check_no_gradient("topk_weights", topk_weights)
+    _check_weights(topk_weights, num_tokens, s, backend)
     if num_tokens > s.num_max_tokens_per_rank:
         raise ValueError(
             f"x has {num_tokens} tokens, more than the buffer's num_max_tokens_per_rank of {s.num_max_tokens_per_rank}; "
@@ -86,8 +91,9 @@ def check_dispatch(
 
 
 def check_combine(
-    x: Tensor, handle: Any, out: Tensor | None, wire: str | None, s: Settings, backend: LowLatencyBackend, buffer_id: int
-) -> None:
+    x: Tensor, handle: Any, topk_weights: Tensor | None, out: Tensor | None, wire: str | None, s: Settings, backend: LowLatencyBackend,
+    buffer_id: int,
+) -> None:  # fmt: skip
     """Raises TypeError or ValueError."""
     if getattr(handle, "state", None) is None:
         raise TypeError(f"handle must be the LowLatencyHandle of a dispatch, not {type(handle).__name__}")
@@ -96,6 +102,9 @@ def check_combine(
     if handle.event is not None and handle.event.is_half:
         raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
     _check_rows("x", x, (s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank, s.hidden), backend)
+    if isinstance(topk_weights, Tensor):
+        check_owns_memory("topk_weights", topk_weights)
+    _check_weights(topk_weights, handle.num_tokens, s, backend)
     if out is not None:
         _check_rows("out", out, (handle.num_tokens, s.hidden), backend)
         check_tensor("out", out, (handle.num_tokens, s.hidden), (x.dtype,), x.device)

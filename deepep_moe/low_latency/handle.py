@@ -4,9 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from deepep_moe import _C
 from deepep_moe.event import Event
+from deepep_moe.group.settings import Sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,3 +51,38 @@ class LowLatencyStatistics(NamedTuple):
     """[num_ranks] nanoseconds from a receiver's start until it had heard of each rank: who is late."""
     num_dropped: Tensor
     """[] (token, expert) pairs of this rank that were not sent, as the expert's rank was masked."""
+
+
+class RowSources(NamedTuple):
+    """Where the rows of one dispatch came from."""
+
+    token_idx: Tensor
+    """[num_local_experts, capacity] int32: the token that a row is of, by its index at its rank; -1 behind the rows of an expert."""
+    num_tokens: Tensor
+    """[num_local_experts, num_ranks] int32: rows from each rank. They lie by rank."""
+
+
+def row_sources(handle: LowLatencyHandle, sizes: Sizes) -> RowSources:
+    """Return where the rows came from that the dispatch of `handle` has received, on its device and without a wait for it.
+
+    Args:
+        handle: of a dispatch that was received.
+        sizes: the buffer of that dispatch.
+    """
+    num_ranks, num_topk, num_max = sizes.num_ranks, sizes.num_topk, sizes.num_max_tokens_per_rank
+    num_local, capacity, state = sizes.num_local_experts, sizes.num_ranks * sizes.num_max_tokens_per_rank, handle.state
+    # LowLatencyHandleLayout of csrc/common/low_latency.h; behind a rank's number of tokens nothing was written.
+    first_count = 16
+    first_row = -(-(first_count + 4 * _C.LOW_LATENCY_MAX_RANKS + 4 * num_max) // 16) * 16
+    counts = state[first_count : first_count + 4 * num_ranks].view(torch.int32)
+    rows = state[first_row : first_row + 8 * capacity * num_topk].view(torch.int32).view(num_ranks, num_max, num_topk, 2)[..., 0]
+    tokens = torch.arange(num_max, dtype=torch.int32, device=state.device)
+    is_row = (rows >= 0) & (tokens < counts[:, None])[..., None]
+    nowhere = num_local * capacity
+    places = torch.where(is_row, rows, nowhere).long()
+    token_idx = torch.full((nowhere + 1,), -1, dtype=torch.int32, device=state.device)
+    token_idx.scatter_(0, places.flatten(), tokens[None, :, None].expand_as(rows).flatten())
+    ranks = torch.arange(num_ranks, device=state.device)[:, None, None]
+    num_tokens = torch.zeros((num_local + 1) * num_ranks, dtype=torch.int32, device=state.device)
+    num_tokens.scatter_add_(0, (places // capacity * num_ranks + ranks).flatten(), torch.ones_like(rows).flatten())
+    return RowSources(token_idx[:-1].view(num_local, capacity), num_tokens.view(num_local + 1, num_ranks)[:-1])

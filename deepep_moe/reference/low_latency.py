@@ -35,12 +35,18 @@ def round_scales(x: Tensor) -> tuple[Tensor, Tensor]:
     return y.clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
-def combine(x: Sequence[Tensor], received: Sequence[Received], num_tokens: Sequence[int], *, fp8: bool = False) -> list[Tensor]:
-    """Combine of all ranks, for rows `x` [num_rows, hidden] that lie as `received` says, weighted by its `recv_topk_weights`.
+def combine(
+    x: Sequence[Tensor], received: Sequence[Received], num_tokens: Sequence[int], *, fp8: bool = False,
+    topk_weights: Sequence[Tensor] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Combine of all ranks, for rows `x` [num_rows, hidden] that lie as `received` says, weighted by its `recv_topk_weights`, or by
+    `topk_weights` [num_tokens, num_topk] of the tokens' ranks, as if the dispatch had been given these.
 
     fp8: sums of the experts' rank travel quantized, from fp32.
     """
     weights = [there.recv_topk_weights for there in received if there.recv_topk_weights is not None]
+    if topk_weights is not None:
+        weights = [_weights_of_rows(there, topk_weights) for there in received]
     if not fp8:
         return exchange.combine(x, received, num_tokens, weights)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
@@ -50,3 +56,11 @@ def combine(x: Sequence[Tensor], received: Sequence[Received], num_tokens: Seque
             y, scales = quantize_fp8(row[None])
             totals[source][token] += (y.float() * scales.repeat_interleave(BLOCK, dim=1))[0]
     return [total.to(x[0].dtype) for total in totals]
+
+
+def _weights_of_rows(there: Received, topk_weights: Sequence[Tensor]) -> Tensor:
+    weights = torch.zeros(len(there.recv_x))
+    for (source, token), rows in zip(there.tokens, there.row_of_lane, strict=True):
+        for lane, row in rows.items():
+            weights[row] = topk_weights[source][token, lane]
+    return weights

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.exchange.elastic import ElasticBuffer
 
 
 class BufferRegistry:

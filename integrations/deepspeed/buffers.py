@@ -14,8 +14,8 @@ from deepep_moe import config, torch_module
 from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.errors import EPTimeoutError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.group.rendezvous import check_same, gather_objects
-from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.options import Options

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import deepep_moe
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.megatron.metrics import Metrics
 from deepep_moe.integrations.megatron.options import Options

@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
-from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.metrics import LayerMetrics

@@ -63,3 +63,31 @@ def interrupted(rank, num_ranks):
 
 def test_interrupts():
     run_ranks(interrupted, 3)
+
+
+def interrupted_before_sums(rank, num_ranks):
+    """A combine with weights of its own waits for the peers before it sends, so they have no rows, and learn it in this call."""
+    buffer = make("low latency", num_ranks)
+    x, idx = inputs(buffer, 0)
+    handle = buffer.dispatch(x, idx).handle
+    rows, weights = x.new_ones(buffer.num_local_experts, buffer.capacity, buffer.hidden), x.new_ones(idx.shape)
+    for step, kind_of_error in enumerate(ERRORS):
+        for return_hook in (False, True):
+            culprit, error, what = (step + return_hook) % num_ranks, kind_of_error(f"fault {step}"), (kind_of_error, return_hook)
+            if rank != culprit:
+                wait_for(f"left {step} {return_hook}")
+
+            def call(return_hook=return_hook):
+                made = buffer.combine(rows, handle, topk_weights=weights, return_hook=return_hook)
+                return made[1]() if return_hook else made
+
+            with alarm(0.1, error) if rank == culprit else contextlib.nullcontext():
+                found = outcome(call)
+            if rank == culprit:
+                tell(f"left {step} {return_hook}")
+            check_told(rank, culprit, error, *found, what)
+            make_step(buffer, step)
+
+
+def test_interrupts_of_a_combine_with_weights():
+    run_ranks(interrupted_before_sums, 3)

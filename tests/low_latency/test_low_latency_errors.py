@@ -73,7 +73,7 @@ def bad_combines(rank, _, backend):
     buffer, x, idx = make(backend, rank)
     other, *_ = make(backend, rank)
     out, foreign = buffer.dispatch(x, idx), other.dispatch(x, idx)
-    y = out.recv_x
+    y, weights = out.recv_x, torch.ones(4, 2, device=x.device)
     for changes, error, message in [
         (dict(x=y.double()), TypeError, "x has dtype float64"),
         (dict(x=y[:, :3]), ValueError, r"x has shape \[2, 3, 128\]; it must be \[2, 16, 128\]"),
@@ -81,9 +81,13 @@ def bad_combines(rank, _, backend):
         (dict(handle=foreign.handle), ValueError, r"handle belongs to low-latency buffer \d+, this is \d+"),
         (dict(out=x[:3]), ValueError, r"out has shape \[3, 128\]; it must be \[4, 128\]"),
         (dict(out=x.half()), TypeError, "out has dtype float16; it must be float32"),
+        (dict(topk_weights=weights.half()), TypeError, "topk_weights has dtype float16; it must be float32"),
+        (dict(topk_weights=weights[:3]), ValueError, r"topk_weights has shape \[3, 2\]; it must be \[4, 2\]"),
+        (dict(topk_weights=weights.cpu().to("meta")), ValueError, "topk_weights is on meta; it must be on"),
+        (dict(topk_weights=weights.clone().requires_grad_()), ValueError, "topk_weights requires a gradient .* use Buffer"),
         (dict(wire="fp4"), ValueError, r"wire is 'fp4'; it must be one of \[None, 'fp8'\]"),
     ]:
-        mine = dict(x=y, handle=out.handle) | (changes if rank == 1 else {})
+        mine = dict(x=y, handle=out.handle, topk_weights=weights) | (changes if rank == 1 else {})
         with raises_on(1, rank, error, message):
             buffer.combine(**mine)
             finish(buffer)

@@ -30,7 +30,8 @@ def draw_cases(draw, num_ranks):
                 hidden=128 * draw(st.integers(1, 5)) if fp8 else 8 * draw(st.integers(1, 40)),
                 num_topk=draw(st.integers(1, min(num_experts, 32))), dtype=draw(st.sampled_from(DTYPES)),
                 index_dtype=draw(st.sampled_from((torch.int32, torch.int64))), masked=draw(st.sampled_from((0.0, 0.3, 0.9))),
-                with_weights=draw(st.booleans()), fp8=fp8, scale_format=draw(st.sampled_from(("fp32", "ue8m0"))) if fp8 else "fp32",
+                with_weights=draw(st.booleans()), combine_weights=draw(st.booleans()), fp8=fp8,
+                scale_format=draw(st.sampled_from(("fp32", "ue8m0"))) if fp8 else "fp32",
                 wire=draw(st.sampled_from((None, "fp8"))) if fp8 else None, mode=draw(st.sampled_from(("now", "async", "hook"))),
                 seed=draw(st.integers(0, 10**6)),
             )

@@ -24,6 +24,7 @@ class Case:
     index_dtype: torch.dtype = torch.int64
     masked: float = 0.2  # share of lanes without expert
     with_weights: bool = True
+    combine_weights: bool = False  # they are given to combine, not to dispatch
     fp8: bool = False
     scale_format: str = "fp32"
     wire: str | None = None
@@ -34,6 +35,10 @@ class Case:
     @property
     def num_ranks(self) -> int:
         return len(self.num_tokens)
+
+    @property
+    def dispatch_weights(self) -> bool:
+        return self.with_weights and not self.combine_weights
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x, topk_idx, topk_weights; magnitudes differ from block to block."""
@@ -63,10 +68,12 @@ class Expected:
         inputs = [case.inputs_that_count(rank) for rank in range(case.num_ranks)]
         xs, idxs, weights = (list(column) for column in zip(*inputs, strict=True))
         self.received = reference.low_latency.dispatch(
-            xs, idxs, weights if case.with_weights else None, case.num_experts, fp8=case.fp8, is_rounded=case.scale_format == "ue8m0"
+            xs, idxs, weights if case.dispatch_weights else None, case.num_experts, fp8=case.fp8, is_rounded=case.scale_format == "ue8m0"
         )
         self.outputs = [case.expert_outputs(rank, len(there.recv_x)) for rank, there in enumerate(self.received)]
-        self.combined = reference.low_latency.combine(self.outputs, self.received, case.num_tokens, fp8=case.wire == "fp8")
+        self.combined = reference.low_latency.combine(
+            self.outputs, self.received, case.num_tokens, fp8=case.wire == "fp8", topk_weights=weights if case.combine_weights else None
+        )
 
 
 def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuffer:
@@ -93,7 +100,7 @@ def start_dispatch(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str
     """The dispatch of a case, and a function that waits for it."""
     x, idx, weights = (tensor.to(device_of(backend, rank)) for tensor in case.inputs(rank))
     out = buffer.dispatch(
-        x, idx, weights if case.with_weights else None, fp8=case.fp8, scale_format=case.scale_format, async_op=case.mode == "async",
+        x, idx, weights if case.dispatch_weights else None, fp8=case.fp8, scale_format=case.scale_format, async_op=case.mode == "async",
         return_hook=case.mode == "hook",
     )  # fmt: skip
     return out, out.hook or (out.event.wait if out.event is not None else lambda: None)
@@ -101,7 +108,10 @@ def start_dispatch(buffer: LowLatencyBuffer, case: Case, rank: int, backend: str
 
 def start_combine(buffer: LowLatencyBuffer, case: Case, x: torch.Tensor, handle, out: torch.Tensor | None = None):
     """The combine of a case, and a function that waits for it."""
-    result = buffer.combine(x, handle, out=out, wire=case.wire, async_op=case.mode == "async", return_hook=case.mode == "hook")
+    weights = case.inputs(buffer.rank)[2].to(x.device) if case.combine_weights else None
+    result = buffer.combine(
+        x, handle, topk_weights=weights, out=out, wire=case.wire, async_op=case.mode == "async", return_hook=case.mode == "hook"
+    )
     if case.mode == "now":
         return result, lambda: None
     return result[0], result[1] if case.mode == "hook" else result[1].wait

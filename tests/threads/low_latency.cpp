@@ -16,8 +16,10 @@ constexpr double kTimeoutS = 300;
 // Half of a rank's batch: a dispatch and the combine of what it received.
 class Batch {
 public:
-    Batch(ShmLowLatency& exchange, const Tokens& tokens, int rank, std::vector<int64_t>& statistics)
+    // weighs_late: its weights are given to combine, not to dispatch.
+    Batch(ShmLowLatency& exchange, const Tokens& tokens, int rank, std::vector<int64_t>& statistics, bool weighs_late)
         : exchange_(exchange),
+          weighs_late_(weighs_late),
           tokens_(tokens),
           rank_(rank),
           statistics_(statistics),
@@ -66,20 +68,22 @@ private:
     int64_t capacity() const { return static_cast<int64_t>(tokens_.num_ranks) * tokens_.most; }
     int64_t num_tokens() const { return tokens_.count(rank_); }
     TensorArg handle() const { return tensor(handle_, {static_cast<int64_t>(handle_.size())}); }
+    TensorArg weights() const { return tensor(weights_, {num_tokens(), tokens_.num_ranks}); }
     TensorArg statistics() const { return tensor(statistics_, {static_cast<int64_t>(statistics_.size())}); }
 
     LowLatencyDispatchParams dispatch() const {
         return low_latency_dispatch_of(tensor(x_, {num_tokens(), tokens_.hidden}), tensor(experts_, {num_tokens(), tokens_.num_ranks}),
-                                       tensor(weights_, {num_tokens(), tokens_.num_ranks}), handle(),
-                                       tensor(recv_x_, {2, capacity(), tokens_.hidden}), {}, tensor(num_received_, {2}), statistics(),
-                                       DType::kFloat32, false);
+                                       weighs_late_ ? TensorArg{} : weights(), handle(), tensor(recv_x_, {2, capacity(), tokens_.hidden}),
+                                       {}, tensor(num_received_, {2}), statistics(), DType::kFloat32, false);
     }
     LowLatencyCombineParams combine() const {
-        return low_latency_combine_of(tensor(recv_x_, {2, capacity(), tokens_.hidden}), handle(), tensor(number_, {1}),
-                                      tensor(combined_, {num_tokens(), tokens_.hidden}), statistics(), DType::kFloat32, false);
+        return low_latency_combine_of(tensor(recv_x_, {2, capacity(), tokens_.hidden}), handle(), weighs_late_ ? weights() : TensorArg{},
+                                      tensor(number_, {1}), tensor(combined_, {num_tokens(), tokens_.hidden}), statistics(),
+                                      DType::kFloat32, false);
     }
 
     ShmLowLatency& exchange_;
+    const bool weighs_late_;
     const Tokens tokens_;
     const int rank_;
     const std::vector<int64_t>& statistics_;
@@ -96,8 +100,8 @@ public:
     Rank(Team& team, const Tokens& tokens, int rank)
         : exchange_({team.num_ranks, 2 * team.num_ranks, team.num_ranks, tokens.hidden, tokens.most}, rank, kTimeoutS, false),
           statistics_(2 + team.num_ranks + 1),
-          first_(exchange_, tokens, rank, statistics_),
-          second_(exchange_, tokens, rank, statistics_) {
+          first_(exchange_, tokens, rank, statistics_, false),
+          second_(exchange_, tokens, rank, statistics_, true) {
         team.connect(exchange_, rank);
     }
 

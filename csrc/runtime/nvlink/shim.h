@@ -52,7 +52,7 @@ struct SwigluShim {
 // Of the capsules that hold a pointer to a shim, with a number that counts changes of it; and a size by which modules of different sources
 // are told apart.
 constexpr const char* kShimName = "deepep_moe.ExchangeShim 3";
-constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 1";
+constexpr const char* kLowLatencyShimName = "deepep_moe.LowLatencyShim 2";
 constexpr const char* kGateShimName = "deepep_moe.GateShim 1";
 constexpr const char* kSwigluShimName = "deepep_moe.SwigluShim 1";
 constexpr size_t kShimBytes = sizeof(GpuDispatchCall) + sizeof(GpuCombineCall) + sizeof(CallMode) + sizeof(LowLatencyDispatchParams) +

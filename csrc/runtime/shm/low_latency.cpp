@@ -32,6 +32,8 @@ public:
     // masked meanwhile.
     template <class Heard>
     RankSet wait_entered(Heard heard);
+    template <class Heard>
+    RankSet wait_entered(int64_t* wait_ns, Heard heard);  // [num_ranks], to which it adds how long each rank was waited for
     bool wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) override;
     void wait_resumed(int peer);
 
@@ -112,6 +114,16 @@ RankSet ShmLowLatency::Waits::wait_entered(Heard heard) {
         if (missing == 0) return entered;
         idle(waiter, missing, report);
     }
+}
+
+template <class Heard>
+RankSet ShmLowLatency::Waits::wait_entered(int64_t* wait_ns, Heard heard) {
+    const auto began = std::chrono::steady_clock::now();
+    return wait_entered([&](int rank) {
+        const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began);
+        std::atomic_ref(wait_ns[rank]).fetch_add(waited.count(), std::memory_order_relaxed);
+        heard(rank);
+    });
 }
 
 bool ShmLowLatency::Waits::wait(std::atomic_ref<uint64_t> flag, uint64_t wanted, int peer, const char* phase) {
@@ -201,8 +213,8 @@ uint64_t ShmLowLatency::begin() {
     return number;
 }
 
-void ShmLowLatency::publish_refusal(uint64_t number, const std::string& text) {
-    const LowLatencyCall refused = call(number, ranks_in(number));
+void ShmLowLatency::publish_refusal(uint64_t number, RankSet ranks, const std::string& text) {
+    const LowLatencyCall refused = call(number, ranks);
     LowLatencyWhat what{};
     what.is_refused = true;
     for (int peer = 0; peer < config_.num_ranks; ++peer) {
@@ -210,25 +222,45 @@ void ShmLowLatency::publish_refusal(uint64_t number, const std::string& text) {
         copy_text(reason(peer, rank_, number), kMaxReasonBytes, text);
         refused.turn(peer).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
     }
+    last_refused_ = number;
     set_fate(number, Fate::kFailed);
 }
 
 void ShmLowLatency::refuse(const std::string& text) {
     peers_.check_owner();
     const std::lock_guard lock(sending_);
-    publish_refusal(begin(), text);
+    const uint64_t number = begin();
+    publish_refusal(number, ranks_in(number), text);
 }
 
 template <class Params>
 void ShmLowLatency::send_call(const Params& params, uint64_t& number) {
     const std::lock_guard lock(sending_);
     number = begin();
+    RankSet served = 0;
     try {
-        send(call(number, ranks_in(number)), params);
-    } catch (const std::exception& error) {  // nothing has been sent
-        publish_refusal(number, told(error));
+        send_half(call(number, ranks_in(number)), params, served);
+    } catch (const std::exception& error) {
+        publish_refusal(number, ranks_in(number) & ~served, told(error));
         throw;
     }
+}
+
+void ShmLowLatency::send_half(const LowLatencyCall& call, const LowLatencyDispatchParams& params, RankSet&) {
+    send(call, params);  // nothing is sent where it throws
+}
+
+void ShmLowLatency::send_half(const LowLatencyCall& call, const LowLatencyCombineParams& params, RankSet& served) {
+    enter(call, params);
+    if (!params.what.has_weights) return send_sums(call, params, call.ranks);
+    const auto word_of = [&](int rank) { return turn(call.number).entered(rank).load(std::memory_order_acquire); };
+    // A rank's sums go out once its weights are here, whoever else is late. One that does something else learns so when it receives.
+    Waits(*this, call.number).wait_entered(LowLatencyStatistics(config_, params.statistics).wait_ns, [&](int rank) {
+        if (word_of(rank) != word_of(rank_)) return;
+        const RankSet to = RankSet{1} << rank;
+        send_sums(call, params, to);
+        served |= to;
+    });
 }
 
 void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const {
@@ -254,15 +286,10 @@ void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLaten
 
 template <class Params>
 void ShmLowLatency::receive_call(const Params& params, uint64_t number) {
-    const auto began = std::chrono::steady_clock::now();
-    const LowLatencyStatistics statistics(config_, params.statistics);
     Waits waits(*this, number);
     Fate fate = Fate::kFailed;
     try {
-        const RankSet entered = waits.wait_entered([&](int rank) {
-            const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - began);
-            std::atomic_ref(statistics.wait_ns[rank]).fetch_add(waited.count(), std::memory_order_relaxed);
-        });
+        const RankSet entered = waits.wait_entered(LowLatencyStatistics(config_, params.statistics).wait_ns, [](int) {});
         fate = Fate::kHeard;
         check_entries(number, entered, params.what);
         receive(call(number, entered), params, waits);

@@ -24,6 +24,7 @@ public:
     ~ShmLowLatency();
 
     uint64_t num_calls() const { return num_sent_; }  // sent or refused so far
+    bool has_refused_last() const { return last_refused_ == num_sent_; }
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
     std::string path() const { return peers_.path(); }
@@ -54,8 +55,11 @@ private:
     void send_call(const Params& params, uint64_t& number);
     template <class Params>
     void receive_call(const Params& params, uint64_t number);
+    // Return the ranks that are through with this half, also where it throws.
+    void send_half(const LowLatencyCall& call, const LowLatencyDispatchParams& params, RankSet& served);
+    void send_half(const LowLatencyCall& call, const LowLatencyCombineParams& params, RankSet& served);
     uint64_t begin();
-    void publish_refusal(uint64_t number, const std::string& reason);
+    void publish_refusal(uint64_t number, RankSet ranks, const std::string& reason);
     void check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const;
 
     Fate fate(uint64_t number) const;
@@ -83,7 +87,7 @@ private:
     std::function<void()> poll_;
 
     std::mutex sending_;  // and all that counts calls
-    std::atomic<uint64_t> num_sent_ = 0;
+    std::atomic<uint64_t> num_sent_ = 0, last_refused_ = ~uint64_t{0};
     std::array<std::atomic<uint64_t>, kTurns> fates_{};  // number << 2 | Fate, by turn
     std::atomic<RankSet> masks_ = 0;
     std::array<std::atomic<uint64_t>, kLowLatencyMaxRanks> first_calls_{};  // in which the rank takes part, after it was masked

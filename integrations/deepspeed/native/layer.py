@@ -14,9 +14,9 @@ from torch import Tensor
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
 from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, weights_of

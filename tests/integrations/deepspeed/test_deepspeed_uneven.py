@@ -16,8 +16,8 @@ from deepspeed_cases import (
 from torch import nn
 
 from deepep_moe.errors import EPPeerError
+from deepep_moe.exchange import elastic
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.integrations.common import elastic_buffer
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
 from deepep_moe.testing.launch import RankFailedError, run_ranks
@@ -163,7 +163,7 @@ def test_more_tokens_than_the_bound():
 
 def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
     """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
-    elastic_buffer._is_bounded = lambda device: True
+    elastic._is_bounded = lambda device: True
     with engine_ready(device_type) as device:
         layer = make_moe(4, k=2, drop_tokens=False).to(device)
         layer.set_deepspeed_parallelism()
@@ -197,9 +197,9 @@ def test_room_grows_with_the_tokens(device):
 
 
 def _growing_in_double_worker(rank: int, num_ranks: int) -> None:
-    elastic_buffer._is_bounded = lambda device: True
+    elastic._is_bounded = lambda device: True
     torch.set_default_dtype(torch.float64)
-    growing = elastic_buffer.ElasticBuffer(
+    growing = elastic.ElasticBuffer(
         dist.group.WORLD, 10, torch.device("cpu"), lambda room: Buffer(None, room, HIDDEN, 4, 1), None, "the option"
     )
     x = torch.ones(10 + 200 * rank, HIDDEN, dtype=torch.float32)

@@ -12,7 +12,7 @@ import torch
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
 
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.integrations.common import elastic_buffer
+from deepep_moe.exchange import elastic
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -172,7 +172,7 @@ def test_refusals_and_other_configurations():
 
 def _bound_worker(rank: int, num_ranks: int, chosen: int | None) -> str:
     """300 tokens after 140; without a bound as on GPUs, where buffers have one."""
-    elastic_buffer._is_bounded = lambda device: chosen is None
+    elastic._is_bounded = lambda device: chosen is None
     with model_parallel(ep=num_ranks) as sizes:
         if chosen is not None:
             disable()

@@ -1,4 +1,4 @@
-"""A buffer for layers that do not know beforehand how many tokens a rank has."""
+"""A buffer for callers that do not know beforehand how many tokens a rank has."""
 
 import logging
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from deepep_moe import config
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.group.rendezvous import gather_objects
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -71,7 +73,7 @@ class ElasticBuffer:
             if self._chosen is not None or not OutgrownError.caused(error):
                 raise
         self._meet()
-        self._grow(num_tokens)
+        self.grow(num_tokens)
         return self.buffer, send(self.buffer)
 
     def destroy(self) -> None:
@@ -83,14 +85,15 @@ class ElasticBuffer:
     def _meet(self) -> None:
         """Dispatch nothing, in the layout that no layer uses.
 
-        A peer that refused the forward for a reason of its own does not come. Then this raises EPTimeoutError or EPMismatchError with its
-        rank, while the all-reduce that follows would wait as long as the process group does.
+        A peer that refused the forward for a reason of its own does not come. Then this raises EPTimeoutError or EPMismatchError, which
+        name its rank and the call that it is in. The agreement that follows does not know the call.
         """
         x = torch.empty(0, self.buffer.hidden, dtype=torch.float32, device=self._device)
         topk_idx = torch.empty(0, self.buffer.num_topk, dtype=torch.int64, device=self._device)
         self.buffer.dispatch(x, topk_idx, layout="rank")
 
-    def _grow(self, num_tokens: int) -> None:
+    def grow(self, num_tokens: int) -> None:
+        """Replace the buffer by one with room for `num_tokens` tokens of a rank, or more. Collective over the group."""
         self._outgrown.append(self.buffer)
         bound = self._agree_on_bound(max(num_tokens, int(_GROWTH * self.num_max_tokens)))
         if dist.get_rank(self._group) == 0:
@@ -101,10 +104,10 @@ class ElasticBuffer:
         self.buffer, self.num_max_tokens = self._construct(bound), bound
 
     def _agree_on_bound(self, num_tokens: int) -> int:
-        """Return the largest `num_tokens` of the group, rounded up. Collective."""
-        largest = torch.tensor([max(num_tokens, 1)], dtype=torch.int64, device=self._device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return -(-int(largest.item()) // _HEADROOM) * _HEADROOM
+        """Return the largest `num_tokens` of the group, rounded up. Collective; works over groups that move tensors of one device only."""
+        num_ranks = dist.get_world_size(self._group)
+        told = gather_objects(max(num_tokens, 1), self._group, num_ranks, "agreement on the tokens of a rank", config.timeout_s(), int)
+        return -(-max(told) // _HEADROOM) * _HEADROOM
 
     def _too_many(self, num_tokens: int) -> OutgrownError:
         return OutgrownError(

@@ -7,7 +7,7 @@ from fault_cases import inputs
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
-from deepep_moe.integrations.common.elastic_buffer import ElasticBuffer
+from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.testing import run_ranks
 
 

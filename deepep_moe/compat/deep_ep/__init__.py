@@ -1,0 +1,17 @@
+"""DeepEP's Python interface on deepep_moe: what `import deep_ep` gives after `install()` (docs/coming_from_deepep.md).
+
+Importing this package replaces nothing: scripts that import `deep_ep` find it once `install()` was called, under
+`python -m deepep_moe.compat.run`, or with the distribution `deepep-moe-compat` installed.
+"""
+
+import torch
+
+from deepep_moe.compat.deep_ep.buffer import Buffer
+from deepep_moe.compat.deep_ep.config import Config
+from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.modules import install
+
+topk_idx_t = torch.int64
+"""The dtype of topk_idx. Calls take torch.int32 as well."""
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]

@@ -1,0 +1,252 @@
+"""DeepEP's `Buffer`: layout, dispatch and combine of its normal mode, on `deepep_moe.Buffer` in the rank layout."""
+
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe.compat.deep_ep.arguments import detached, one_bias, rows_and_scales, senders_of
+from deepep_moe.compat.deep_ep.config import Config
+from deepep_moe.compat.deep_ep.core import GrowingBuffers
+from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.handle import Handle
+from deepep_moe.compat.deep_ep.layout import dispatch_layout
+from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
+from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
+from deepep_moe.compat.deep_ep.sends import Routing, checked, send, send_along
+from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.exchange.lanes import combine_with_lanes
+
+
+class Buffer(LowLatencyCalls):
+    """The exchange of a group of ranks, with DeepEP's arguments and results. It serves GPUs, and CPU tensors for tests without one.
+
+    Memory is made at the first call and grows with calls. `num_nvl_bytes` and `num_rdma_bytes` are kept for callers that read them.
+    Results are not differentiable, as DeepEP's are not. docs/coming_from_deepep.md says what differs.
+
+    Args:
+        group: the process group, of any backend.
+        num_max_tokens_per_rank: the most tokens that a rank dispatches, to have memory made once; None: learnt and agreed on at the calls.
+        ranks_per_node: consecutive ranks that are a node, as of `deepep_moe.Buffer`; None: those of one host.
+
+    Raises NotImplementedError for `comm` (mpi4py), ValueError without a group. The other arguments choose what DeepEP has several of; here
+    they change nothing.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: "dist.ProcessGroup | None",
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool | None = None,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        num_max_tokens_per_rank: int | None = None,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if comm is not None:
+            raise NotImplementedError("deep_ep.Buffer's comm (an mpi4py communicator) is not served; pass a torch.distributed group")
+        if group is None:
+            raise ValueError("group is None; pass a torch.distributed process group, such as torch.distributed.group.WORLD")
+        self.group = group
+        self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, enable_shrink
+        self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
+        self._stream = CommStream()
+        self._low_latency = LowLatencyBuffers(group, enable_shrink)
+
+    # ---- settings ----
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Set the SMs of later calls: half of them send rows. 20, DeepEP's default, stands for deepep_moe's own choice.
+
+        Raises ValueError for an odd number or one below 0.
+        """
+        if isinstance(new_num_sms, bool) or not isinstance(new_num_sms, int) or new_num_sms < 0 or new_num_sms % 2:
+            raise ValueError(f"new_num_sms is {new_num_sms!r}; it must be an even number of SMs, at least 0")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """Return the settings of a dispatch among `num_ranks` ranks: the SMs of `set_num_sms`."""
+        return Config(num_sms=Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """Return the settings of a combine among `num_ranks` ranks: the SMs of `set_num_sms`."""
+        return Config(num_sms=Buffer.num_sms)
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Return whether fp8 rows can be sent: always."""
+        return True
+
+    # ---- streams and memory ----
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """Return an event on the current stream, for `previous_event`."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> Any:
+        """Return the stream of asynchronous calls: a torch.cuda.Stream, or without a GPU a torch.cpu.Stream, on which nothing waits."""
+        return self._stream.get() if torch.cuda.is_available() else torch.cpu.Stream()
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: "torch.Size | None" = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        """Return memory of the size that was given at construction, or `size` of it. It is the caller's. No call reads or writes it, as
+        the memory of calls belongs to kernels. Raises ValueError where `size` is larger."""
+        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        num_elements = max(0, num_bytes - offset) // dtype.itemsize
+        shape = torch.Size([num_elements]) if size is None else torch.Size(size)
+        if shape.numel() > num_elements:
+            raise ValueError(
+                f"size is {list(shape)} of {dtype} at offset {offset}; the buffer was made with {num_bytes} bytes: construct it with more"
+            )
+        return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def destroy(self) -> None:
+        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again."""
+        self._buffers.destroy()
+        self._low_latency.destroy()
+
+    # ---- calls ----
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Count this rank's tokens. Not collective.
+
+        topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert. Returns num_tokens_per_rank [num_ranks] int32,
+        num_tokens_per_rdma_rank [num_nodes] int32 (None for one node), num_tokens_per_expert [num_experts] int32, is_token_in_rank
+        [num_tokens, num_ranks] bool, and the event. Raises ValueError for wrong shapes.
+        """
+        callers = self._stream.begin(topk_idx, previous_event, async_finish)
+        try:
+            made = dispatch_layout(topk_idx, num_experts, self.group_size, self._buffers.num_nodes)
+        except BaseException:
+            self._stream.abort(callers)
+            raise
+        return *made, self._stream.end(callers, async_finish, (topk_idx,), made)
+
+    def dispatch(
+        self,
+        x: Any,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Send every token to the ranks of its experts, one row per (token, rank). Collective.
+
+        Args:
+            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32.
+            handle: of an earlier dispatch, to send along its routing. Nothing else about the routing may be given beside it.
+            num_tokens_per_expert: [num_experts]; its length says how many experts there are. The numbers, like num_tokens_per_rank,
+                are counted anew, except without `topk_idx`.
+            is_token_in_rank: [num_tokens, num_ranks] bool, read only without `topk_idx`.
+            topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, and fp32.
+            expert_alignment: counts of tokens per expert are rounded up to a multiple of it.
+            num_worst_tokens: if not 0, the rows of the results, the same on every rank; those that no token fills have recv_topk_idx -1.
+                The host then waits for nothing, and the list of counts is empty.
+            previous_event: the call begins after it. async_finish: on the communication stream; the event says when the call is over.
+
+        Returns:
+            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], of local experts, -1 for another rank's;
+            recv_topk_weights [num_rows, num_topk] fp32; tokens of each local expert; the handle; the event. Along a handle all but recv_x
+            and the event are None. Rows come by source rank, then by token.
+
+        Raises: as `deepep_moe.Buffer.dispatch`.
+        """
+        x, x_scales = rows_and_scales(x)
+        num_sms = senders_of(Buffer.num_sms if config is None else config.num_sms)
+        callers = self._stream.begin(x, previous_event, async_finish)
+        told: tuple[Any, ...] = (None, None, None, None)
+        try:
+            if handle is not None:
+                out = send_along(x, x_scales, handle, topk_idx, num_sms)
+            else:
+                routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
+                out, told = send(self._buffers, x, x_scales, routing, num_sms)
+        except BaseException:
+            self._stream.abort(callers)
+            raise
+        event = self._stream.end(callers, async_finish, (x, x_scales, topk_idx, topk_weights), (out.recv_x, out.recv_x_scales, *told[:2]))
+        recv_topk_idx, recv_topk_weights, counts, made = told
+        recv_x = out.recv_x if x_scales is None else (out.recv_x, out.recv_x_scales)
+        return recv_x, recv_topk_idx, recv_topk_weights, counts, made, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: "Tensor | tuple[Tensor | None, Tensor | None] | None" = None,
+        config: Config | None = None,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sum the rows of each token at its source. Collective.
+
+        Args:
+            x: [num_rows, hidden] bf16 (fp32 and fp16 too), rows as the dispatch of `handle` returned them.
+            topk_weights: [num_rows, num_topk] fp32, to come back beside the rows, such as gradients of recv_topk_weights.
+            bias: [num_tokens, hidden], dtype of `x`, or a pair of such tensors, added at the source.
+            previous_event, async_finish: as of `dispatch`.
+
+        Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event. Rows are not weighted.
+
+        Raises: as `deepep_moe.Buffer.combine`.
+        """
+        num_sms = senders_of(Buffer.num_sms if config is None else config.num_sms)
+        buffer, along = checked(handle).buffer, handle.along
+        callers, weights = self._stream.begin(x, previous_event, async_finish), None
+        try:
+            x, added = detached(x), one_bias(bias)
+            if topk_weights is None:
+                combined_x = buffer.combine(x, along, bias=added, num_sms=num_sms)
+            else:
+                lanes = detached(topk_weights).contiguous()
+                combined_x, weights = combine_with_lanes(buffer, x, along, lanes, added, num_sms)
+        except BaseException:
+            self._stream.abort(callers)
+            raise
+        given = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
+        return combined_x, weights, self._stream.end(callers, async_finish, given, (combined_x, weights))
+
+    # ---- what DeepEP has beside ----
+
+    def internode_dispatch(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise NotImplementedError: `dispatch` serves several nodes too."""
+        raise NotImplementedError("deep_ep.Buffer.internode_dispatch is not served; call dispatch, which serves several nodes too")
+
+    def internode_combine(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise NotImplementedError: `combine` serves several nodes too."""
+        raise NotImplementedError("deep_ep.Buffer.internode_combine is not served; call combine, which serves several nodes too")

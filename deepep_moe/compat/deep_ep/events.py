@@ -1,0 +1,71 @@
+"""DeepEP's events: points on a GPU's stream that other streams wait for. Beside a GPU they stand for nothing, and waits return at once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class EventHandle:
+    """A point on the current stream, recorded when this object is made. Without a GPU in use, a point that is always reached."""
+
+    __slots__ = ("recorded",)
+
+    def __init__(self) -> None:
+        self.recorded: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized():
+            self.recorded = torch.cuda.Event()
+            self.recorded.record()
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the point. The host goes on."""
+        if self.recorded is not None:
+            torch.cuda.current_stream(self.recorded.device).wait_event(self.recorded)
+
+    def wait(self) -> None:
+        """Do the same as `current_stream_wait`."""
+        self.current_stream_wait()
+
+
+class EventOverlap:
+    """An `EventHandle`, or none where a call was synchronous, and what callers hold until it is reached.
+
+    As a context, it lets the current stream wait at the end of the block, so that what the block enqueues overlaps with the call.
+    """
+
+    __slots__ = ("event", "extra_tensors")
+
+    def __init__(self, event: "EventHandle | None" = None, extra_tensors: "tuple[Tensor, ...] | None" = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Make the current stream wait for the event. It returns at once where there is none, as the call is in the stream already."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+    def wait(self) -> None:
+        """Do the same as `current_stream_wait`."""
+        self.current_stream_wait()
+
+    def __enter__(self) -> "EventOverlap":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.current_stream_wait()
+
+
+def recorded_of(event: Any) -> "torch.cuda.Event | None":
+    """Return the event of CUDA in a caller's `previous_event`: an EventOverlap, an EventHandle, an event of PyTorch, or None.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(event, EventOverlap):
+        event = event.event
+    if isinstance(event, EventHandle):
+        return event.recorded
+    if event is None or isinstance(event, torch.cuda.Event):
+        return event
+    raise TypeError(
+        f"previous_event is a {type(event).__name__}; it must be an EventOverlap, an EventHandle or None: pass Buffer.capture()"
+    )

@@ -1,0 +1,47 @@
+"""What DeepEP's callers count before a dispatch, in plain PyTorch. The dispatch itself counts again, in its own kernels."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DispatchLayout(NamedTuple):
+    """Counts of this rank's tokens."""
+
+    num_tokens_per_rank: Tensor
+    """[num_ranks] int32."""
+    num_tokens_per_rdma_rank: Tensor | None
+    """[num_nodes] int32; None for one node."""
+    num_tokens_per_expert: Tensor
+    """[num_experts] int32."""
+    is_token_in_rank: Tensor
+    """[num_tokens, num_ranks] bool."""
+
+
+def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> DispatchLayout:
+    """Count the tokens of `topk_idx` [num_tokens, num_topk] int32 or int64, -1 = no expert. The host waits for nothing.
+
+    An index out of range is found by the dispatch, not here. Raises ValueError for another shape or number of experts.
+    """
+    if topk_idx.dim() != 2:
+        raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}; it must be [num_tokens, num_topk]")
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the group's {num_ranks} ranks")
+    num_tokens = topk_idx.shape[0]
+    chosen = torch.zeros(num_tokens, num_experts + 1, dtype=torch.bool, device=topk_idx.device)
+    chosen.scatter_(1, topk_idx.long() % (num_experts + 1), True)  # -1 goes to the last column
+    chosen = chosen[:, :num_experts]
+    in_rank = chosen.unflatten(1, (num_ranks, -1)).any(2)
+    per_node = None
+    if num_nodes > 1:
+        per_node = in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
+    return DispatchLayout(in_rank.sum(0, dtype=torch.int32), per_node, chosen.sum(0, dtype=torch.int32), in_rank)
+
+
+def lanes_of_ranks(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
+    """Return a topk_idx [num_tokens, num_ranks] int64 for tokens whose experts the caller keeps to himself: lane r names the first expert
+    of rank r, or -1."""
+    num_ranks = is_token_in_rank.shape[1]
+    first = torch.arange(0, num_experts, num_experts // num_ranks, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, first, -1)

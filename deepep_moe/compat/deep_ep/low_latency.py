@@ -1,0 +1,281 @@
+"""DeepEP's low-latency calls on `deepep_moe.LowLatencyBuffer`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.arguments import check_tensor
+from deepep_moe.compat.deep_ep.arguments import detached
+from deepep_moe.compat.deep_ep.events import EventOverlap
+from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits
+from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.low_latency.handle import LowLatencyOutput
+
+Hook = Callable[[], None]
+_Made = TypeVar("_Made")
+_NUM_TURNS, _REASON_BYTES = 4, 240
+"""As csrc/common/low_latency.h has them."""
+_REFUSED = {
+    "x_global_scale": "as rows do not travel in NVFP4; pass use_fp8=True",
+    "use_nvfp4": "as rows do not travel in NVFP4; pass use_fp8=True",
+    "use_logfmt": "as its error is smaller than that of our fp8 wire; pass use_logfmt=False, or use deepep_moe.LowLatencyBuffer.combine("
+    "wire='fp8') where fp8 will do",
+    "overlap": "as combine takes no signals; pass overlap=False, and overlap with return_recv_hook=True",
+    "signals": "as combine takes no signals; combine after the experts, and overlap with return_recv_hook=True",
+}
+
+
+class LowLatencyCalls:
+    """The low-latency half of DeepEP's `Buffer`. Memory is made at the first dispatch, from the sizes that it gives."""
+
+    group_size: int
+    _stream: CommStream
+    _low_latency: LowLatencyBuffers
+
+    # ---- calls ----
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        x_global_scale: Tensor | None = None,
+        use_nvfp4: bool = False,
+    ) -> tuple[Any, Tensor, DispatchHandle, EventOverlap, Hook | None]:
+        """Send every token to the ranks of its experts. Collective.
+
+        Args:
+            x: [num_tokens, hidden] bf16, contiguous.
+            topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert.
+            num_max_dispatch_tokens_per_rank: most tokens of any rank, the same on all.
+            num_experts: of all ranks.
+            cumulative_local_expert_recv_stats: [num_local_experts] int32, to which the rows received are added.
+            dispatch_wait_recv_cost_stats: [num_ranks] int64, to which the nanoseconds waited for each rank are added.
+            use_fp8: rows as e4m3, with a scale for 128 columns.
+            round_scale: with `use_fp8`, scales are powers of two.
+            use_ue8m0: with `round_scale`, their exponents, four to an int32.
+            async_finish: `event` says when the results may be read.
+            return_recv_hook: send and return; `hook()` receives.
+            x_global_scale, use_nvfp4: of a fork; refused where they are used.
+
+        Returns:
+            recv_x [num_local_experts, num_ranks * max, hidden] bf16; with `use_fp8` a pair, of it in float8_e4m3fn and of column-major
+            scales, [num_local_experts, num_ranks * max, hidden / 128] fp32 or [..., ceil(hidden / 512)] int32.
+            recv_count [num_local_experts] int32; the handle; an EventOverlap; the hook, or None.
+
+        Raises:
+            NotImplementedError: NVFP4. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.dispatch`.
+        """
+        _refuse("low_latency_dispatch", x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4)
+        _check_mode(async_finish, return_recv_hook)
+        if use_ue8m0 and not round_scale:
+            raise ValueError("use_ue8m0 is True without round_scale; exponents are those of rounded scales, pass round_scale=True")
+        buffer = self._low_latency.get(x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
+        stats = cumulative_local_expert_recv_stats
+        waits = Waits("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, buffer)
+        is_unpacked = use_fp8 and round_scale and not use_ue8m0
+        scale_format = "ue8m0" if use_fp8 and round_scale else "fp32"
+
+        def send() -> tuple[LowLatencyOutput, Tensor | None]:
+            with waits:
+                out = buffer.dispatch(detached(x), topk_idx, fp8=use_fp8, scale_format=scale_format, return_hook=return_recv_hook)
+            if stats is not None:  # not before, as the peers are in the call
+                check_tensor("cumulative_local_expert_recv_stats", stats, (buffer.num_local_experts,), (torch.int32,), x.device)
+            scales = _empty_scales(out, buffer.hidden) if is_unpacked else out.recv_x_scales
+            if not return_recv_hook:
+                finish(out, scales)
+            return out, scales
+
+        def finish(out: LowLatencyOutput, scales: Tensor | None) -> None:
+            if is_unpacked:
+                _unpack_scales(out, scales)
+            if stats is not None:
+                stats.add_(out.num_recv_tokens_per_expert)
+
+        def receive() -> None:
+            assert out.hook is not None
+            with waits:
+                out.hook()
+            finish(out, scales)
+
+        given = x, topk_idx, stats, dispatch_wait_recv_cost_stats
+        (out, scales), event = self._run(x, async_finish, send, given, lambda made: (*made[0], made[0].handle.state, made[1]))
+        recv_x = (out.recv_x, scales) if use_fp8 else out.recv_x
+        handle = DispatchHandle(buffer, out.handle)
+        return recv_x, out.num_recv_tokens_per_expert, handle, event, receive if return_recv_hook else None
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: DispatchHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        src_signals: Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Bring the experts' outputs back, weighted and summed. Collective.
+
+        The sum is that of `deepep_moe.LowLatencyBuffer.combine` with `topk_weights`, to the bit: in fp32 on the experts' rank, rounded
+        once, and in fp32 at the token's rank, rounded once. V1 sums all experts' rows in fp32 at the token's rank.
+
+        Args:
+            x: [num_local_experts, num_ranks * max, hidden] bf16, rows as the dispatch returned them.
+            topk_idx: that of the dispatch; only its shape is read, as the handle knows where the rows lie.
+            topk_weights: [num_tokens, num_topk] fp32.
+            handle: of `low_latency_dispatch`.
+            zero_copy: the rows lie in `get_next_low_latency_combine_buffer(handle)`; `x` is not read.
+            async_finish, return_recv_hook: as for the dispatch.
+            out: [num_tokens, hidden] bf16, to write to.
+            combine_wait_recv_cost_stats: [num_ranks] int64, to which the nanoseconds waited for each rank are added.
+            use_logfmt: refused; rows of LogFMT have errors that our fp8 wire would not keep.
+            overlap, packed_recv_count, comp_signal, src_signals: signals of forks; refused where they are used.
+            src_signal_expect_value, block_m, threshold, num_sms: read with signals only.
+
+        Returns:
+            combined_x [num_tokens, hidden] bf16; an EventOverlap; the hook, or None.
+
+        Raises:
+            NotImplementedError: LogFMT, signals. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.combine`.
+        """
+        signals = (packed_recv_count, comp_signal, src_signals)
+        _refuse("low_latency_combine", use_logfmt=use_logfmt, overlap=overlap, signals=any(signal is not None for signal in signals))
+        _check_mode(async_finish, return_recv_hook)
+        native, buffer = _handle(handle).native, handle.buffer
+        check_tensor("topk_idx", topk_idx, (native.num_tokens, buffer.num_topk), (torch.int64, torch.int32))
+        waits = Waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, buffer)
+        rows = buffer.combine_input(torch.bfloat16) if zero_copy else detached(x)
+        weights = detached(topk_weights)
+
+        def send() -> tuple[Tensor, Hook | None]:
+            with waits:
+                made = buffer.combine(rows, native, topk_weights=weights, out=out, return_hook=return_recv_hook)
+            return made if return_recv_hook else (made, None)
+
+        def receive() -> None:
+            assert hook is not None
+            with waits:
+                hook()
+
+        given = rows, topk_weights, native.state, out, combine_wait_recv_cost_stats
+        (combined_x, hook), event = self._run(rows, async_finish, send, given, lambda made: made)
+        return combined_x, event, None if hook is None else receive
+
+    def get_next_low_latency_combine_buffer(self, handle: DispatchHandle) -> Tensor:
+        """Return the tensor that a combine with `zero_copy=True` reads, [num_local_experts, num_ranks * max, hidden] bf16.
+
+        There is one, not two as in V1. It may be written once the last combine that read it has sent, on the stream that sent."""
+        return _handle(handle).buffer.combine_input(torch.bfloat16)
+
+    # ---- ranks that are gone ----
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a rank out of the low-latency calls, or take it back; `deepep_moe.LowLatencyBuffer.mask_rank` says how. A rank that is
+        taken back must call `low_latency_rejoin`, which V1 does not have."""
+        self._low_latency.mask(rank_to_mask, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Write into `mask_status` [num_ranks] int32 which ranks are left out: 1, else 0. Waits for the GPU's calls so far."""
+        check_tensor("mask_status", mask_status, (self.group_size,), (torch.int32,))
+        if mask_status.is_cuda:
+            torch.cuda.current_stream(mask_status.device).synchronize()
+        masked = self._low_latency.masked_ranks()
+        mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.group_size)], dtype=torch.int32))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Take all ranks back that this one has masked."""
+        for rank in sorted(self._low_latency.masked_ranks()):
+            self._low_latency.mask(rank, False)
+
+    def low_latency_rejoin(self) -> None:
+        """Come back, on a rank that the others have masked and take back now. Waits until all of them do."""
+        self._low_latency.rejoin()
+
+    # ---- memory ----
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Do nothing: flags of our calls are numbers that count on, so there is nothing to clean before a call of other sizes, or after
+        calls for large batches."""
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+        """Return the bytes of a rank's low-latency workspace on a GPU, for any number of experts a token; docs/design/low_latency.md has
+        the formula. `Buffer` allocates by the sizes of the calls, whatever it is given."""
+        line, num_tokens = 128, num_ranks * num_max_dispatch_tokens_per_rank
+        lines = -(-_C.MAX_TOPK // 15) - (-hidden // 28)
+        words = -(-8 * (num_ranks + num_experts) // line) * line
+        return -(-(16 + _REASON_BYTES) * num_ranks // line) * line + _NUM_TURNS * (words + line * lines * num_tokens)
+
+    def _run(
+        self, x: Tensor, is_async: bool, send: Callable[[], _Made], given: Iterable[Any], tensors_of: Callable[[_Made], Iterable[Any]]
+    ) -> tuple[_Made, EventOverlap]:
+        """Return what `send()` returns, run where V1 runs a call on `x`, and the event of the call. It reads the tensors `given`, and has
+        made those that `tensors_of` names."""
+        callers = self._stream.begin(x, None, is_async)
+        try:
+            made = send()
+        except BaseException:
+            self._stream.abort(callers)
+            raise
+        return made, self._stream.end(callers, is_async, given, tensors_of(made))
+
+
+# ---- arguments ----
+
+
+def _refuse(call: str, **used: bool) -> None:
+    for name, is_used in used.items():
+        if is_used:
+            raise NotImplementedError(f"{call}: {name} is not served, {_REFUSED[name]}")
+
+
+def _check_mode(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ValueError("async_finish and return_recv_hook are both True; choose one")
+
+
+def _handle(handle: Any) -> DispatchHandle:
+    if not isinstance(handle, DispatchHandle):
+        raise TypeError(f"handle is a {type(handle).__name__}; pass what low_latency_dispatch returned, not a copy of its elements")
+    return handle
+
+
+# ---- the end of a call ----
+
+
+def _empty_scales(out: LowLatencyOutput, hidden: int) -> Tensor:
+    num_local, capacity, _ = out.recv_x.shape
+    return torch.empty((num_local, hidden // _C.SCALE_BLOCK, capacity), dtype=torch.float32, device=out.recv_x.device).transpose(1, 2)
+
+
+def _unpack_scales(out: LowLatencyOutput, scales: Tensor | None) -> None:
+    """Write the powers of two whose exponents were received."""
+    assert out.recv_x_scales is not None and scales is not None
+    words = out.recv_x_scales.transpose(1, 2)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)[:, None]
+    exponents = (words[:, :, None] >> shifts & 0xFF).flatten(1, 2)[:, : scales.shape[2]]
+    scales.transpose(1, 2).copy_((exponents << 23).view(torch.float32))

@@ -1,0 +1,116 @@
+"""The low-latency buffers behind a DeepEP buffer, and what calls of them leave: handles, and how long ranks were waited for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe.arguments import check_tensor
+from deepep_moe.device import is_gpu
+from deepep_moe.low_latency.buffer import LowLatencyBuffer
+from deepep_moe.low_latency.handle import LowLatencyHandle, row_sources
+
+
+class LowLatencyBuffers:
+    """One `LowLatencyBuffer` for each (num_max_tokens_per_rank, hidden, num_experts, num_topk) that calls have had, over one group.
+
+    The first call for new sizes makes a buffer, so all ranks make it together. The backend is `nvlink` for tensors on GPUs and `shm` for
+    those on the CPU, also where the group is gloo. Masks are those of all buffers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, enable_shrink: bool) -> None:
+        self._group, self._enable_shrink = group, enable_shrink
+        self._buffers: dict[tuple[int, int, int, int], LowLatencyBuffer] = {}
+        self._masked_early: set[int] = set()
+        """Ranks that were masked before there was a buffer."""
+
+    def get(self, x: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> LowLatencyBuffer:
+        """Return the buffer for a dispatch of `x`. Collective for new sizes.
+
+        Raises ValueError for what is no matrix, and what the construction of a LowLatencyBuffer raises.
+        """
+        for name, tensor in (("x", x), ("topk_idx", topk_idx)):
+            if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+                raise ValueError(f"{name} is {tensor!r:.80}; it must be a tensor of two dimensions")
+        sizes = num_max_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
+        buffer = self._buffers.get(sizes)
+        return self._make(sizes, x.device) if buffer is None else buffer
+
+    def _make(self, sizes: tuple[int, int, int, int], device: torch.device) -> LowLatencyBuffer:
+        masked, backend = self.masked_ranks(), "nvlink" if is_gpu(device) else "shm"
+        buffer = LowLatencyBuffer(self._group, *sizes, backend=backend, mask_stalled=self._enable_shrink)
+        for rank in masked:
+            buffer.mask_rank(rank)
+        self._masked_early.clear()
+        self._buffers[sizes] = buffer
+        return buffer
+
+    def mask(self, rank: int, masked: bool) -> None:
+        """Leave a rank out in all buffers, those to come too, or take it back."""
+        if not self._buffers:
+            (self._masked_early.add if masked else self._masked_early.discard)(rank)
+        for buffer in self._buffers.values():
+            buffer.mask_rank(rank, masked)
+
+    def masked_ranks(self) -> set[int]:
+        """Return the ranks that any buffer leaves out, as far as the host can see."""
+        return self._masked_early.union(*(buffer.masked_ranks for buffer in self._buffers.values()))
+
+    def rejoin(self) -> None:
+        """Come back, on a rank that the others take back."""
+        for buffer in self._buffers.values():
+            buffer.rejoin()
+
+    def destroy(self) -> None:
+        """Destroy all buffers. Not collective."""
+        while self._buffers:
+            self._buffers.popitem()[1].destroy()
+
+
+class DispatchHandle(tuple[Any, ...]):
+    """The handle of a low-latency dispatch as V1 returns it, a tuple of five: packed_recv_src_info [num_local_experts, num_ranks * max]
+    int32, the token that each row is of; packed_recv_layout_range [num_local_experts, num_ranks] int64, (first row << 32) | number of rows
+    from each rank; num_max_dispatch_tokens_per_rank, hidden, num_experts.
+
+    The two tensors are worked out when they are asked for, once the dispatch was received: few callers read them.
+    """
+
+    buffer: LowLatencyBuffer
+    native: LowLatencyHandle
+
+    def __new__(cls, buffer: LowLatencyBuffer, native: LowLatencyHandle) -> "DispatchHandle":
+        self = super().__new__(cls, (None, None, buffer.num_max_tokens_per_rank, buffer.hidden, buffer.num_experts))
+        self.buffer, self.native = buffer, native
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values())
+
+    def __getitem__(self, index: Any) -> Any:
+        is_number = isinstance(index, int) and index % len(self) >= 2
+        return super().__getitem__(index) if is_number else self._values()[index]
+
+    def _values(self) -> tuple[Any, ...]:
+        sources = row_sources(self.native, self.buffer)
+        num_rows = sources.num_tokens.long()
+        first_rows = num_rows.cumsum(1) - num_rows
+        return (sources.token_idx, first_rows << 32 | num_rows, *super().__getitem__(slice(2, None)))
+
+
+class Waits:
+    """Adds what a call waits for each rank to the caller's counter, each time it is left."""
+
+    def __init__(self, name: str, stats: Tensor | None, buffer: LowLatencyBuffer):
+        self.name, self.stats, self.buffer = name, stats, buffer
+
+    def __enter__(self) -> None:
+        if self.stats is not None:
+            self.before = self.buffer.statistics().wait_ns.clone()
+
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        if self.stats is None or error is not None:
+            return
+        check_tensor(self.name, self.stats, (self.buffer.num_ranks,), (torch.int64,), self.before.device)
+        self.stats.add_(self.buffer.statistics().wait_ns - self.before)

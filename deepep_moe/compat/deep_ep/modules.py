@@ -1,0 +1,32 @@
+"""Makes `import deep_ep` find this package."""
+
+import importlib
+import pkgutil
+import sys
+
+PACKAGE = "deepep_moe.compat.deep_ep"
+NAME = "deep_ep"
+
+
+def install() -> None:
+    """Make `import deep_ep`, `deep_ep.utils` and the other modules find deepep_moe in this process. May be called again.
+
+    Raises ImportError where another `deep_ep` was imported before.
+    """
+    present = sys.modules.get(NAME)
+    if present is not None and present is not sys.modules.get(PACKAGE):
+        place = getattr(present, "__file__", None) or "without a file"
+        raise ImportError(
+            f"deep_ep was already imported, from {place}; call deepep_moe.compat.deep_ep.install() before any import of deep_ep, or start "
+            "the script with python -m deepep_moe.compat.run",
+            name=NAME,
+        )
+    provide()
+
+
+def provide() -> None:
+    """Put this package and its modules under the name `deep_ep`, whatever was there."""
+    package = importlib.import_module(PACKAGE)
+    sys.modules[NAME] = package
+    for module in pkgutil.iter_modules(package.__path__):
+        sys.modules[f"{NAME}.{module.name}"] = importlib.import_module(f"{PACKAGE}.{module.name}")

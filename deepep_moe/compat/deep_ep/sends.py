@@ -1,0 +1,92 @@
+"""The dispatches of DeepEP's `Buffer`: with new routing, with ranks alone, or along a handle."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepep_moe import config
+from deepep_moe.compat.deep_ep.arguments import detached
+from deepep_moe.compat.deep_ep.core import GrowingBuffers
+from deepep_moe.compat.deep_ep.handle import Handle
+from deepep_moe.compat.deep_ep.layout import lanes_of_ranks
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.handle import DispatchOutput
+from deepep_moe.group.rendezvous import gather_objects
+
+_Told = tuple[Tensor | None, Tensor | None, list[int], Handle]
+
+
+class Routing(NamedTuple):
+    """What a caller says of where tokens go; fields as the arguments of DeepEP's dispatch."""
+
+    is_token_in_rank: Tensor | None
+    num_tokens_per_expert: Tensor | None
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    expert_alignment: int
+    num_worst_tokens: int
+
+
+def send(
+    buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, routing: Routing, num_sms: int | None
+) -> tuple[DispatchOutput, _Told]:
+    """Dispatch by new routing. Return what came, and recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle."""
+    topk_idx, topk_weights, bound = routing.topk_idx, routing.topk_weights, routing.num_worst_tokens or None
+    num_experts = _num_experts(routing)
+    if topk_idx is None:
+        assert routing.is_token_in_rank is not None  # as `_num_experts` has seen
+        topk_idx, topk_weights = lanes_of_ranks(routing.is_token_in_rank, num_experts), None
+    elif topk_weights is not None:
+        topk_weights = detached(topk_weights)
+
+    def dispatch(buffer: Buffer) -> DispatchOutput:
+        return buffer.dispatch(
+            x, topk_idx, topk_weights, x_scales=x_scales, layout="rank", expert_alignment=routing.expert_alignment, num_recv_rows=bound,
+            num_sms=num_sms,
+        )  # fmt: skip
+
+    least = 0 if bound is None else -(-bound // buffers.num_ranks)  # the caller's bound is for every rank with as many tokens
+    buffer, out = buffers.dispatch(x, num_experts, topk_idx.shape[-1], dispatch, least)
+    handle = Handle(buffer, out.handle)
+    if routing.topk_idx is None:
+        return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, routing), handle)
+    return out, (out.recv_topk_idx, out.recv_topk_weights, [] if bound else out.handle.num_rows_per_expert_list, handle)
+
+
+def send_along(x: Tensor, x_scales: Tensor | None, handle: Handle, topk_idx: Tensor | None, num_sms: int | None) -> DispatchOutput:
+    """Dispatch along a handle. Raises TypeError for what is not a handle, ValueError for routing beside it."""
+    buffer = checked(handle).buffer
+    if topk_idx is not None:
+        raise buffer.refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
+    return buffer.dispatch(x, x_scales=x_scales, handle=handle.along, num_sms=num_sms)
+
+
+def checked(handle: object) -> Handle:
+    """Return `handle`. Raises TypeError for what no dispatch has returned."""
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"handle is a {type(handle).__name__}; it must be the object that dispatch returned: its tensors alone do not say which buffer "
+            "made them"
+        )
+    return handle
+
+
+def _num_experts(routing: Routing) -> int:
+    """Return the number of experts, as the length of the counts. Raises ValueError where something is missing."""
+    if routing.num_tokens_per_expert is None:
+        raise ValueError("num_tokens_per_expert is missing; give what get_dispatch_layout returned, or the handle of an earlier dispatch")
+    if routing.topk_idx is None and routing.is_token_in_rank is None:
+        raise ValueError("topk_idx and is_token_in_rank are missing; give one of them, or the handle of an earlier dispatch")
+    return routing.num_tokens_per_expert.shape[0]
+
+
+def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing) -> list[int]:
+    """Return the tokens that come to each local expert. Rows do not say it where their experts were not told, so the ranks' own counts are
+    exchanged. Collective."""
+    assert routing.num_tokens_per_expert is not None
+    own = routing.num_tokens_per_expert.tolist()
+    told = gather_objects(own, buffers.group, buffers.num_ranks, "counts of a DeepEP dispatch without topk_idx", config.timeout_s(), list)
+    first, alignment = buffer.rank * buffer.num_local_experts, routing.expert_alignment
+    counts = torch.tensor(told).sum(0)[first : first + buffer.num_local_experts].tolist()
+    return [-(-count // alignment) * alignment for count in counts]

@@ -1,0 +1,68 @@
+"""On which stream a call runs: the current one, or the communication stream of a DeepEP buffer."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap, recorded_of
+
+_NO_EVENT = EventOverlap()
+
+
+class CommStream:
+    """The communication stream of a buffer, made when it is first asked for. Calls on CPU tensors run at once, on no stream.
+
+    A synchronous call runs on the current stream, once the previous event is reached. An asynchronous one runs on the communication stream:
+    after the previous event, or without one after what the current stream has been given so far.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def get(self, device: "torch.device | None" = None) -> "torch.cuda.Stream":
+        """Return the stream, of `device` or of the current one. Raises RuntimeError without a GPU."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def begin(self, x: Tensor, previous_event: Any, is_async: bool) -> "torch.cuda.Stream | None":
+        """Let what follows run where the call on `x` runs. Return what `end` and `abort` want: the caller's stream of an asynchronous call,
+        else None."""
+        if not x.is_cuda:
+            return None
+        event = recorded_of(previous_event)
+        if not is_async:
+            if event is not None:
+                torch.cuda.current_stream(x.device).wait_event(event)
+            return None
+        callers, own = torch.cuda.current_stream(x.device), self.get(x.device)
+        if event is None:
+            own.wait_stream(callers)
+        else:
+            own.wait_event(event)
+        torch.cuda.set_stream(own)
+        return callers
+
+    def end(self, callers: "torch.cuda.Stream | None", is_async: bool, given: "Iterable[Any]", made: "Iterable[Any]") -> EventOverlap:
+        """Return to the caller's stream, and return the call's event. `given`, `made`: its tensors, whose memory both streams use."""
+        if not is_async:
+            return _NO_EVENT
+        event = EventHandle()
+        if callers is not None:
+            own = self.get()
+            torch.cuda.set_stream(callers)
+            for tensor in given:
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(own)
+            for tensor in made:
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(callers)
+        return EventOverlap(event)
+
+    @staticmethod
+    def abort(callers: "torch.cuda.Stream | None") -> None:
+        """Return to the caller's stream after a call that failed."""
+        if callers is not None:
+            torch.cuda.set_stream(callers)
