@@ -80,6 +80,7 @@ BAD_DISPATCHES = [
     ({"topk_idx": IDX}, ValueError, "num_tokens_per_expert is missing"),
     ({"num_tokens_per_expert": COUNTS}, ValueError, "topk_idx and is_token_in_rank are missing"),
     ({"handle": (X,)}, TypeError, "handle is a tuple; it must be the object that dispatch returned"),
+    ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "previous_event": 1}, TypeError, "previous_event is a int; it must be"),
     ({"x": [1, 2, 3], "topk_idx": IDX}, TypeError, "x holds a list; it must be a torch.Tensor, or a pair"),
     ({"x": X[:, ::2], "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, ValueError, "is not contiguous; pass x.contiguous"),
     ({"x": (X.to(FP8), COUNTS[:2, None]), "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, TypeError, "x_scales has dtype"),

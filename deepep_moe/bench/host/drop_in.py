@@ -41,7 +41,7 @@ def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
     weights, idx = (tensor.to(device) for tensor in scores.topk(shape.num_topk, dim=1))
     native, drop_in = Buffer(group, *shape, backend="shm" if device.type == "cpu" else "nvlink"), deep_ep.Buffer(group)
     per_rank, _, per_expert, in_rank, _ = drop_in.get_dispatch_layout(idx, shape.num_experts)
-    routing = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    routing: dict[str, Any] = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
     routing |= {"topk_idx": idx, "topk_weights": weights}
 
     def dispatch() -> Any:
@@ -49,6 +49,7 @@ def _calls(shape: Shape, device: torch.device, group: Any) -> Calls:
         return out, out.handle.num_rows_per_expert_list
 
     out, (recv_x, _, lanes, _, handle, _) = dispatch()[0], drop_in.dispatch(x, **routing)
+    assert handle is not None  # of a dispatch that was given none
     return {
         "host drop-in dispatch": (lambda: drop_in.dispatch(x, **routing), dispatch),
         "host drop-in dispatch cached": (lambda: drop_in.dispatch(x, handle), lambda: native.dispatch(x, handle=out.handle)),
