@@ -90,6 +90,7 @@ class ShmExchange:
         topk_weight_grads: Tensor | None,
         combined_x: Tensor,
         combined_topk_weight_grads: Tensor | None,
+        sums_lanes: bool,
     ) -> None: ...
     def refuse(self, message: str) -> None: ...
     def abandon(self, reason: str) -> None: ...
@@ -194,6 +195,7 @@ class GpuCombineCall:
         combined_x: Tensor,
         combined_topk_weight_grads: Tensor | None,
         dtype: DType,
+        sums_lanes: bool,
     ) -> None: ...
 
 SHIM_BYTES: int

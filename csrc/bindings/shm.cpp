@@ -78,11 +78,12 @@ void dispatch_cached(ShmExchange& self, const HandleArg& handle, DType dtype, co
 }
 
 void combine(ShmExchange& self, const HandleArg& handle, DType dtype, const TensorArg& x, const TensorArg& weights, const TensorArg& bias,
-             const TensorArg& topk_weight_grads, const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads) {
+             const TensorArg& topk_weight_grads, const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads,
+             bool sums_lanes) {
     Signature signature = signature_along(handle, Operation::kCombine, dtype);
     signature.has_topk_weight_grads = topk_weight_grads.is_there;
-    self.combine(signature,
-                 combine_of(self.config(), handle, dtype, x, weights, bias, topk_weight_grads, combined_x, combined_topk_weight_grads));
+    self.combine(signature, combine_of(self.config(), handle, dtype, x, weights, bias, topk_weight_grads, combined_x,
+                                       combined_topk_weight_grads, sums_lanes));
 }
 
 void bind_calls(py::class_<ShmExchange>& exchange) {
@@ -98,7 +99,7 @@ void bind_calls(py::class_<ShmExchange>& exchange) {
         .def("dispatch_cached", &dispatch_cached, handle, dtype, x, x_scales, topk_weights, recv_x, recv_x_scales, recv_topk_weights,
              released)
         .def("combine", &combine, handle, dtype, x, py::arg("weights"), py::arg("bias"), py::arg("topk_weight_grads"),
-             py::arg("combined_x"), py::arg("combined_topk_weight_grads"), released);
+             py::arg("combined_x"), py::arg("combined_topk_weight_grads"), py::arg("sums_lanes"), released);
 }
 
 void bind_shm_exchange(py::module_& m) {

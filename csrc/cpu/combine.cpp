@@ -141,7 +141,12 @@ private:
             sum_rows(p_.dtype, sum);
         else
             sum_over_nodes(mask, sum);
-        if (p_.combined_topk_weight_grads != nullptr) take_topk_weight_grads(token, slots);
+        if (p_.combined_topk_weight_grads != nullptr) {
+            if (p_.sums_lanes)
+                sum_lanes(token, mask, slots);
+            else
+                take_topk_weight_grads(token, slots);
+        }
         for (uint64_t rest = mask & ~(uint64_t{1} << c_.rank); rest != 0; rest &= rest - 1) peers_[std::countr_zero(rest)].receiver.pop();
         return true;
     }
@@ -174,6 +179,15 @@ private:
             const auto* values =
                 expert >= 0 ? reinterpret_cast<const float*>(slots[expert / experts_per_rank_] + slot_.values_offset) : nullptr;
             p_.combined_topk_weight_grads[lane] = values != nullptr ? values[k] : 0.0f;
+        }
+    }
+
+    void sum_lanes(int64_t token, uint64_t mask, const std::byte* const* slots) {
+        float* const sums = p_.combined_topk_weight_grads + token * p_.num_topk;
+        std::fill_n(sums, p_.num_topk, 0.0f);
+        for (uint64_t rest = mask; rest != 0; rest &= rest - 1) {
+            const auto* values = reinterpret_cast<const float*>(slots[std::countr_zero(rest)] + slot_.values_offset);
+            for (int k = 0; k < p_.num_topk; ++k) sums[k] += values[k];
         }
     }
 

@@ -24,6 +24,7 @@ struct CombineParams {
     const std::byte* bias;              // [num_tokens, hidden], or nullptr
     std::byte* combined_x;              // [num_tokens, hidden]
     float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
+    bool sums_lanes;                    // a lane gets the sum over all ranks that its token went to, not what its expert's rank has
 };
 
 // Moves the rows of one channel. Throws what `channel.monitor` throws.

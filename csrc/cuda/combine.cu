@@ -310,6 +310,14 @@ struct Kernel {
     // `from`: the token's sum from node `lane`.
     __device__ void take_topk_weight_grads_of_nodes(int token, int at, int index, const std::byte* from, const Rows& rows) const {
         float value = topk_weight_grad(token, index, rows);
+        if (p.sums_lanes) {
+            for (int other = 0; other < config.num_nodes; ++other) {
+                const std::byte* sum = shuffle(from, other);
+                if (sum != nullptr && lane < config.num_topk) value += reinterpret_cast<const float*>(sum + row_bytes)[lane];
+            }
+            if (lane < config.num_topk) p.combined_topk_weight_grads[at * config.num_topk + lane] = value;
+            return;
+        }
         const int expert = lane < config.num_topk ? p.rail.topk_idx[at * config.num_topk + lane] : -1;
         const int node = expert < 0 ? config.node : expert / config.num_experts;
         const std::byte* sum = shuffle(from, node);
@@ -376,8 +384,20 @@ struct Kernel {
         if (lane < config.num_topk) p.combined_topk_weight_grads[token * config.num_topk + lane] = value;
     }
 
+    // What all ranks of this node have for lane `lane` of the token, in rank order.
+    __device__ float sum_of_lane(int index, const Rows& rows) const {
+        float sum = 0.0f;
+        for (int rank = 0; rank < config.num_ranks; ++rank) {
+            const int there = __shfl_sync(kFullWarp, index, rank);
+            if (there < 0 || lane >= config.num_topk) continue;
+            sum += rank == c.rank ? rows.topk_weight_grad(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
+        }
+        return sum;
+    }
+
     // Of lane `lane` of the token, whose slot on rank `lane` is `index`; 0 where no rank of this node has the expert.
     __device__ float topk_weight_grad(int token, int index, const Rows& rows) const {
+        if (p.sums_lanes) return sum_of_lane(index, rows);
         int expert = -1;
         if (lane < config.num_topk) expert = static_cast<int>(p.routing.expert(token, lane));
         const int rank = expert >= 0 ? expert / (config.num_experts / config.num_ranks) : c.rank;

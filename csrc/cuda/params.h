@@ -180,7 +180,8 @@ struct GpuCombineParams {
     const float* source_weights;        // [num_tokens], by which they are weighed before, or nullptr
     std::byte* combined_x;              // [num_tokens / tokens_per_row, hidden]
     float* combined_topk_weight_grads;  // [num_tokens, num_topk], or nullptr
-    GpuRail rail;                       // where there are several nodes; the four above are then about this rank's tokens
+    bool sums_lanes;                    // a lane gets the sum over all ranks that its token went to, not what its expert's rank has
+    GpuRail rail;                       // where there are several nodes; the five above are then about this rank's tokens
 
     bool sums_tokens() const { return tokens_per_row > 1 || source_weights != nullptr; }
 

@@ -105,6 +105,12 @@ bool Calls::takes_inputs(const Dispatched& handle, const Tensor& x, const Combin
     const Tensor &weights = inputs.weights, &source_weights = inputs.source_weights, &bias = inputs.bias;
     if (weights.defined() && !is_like(weights, at::kFloat, {handle.num_rows})) return false;
     if (bias.defined() && !(is_like(bias, x.scalar_type(), {handle.num_tokens, settings.hidden}) && is_aligned(bias))) return false;
+    if (inputs.topk_weight_grads.defined()) {
+        const bool is_like_rows = handle.is_expert_layout
+                                      ? is_like(inputs.topk_weight_grads, at::kFloat, {handle.num_rows})
+                                      : is_like(inputs.topk_weight_grads, at::kFloat, {handle.num_rows, settings.num_topk});
+        if (!is_like_rows) return false;
+    }
     if (!source_weights.defined()) return true;
     const int64_t shared = source_weights.dim() == 2 ? source_weights.size(0) : 0;
     const bool are_shared =
@@ -203,7 +209,7 @@ std::pair<Tensor, Tensor> Calls::combine(const Dispatched& handle, const Tensor&
     const GpuCombineCall call(handle_arg(handle), arg_of(x), expert_rows,
                               arg_of(inputs.source_weights.defined() ? Tensor() : inputs.weights), arg_of(inputs.bias),
                               arg_of(inputs.topk_weight_grads), arg_of(inputs.source_weights), arg_of(combined_x), arg_of(combined_grads),
-                              dtype_of(x.scalar_type()));
+                              dtype_of(x.scalar_type()), inputs.sums_lanes);
     const CallMode how = mode(num_sms);
     require(unlocked([&](ExchangeShim& exchange) { return exchange.combine(call, how); }));
     return {combined_x, combined_grads};

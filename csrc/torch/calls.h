@@ -41,6 +41,7 @@ struct CombineInputs {
     Tensor topk_weight_grads;  // as the dispatch returned topk_weights
     Tensor source_weights;     // [tokens_per_row, num_tokens / tokens_per_row], applied at the source instead of `weights`
     int64_t tokens_per_row = 1;
+    bool sums_lanes = false;  // of topk_weight_grads, as `GpuCombineParams` has it
 };
 
 // Callers hold the GIL.

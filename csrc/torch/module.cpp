@@ -78,6 +78,20 @@ py::object combine_rows(Calls& calls, py::handle x, py::handle handle, py::handl
     return py::cast(combine(calls, *along, request));
 }
 
+// (combined_x, the lanes at their source), without gradient.
+py::object combine_with_lanes(Calls& calls, py::handle x, py::handle handle, py::handle lanes, py::handle bias, int num_sms) {
+    if (is_watched() || !calls.is_ready() || !are_plain({x, lanes, bias})) return py::none();
+    const std::optional<Dispatched> along = dispatched_of(calls, handle);
+    const Tensor rows = unpacked(x);
+    CombineInputs inputs;
+    inputs.topk_weight_grads = unpacked(lanes), inputs.bias = unpacked(bias);
+    inputs.sums_lanes = true;
+    if (!along || !calls.takes_rows(*along, rows) || !calls.takes_inputs(*along, rows, inputs)) return py::none();
+    const at::NoGradGuard without_gradients;
+    const auto [combined_x, combined_lanes] = calls.or_tell([&] { return calls.combine(*along, rows, nullptr, inputs, num_sms); });
+    return py::make_tuple(combined_x, combined_lanes);
+}
+
 // (parts, recv_topk_weights, shape, num_rows, memory, call).
 py::object dispatch_by_expert(Calls& calls, py::handle x, py::handle topk_idx, py::handle topk_weights, int64_t num_leading,
                               int64_t tokens_per_row) {
@@ -154,6 +168,8 @@ PYBIND11_MODULE(_torch, m) {
         .def("dispatch_cached", torch::wrap_pybind_function(dispatch_along), py::arg("x"), py::arg("x_scales"), py::arg("topk_weights"),
              py::arg("handle"), py::arg("num_sms"))
         .def("combine", torch::wrap_pybind_function(combine_rows), py::arg("x"), py::arg("handle"), py::arg("topk_weights"),
+             py::arg("bias"), py::arg("num_sms"))
+        .def("combine_with_lanes", torch::wrap_pybind_function(combine_with_lanes), py::arg("x"), py::arg("handle"), py::arg("lanes"),
              py::arg("bias"), py::arg("num_sms"))
         .def("dispatch_by_expert", torch::wrap_pybind_function(dispatch_by_expert), py::arg("x"), py::arg("topk_idx"),
              py::arg("topk_weights"), py::arg("num_leading"), py::arg("tokens_per_row"))

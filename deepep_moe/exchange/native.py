@@ -65,6 +65,16 @@ def combine_rows(
     return native.combine(x, handle, topk_weights, bias, -1 if num_sms is None else num_sms)
 
 
+def combine_with_lanes(
+    calls: Calls, x: Tensor, handle: DispatchHandle, lanes: Tensor, bias: Tensor | None, num_sms: int | None
+) -> tuple[Tensor, Tensor] | None:
+    """Make a combine that sums lanes of top-k beside the rows, without gradient."""
+    native = calls.native
+    if native is None or not _is_plain(num_sms) or not _is_on_stream(handle, x):
+        return None
+    return native.combine_with_lanes(x, handle, lanes, bias, -1 if num_sms is None else num_sms)
+
+
 def _is_plain(num_sms: Any) -> bool:
     return num_sms is None or (type(num_sms) is int and num_sms >= 0)
 

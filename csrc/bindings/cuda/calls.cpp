@@ -104,12 +104,13 @@ void bind_calls(py::module_& m) {
     py::class_<GpuCombineCall>(m, "GpuCombineCall")
         .def(py::init([](const HandleArg& handle, const TensorArg& x, const ExpertRowsArg* expert_rows, const TensorArg& weights,
                          const TensorArg& bias, const TensorArg& topk_weight_grads, const TensorArg& source_weights,
-                         const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads, DType dtype) {
+                         const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads, DType dtype, bool sums_lanes) {
                  return GpuCombineCall(handle, x, expert_rows, weights, bias, topk_weight_grads, source_weights, combined_x,
-                                       combined_topk_weight_grads, dtype);
+                                       combined_topk_weight_grads, dtype, sums_lanes);
              }),
              py::arg("handle"), py::arg("x"), py::arg("expert_rows"), py::arg("weights"), py::arg("bias"), py::arg("topk_weight_grads"),
-             py::arg("source_weights"), py::arg("combined_x"), py::arg("combined_topk_weight_grads"), py::arg("dtype"));
+             py::arg("source_weights"), py::arg("combined_x"), py::arg("combined_topk_weight_grads"), py::arg("dtype"),
+             py::arg("sums_lanes"));
 }
 
 void bind_shim(py::module_& m, py::class_<NvlinkExchange, Unlocked<NvlinkExchange>>& exchange) {

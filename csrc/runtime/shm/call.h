@@ -54,7 +54,7 @@ inline DispatchParams dispatch_of(const WorkspaceConfig& config, const HandleArg
 
 inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& handle, DType dtype, const TensorArg& x,
                                 const TensorArg& weights, const TensorArg& bias, const TensorArg& topk_weight_grads,
-                                const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads) {
+                                const TensorArg& combined_x, const TensorArg& combined_topk_weight_grads, bool sums_lanes = false) {
     CombineParams params{};
     params.dtype = dtype;
     params.layout = handle.layout();
@@ -72,6 +72,7 @@ inline CombineParams combine_of(const WorkspaceConfig& config, const HandleArg& 
     params.bias = bias.as<const std::byte*>();
     params.combined_x = combined_x.as<std::byte*>();
     params.combined_topk_weight_grads = combined_topk_weight_grads.as<float*>();
+    params.sums_lanes = sums_lanes;
     return params;
 }
 

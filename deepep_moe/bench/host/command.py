@@ -1,6 +1,6 @@
 """Benchmark of the host's time in calls on one GPU: dispatch and combine with their backward, calls without gradient, grouped experts, the
 gate, low-latency calls. Beside each stands the time of the smallest PyTorch operator on this host; beside the gate Transformer Engine's
-router."""
+router, beside DeepEP's calls on this library its own."""
 
 import argparse
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from deepep_moe.bench.common.records import record, write_json
 from deepep_moe.bench.gate import baselines
-from deepep_moe.bench.host import measure
+from deepep_moe.bench.host import drop_in, measure
 from deepep_moe.errors import BackendUnavailableError
 
 SMALLEST = "PyTorch operator (add of one element)"
@@ -51,4 +51,7 @@ def run(shape: measure.Shape, repeats: int) -> list[dict[str, Any]]:
         theirs = measure.gate_us(router, shape, repeats)
         ours = measure.gate_us(measure.own_gate(shape, dense), shape, repeats)
         records.append(record(op, settings, ours, 0, baseline="Transformer Engine", baseline_times=theirs, hardware=hardware))
+    by_rank = settings | {"layout": "rank"}
+    for op, (theirs, ours) in drop_in.times(shape, repeats).items():
+        records.append(record(op, by_rank, theirs, 0, baseline=drop_in.NATIVE, baseline_times=ours, hardware=hardware))
     return records

@@ -30,9 +30,9 @@ class CommStream:
     def begin(self, x: Tensor, previous_event: Any, is_async: bool) -> "torch.cuda.Stream | None":
         """Let what follows run where the call on `x` runs. Return what `end` and `abort` want: the caller's stream of an asynchronous call,
         else None."""
+        event = None if previous_event is None else recorded_of(previous_event)
         if not x.is_cuda:
             return None
-        event = recorded_of(previous_event)
         if not is_async:
             if event is not None:
                 torch.cuda.current_stream(x.device).wait_event(event)

@@ -81,6 +81,8 @@ class CombineArgs:
     topk_weight_grads: Tensor | None  # as recv_topk_weights lies: brought back beside the rows
     handle: DispatchHandle
     fusion: Fusion | None = None
+    sums_lanes: bool = False
+    """A lane of topk_weight_grads gets the sum over all ranks that its token went to, and not what its expert's rank has."""
 
 
 @dataclass

@@ -298,6 +298,9 @@ class CollectiveBackend:
         num_experts = self.settings.num_experts // len(sums)
         for number, (idx, _, values) in enumerate(sums):
             assert values is not None  # with gradients they come along
+            if args.sums_lanes:
+                topk_weight_grads[idx] += values
+                continue
             there = (args.handle.topk_idx[idx] >= 0) & (args.handle.topk_idx[idx] // num_experts == number)
             topk_weight_grads[idx] = torch.where(there, values, topk_weight_grads[idx])
 

@@ -136,7 +136,7 @@ class NvlinkBackend:
         topk_weight_grads = None if args.topk_weight_grads is None else self._empty((handle.num_tokens, s.num_topk), torch.float32)
         weights = args.weights if fusion.source_weights is None else None
         inputs = args.x, fusion.expert_rows, weights, args.bias, args.topk_weight_grads, fusion.source_weights
-        call = _C.GpuCombineCall(handle, *inputs, combined_x, topk_weight_grads, DTYPES[args.x.dtype])
+        call = _C.GpuCombineCall(handle, *inputs, combined_x, topk_weight_grads, DTYPES[args.x.dtype], args.sums_lanes)
         self._exchange.combine(call, self._num_sms(args.mode), args.mode.is_split, self._stream_along(handle, args.mode))
         return combined_x, topk_weight_grads, self._second_half(args, call, combined_x, topk_weight_grads, handle)
 

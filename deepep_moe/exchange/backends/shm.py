@@ -121,7 +121,7 @@ class ShmBackend:
 
         def move() -> None:
             given = args.x, args.weights, args.bias, args.topk_weight_grads
-            self._exchange.combine(handle, DTYPES[args.x.dtype], *given, combined_x, topk_weight_grads)
+            self._exchange.combine(handle, DTYPES[args.x.dtype], *given, combined_x, topk_weight_grads, args.sums_lanes)
 
         return combined_x, topk_weight_grads, move
 

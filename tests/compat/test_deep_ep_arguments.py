@@ -1,0 +1,134 @@
+"""DeepEP's settings, events and memory without a call, and what bad arguments of a call raise."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_cases import make_buffer
+from exchange_cases import device_of
+
+from deepep_moe.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.arguments import one_bias, senders_of
+from deepep_moe.errors import EPPeerError
+from deepep_moe.testing import run_ranks
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_config():
+    config = Config(24, 8, 256)
+    assert (config.num_sms, config.num_max_nvl_chunked_send_tokens, config.num_max_nvl_chunked_recv_tokens) == (24, 8, 256)
+    hints = [
+        Config(num_sms=sms).get_nvl_buffer_size_hint(2 * hidden, ranks) for sms in (20, 24) for hidden in (512, 1024) for ranks in (2, 8)
+    ]
+    assert hints[0] > 0 and all(larger > hints[0] for larger in hints[1:])
+    assert config.get_rdma_buffer_size_hint(4096, 8) == 0 and config.get_rdma_buffer_size_hint(4096, 16) > 0
+    with pytest.raises(ValueError, match="num_sms is -2; it must be a whole number, at least 0"):
+        Config(num_sms=-2)
+
+
+def test_num_sms(monkeypatch):
+    monkeypatch.setattr(Buffer, "num_sms", 20)
+    assert [senders_of(n) for n in (20, 24, 2, 0)] == [None, 12, 1, 1]
+    Buffer.set_num_sms(24)
+    assert Buffer.num_sms == 24 == Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms
+    with pytest.raises(ValueError, match="new_num_sms is 7; it must be an even number of SMs"):
+        Buffer.set_num_sms(7)
+
+
+def test_events():
+    event = Buffer.capture()
+    assert isinstance(event, EventOverlap) and isinstance(event.event, EventHandle)
+    with event as inside:
+        assert inside is event
+    assert EventOverlap().event is None and EventOverlap().current_stream_wait() is None
+    assert EventOverlap(EventHandle(), (torch.ones(1),)).extra_tensors is not None
+
+
+def test_memory(group):
+    buffer = Buffer(group, num_nvl_bytes=64, num_rdma_bytes=32)
+    assert (buffer.rank, buffer.group_size, buffer.group) == (0, 1, group)
+    assert buffer.get_local_buffer_tensor(torch.float32).shape == (16,)
+    assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_().numel() == 32
+    assert buffer.get_local_buffer_tensor(torch.int8, torch.Size([4, 6]), 40).shape == (4, 6)
+    with pytest.raises(ValueError, match=re.escape("size is [4, 7] of torch.int8 at offset 40; the buffer was made with 64 bytes")):
+        buffer.get_local_buffer_tensor(torch.int8, torch.Size([4, 7]), 40)
+    assert buffer.get_comm_stream() is not None
+    buffer.destroy()
+    buffer.destroy()
+
+
+def test_what_is_refused(group):
+    with pytest.raises(NotImplementedError, match=r"deep_ep\.Buffer's comm"):
+        Buffer(None, comm=object())
+    with pytest.raises(ValueError, match="group is None; pass a torch.distributed process group"):
+        Buffer(None)
+    for name in ("internode_dispatch", "internode_combine"):
+        with pytest.raises(NotImplementedError, match=f"deep_ep.Buffer.{name} is not served"):
+            getattr(Buffer(group), name)()
+
+
+FP8, X, COUNTS = torch.float8_e4m3fn, torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+IDX = torch.tensor([[0, 3], [2, 1]])
+BAD_DISPATCHES = [
+    ({"topk_idx": IDX}, ValueError, "num_tokens_per_expert is missing"),
+    ({"num_tokens_per_expert": COUNTS}, ValueError, "topk_idx and is_token_in_rank are missing"),
+    ({"handle": (X,)}, TypeError, "handle is a tuple; it must be the object that dispatch returned"),
+    ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "previous_event": 1}, TypeError, "previous_event is a int; it must be"),
+    ({"x": [1, 2, 3], "topk_idx": IDX}, TypeError, "x holds a list; it must be a torch.Tensor, or a pair"),
+    ({"x": X[:, ::2], "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, ValueError, "is not contiguous; pass x.contiguous"),
+    ({"x": (X.to(FP8), COUNTS[:2, None]), "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, TypeError, "x_scales has dtype"),
+    ({"topk_idx": IDX + 2, "num_tokens_per_expert": COUNTS}, ValueError, r"topk_idx\[0, 1\] is 5; it must be -1 \(no expert\) or 0 to 3"),
+    ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "expert_alignment": 0}, ValueError, "expert_alignment is 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_DISPATCHES, ids=[message for *_, message in BAD_DISPATCHES])
+def test_bad_dispatch(group, arguments, error, message):
+    with pytest.raises(error, match=message):
+        Buffer(group).dispatch(**({"x": X} | arguments))
+
+
+@pytest.mark.parametrize("backend", ("shm", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_bad_layout(group, backend):
+    device = device_of(backend, 0)
+    with pytest.raises(ValueError, match="num_experts is 0; it must be a multiple of the group's 1 ranks"):
+        Buffer(group).get_dispatch_layout(IDX.to(device), 0)
+    with pytest.raises(ValueError, match=re.escape("topk_idx has shape [4]; it must be [num_tokens, num_topk]")):
+        Buffer(group).get_dispatch_layout(COUNTS.to(device), 4)
+
+
+def test_bias():
+    bias = torch.ones(2, 3)
+    assert one_bias(None) is None and one_bias((None, None)) is None and one_bias((None, bias)) is bias
+    assert torch.equal(one_bias((bias, bias)), 2 * bias) and not one_bias(bias.clone().requires_grad_()).requires_grad
+    with pytest.raises(ValueError, match="bias has 3 tensors; it must be a tensor, a pair of them or None"):
+        one_bias((bias, bias, bias))
+
+
+def refuses_on_one_rank(rank, _, backend):
+    """A bad argument of one rank is an error on both, and they stay in step."""
+    buffer, device = make_buffer(backend, rank)
+    x, idx, counts = X.to(device), IDX.to(device), COUNTS.to(device)
+    recv_x, *_, handle, _ = buffer.dispatch(x, topk_idx=idx, num_tokens_per_expert=counts)
+    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="topk_idx and handle were both given" if rank == 1 else "rank 1"):
+        buffer.dispatch(x, handle, topk_idx=idx if rank == 1 else None)
+        buffer.combine(recv_x, handle)  # where a GPU says it only now
+        torch.cuda.synchronize()
+        handle.buffer.check()
+    lanes = torch.zeros(len(recv_x), 3 if rank == 1 else 2, device=device)
+    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="topk_weight_grads has shape" if rank == 1 else "rank 1"):
+        buffer.combine(recv_x, handle, lanes)
+        torch.cuda.synchronize()
+        handle.buffer.check()
+
+
+@pytest.mark.parametrize("backend", ("shm",))
+def test_refused_on_one_rank(backend):
+    run_ranks(refuses_on_one_rank, 2, backend)

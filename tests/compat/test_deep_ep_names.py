@@ -1,0 +1,80 @@
+"""How `import deep_ep` comes to find deepep_moe: by install(), by the runner, by the distribution, and never by itself."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from deepep_moe.compat import run
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTION = ROOT / "distributions" / "deepep-moe-compat"
+USE = """
+import importlib.util, sys
+assert importlib.util.find_spec("deep_ep") is not None
+import deep_ep, deep_ep.utils
+from deep_ep import Buffer, Config, EventOverlap, topk_idx_t
+from deep_ep.utils import EventHandle, EventOverlap as SameEventOverlap
+import deepep_moe.compat.deep_ep as ours
+assert deep_ep is ours and Buffer is ours.Buffer and EventOverlap is SameEventOverlap
+assert sys.modules["deep_ep.buffer"].Buffer is Buffer and EventOverlap(EventHandle()).event is not None
+print("ran", *sys.argv[1:])
+"""
+
+
+def python(*arguments, **variables):
+    result = subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=os.environ | variables, timeout=300
+    )
+    return result.stdout.strip(), result.stderr
+
+
+def test_not_by_itself():
+    code = "import deepep_moe.compat.deep_ep, sys; print('deep_ep' in sys.modules)"
+    assert python("-c", code)[0] == "False"
+
+
+def test_install():
+    code = "from deepep_moe.compat.deep_ep import install; install(); install()" + USE
+    assert python("-c", code, "now")[0] == "ran now"
+
+
+def test_install_after_another(tmp_path):
+    (tmp_path / "deep_ep.py").write_text("")
+    code = "import deep_ep\nfrom deepep_moe.compat.deep_ep import install\ninstall()"
+    _, error = python("-c", code, PYTHONPATH=str(tmp_path))
+    assert f"ImportError: deep_ep was already imported, from {tmp_path / 'deep_ep.py'}; call deepep_moe.compat.deep_ep.install()" in error
+
+
+def test_runner(tmp_path):
+    (tmp_path / "beside.py").write_text("")
+    script = tmp_path / "use.py"
+    script.write_text(USE + "import beside\nassert __name__ == '__main__'")
+    assert python("-m", "deepep_moe.compat.run", script, "--an", "argument")[0] == "ran --an argument"
+    assert python("-m", "deepep_moe.compat.run", "-m", "use", "word", PYTHONPATH=str(tmp_path))[0] == "ran word"
+
+
+@pytest.mark.parametrize("arguments", ([], ["-m"], ["--help"]), ids=str)
+def test_runner_without_a_script(arguments):
+    with pytest.raises(SystemExit, match="usage: python -m deepep_moe.compat.run"):
+        run.main(arguments)
+
+
+def test_distribution(tmp_path):
+    source = tmp_path / "source"  # a build leaves folders beside the sources
+    shutil.copytree(DISTRIBUTION, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", tmp_path, source]
+    _, error = python(*command)
+    (wheel,) = tmp_path.glob("deepep_moe_compat-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+        assert "deep_ep/__init__.py" in archive.namelist(), error
+        (metadata,) = [archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA")]
+    version = (ROOT / "pyproject.toml").read_text().split('\nversion = "')[1].split('"')[0]
+    assert f"Version: {version}\n" in metadata and f"Requires-Dist: deepep-moe=={version}\n" in metadata
+    without_the_check = USE.replace("importlib.util.find_spec", "bool")  # as the import is the first to find it
+    assert python("-c", without_the_check, "installed", PYTHONPATH=str(tmp_path / "site"))[0] == "ran installed"

@@ -1,0 +1,187 @@
+"""DeepEP's normal mode against the reference: the scenarios of its own test of one node, on every backend."""
+
+import itertools
+
+import pytest
+import torch
+from deep_ep_cases import ALIGNMENT, Expected, given, make_buffer
+from exchange_cases import Case, assert_same, poison_outputs
+
+from deepep_moe import reference
+from deepep_moe.compat.deep_ep import Buffer, Config
+from deepep_moe.testing import run_ranks
+
+BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
+
+
+def check_layout(buffer, want, device):
+    case, rank = want.case, want.rank
+    topk_idx = want.topk_idx.to(device)
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, case.num_experts)
+    assert_same("is_token_in_rank", in_rank, want.in_rank(rank))
+    assert_same("num_tokens_per_rank", per_rank, want.in_rank(rank).sum(0).int())
+    assert_same("num_tokens_per_expert", per_expert, want.topk_idx[want.topk_idx >= 0].bincount(minlength=case.num_experts).int())
+    assert per_node is None and event.event is None
+    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+
+
+def scenario(rank, num_ranks, backend, case, fp8, with_topk, is_async, with_previous):
+    poison_outputs()
+    buffer, device = make_buffer(backend, rank)
+    want = Expected(case, rank, fp8)
+    mine, x = want.mine, given(want.x, device)
+    routing = check_layout(buffer, want, device)
+    if with_topk:
+        routing |= {"topk_idx": want.topk_idx.to(device), "topk_weights": want.topk_weights.to(device)}
+    how = {"async_finish": is_async, "config": Config(num_sms=8), "expert_alignment": ALIGNMENT}
+
+    def dispatch(**more):
+        previous = {"previous_event": Buffer.capture()} if with_previous else {}
+        *results, event = buffer.dispatch(**({"x": x} | how | previous | more))
+        assert (event.event is not None) == is_async
+        event.current_stream_wait()
+        return results
+
+    recv_x, recv_idx, recv_weights, counts, handle = dispatch(**routing)
+    want.check_rows(recv_x)
+    assert counts == want.counts
+    assert_same("recv_topk_idx", recv_idx, mine.recv_topk_idx if with_topk else None)
+    assert_same("recv_topk_weights", recv_weights, mine.recv_topk_weights if with_topk else None)
+    check_handle(handle, want)
+
+    again = dispatch(handle=handle, expert_alignment=1)
+    want.check_rows(again[0])
+    assert again[1:] == [None] * 4
+
+    num_worst = 1 + max(case.num_tokens) * num_ranks
+    worst_x, worst_idx, worst_weights, no_counts, worst_handle = dispatch(**routing, num_worst_tokens=num_worst)
+    rows = worst_x[0] if fp8 else worst_x
+    assert len(rows) == num_worst and no_counts == []
+    want.check_rows(worst_x)
+    if with_topk:
+        assert_same("recv_topk_idx", worst_idx[: len(mine.recv_x)], mine.recv_topk_idx)
+        assert (worst_idx[len(mine.recv_x) :] == -1).all()
+        assert_same("recv_topk_weights", worst_weights[: len(mine.recv_x)], mine.recv_topk_weights)
+    check_combines(buffer, want, device, handle, with_topk, is_async, with_previous)
+    check_combines(buffer, want, device, worst_handle, with_topk, is_async, with_previous, num_worst)
+    buffer.destroy()
+
+
+def check_handle(handle, want):
+    """What DeepEP's own tests read of it, and what follows from the routing."""
+    prefixes, sent, _, sources, in_rank, heads = handle
+    received = [int(want.in_rank(r)[:, want.rank].sum()) for r in range(want.case.num_ranks)]
+    assert prefixes[:, want.rank].tolist() == list(itertools.accumulate(received))
+    assert_same("is_token_in_rank", in_rank, want.in_rank(want.rank))
+    assert sent[:, 0].tolist() == want.in_rank(want.rank).sum(0).tolist() and len(sources) == len(want.mine.recv_x)
+    assert_same("send_head", heads, torch.where(in_rank.cpu(), in_rank.cpu().cumsum(0) - 1, -1).int())
+    assert len(handle) == 6 and handle[0] is prefixes
+
+
+def check_combines(buffer, want, device, handle, with_topk, is_async, with_previous, num_rows=None):
+    """Rows come back summed, and weights of a token the sum over all its ranks, also in lanes whose expert another rank has."""
+    case, rank = want.case, want.rank
+    outputs = [case.expert_outputs(r, len(received.recv_x)) for r, received in enumerate(want.received)]
+    weights = [torch.rand(len(out), case.num_topk, generator=torch.Generator().manual_seed(r)) for r, out in enumerate(outputs)]
+    bias = case.bias(rank)
+    for biases, added in ((None, None), (bias, bias), ((bias, bias.flip(0)), bias + bias.flip(0))):
+        y, lanes = outputs[rank], weights[rank]
+        if num_rows is not None:
+            y, lanes = (torch.nn.functional.pad(tensor, (0, 0, 0, num_rows - len(tensor))) for tensor in (y, lanes))
+        on_device = biases.to(device) if isinstance(biases, torch.Tensor) else biases and tuple(part.to(device) for part in biases)
+        combined, back, event = buffer.combine(
+            y.to(device), handle, lanes.to(device) if with_topk else None, on_device, async_finish=is_async,
+            previous_event=Buffer.capture() if with_previous else None,
+        )  # fmt: skip
+        event.current_stream_wait()
+        assert_same("combined_x", combined, want.combined(outputs, added))
+        if not with_topk:
+            assert back is None
+            continue
+        total = torch.zeros(case.num_tokens[rank], case.num_topk)
+        for r, values in enumerate(weights):
+            first = sum(int(want.in_rank(source)[:, r].sum()) for source in range(rank))
+            there = want.in_rank(rank)[:, r]
+            total[there] += values[first : first + int(there.sum())]
+        assert_same("combined weights", back, total)
+
+
+@pytest.mark.parametrize("with_previous", (False, True), ids=("", "previous"))
+@pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
+@pytest.mark.parametrize("with_topk", (True, False), ids=("topk", "ranks alone"))
+@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scenarios(backend, fp8, with_topk, is_async, with_previous):
+    run_ranks(scenario, 3, backend, Case([13, 0, 30], **SIZES), fp8, with_topk, is_async, with_previous)
+
+
+@pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_of_ranks(backend, num_tokens):
+    run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, **SIZES), False, True, True, True)
+
+
+@pytest.mark.parametrize("pattern", ("one_expert", "one_rank", "nobody"))
+def test_uneven_routings(pattern):
+    run_ranks(scenario, 2, "shm", Case([20, 3], **(SIZES | {"pattern": pattern})), False, True, False, False)
+
+
+def plain_dispatch(buffer, want, device, **more):
+    *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(want.topk_idx.to(device), want.case.num_experts)
+    routing = {"topk_idx": want.topk_idx.to(device), "topk_weights": want.topk_weights.to(device)}
+    return buffer.dispatch(given(want.x, device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **routing, **more)
+
+
+def grows(rank, num_ranks, backend):
+    """More tokens on one rank than any had before, other widths, and handles of before, all in one buffer."""
+    buffer, device = make_buffer(backend, rank)
+    cases = [Case([4, 9], **SIZES), Case([4, 300], **SIZES), Case([5, 5], **(SIZES | {"hidden": 128})), Case([4, 9], **SIZES)]
+    made = []
+    for case in cases:
+        want = Expected(case, rank)
+        recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
+        want.check_rows(recv_x)
+        made.append((want, handle, recv_x))
+    assert (made[0][1].buffer is made[1][1].buffer) == (device.type == "cpu" and backend == "shm")
+    for want, handle, recv_x in made:  # all alive
+        combined, _, _ = buffer.combine(recv_x, handle)
+        assert_same("combined_x", combined, want.combined([received.recv_x for received in want.received]))
+        want.check_rows(buffer.dispatch(given(want.x, device), handle=handle)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grows(backend):
+    run_ranks(grows, 2, backend)
+
+
+def bounded(rank, num_ranks, backend):
+    buffer, device = make_buffer(backend, rank, num_max_tokens_per_rank=16)
+    want = Expected(Case([4, 9], **SIZES), rank)
+    recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
+    want.check_rows(recv_x)
+    assert handle.buffer.num_max_tokens_per_rank == 16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chosen_bound(backend):
+    run_ranks(bounded, 2, backend)
+
+
+def of_nodes(rank, num_ranks):
+    buffer, device = make_buffer("shm", rank, ranks_per_node=2)
+    want = Expected(Case([13, 0, 30, 6], **SIZES), rank)
+    _, per_node, *_ = buffer.get_dispatch_layout(want.topk_idx, want.case.num_experts)
+    assert per_node.tolist() == want.in_rank(rank).view(-1, 2, 2).any(2).sum(0).tolist()
+    recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
+    want.check_rows(recv_x)
+    assert len(handle) == 10 and handle[-4][-1] == len(recv_x)
+    weights = torch.rand(len(recv_x), want.case.num_topk)
+    combined, back, _ = buffer.combine(recv_x, handle, weights)
+    rows = [received.recv_x for received in want.received]
+    assert_same("combined_x", combined, reference.combine(rows, want.received, want.case.num_tokens, ranks_per_node=2)[rank])
+    assert back.shape == want.topk_weights.shape
+
+
+def test_nodes():
+    run_ranks(of_nodes, 4)

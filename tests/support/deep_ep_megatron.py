@@ -1,0 +1,64 @@
+"""Megatron-Core's own flex dispatcher with its DeepEP backend, beside alltoall: a script for `python -m deepep_moe.compat.run`.
+
+Every rank prints the largest differences of one pass, and of the parameters after some steps of an optimizer.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config
+
+from deepep_moe.integrations.megatron.harness import ranks
+
+STOCK = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
+COMMON = {"moe_router_dtype": "fp32"}
+NUM_STEPS = 5
+
+
+def _inputs(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    num_rows = 6 + 5 * rank + step
+    return torch.randn(num_rows, 2, HIDDEN, generator=generator), torch.randn(num_rows, 2, HIDDEN, generator=generator)
+
+
+def _mean_dense_gradients(layer: torch.nn.Module) -> None:
+    """What data parallelism does for parameters that every rank holds; experts are this rank's own."""
+    for name, parameter in layer.named_parameters():
+        if not name.startswith("experts."):
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def main() -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with ranks.model_parallel("cpu", ep=num_ranks, seed=7):
+        from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, _DeepepManager
+
+        sizes = {"expert_model_parallel_size": num_ranks} | COMMON
+        stock, alltoall = (build_layer(layer_config(**sizes, **switches)) for switches in (STOCK, ALLTOALL))
+        assert isinstance(stock.token_dispatcher, MoEFlexTokenDispatcher)
+        assert isinstance(stock.token_dispatcher._comm_manager, _DeepepManager)
+        alltoall.load_state_dict(stock.state_dict())
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.02, momentum=0.9) for layer in (stock, alltoall)]
+        before = {name: parameter.detach().clone() for name, parameter in stock.named_parameters()}
+        worst = []
+        for step in range(NUM_STEPS):
+            passes = [forward_backward(layer, *_inputs(rank, step)) for layer in (stock, alltoall)]
+            worst.append(assert_same(*passes, f"step {step}, rank {rank}", tolerance=2e-6 * (1 + 9 * (step > 0))))
+            for layer, optimizer in zip((stock, alltoall), optimizers, strict=True):
+                _mean_dense_gradients(layer)
+                optimizer.step()
+        trained, wanted = ({name: value.detach() for name, value in layer.named_parameters()} for layer in (stock, alltoall))
+        assert all((trained[name] != before[name]).any() for name in before)
+        worst.append(assert_same(trained, wanted, f"parameters, rank {rank}"))
+        print(f"rank {rank}: {NUM_STEPS} steps, differences {' '.join(f'{value:.1e}' for value in worst)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
