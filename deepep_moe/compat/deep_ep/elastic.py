@@ -305,9 +305,7 @@ class EPBuffer(_BufferOfGroup):
         sync = do_cpu_sync is None or do_cpu_sync
         routing = Routing(topk_idx, topk_weights, num_experts, most, expert_alignment or 1, do_expand, sync, False)
         mode = Mode(num_sms, (previous_event,), async_with_compute_stream, defer_epilogue)
-        return self._calls.dispatch(  # type: ignore[return-value]
-            x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode
-        )
+        return self._calls.dispatch(x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode)
 
     @torch.no_grad()
     def combine(
