@@ -1,4 +1,4 @@
-"""Megatron-Core's stock DeepEP backend on deepep_moe: the same training as its alltoall dispatcher."""
+"""Megatron-Core's stock DeepEP and HybridEP backends on deepep_moe: the same training as its alltoall dispatcher."""
 
 import os
 import re
@@ -13,15 +13,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("num_ranks", (2, pytest.param(4, marks=pytest.mark.slow)))
-def test_stock_backend_equals_alltoall(num_ranks, tmp_path):
+@pytest.mark.parametrize("mode", ("deepep", "hybridep", "hybridep to capacity"))
+def test_stock_backend_equals_alltoall(mode, num_ranks, tmp_path):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if "moe_flex_dispatcher_backend" not in TransformerConfig.__dataclass_fields__:
+    backends = TransformerConfig.__dataclass_fields__.get("moe_flex_dispatcher_backend")
+    if backends is None or mode.split()[0] not in str(backends.type):
         pytest.skip("this Megatron-Core names its backend of flex in another way")
     support = ROOT / "tests" / "support"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     to_files = ["--redirects", "3", "--log-dir", str(tmp_path)]
-    script = ["-m", "deepep_moe.compat.run", str(support / "deep_ep_megatron.py")]
+    script = ["-m", "deepep_moe.compat.run", str(support / "deep_ep_megatron.py"), mode]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [sys.executable, *launcher, *to_files, *script], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600

@@ -1,9 +1,11 @@
-"""Megatron-Core's own flex dispatcher with its DeepEP backend, beside alltoall: a script for `python -m deepep_moe.compat.run`.
+"""Megatron-Core's own flex dispatcher with a backend of DeepEP's, beside alltoall: a script for `python -m deepep_moe.compat.run`.
 
-Every rank prints the largest differences of one pass, and of the parameters after some steps of an optimizer.
+Its argument is one of `MODES`. Every rank prints the largest differences of each pass, and of the parameters after some steps of an
+optimizer.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -11,15 +13,22 @@ from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, l
 
 from deepep_moe.integrations.megatron.harness import ranks
 
-STOCK = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+CAPACITY = {
+    "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_router_group_topk": None,
+    "moe_router_num_groups": None, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+}  # fmt: skip
+MODES = {"deepep": ("deepep", {}), "hybridep": ("hybridep", {}), "hybridep to capacity": ("hybridep", CAPACITY)}
+"""Backend of flex, and switches of both dispatchers. To capacity: every expert takes as many tokens, of any number of experts."""
+MANAGERS = {"deepep": "_DeepepManager", "hybridep": "_HybridEPManager"}
+STOCK = {"moe_token_dispatcher_type": "flex"}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 COMMON = {"moe_router_dtype": "fp32"}
 NUM_STEPS = 5
 
 
-def _inputs(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs(rank: int, step: int, is_even: bool) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    num_rows = 6 + 5 * rank + step
+    num_rows = 6 + 5 * rank * (not is_even) + step
     return torch.randn(num_rows, 2, HIDDEN, generator=generator), torch.randn(num_rows, 2, HIDDEN, generator=generator)
 
 
@@ -31,24 +40,26 @@ def _mean_dense_gradients(layer: torch.nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def main() -> None:
+def main(mode: str) -> None:
+    backend, switches = MODES[mode]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     with ranks.model_parallel("cpu", ep=num_ranks, seed=7):
-        from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, _DeepepManager
+        from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
-        sizes = {"expert_model_parallel_size": num_ranks} | COMMON
-        stock, alltoall = (build_layer(layer_config(**sizes, **switches)) for switches in (STOCK, ALLTOALL))
+        common = {"expert_model_parallel_size": num_ranks} | COMMON | switches
+        flex = STOCK | {"moe_flex_dispatcher_backend": backend}
+        stock, alltoall = (build_layer(layer_config(**common, **dispatcher)) for dispatcher in (flex, ALLTOALL))
         assert isinstance(stock.token_dispatcher, MoEFlexTokenDispatcher)
-        assert isinstance(stock.token_dispatcher._comm_manager, _DeepepManager)
+        assert type(stock.token_dispatcher._comm_manager).__name__ == MANAGERS[backend]
         alltoall.load_state_dict(stock.state_dict())
         optimizers = [torch.optim.SGD(layer.parameters(), lr=0.02, momentum=0.9) for layer in (stock, alltoall)]
         before = {name: parameter.detach().clone() for name, parameter in stock.named_parameters()}
         worst = []
         for step in range(NUM_STEPS):
-            passes = [forward_backward(layer, *_inputs(rank, step)) for layer in (stock, alltoall)]
+            passes = [forward_backward(layer, *_inputs(rank, step, bool(switches))) for layer in (stock, alltoall)]
             worst.append(assert_same(*passes, f"step {step}, rank {rank}", tolerance=2e-6 * (1 + 9 * (step > 0))))
             for layer, optimizer in zip((stock, alltoall), optimizers, strict=True):
                 _mean_dense_gradients(layer)
@@ -61,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -8,10 +8,31 @@ import torch
 
 from deepep_moe.compat.deep_ep.buffer import Buffer
 from deepep_moe.compat.deep_ep.config import Config
+from deepep_moe.compat.deep_ep.elastic import ElasticBuffer, EPBuffer, get_logical_domain_size, get_physical_domain_size
+from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from deepep_moe.compat.deep_ep.modules import install
+from deepep_moe.compat.deep_ep.refused import BucketBuffer, BufferAllocator, EngramBuffer, PPBuffer
 
 topk_idx_t = torch.int64
 """The dtype of topk_idx. Calls take torch.int32 as well."""
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
+__all__ = [
+    "BucketBuffer",
+    "Buffer",
+    "BufferAllocator",
+    "Config",
+    "EPBuffer",
+    "EPHandle",
+    "ElasticBuffer",
+    "EngramBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "PPBuffer",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "install",
+    "topk_idx_t",
+]

@@ -1,0 +1,98 @@
+"""Routing as HybridEP's callers give it: a map of chosen experts with dense probabilities, and a bound on the rows of a rank."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def indices_to_map(topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int) -> tuple[Tensor, Tensor | None]:
+    """Return the dense form of a routing by indices.
+
+    Args:
+        topk_idx: [num_of_tokens, num_topk] int32 or int64, -1 = no expert.
+        topk_weights: [num_of_tokens, num_topk] of any floating-point dtype, or None.
+
+    Returns:
+        (routing_map, probs): [num_of_tokens, num_of_experts] bool, True where chosen; and fp32 of the same shape, 0 where not chosen, or
+        None without `topk_weights`.
+
+    Raises:
+        ValueError: `topk_idx` has another number of rows.
+    """
+    if topk_idx.shape[0] != num_of_tokens:
+        raise ValueError(f"topk_idx has {topk_idx.shape[0]} rows and num_of_tokens is {num_of_tokens}; give as many rows")
+    chosen = torch.ones_like(topk_idx, dtype=torch.bool)
+    probs = None if topk_weights is None else to_dense(topk_idx, topk_weights.float(), num_of_experts)
+    return to_dense(topk_idx, chosen, num_of_experts), probs
+
+
+def to_dense(topk_idx: Tensor, values: Tensor, num_experts: int) -> Tensor:
+    """Return [num_tokens, num_experts] with `values` [num_tokens, num_topk] in the columns of their experts, else 0."""
+    dense = values.new_zeros(topk_idx.shape[0], num_experts + 1)
+    return dense.scatter_(1, topk_idx.long() + 1, values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
+
+
+def to_lanes(routing_map: Tensor, num_topk: int) -> Tensor:
+    """Return topk_idx [num_tokens, num_topk] int64 of `routing_map` [num_tokens, num_experts] bool: a token's first `num_topk` experts,
+    ascending, then -1."""
+    num_tokens, num_experts = routing_map.shape
+    lane = routing_map.cumsum(1) - 1
+    lane = torch.where(routing_map & (lane < num_topk), lane, num_topk)  # others write the last column, which goes
+    experts = torch.arange(num_experts, device=routing_map.device).expand(num_tokens, -1)
+    return torch.full((num_tokens, num_topk + 1), -1, device=routing_map.device).scatter_(1, lane, experts)[:, :num_topk].contiguous()
+
+
+def lane_values(topk_idx: Tensor, dense: Tensor) -> Tensor:
+    """Return [num_tokens, num_topk] fp32: the values of `dense` [num_tokens, num_experts] at the experts of each lane; 0 without one."""
+    return dense.float().gather(1, topk_idx.clamp(min=0)).masked_fill_(topk_idx < 0, 0)
+
+
+class Share(NamedTuple):
+    """What `keep_within` leaves of a routing."""
+
+    topk_idx: Tensor
+    """[num_tokens, num_topk], -1 where the lane was dropped."""
+    has_dropped: Tensor
+    """[] bool: has any rank of the group dropped a lane?"""
+
+
+def keep_within(
+    topk_idx: Tensor, num_experts: int, num_rows: int, alignment: int, group: dist.ProcessGroup, has_lost: Tensor | None = None
+) -> Share:
+    """Drop the lanes whose rows lie behind the first `num_rows` of their expert's rank. Collective; the host waits for no GPU.
+
+    A rank's rows are grouped by expert, in an expert by (source rank, token), and each group is padded to a multiple of `alignment`. Each
+    rank has a bound of its own. All ranks sum up a matrix of counts, from which each of them knows where its own rows lie.
+
+    Args:
+        topk_idx: [num_tokens, num_topk] int64, -1 = no expert.
+        has_lost: [] bool: has this rank dropped lanes before? It counts for all ranks.
+    """
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    columns = topk_idx + 1
+    ones = torch.ones_like(topk_idx)
+    chosen = topk_idx.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, ones)
+    chosen[:, 0] = 0
+    place = chosen.cumsum(0)
+    table = topk_idx.new_zeros(num_ranks, num_experts + 2)
+    table[rank, 1:-1] = chosen.sum(0)[1:]
+    table[rank, 0] = num_rows // alignment * alignment
+    if has_lost is not None:
+        table[rank, -1] = has_lost
+    dist.all_reduce(table, group=group)
+    bounds, counts = table[:, :1], table[:, 1:-1].reshape(num_ranks, num_ranks, -1)  # [source, destination, local expert]
+    totals = counts.sum(0)
+    ends = ((totals + alignment - 1) // alignment * alignment).cumsum(1)
+    starts = torch.cat([torch.zeros_like(bounds), ends[:, :-1]], 1)
+    room = (bounds - starts).clamp(min=0)
+    kept = (room - counts[:rank].sum(0)).clamp(min=0).flatten()  # rows of this rank's that each expert has room for
+    kept = torch.cat([kept.new_full((1,), topk_idx.shape[0]), kept])
+    is_dropped = place.gather(1, columns) > kept[columns]
+    return Share(topk_idx.masked_fill(is_dropped, -1), (totals > room).any() | table[:, -1].any())
+
+
+def local_routing_map(topk_idx: Tensor, num_local_experts: int) -> Tensor:
+    """Return [num_rows, num_local_experts] bool of `topk_idx` [num_rows, num_topk] of local experts, -1 = none."""
+    return to_dense(topk_idx, torch.ones_like(topk_idx, dtype=torch.bool), num_local_experts)

@@ -1,0 +1,350 @@
+"""DeepEP's `ElasticBuffer` (version 2) and `EPBuffer` (version 2.5)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls, Mode, Routing
+from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
+from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.refused import refuse, refused
+
+_NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
+_SIZE_UNIT = 2**21  # DeepEP's sizes are multiples of it
+_NUM_QPS = 65  # queue pairs that DeepEP allocates where nobody says otherwise
+_Received = tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]
+
+
+class _BufferOfGroup:
+    """What the buffers of both versions have."""
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
+        """sizes: tokens of a rank at most, hidden, top-k."""
+        self.group = group
+        self.rank_idx, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.num_max_tokens_per_rank = sizes[0]
+        self.num_bytes = self.get_buffer_size_hint(group, *sizes) if num_bytes is None else num_bytes
+        self.num_allocated_qps = num_qps or _NUM_QPS
+        self.allow_hybrid_mode = is_hybrid
+        self._calls = ElasticCalls(group)
+        self.num_rdma_ranks, self.num_nvlink_ranks = domain_sizes(self._calls)
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Return bytes, a multiple of 2 MiB, for rows of `hidden` bf16 columns and their top-k from every rank. They serve as `num_bytes`
+        only: a buffer's own memory follows the sizes of its calls."""
+        row_bytes = 2 * hidden + 8 * num_topk
+        return -(-dist.get_world_size(group) * num_max_tokens_per_rank * row_bytes // _SIZE_UNIT) * _SIZE_UNIT
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """Return 12, the SMs that saturate NVLink with any routing: more of them send no faster."""
+        return _NUM_SENDERS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Return the queue pairs that DeepEP would take for `num_sms` SMs, for callers that pass them on. Calls here use none."""
+        return min(16 * num_sms + 1 if self.allow_hybrid_mode else min(num_sms, 9), self.num_allocated_qps)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Return the number of hosts, and of ranks of each."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Return the number of nodes, over which sums are made in two steps, and of ranks of each."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Return a point on the current stream, for `previous_event`, which takes an EventOverlap too."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """Return the stream of asynchronous calls: a torch.cuda.Stream, or without a GPU a torch.cpu.Stream, on which nothing waits."""
+        return self._calls.stream.get() if torch.cuda.is_available() else torch.cpu.Stream()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Wait until every rank is here and its GPU has done what it was given before. The host waits, whatever the arguments say."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        dist.barrier(self.group)
+
+    def destroy(self) -> None:
+        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again."""
+        self._calls.buffers.destroy()
+
+
+class ElasticBuffer(_BufferOfGroup):
+    """The exchange of a group of ranks, with the arguments and results of DeepEP 2. Construction is collective.
+
+    It serves GPUs, and CPU tensors for tests without one. Results are not differentiable, as DeepEP's are not. Rows come in the same order
+    in every run, so `deterministic` changes nothing, and rows of padding are zero. docs/coming_from_deepep.md says what differs.
+
+    Args:
+        group: the process group, of any backend.
+        num_bytes: kept for callers that read it. Memory is made at the first call and grows with the calls.
+        num_max_tokens_per_rank: the most tokens that a rank dispatches, the same on every rank. 0: a dispatch says it, or it is learnt.
+
+    The other arguments choose what DeepEP has several of, or concern networks; here they change nothing. `num_cpu_bytes`, for Engram,
+    raises NotImplementedError.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if num_cpu_bytes:
+            refuse(f"ElasticBuffer(num_cpu_bytes={num_cpu_bytes})")
+        super().__init__(group, num_bytes, (num_max_tokens_per_rank, hidden, num_topk), num_allocated_qps, allow_hybrid_mode)
+        self.deterministic, self.allow_multiple_reduction = deterministic, allow_multiple_reduction
+        self.prefer_overlap_with_compute, self.explicitly_destroy = prefer_overlap_with_compute, explicitly_destroy
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> _Received:
+        """Send every token to the ranks of its experts. Collective.
+
+        Args:
+            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32.
+            topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, -1 = no expert; and fp32. Along a handle, weights only.
+            cumulative_local_expert_recv_stats: [num_local_experts] int32; the tokens of each local expert are added to it.
+            num_experts: of all ranks together; needed without a handle.
+            num_max_tokens_per_rank: the same on every rank; None: the buffer's.
+            num_sms: SMs that send rows; 0: deepep_moe chooses.
+            previous_event, previous_event_before_epilogue: the call begins after both.
+            async_with_compute_stream: run on the communication stream; the event says when the call is over.
+            handle: of an earlier dispatch, to send along its routing; `do_expand` must be that of its dispatch.
+            do_handle_copy: keep a copy of `topk_idx` in the handle, which the caller may then change.
+            do_cpu_sync: False: the host waits for nothing, and the results have as many rows as can come: num_ranks *
+                num_max_tokens_per_rank, expanded min(num_topk, num_local_experts) times as many and room for padding. Those that no token
+                fills are zero, with recv_topk_idx -1. None: True.
+            do_expand: one row per (token, local expert), grouped by expert, each group padded to a multiple of `expert_alignment` with
+                zero rows; else one row per (token, this rank). Rows come by source rank, then by token, in each group.
+            use_tma_aligned_col_major_sf: scales lie column by column, each of which begins at a multiple of 16 bytes.
+
+        Returns:
+            recv_x, or the pair of rows and scales; recv_topk_idx [num_rows, num_topk], of local experts, -1 for another rank's, None where
+            expanded; recv_topk_weights fp32 [num_rows, num_topk], expanded [num_rows], None without weights; the handle; the event.
+
+        Raises: ValueError for arguments that are missing or contradict the handle; else as `deepep_moe.Buffer.dispatch`.
+        """
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        sync = do_cpu_sync is None or do_cpu_sync
+        routing = Routing(topk_idx, topk_weights, num_experts, most, expert_alignment or 1, do_expand, sync, do_handle_copy)
+        mode = Mode(num_sms, (previous_event, previous_event_before_epilogue), async_with_compute_stream)
+        return self._calls.dispatch(  # type: ignore[return-value]  # not deferred
+            x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode
+        )
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sum the rows of each token at its source. Collective.
+
+        Args:
+            x: [num_rows, hidden] bf16 (fp32 and fp16 too), rows as the dispatch of `handle` returned them.
+            topk_weights: fp32 [num_rows, num_topk], expanded [num_rows], to come back beside the rows, which they do not weigh.
+            bias: [num_tokens, hidden], dtype of `x`, or a pair of such tensors, added at the source.
+            num_sms: SMs that send rows; 0: those of the dispatch.
+
+        Returns the sums [num_tokens, hidden], the weights [num_tokens, num_topk] fp32 or None, and the event.
+
+        Raises: as `deepep_moe.Buffer.combine`.
+        """
+        mode = Mode(num_sms, (previous_event, previous_event_before_epilogue), async_with_compute_stream)
+        return self._calls.combine(x, handle, topk_weights, bias, mode)  # type: ignore[return-value]  # not deferred
+
+    engram_write = refused("ElasticBuffer", "engram_write")
+    engram_fetch = refused("ElasticBuffer", "engram_fetch")
+    get_engram_storage_size_hint = refused("ElasticBuffer", "get_engram_storage_size_hint")
+    pp_set_config = refused("ElasticBuffer", "pp_set_config")
+    pp_send = refused("ElasticBuffer", "pp_send")
+    pp_recv = refused("ElasticBuffer", "pp_recv")
+    get_pp_buffer_size_hint = refused("ElasticBuffer", "get_pp_buffer_size_hint")
+    create_agrs_session = refused("ElasticBuffer", "create_agrs_session")
+    destroy_agrs_session = refused("ElasticBuffer", "destroy_agrs_session")
+    agrs_new_session = refused("ElasticBuffer", "agrs_new_session")
+    agrs_set_config = refused("ElasticBuffer", "agrs_set_config")
+    agrs_get_inplace_tensor = refused("ElasticBuffer", "agrs_get_inplace_tensor")
+    get_agrs_num_max_session_bytes = refused("ElasticBuffer", "get_agrs_num_max_session_bytes")
+    get_agrs_buffer_size_hint = refused("ElasticBuffer", "get_agrs_buffer_size_hint")
+    all_gather = refused("ElasticBuffer", "all_gather")
+
+
+class EPBuffer(_BufferOfGroup):
+    """The exchange of a group of ranks, with the arguments and results of DeepEP 2.5: `ElasticBuffer` with `defer_epilogue`.
+
+    A load-balancing region (`lb_allocation_plan_or_num_bytes`) raises NotImplementedError.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        lb_allocation_plan_or_num_bytes: Any = 0,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int | None = None,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if lb_allocation_plan_or_num_bytes:
+            refuse("EPBuffer(lb_allocation_plan_or_num_bytes=...)")
+        super().__init__(group, num_bytes, (num_max_tokens_per_rank, hidden, num_topk), num_allocated_qps, allow_hybrid_mode)
+        self.deterministic, self.allow_multiple_reduction = deterministic, allow_multiple_reduction
+        self.prefer_overlap_with_compute, self.explicitly_destroy = prefer_overlap_with_compute, explicitly_destroy
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = False,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+        defer_epilogue: bool = False,
+    ) -> "_Received | DeferredResults":
+        """Send every token to the ranks of its experts, as `ElasticBuffer.dispatch`. Collective.
+
+        defer_epilogue: return an event only. Its `current_stream_wait` returns recv_x, recv_topk_idx, recv_topk_weights and the handle. On
+        a GPU rows fly meanwhile, and it enqueues the rest on the stream that is current then.
+
+        Raises ValueError for `do_handle_copy`: the handle refers to `topk_idx`, which must stay as it is.
+        """
+        if do_handle_copy:
+            raise ValueError(
+                "do_handle_copy is True; the handle refers to topk_idx itself: leave it out, and pass topk_idx.clone() instead"
+            )
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        sync = do_cpu_sync is None or do_cpu_sync
+        routing = Routing(topk_idx, topk_weights, num_experts, most, expert_alignment or 1, do_expand, sync, False)
+        mode = Mode(num_sms, (previous_event,), async_with_compute_stream, defer_epilogue)
+        return self._calls.dispatch(x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        defer_epilogue: bool = False,
+    ) -> "tuple[Tensor, Tensor | None, EventOverlap] | DeferredResults":
+        """Sum the rows of each token at its source, as `ElasticBuffer.combine`. Collective.
+
+        defer_epilogue: return an event only, whose `current_stream_wait` returns the sums and the weights.
+        """
+        mode = Mode(num_sms, (previous_event,), async_with_compute_stream, defer_epilogue)
+        return self._calls.combine(x, handle, topk_weights, bias, mode)
+
+    lb_prefetch_weights = refused("EPBuffer", "lb_prefetch_weights")
+    lb_reduce_grads = refused("EPBuffer", "lb_reduce_grads")
+    lb_get_theoretical_num_sms = refused("EPBuffer", "lb_get_theoretical_num_sms")
+
+
+def domain_sizes(calls: ElasticCalls) -> tuple[int, int]:
+    """Return the number of hosts of a group, and of ranks of each. Collective the first time."""
+    buffers = calls.buffers
+    buffers.backend_name(torch.device("cpu"))  # looks for the hosts
+    return buffers.num_nodes, buffers.num_ranks // buffers.num_nodes
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return the number of hosts of `group`, and of ranks of each. Collective."""
+    return domain_sizes(ElasticCalls(group))
+
+
+def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Return the number of nodes of `group`, over which sums are made in two steps, and of ranks of each. Collective."""
+    return domain_sizes(ElasticCalls(group))

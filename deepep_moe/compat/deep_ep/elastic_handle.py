@@ -1,0 +1,110 @@
+"""What a dispatch of DeepEP 2 returns to its callers beside the rows."""
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.exchange.routing import is_token_in_rank
+
+
+class EPHandle:
+    """The routing of one dispatch, for `combine` and for dispatches that repeat it.
+
+    The tensors are made when they are first read, on the stream that is current then, so wait for the dispatch's event before. All counts
+    are int32 and lie with the rows.
+    """
+
+    token_metadata_at_forward: None = None
+    channel_linked_list: None = None
+
+    def __init__(
+        self, group: dist.ProcessGroup, buffer: Buffer, native: DispatchHandle, topk_idx: Tensor, *, num_max_tokens_per_rank: int,
+        num_sms: int, do_cpu_sync: bool,
+    ) -> None:  # fmt: skip
+        self._group = group
+        self.buffer = buffer
+        """The native buffer that made the dispatch."""
+        self.native = native
+        """Its handle there."""
+        self.topk_idx = topk_idx
+        """[num_tokens, num_topk], as the caller gave it, or a copy."""
+        self.do_expand = native.layout == "expert"
+        self.num_experts = buffer.num_experts
+        self.expert_alignment = native.expert_alignment
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_sms = num_sms
+        self.has_counts_on_host = do_cpu_sync
+        """Did the dispatch wait for its counts?"""
+
+    @cached_property
+    def num_recv_tokens_per_expert_list(self) -> list[int]:
+        """Rows of each local expert, rounded up to `expert_alignment`; empty after a dispatch with do_cpu_sync=False."""
+        return self.native.num_rows_per_expert_list if self.has_counts_on_host else []
+
+    @cached_property
+    def num_recv_tokens(self) -> int:
+        """Tokens received, each counted once; after a dispatch with do_cpu_sync=False the most that may come."""
+        if not self.has_counts_on_host:
+            return self.buffer.num_ranks * self.num_max_tokens_per_rank
+        return int(self.native.recv_counts.sum()) if self.do_expand else self.native.num_rows
+
+    @property
+    def num_expanded_tokens(self) -> int:
+        """Rows of the expanded layout, padding included; after a dispatch with do_cpu_sync=False the room for them. 0 where rows are
+        compact."""
+        return self.native.num_rows if self.do_expand else 0
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        """[num_ranks]: tokens received from each rank and those before."""
+        return self.native.recv_counts.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        """[num_local_experts]: rows of each local expert, without padding."""
+        return self.native.num_recv_tokens_per_expert
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> Tensor:
+        """[num_local_experts]: the end of each local expert's rows, the groups before it rounded up to `expert_alignment`. Of expanded rows
+        its own group counts without padding, else rounded up too."""
+        ends = self.native.num_rows_per_expert.cumsum(0, dtype=torch.int32)
+        if not self.do_expand:
+            return ends
+        return ends - self.native.num_rows_per_expert + self.native.num_recv_tokens_per_expert
+
+    @property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """[num_tokens, num_topk]: the expert of each lane, -1 = none. Rows have no slots here: their places follow from the routing."""
+        return self.native.topk_idx
+
+    @cached_property
+    def recv_src_metadata(self) -> Tensor:
+        """[num_recv_tokens, 2 + num_topk]: of each token received, rank * num_max_tokens_per_rank + token at its source, its place among
+        the tokens received, and the row of each lane in the expanded layout, -1 = none.
+
+        No call needs it and no dispatch sends it. The first read is collective: all ranks must read it, and the host waits.
+        """
+        sources = _tokens_received(self.native, self.buffer, self._group, self.num_max_tokens_per_rank)
+        num_tokens = len(sources)
+        place = torch.arange(num_tokens, device=sources.device)
+        rows = self.native.recv_row_idx[:num_tokens] if self.do_expand else sources.new_full((num_tokens, self.buffer.num_topk), -1)
+        return torch.cat([torch.stack([sources, place], 1), rows], 1).to(torch.int32)
+
+
+def _tokens_received(native: DispatchHandle, buffer: Buffer, group: dist.ProcessGroup, num_max_tokens: int) -> Tensor:
+    """Return [num_recv_tokens] int64: rank * num_max_tokens + token of the tokens that came here, in their order. Collective."""
+    routing = native.topk_idx
+    sizes = routing.new_zeros(buffer.num_ranks)
+    sizes[buffer.rank] = len(routing)
+    dist.all_reduce(sizes, group=group)
+    lengths = sizes.tolist()
+    table = routing.new_full((buffer.num_ranks, max(lengths), buffer.num_topk), -2)
+    table[buffer.rank, : len(routing)] = routing
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    came = [is_token_in_rank(table[r, :n], buffer.num_ranks, buffer.num_local_experts)[:, buffer.rank] for r, n in enumerate(lengths)]
+    return torch.cat([r * num_max_tokens + tokens.nonzero().flatten() for r, tokens in enumerate(came)])

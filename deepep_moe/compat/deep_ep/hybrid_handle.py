@@ -1,0 +1,100 @@
+"""What HybridEP's callers see of a dispatch, and of a buffer's settings."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepep_moe.compat.deep_ep.dense_routing import local_routing_map
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.handle import DispatchHandle
+
+
+class HybridConfig:
+    """Settings of a buffer. Callers read the three sizes; other names may be set, and change nothing."""
+
+    def __init__(self, hidden_dim: int, max_num_of_tokens_per_rank: int, num_of_experts_per_rank: int) -> None:
+        self.hidden_dim = hidden_dim
+        self.max_num_of_tokens_per_rank = max_num_of_tokens_per_rank
+        self.num_of_experts_per_rank = num_of_experts_per_rank
+
+    def updated(self, **changes: Any) -> "HybridConfig":
+        """Return a copy with `changes`."""
+        copy = HybridConfig(self.hidden_dim, self.max_num_of_tokens_per_rank, self.num_of_experts_per_rank)
+        vars(copy).update(vars(self), **changes)
+        return copy
+
+
+@dataclass(frozen=True)
+class Configurer:
+    """The holder of `buffer_config`, where callers look for it."""
+
+    buffer_config: HybridConfig
+
+
+class HybridHandle(Sequence[Any]):
+    """What a combine and a dispatch along the same routing need: `native`, the handle of deepep_moe, and the `buffer` that made it.
+
+    As a sequence it has HybridEP's items: 7, or 11 of a dispatch with permutation. `None` stands for its maps of slots in memory, which do
+    not exist here. Items that take work are made when somebody looks, on the stream that is current then.
+    """
+
+    def __init__(self, buffer: Buffer, native: DispatchHandle, topk_idx: Tensor, config: HybridConfig, has_dropped: Tensor | None) -> None:
+        self.buffer = buffer
+        self.native = native
+        self.topk_idx = topk_idx
+        """[num_tokens, num_topk] int64: the experts of each lane, -1 = none or dropped."""
+        self.config = config
+        self._has_dropped = has_dropped
+
+    def __len__(self) -> int:
+        return 11 if self.native.layout == "expert" else 7
+
+    def __getitem__(self, index: Any) -> Any:
+        if index in (-1, 10) and len(self) == 11:
+            return self.overflow_flag  # the host waits for nothing
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __repr__(self) -> str:
+        return f"HybridHandle({self.native.num_tokens} tokens sent, {self.native.num_rows} rows received, {self.buffer!r})"
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """[num_local_experts] int32: rows of each local expert, without padding."""
+        return self.native.num_recv_tokens_per_expert
+
+    @cached_property
+    def overflow_flag(self) -> Tensor:
+        """[] int32: 1 where a rank of the group has dropped rows, else 0."""
+        return self.topk_idx.new_zeros((), dtype=torch.int32) if self._has_dropped is None else self._has_dropped.to(torch.int32)
+
+    @cached_property
+    def num_dispatched_tokens_tensor(self) -> Tensor:
+        """[1] int32: tokens received, each counted once."""
+        return self.native.recv_counts.sum(dtype=torch.int32).view(1)
+
+    @cached_property
+    def local_expert_routing_map(self) -> Tensor:
+        """[num_recv_tokens, num_local_experts] bool: the local experts of each token received. The host waits for their number."""
+        num_tokens, num_local_experts = int(self.num_dispatched_tokens_tensor), self.buffer.num_local_experts
+        if self.native.layout == "rank":
+            assert self.native.recv_topk_idx is not None
+            return local_routing_map(self.native.recv_topk_idx[:num_tokens], num_local_experts)
+        rows = self.native.recv_row_idx[:num_tokens]
+        ends = self.native.num_rows_per_expert.cumsum(0)
+        experts = torch.searchsorted(ends, rows.long(), right=True).masked_fill(rows < 0, -1)
+        return local_routing_map(experts, num_local_experts)
+
+    @cached_property
+    def _items(self) -> tuple[Any, ...]:
+        received = self.num_dispatched_tokens_tensor, self.local_expert_routing_map
+        if self.native.layout == "rank":
+            return None, None, None, *received, self.native.num_tokens, self.config
+        per_expert = self.tokens_per_expert, self.native.num_tokens, self.config
+        return None, None, None, *received, None, None, *per_expert, self.overflow_flag

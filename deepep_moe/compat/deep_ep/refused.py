@@ -1,0 +1,40 @@
+"""Names of DeepEP that concern no exchange of tokens. They are there so that their use says what is missing."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+def refuse(name: str) -> NoReturn:
+    """Raise NotImplementedError for `name` of deep_ep."""
+    raise NotImplementedError(f"deep_ep.{name} is not served: deepep_moe moves tokens between experts only; use DeepEP itself for it")
+
+
+def refused(class_name: str, name: str) -> Callable[..., NoReturn]:
+    """Return a static method that raises NotImplementedError whatever it is given."""
+
+    def method(*_: Any, **__: Any) -> NoReturn:
+        refuse(f"{class_name}.{name}")
+
+    method.__name__, method.__doc__ = name, "Raise NotImplementedError."
+    return staticmethod(method)
+
+
+class _Refused:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        refuse(type(self).__name__)
+
+
+class EngramBuffer(_Refused):
+    """Raises NotImplementedError when it is made."""
+
+
+class PPBuffer(_Refused):
+    """Raises NotImplementedError when it is made."""
+
+
+class BucketBuffer(_Refused):
+    """Raises NotImplementedError when it is made."""
+
+
+class BufferAllocator(_Refused):
+    """Raises NotImplementedError when it is made."""

@@ -1,0 +1,310 @@
+"""DeepEP 2 and 2.5 against the reference: compact and expanded rows, on every backend."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_elastic_cases import Wanted, check_start, padded
+from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+
+from deepep_moe.compat import deep_ep
+from deepep_moe.testing import RankFailedError, run_ranks
+
+BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+VERSIONS = ("ElasticBuffer", "EPBuffer")
+SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
+
+
+def make(version, backend, rank, **sizes):
+    poison_outputs()
+    device = device_of(backend, rank)
+    return getattr(deep_ep, version)(dist.group.WORLD, explicitly_destroy=True, **sizes), device
+
+
+# ---- small enough to check by hand ----
+
+
+def by_hand(rank, _, version, backend):
+    buffer, _ = make(version, backend, rank, num_max_tokens_per_rank=2)
+    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
+    topk_idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [1, 0]]])[rank]  # rank 0 holds experts 0 and 1, rank 1 holds 2 and 3
+    topk_weights = torch.tensor([[[0.5, 0.25], [1.0, 9.0]], [[2.0, 3.0], [4.0, 5.0]]])[rank]
+    x, topk_idx, topk_weights = on_device(backend, rank, x, topk_idx, topk_weights)
+
+    recv_x, idx, weights, handle, event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=4)
+    assert event.event is None
+    assert recv_x[:, 0].tolist() == [[1.0, 20.0], [1.0, 10.0, 2.0]][rank]
+    assert idx.tolist() == [[[0, -1], [1, 0]], [[-1, 0], [1, -1], [0, 1]]][rank]
+    assert weights.tolist() == [[[0.5, 0.0], [4.0, 5.0]], [[0.0, 0.25], [1.0, 0.0], [2.0, 3.0]]][rank]
+    assert handle.num_recv_tokens_per_expert_list == [[2, 1], [2, 2]][rank]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == [[1, 2], [2, 3]][rank]
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == [[2, 3], [2, 4]][rank]
+    assert (handle.num_recv_tokens, handle.num_expanded_tokens) == ([2, 3][rank], 0)
+    y, back, event = buffer.combine(recv_x, handle, weights, (torch.ones_like(x), torch.ones_like(x)))
+    assert event.event is None
+    assert y[:, 0].tolist() == [[4.0, 12.0], [4.0, 22.0]][rank]  # once per rank that the token went to, and both biases
+    assert back.tolist() == [[[0.5, 0.25], [1.0, 0.0]], [[2.0, 3.0], [4.0, 5.0]]][rank]
+
+    stats = torch.full((2,), 100, dtype=torch.int32, device=x.device)
+    recv_x, idx, weights, handle, _ = buffer.dispatch(x, topk_idx, topk_weights, stats, num_experts=4, expert_alignment=2, do_expand=True)
+    assert idx is None
+    assert recv_x[:, 0].tolist() == [[1.0, 20.0, 20.0, 0.0], [1.0, 2.0, 10.0, 2.0]][rank]
+    assert weights.tolist() == [[0.5, 5.0, 4.0, 0.0], [0.25, 2.0, 1.0, 3.0]][rank]
+    assert handle.psum_num_recv_tokens_per_expert.tolist() == [[2, 3], [2, 4]][rank]
+    assert handle.num_recv_tokens_per_expert_list == [2, 2] and handle.num_expanded_tokens == 4
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == [[2, 1], [2, 2]][rank]
+    assert stats.tolist() == [[102, 101], [102, 102]][rank]
+    y, back, _ = buffer.combine(recv_x, handle, weights)
+    assert y[:, 0].tolist() == [[2.0, 10.0], [4.0, 40.0]][rank]  # once per expert
+    assert back.tolist() == [[[0.5, 0.25], [1.0, 0.0]], [[2.0, 3.0], [4.0, 5.0]]][rank]
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_two_ranks_by_hand(version, backend):
+    run_ranks(by_hand, 2, version, backend)
+
+
+# ---- against the reference ----
+
+
+def scenario(rank, num_ranks, backend, case, fp8, is_async, knows_counts):
+    buffer, device = make("ElasticBuffer", backend, rank)
+    want = Wanted(case, rank, case.layout, fp8)
+    most = max(case.num_tokens) + 1
+    x = want.x.to(device) if want.scales is None else (want.x.to(device), want.scales.to(device))
+    expands = case.layout == "expert"
+    how = {"async_with_compute_stream": is_async, "do_expand": expands}
+
+    def dispatch(**more):
+        previous = {"previous_event": buffer.capture(), "previous_event_before_epilogue": deep_ep.EventOverlap()} if is_async else {}
+        *results, event = buffer.dispatch(x, **how, **previous, **more)
+        assert (event.event is not None) == is_async
+        event.current_stream_wait()
+        return results
+
+    topk_idx, topk_weights = want.topk_idx.to(device), want.topk_weights.to(device)
+    sizes = {"num_experts": case.num_experts, "num_max_tokens_per_rank": most, "expert_alignment": case.expert_alignment}
+    fresh = dispatch(topk_idx=topk_idx, topk_weights=topk_weights, do_cpu_sync=knows_counts, **sizes)
+    handle = fresh[3]
+    check_received(want, fresh, knows_counts, most)
+    again = dispatch(topk_weights=topk_weights, handle=handle, use_tma_aligned_col_major_sf=True)
+    check_received(want, again, knows_counts, most)
+    assert again[3] is handle and (not fp8 or again[0][1].stride(0) == 1)
+    bare = dispatch(handle=handle)
+    assert bare[2] is None
+
+    check_handle(want, handle, most)
+    rows, lanes = want.outputs[rank], want.lanes(0.5)
+    num_rows = len(bare[0] if want.scales is None else bare[0][0])
+    bias = case.bias(rank).to(rows.dtype)
+    for given, added in ((None, None), (bias, bias), ((bias, bias.flip(0)), bias + bias.flip(0))):
+        on = None if given is None else given.to(device) if isinstance(given, torch.Tensor) else tuple(part.to(device) for part in given)
+        y, back, event = buffer.combine(
+            padded(rows, num_rows).to(device), handle, padded(lanes[0], num_rows).to(device), on, async_with_compute_stream=is_async
+        )
+        event.current_stream_wait()
+        assert_same("combined_x", y, want.combined(added))
+        assert_same("combined weights", back, lanes[1])
+    y, back, _ = buffer.combine(padded(rows, num_rows).to(device), handle)
+    assert_same("combined_x", y, want.combined())
+    assert back is None
+    buffer.destroy()
+
+
+def check_received(want, results, knows_counts, most):
+    recv_x, recv_topk_idx, recv_topk_weights, _ = results
+    case, mine = want.case, want.mine
+    rows = recv_x if want.scales is None else recv_x[0]
+    num_local = case.num_experts // case.num_ranks
+    num_rows = len(mine.recv_x)
+    if not knows_counts:
+        num_rows = case.num_ranks * most
+        if case.layout == "expert":
+            num_rows = num_rows * min(case.num_topk, num_local) + num_local * (case.expert_alignment - 1)
+            num_rows -= num_rows % case.expert_alignment
+    assert len(rows) == num_rows
+    check_start("recv_x", rows, mine.recv_x)
+    check_start("recv_topk_weights", recv_topk_weights, mine.recv_topk_weights)
+    if want.scales is not None:
+        check_start("scales", recv_x[1], mine.recv_x_scales)
+    if case.layout == "expert":
+        assert recv_topk_idx is None
+    else:
+        check_start("recv_topk_idx", recv_topk_idx, mine.recv_topk_idx, rest=-1)
+
+
+def check_handle(want, handle, most):
+    case, counts = want.case, want.mine.num_recv_tokens_per_expert
+    expands, ends = case.layout == "expert", torch.tensor(want.num_rows_per_expert).cumsum(0)
+    starts = ends - torch.tensor(want.num_rows_per_expert)
+    sources = torch.tensor([source for source, _ in want.mine.tokens], dtype=torch.int64).bincount(minlength=case.num_ranks)
+    assert handle.do_expand == expands and handle.num_experts == case.num_experts
+    assert handle.num_recv_tokens_per_expert_list == (want.num_rows_per_expert if handle.has_counts_on_host else [])
+    assert_same("psum per expert", handle.psum_num_recv_tokens_per_expert, (starts + torch.tensor(counts) if expands else ends).int())
+    assert_same("psum per rank", handle.psum_num_recv_tokens_per_scaleup_rank, sources.cumsum(0).int())
+    if handle.has_counts_on_host:
+        assert handle.num_recv_tokens == len(want.mine.tokens)
+    metadata = handle.recv_src_metadata
+    assert metadata.dtype == torch.int32 and metadata.shape == (len(want.mine.tokens), 2 + case.num_topk)
+    assert metadata[:, 0].tolist() == [source * most + token for source, token in want.mine.tokens]
+    lanes = range(case.num_topk)
+    rows = [[row.get(lane, -1) if expands else -1 for lane in lanes] for row in want.mine.row_of_lane]
+    assert metadata[:, 2:].tolist() == rows
+    assert_same("topk_idx", handle.topk_idx, want.topk_idx)
+
+
+@pytest.mark.parametrize("knows_counts", (True, False), ids=("", "no sync"))
+@pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
+@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
+@pytest.mark.parametrize("layout", ("rank", "expert"), ids=("compact", "expanded"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scenarios(backend, layout, fp8, is_async, knows_counts):
+    run_ranks(scenario, 3, backend, Case([13, 0, 30], layout=layout, expert_alignment=8, **SIZES), fp8, is_async, knows_counts)
+
+
+@pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
+@pytest.mark.parametrize("layout", ("rank", "expert"), ids=("compact", "expanded"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_of_ranks(backend, layout, num_tokens):
+    run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, layout=layout, **SIZES), False, False, True)
+
+
+def outgrown(rank, _, backend):
+    """Without a bound at construction a rank may have ever more tokens, and an older handle stays good."""
+    buffer, device = make("ElasticBuffer", backend, rank, num_max_tokens_per_rank=4)
+    held = []
+    for num_tokens in (3, 5, 700):
+        want = Wanted(Case([0, num_tokens], layout="expert", **SIZES), rank, "expert")
+        recv_x, _, _, handle, _ = buffer.dispatch(want.x.to(device), want.topk_idx.to(device), num_experts=12, do_expand=True)
+        assert_same("recv_x", recv_x, want.mine.recv_x)
+        held.append((want, handle))
+    for want, handle in held:
+        assert_same("combined_x", buffer.combine(want.outputs[rank].to(device), handle)[0], want.combined())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_tokens_than_before(backend):
+    run_ranks(outgrown, 2, backend)
+
+
+def deferred(rank, _, backend, is_async):
+    buffer, device = make("EPBuffer", backend, rank)
+    want = Wanted(Case([13, 30], layout="expert", **SIZES), rank, "expert", fp8=True)
+    x, topk_idx, topk_weights = (want.x.to(device), want.scales.to(device)), want.topk_idx.to(device), want.topk_weights.to(device)
+    how = {"async_with_compute_stream": is_async, "defer_epilogue": True, "do_expand": True}
+    event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=12, use_tma_aligned_col_major_sf=True, **how)
+    results = event.current_stream_wait()
+    check_received(want, results, True, 0)
+    assert event.wait() is results
+    handle, rows = results[3], want.outputs[rank].to(device)
+    assert handle.topk_idx is topk_idx
+    event = buffer.dispatch(x, handle=handle, **how)
+    (recv_x, scales), *_ = event.current_stream_wait()
+    assert_same("recv_x", recv_x, want.mine.recv_x)
+    assert_same("scales", scales, want.mine.recv_x_scales)
+    values, back = want.lanes(2)
+    for lanes in (None, values.to(device)):
+        y, weights = buffer.combine(rows, handle, lanes, async_with_compute_stream=is_async, defer_epilogue=True).current_stream_wait()
+        assert_same("combined_x", y, want.combined())
+        assert_same("weights", weights, None if lanes is None else back)
+
+
+@pytest.mark.parametrize("is_async", (False, True), ids=("sync", "async"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_deferred_epilogue(backend, is_async):
+    run_ranks(deferred, 2, backend, is_async)
+
+
+# ---- what callers ask, and what is refused ----
+
+
+def questions(rank, num_ranks):
+    for version in VERSIONS:
+        kind = getattr(deep_ep, version)
+        hint = kind.get_buffer_size_hint(dist.group.WORLD, 128, 7168, num_topk=8)
+        assert hint % 2**21 == 0 and hint >= num_ranks * 128 * 7168 * 2
+        buffer = kind(dist.group.WORLD, num_bytes=hint, num_allocated_qps=16, num_max_tokens_per_rank=128)
+        assert (buffer.rank_idx, buffer.num_ranks, buffer.num_bytes, buffer.num_allocated_qps) == (rank, num_ranks, hint, 16)
+        assert buffer.get_theoretical_num_sms(256, 8) == 12
+        assert buffer.get_theoretical_num_qps(12) == 16
+        assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, num_ranks)
+        assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, rank)
+        assert isinstance(buffer.capture(), deep_ep.EventHandle)
+        buffer.barrier()
+        assert isinstance(buffer.get_comm_stream(), (torch.cuda.Stream, torch.cpu.Stream))
+        buffer.destroy()
+        buffer.destroy()
+    assert deep_ep.get_physical_domain_size(dist.group.WORLD) == deep_ep.get_logical_domain_size(dist.group.WORLD) == (1, num_ranks)
+
+
+def test_questions():
+    run_ranks(questions, 2)
+
+
+def refusals(rank, _):
+    group = dist.group.WORLD
+    buffer, newer = deep_ep.ElasticBuffer(group), deep_ep.EPBuffer(group)
+    x, topk_idx = torch.ones(2, 8), torch.tensor([[0, 1], [1, 0]])
+    with pytest.raises(ValueError, match="topk_idx and num_experts are needed without a handle; give both"):
+        buffer.dispatch(x, topk_idx)
+    with pytest.raises(ValueError, match="do_cpu_sync is False and num_max_tokens_per_rank is 0; give num_max_tokens_per_rank"):
+        buffer.dispatch(x, topk_idx, num_experts=2, do_cpu_sync=False)
+    with pytest.raises(ValueError, match=r"do_handle_copy is True; .* pass topk_idx.clone\(\) instead"):
+        newer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=True)
+    handle = buffer.dispatch(x, topk_idx, num_experts=2, do_expand=True)[3]
+    assert handle.topk_idx is not topk_idx
+    assert buffer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=False)[3].topk_idx is topk_idx
+    with pytest.raises(ValueError, match="do_expand is False, and the handle's dispatch had True; pass do_expand=handle.do_expand"):
+        buffer.dispatch(x, handle=handle)
+    with pytest.raises(ValueError, match="topk_idx and handle were both given"):
+        buffer.dispatch(x, topk_idx, handle=handle, do_expand=True)
+    with pytest.raises(TypeError, match="handle is a tuple; it must be the EPHandle that a dispatch returned"):
+        buffer.dispatch(x, handle=(1, 2))
+    with pytest.raises(ValueError, match=r"bias has 1 tensors; it must be a tensor, a pair of them or None"):
+        buffer.combine(torch.ones(4, 8), handle, bias=(torch.ones(2, 8),))
+
+
+def test_refusals():
+    run_ranks(refusals, 1)
+
+
+NOT_SERVED = (
+    *((deep_ep.ElasticBuffer, name) for name in ("engram_write", "engram_fetch", "pp_set_config", "pp_send", "pp_recv", "all_gather")),
+    *((deep_ep.ElasticBuffer, name) for name in ("create_agrs_session", "agrs_new_session", "agrs_set_config", "get_pp_buffer_size_hint")),
+    *((deep_ep.EPBuffer, name) for name in ("lb_prefetch_weights", "lb_reduce_grads")),
+)
+
+
+@pytest.mark.parametrize(("kind", "name"), NOT_SERVED, ids=lambda value: getattr(value, "__name__", value))
+def test_not_served(kind, name):
+    with pytest.raises(NotImplementedError, match=f"^deep_ep.{kind.__name__}.{name} is not served: .* use DeepEP itself for it"):
+        getattr(kind, name)(1, some="thing")
+
+
+@pytest.mark.parametrize("name", ("EngramBuffer", "PPBuffer", "BucketBuffer", "BufferAllocator"))
+def test_buffers_not_served(name):
+    with pytest.raises(NotImplementedError, match=f"^deep_ep.{name} is not served"):
+        getattr(deep_ep, name)("group", 1)
+
+
+def sizes_not_served(rank, _):
+    with pytest.raises(NotImplementedError, match=r"deep_ep.ElasticBuffer\(num_cpu_bytes=4096\) is not served"):
+        deep_ep.ElasticBuffer(dist.group.WORLD, 8192, 4096)
+    with pytest.raises(NotImplementedError, match=r"deep_ep.EPBuffer\(lb_allocation_plan_or_num_bytes=...\) is not served"):
+        deep_ep.EPBuffer(dist.group.WORLD, lb_allocation_plan_or_num_bytes=4096)
+
+
+def test_sizes_not_served():
+    run_ranks(sizes_not_served, 1)
+
+
+def wrong_routing(rank, _):
+    buffer = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=4)
+    topk_idx = torch.tensor([[0, 4 if rank else 1]])
+    buffer.dispatch(torch.ones(1, 8), topk_idx, num_experts=4)
+
+
+def test_peers_are_told():
+    with pytest.raises(RankFailedError, match=r"topk_idx\[0, 1\] is 4; it must be -1 \(no expert\) or 0 to 3"):
+        run_ranks(wrong_routing, 2)

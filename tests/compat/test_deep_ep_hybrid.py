@@ -1,0 +1,327 @@
+"""HybridEP's buffer against the reference: routing by maps and by indices, bounds, padding, on every backend."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from deep_ep_elastic_cases import Wanted, check_start, padded
+from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
+
+from deepep_moe.compat import deep_ep
+from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
+from deepep_moe.testing import RankFailedError, run_ranks
+
+BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
+SIZES = {"hidden": 256, "dtype": torch.bfloat16, "pattern": "masked"}
+
+
+def make(backend, rank, hidden=256, num_local_experts=4, most=40, **settings):
+    poison_outputs()
+    device = device_of(backend, rank)
+    return HybridEPBuffer(dist.group.WORLD, hidden, most, num_local_experts, **settings), device
+
+
+# ---- small enough to check by hand ----
+
+
+def test_indices_to_map():
+    topk_idx = torch.tensor([[2, 0], [-1, 1], [-1, -1]])
+    routing_map, probs = indices_to_map(topk_idx, torch.tensor([[0.5, 0.25], [9.0, 2.0], [9.0, 9.0]]).double(), 3, 3)
+    assert routing_map.tolist() == [[True, False, True], [False, True, False], [False] * 3]
+    assert probs.dtype == torch.float32 and probs.tolist() == [[0.25, 0.0, 0.5], [0.0, 2.0, 0.0], [0.0] * 3]
+    routing_map, probs = indices_to_map(topk_idx.int(), None, 3, 4)
+    assert routing_map.sum(1).tolist() == [2, 1, 0] and probs is None
+    with pytest.raises(ValueError, match="topk_idx has 3 rows and num_of_tokens is 4"):
+        indices_to_map(topk_idx, None, 4, 3)
+
+
+def by_hand(rank, _, backend):
+    buffer, _ = make(backend, rank, hidden=8, num_local_experts=2, most=2)
+    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])  # rank 0: 1, 10; rank 1: 2, 20
+    probs = torch.tensor([[[0.5, 0, 0.25, 0], [0, 0, 0, 1.0]], [[0, 0, 2.0, 3.0], [4.0, 5.0, 0, 0]]])[rank]
+    x, probs = on_device(backend, rank, x, probs)
+
+    rows, row_probs, scales, counts, handle = buffer.dispatch_with_permute(hidden=x, routing_map=probs > 0, probs=probs, pad_multiple=2)
+    assert rows[:, 0].tolist() == [[1.0, 20.0, 20.0, 0.0], [1.0, 2.0, 10.0, 2.0]][rank]
+    assert row_probs.tolist() == [[0.5, 4.0, 5.0, 0.0], [0.25, 2.0, 1.0, 3.0]][rank]
+    assert scales is None and counts.dtype == torch.int64 and counts.tolist() == [2, 2]
+    assert len(handle) == 11 and handle[-1].tolist() == 0 and handle[7].tolist() == [[2, 1], [2, 2]][rank]
+    assert handle[3].tolist() == [[2], [3]][rank]
+    assert handle[4].tolist() == [[[True, False], [True, True]], [[True, False], [False, True], [True, True]]][rank]
+    y, back = buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle, pad_multiple=2)
+    assert y[:, 0].tolist() == [[2.0, 10.0], [4.0, 40.0]][rank]
+    assert back.tolist() == probs.tolist()
+
+    rows, row_probs, _, handle = buffer.dispatch(x, routing_map=probs > 0, probs=probs)
+    assert rows[:, 0].tolist() == [[1.0, 20.0], [1.0, 10.0, 2.0]][rank]
+    here = [[[0.5, 0, 0, 0], [4.0, 5.0, 0, 0]], [[0, 0, 0.25, 0], [0, 0, 0, 1.0], [0, 0, 2.0, 3.0]]][rank]
+    assert row_probs.tolist() == here
+    assert len(handle) == 7 and handle[5] == 2
+    y, back = buffer.combine(rows, row_probs, handle)
+    assert y[:, 0].tolist() == [[2.0, 10.0], [2.0, 20.0]][rank]
+    assert back.tolist() == probs.tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks_by_hand(backend):
+    run_ranks(by_hand, 2, backend)
+
+
+def dropped_by_hand(rank, _, backend):
+    """Rank 0 has room for three rows, rank 1 for one: what lies behind is dropped, at its source, and every rank knows."""
+    buffer, _ = make(backend, rank, hidden=8, num_local_experts=2, most=2)
+    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])
+    topk_idx = torch.tensor([[[0, 1], [0, 2]], [[0, 3], [1, 2]]])[rank]
+    x, topk_idx = on_device(backend, rank, x, topk_idx)
+    weights = topk_idx + 1.0
+    rows, row_probs, _, counts, handle = buffer.dispatch_with_permute(
+        hidden=x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=4, num_permuted_tokens=(3, 1)[rank], non_blocking=True
+    )
+    assert rows[:, 0].tolist() == [[1.0, 10.0, 2.0], [10.0]][rank]  # three of expert 0; one of expert 2
+    assert row_probs.tolist() == [[1.0, 1.0, 1.0], [3.0]][rank]
+    assert counts.tolist() == [[3, 0], [1, 0]][rank] and counts.device == x.device
+    assert handle[-1].tolist() == 1
+    y, back = buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle)
+    assert y[:, 0].tolist() == [[1.0, 20.0], [2.0, 0.0]][rank]
+    assert back.tolist() == [[[1.0, 0, 0, 0], [1.0, 0, 3.0, 0]], [[1.0, 0, 0, 0], [0, 0, 0, 0]]][rank]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropped_by_hand(backend):
+    run_ranks(dropped_by_hand, 2, backend)
+
+
+# ---- against the reference ----
+
+
+def sorted_lanes(case, rank):
+    """A routing as a map has it: a token's experts ascend, then come lanes without one."""
+    topk_idx = case.routing(rank)
+    return torch.where(topk_idx < 0, case.num_experts, topk_idx).sort(1).values
+
+
+def scenario(rank, num_ranks, backend, case, fp8, by_map, bound):
+    buffer, device = make(backend, rank, num_local_experts=case.num_experts // num_ranks)
+    idxs = [sorted_lanes(case, r) for r in range(num_ranks)]
+    idxs = [torch.where(idx == case.num_experts, -1, idx) for idx in idxs]
+    want = Wanted(case, rank, "expert", fp8, idxs)
+    topk_idx, topk_weights = idxs[rank].to(device), want.topk_weights.to(device)
+    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "num_of_experts": case.num_experts}
+    routing_map, probs = indices_to_map(topk_idx, topk_weights, case.num_tokens[rank], case.num_experts)
+    if by_map:
+        routing = {"routing_map": routing_map, "probs": probs}
+    hidden = {"hidden": want.x.to(device), "scaling_factor": torch.ones(1)}
+    if fp8:
+        hidden = {"hidden": want.x.view(torch.uint8).to(device), "scaling_factor": want.scales.to(device)}
+    how = {"pad_multiple": case.expert_alignment, "fuse_permute_dispatch": True}
+    num_rows = len(want.mine.recv_x)
+    if bound:
+        num_rows += 2 * case.expert_alignment
+        how |= {"num_permuted_tokens": torch.tensor(num_rows), "non_blocking": True}
+
+    def check(results, with_probs):
+        rows, row_probs, scales, counts, handle = results
+        assert rows.dtype == hidden["hidden"].dtype and len(rows) == num_rows
+        check_start("rows", rows.view(want.mine.recv_x.dtype), want.mine.recv_x)
+        if with_probs:
+            check_start("probs", row_probs, want.mine.recv_topk_weights)
+        else:
+            assert row_probs is None
+        if fp8:
+            check_start("scales", scales, want.mine.recv_x_scales)
+        else:
+            assert scales is None
+        assert counts.dtype == torch.int64 and counts.tolist() == want.num_rows_per_expert
+        assert handle[-1].tolist() == 0
+        return handle
+
+    handle = check(buffer.dispatch_with_permute(**hidden, **routing, **how), True)
+    assert check(buffer.dispatch_with_permute(**hidden, handle=handle, **how), False) is handle
+    check(buffer.dispatch_with_permute(**hidden, handle=handle, **routing, **how), True)
+    assert handle[8] == case.num_tokens[rank] and handle[3].tolist() == [len(want.mine.tokens)]
+    num_local = handle.buffer.num_local_experts
+    experts = torch.arange(rank * num_local, (rank + 1) * num_local)
+    local = [(idxs[source][token][:, None] == experts).any(0).tolist() for source, token in want.mine.tokens]
+    assert handle[4].tolist() == local
+
+    rows, (values, back) = want.outputs[rank], want.lanes(0.5)
+    y, dense = buffer.combine_with_unpermute(
+        hidden=padded(rows, num_rows).to(device), probs=padded(values, num_rows).to(device), handle=handle, fuse_unpermute_combine=True
+    )
+    assert_same("sums", y, want.combined())
+    assert_same("probs", dense, indices_to_map(idxs[rank], back, case.num_tokens[rank], case.num_experts)[1])
+    y, dense = buffer.combine_with_unpermute(hidden=padded(rows, num_rows).to(device), handle=handle)
+    assert_same("sums", y, want.combined())
+    assert dense is None
+
+
+@pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))
+@pytest.mark.parametrize("by_map", (False, True), ids=("indices", "map"))
+@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scenarios(backend, fp8, by_map, bound):
+    run_ranks(scenario, 3, backend, Case([13, 0, 30], expert_alignment=8, **SIZES), fp8, by_map, bound)
+
+
+@pytest.mark.parametrize("num_tokens", ([7], [0, 0], [5, 11, 2, 8]), ids=str)
+@pytest.mark.parametrize("bound", (False, True), ids=("", "bound"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_of_ranks(backend, bound, num_tokens):
+    run_ranks(scenario, len(num_tokens), backend, Case(num_tokens, **SIZES), False, True, bound)
+
+
+def by_rank(rank, num_ranks, backend, fp8):
+    case = Case([13, 0, 30], **SIZES)
+    buffer, device = make(backend, rank)
+    want = Wanted(case, rank, "rank", fp8)
+    topk_idx, topk_weights = want.topk_idx.to(device), want.topk_weights.to(device)
+    x = want.x.to(device)
+    routing = {"topk_idx": topk_idx, "topk_weights": topk_weights, "num_of_experts": 12}
+    rows, probs, scales, handle = buffer.dispatch(x, None if want.scales is None else want.scales.to(device), **routing)
+    assert_same("rows", rows, want.mine.recv_x)
+    assert_same("scales", scales, want.mine.recv_x_scales)
+    shifted = torch.where(want.mine.recv_topk_idx < 0, -1, want.mine.recv_topk_idx + 4 * rank)
+    dense = indices_to_map(shifted, want.mine.recv_topk_weights, len(shifted), 12)[1]
+    assert_same("probs", probs, dense)
+    again, no_probs, _, same = buffer.dispatch(x, None if want.scales is None else want.scales.to(device), handle=handle)
+    assert_same("rows", again, want.mine.recv_x)
+    assert no_probs is None and same is handle
+    y, back = buffer.combine(want.outputs[rank].to(device), probs, handle)
+    assert_same("sums", y, want.combined())
+    assert_same("probs", back, indices_to_map(want.topk_idx, want.topk_weights, case.num_tokens[rank], 12)[1])
+
+
+@pytest.mark.parametrize("fp8", (False, True), ids=("bf16", "fp8"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_permutation(backend, fp8):
+    run_ranks(by_rank, 3, backend, fp8)
+
+
+# ---- bounds ----
+
+
+def first_lanes(idxs, num_experts, bounds, alignment):
+    """The routings that are left when each rank keeps the rows that fit into its bound, one after another."""
+    left, num_ranks = [idx.clone() for idx in idxs], len(idxs)
+    for rank, bound in enumerate(bounds):
+        num_rows = 0
+        for expert in range(rank * num_experts // num_ranks, (rank + 1) * num_experts // num_ranks):
+            for idx in left:
+                for token, lane in (idx == expert).nonzero().tolist():
+                    if num_rows < bound // alignment * alignment:
+                        num_rows += 1
+                    else:
+                        idx[token, lane] = -1
+            num_rows = -(-num_rows // alignment) * alignment
+    return left
+
+
+def dropped(rank, num_ranks, backend, case, bounds):
+    buffer, device = make(backend, rank)
+    idxs = [sorted_lanes(case, r) for r in range(num_ranks)]
+    idxs = [torch.where(idx == case.num_experts, -1, idx) for idx in idxs]
+    left = first_lanes(idxs, case.num_experts, bounds, case.expert_alignment)
+    has_dropped = any((idx != rest).any() for idx, rest in zip(idxs, left, strict=True))
+    want = Wanted(case, rank, "expert", topk_idx=left)
+    routing_map, probs = indices_to_map(idxs[rank], want.topk_weights, case.num_tokens[rank], case.num_experts)
+    rows, row_probs, _, counts, handle = buffer.dispatch_with_permute(
+        hidden=want.x.to(device), routing_map=routing_map.to(device), probs=probs.to(device), num_permuted_tokens=bounds[rank],
+        pad_multiple=case.expert_alignment, non_blocking=True,
+    )  # fmt: skip
+    assert len(rows) == bounds[rank] and handle[-1].tolist() == int(has_dropped)
+    check_start("rows", rows, want.mine.recv_x)
+    check_start("probs", row_probs, want.mine.recv_topk_weights)
+    assert counts.tolist() == want.num_rows_per_expert
+    y, back = buffer.combine_with_unpermute(hidden=padded(want.outputs[rank], len(rows)).to(device), probs=row_probs, handle=handle)
+    assert_same("sums", y, want.combined())
+    assert_same("probs", back, indices_to_map(left[rank], want.topk_weights, case.num_tokens[rank], case.num_experts)[1])
+
+
+@pytest.mark.parametrize("bounds", ([40, 40, 40], [0, 8, 200], [200, 200, 200], [24, 0, 0]), ids=str)
+@pytest.mark.parametrize("alignment", (1, 8))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_behind_the_bound_are_dropped(backend, alignment, bounds):
+    run_ranks(dropped, 3, backend, Case([13, 20, 30], expert_alignment=alignment, hidden=64, dtype=torch.bfloat16), bounds)
+
+
+# ---- numbers of lanes, sizes, questions ----
+
+
+def wider(rank, _, backend):
+    """A token may choose more experts than any has before; handles of before stay good."""
+    buffer, device = make(backend, rank, hidden=64, num_local_experts=6, most=4)
+    held = []
+    for num_topk, who in ((1, 0), (3, 0), (2, 1), (5, 1), (12, 0)):
+        case = Case([300, 7], hidden=64, num_topk=num_topk, dtype=torch.bfloat16)
+        idxs = [case.routing(r).sort(1).values for r in range(2)]
+        idxs[1 - who][:, 1:] = -1  # the other rank's tokens choose one
+        want = Wanted(case, rank, "expert", topk_idx=idxs)
+        routing_map, probs = indices_to_map(idxs[rank], want.topk_weights, case.num_tokens[rank], 12)
+        rows, row_probs, _, _, handle = buffer.dispatch_with_permute(
+            hidden=want.x.to(device), routing_map=routing_map.to(device), probs=probs.to(device)
+        )
+        assert_same("rows", rows, want.mine.recv_x)
+        assert_same("probs", row_probs, want.mine.recv_topk_weights)
+        held.append((want, handle))
+    for want, handle in held:
+        assert_same("sums", buffer.combine_with_unpermute(hidden=want.outputs[rank].to(device), handle=handle)[0], want.combined())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wider_tokens_than_before(backend):
+    run_ranks(wider, 2, backend)
+
+
+def questions(rank, num_ranks):
+    buffer, _ = make(
+        "shm", rank, hidden=64, num_local_experts=4, most=100, use_fp8=False, num_sms_dispatch_api=24, load_cached_kernels=True
+    )
+    config = buffer.configurer.buffer_config
+    assert (config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank) == (64, 100, 4)
+    changed = buffer.update_template_config(hidden_dim=128, num_of_tokens_per_rank=200, num_of_stages_dispatch_api=5)
+    assert (changed.hidden_dim, changed.max_num_of_tokens_per_rank, changed.num_of_experts_per_rank) == (128, 200, 4)
+    assert changed.num_of_stages_dispatch_api == 5 and config.max_num_of_tokens_per_rank == 200 and config.hidden_dim == 64
+    assert (buffer.num_of_nodes, buffer.num_of_hybrid_ep_ranks_per_nvlink_domain, buffer.rank, buffer.group_size) == (1, num_ranks, rank, 2)
+    buffer.empty_jit_cache()
+
+
+def test_questions():
+    run_ranks(questions, 2)
+
+
+def test_signatures():
+    """Megatron-Core asks for parameters by name before it passes them."""
+    assert deep_ep.HybridEPBuffer is HybridEPBuffer
+    parameters = inspect.signature(HybridEPBuffer.dispatch_with_permute).parameters
+    assert parameters["fuse_permute_dispatch"].default is False and parameters["num_permuted_tokens"].default is None
+    assert "num_blocks_permute" in inspect.signature(HybridEPBuffer.__init__).parameters
+    assert "fuse_unpermute_combine" in inspect.signature(HybridEPBuffer.combine_with_unpermute).parameters
+
+
+def refusals(rank, _):
+    buffer, _ = make("shm", rank, hidden=64, num_local_experts=2)
+    x, topk_idx = torch.ones(2, 64), torch.tensor([[0, 1], [1, 0]])
+    with pytest.raises(ValueError, match="routing_map and topk_idx are missing; give one of them, or the handle"):
+        buffer.dispatch_with_permute(hidden=x)
+    with pytest.raises(ValueError, match="non_blocking is True and num_permuted_tokens is None; give the number of rows"):
+        buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, non_blocking=True)
+    rows, *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx)
+    with pytest.raises(TypeError, match="handle is a NoneType; it must be the handle that a dispatch of HybridEPBuffer returned"):
+        buffer.combine_with_unpermute(hidden=rows)
+    with pytest.raises(ValueError, match=r"x has shape \[3, 64\]; it must be \[4, 64\]"):
+        buffer.combine_with_unpermute(hidden=rows[:3], handle=handle)
+
+
+def test_refusals():
+    run_ranks(refusals, 1)
+
+
+def different_sizes(rank, _):
+    buffer, _ = make("shm", rank, hidden=64, num_local_experts=2)
+    buffer.dispatch_with_permute(hidden=torch.ones(1, 64 * (1 + rank)), topk_idx=torch.tensor([[0]]))
+
+
+def test_different_sizes():
+    with pytest.raises(RankFailedError, match=r"EPMismatchError: .*hidden"):
+        run_ranks(different_sizes, 2)
