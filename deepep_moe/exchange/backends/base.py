@@ -135,6 +135,10 @@ class Backend(Protocol):
         """Calls this rank has entered or refused so far."""
         ...
 
+    def allow_excess(self) -> None:
+        """Say nothing of rows beyond `num_recv_rows` where the host would hear of them after the dispatch."""
+        ...
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Exchange counts, allocate."""
         ...
