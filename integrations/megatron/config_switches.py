@@ -10,9 +10,7 @@ from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
 
 
-def serve_config(
-    patches: Patches, is_ours: Callable[[Any], bool], backend_field: str, is_sync_free: Callable[[Any], bool]
-) -> None:
+def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field: str, is_sync_free: Callable[[Any], bool]) -> None:
     """Let configs of which `is_ours` is true keep what they ask for.
 
     `moe_enable_deepep` would replace our backend by DeepEP's with a warning at most, and is an error. `moe_shared_expert_overlap` (before

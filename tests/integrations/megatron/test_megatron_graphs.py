@@ -227,8 +227,10 @@ def _router_worker(rank: int, num_ranks: int, overlap: bool) -> None:
             results[scope] = _te(build_layer(config), monkeypatch, "moe_preprocess" in scope)
         for name, result in results.items():
             for seed, (ours, theirs) in enumerate(zip(result, want, strict=True)):
-                assert torch.equal(ours[0], theirs[0]), f"{name}, micro batch {seed}"
-                torch.testing.assert_close(ours[1], theirs[1], rtol=2e-6, atol=2e-6)
+                # Without the preprocessing a graph leaves the dense map only, so experts come in another order and sums round otherwise.
+                assert name == "moe_router" or torch.equal(ours[0], theirs[0]), f"{name}, micro batch {seed}"
+                for actual, expected in zip(ours, theirs, strict=True):
+                    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "shared experts beside the calls"])

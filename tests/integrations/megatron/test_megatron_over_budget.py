@@ -53,7 +53,9 @@ def inputs(rank: int, step: int, num_tokens: int = NUM_TOKENS) -> list[torch.Ten
 def make_model(sizes: dict[str, Any], **changes: Any) -> Model:
     from megatron.core import distributed
 
-    config = layer_config(**sizes, **selection(), moe_router_num_groups=None, moe_router_group_topk=None, moe_router_enable_expert_bias=False)
+    config = layer_config(
+        **sizes, **selection(), moe_router_num_groups=None, moe_router_group_topk=None, moe_router_enable_expert_bias=False
+    )
     config.finalize_model_grads_func = distributed.finalize_model_grads
     for name, value in changes.items():
         setattr(config, name, value)
@@ -278,5 +280,3 @@ def test_the_runner_is_put_back():
             disable()
         assert module.PagedStashRunner.__init__ is Runner.__init__
     assert distributed.finalize_model_grads is stock
-
-
