@@ -284,6 +284,14 @@ class Buffer(Sizes):
         """
         self.calls.check()
 
+    def allow_excess(self) -> None:
+        """On GPUs, let dispatches leave out rows beyond `num_recv_rows` from now on, with no error of it, here or at the peers.
+
+        For a caller that looks at `handle.num_rows_per_expert`, which counts all rows that were to come, and repeats the step. With CPU
+        backends the dispatch raises EPCapacityError all the same, on all ranks, before it moves any row.
+        """
+        self.calls.backend.allow_excess()
+
     def recover(self) -> None:
         """Bring the ranks back into step after an error, whatever calls each of them has made since. What has failed is forgotten, and a
         call whose hook was not called is dropped. Handles of dispatches that succeeded stay valid.

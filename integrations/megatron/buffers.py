@@ -1,5 +1,6 @@
 """The buffers that the MoE layers of Megatron-Core share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import deepep_moe
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
+from deepep_moe.integrations.megatron.cuda_graphs import holds_calls
 from deepep_moe.integrations.megatron.metrics import Metrics
 from deepep_moe.integrations.megatron.options import Options
+from deepep_moe.integrations.megatron.over_budget import agree, excess_error, is_judged_at_end, take_notes
 from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity, capacity_factor_of
 
 _OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
@@ -28,6 +31,7 @@ class LayerBuffers(BufferRegistry):
         self.metrics = Metrics() if options.metrics else None
         self._is_closed = False
         self._capacities: list[RecvCapacity] = []
+        self._has_graphs = False  # with calls in them, which nobody sees fail
 
     def ready(
         self,
@@ -40,11 +44,13 @@ class LayerBuffers(BufferRegistry):
         device: torch.device,
         num_sms: int | None = None,
         is_bounded: bool = False,
+        allows_excess: bool = False,
     ) -> ElasticBuffer:
         """Return the buffer for these numbers. The first call for them constructs it, so every rank of `group` must make it together.
 
-        `num_sms` None stands for that of the options. `is_bounded`: agree on a bound on tokens also where memory needs none. Raises
-        BufferDestroyedError after `close()`, and what `Buffer` raises.
+        `num_sms` None stands for that of the options. `is_bounded`: agree on a bound on tokens also where memory needs none.
+        `allows_excess`: as `Buffer.allow_excess`; such a buffer is one of its own. Raises BufferDestroyedError after `close()`, ValueError
+        where it would have to be constructed while a CUDA graph is captured, and what `Buffer` raises.
         """
         if self._is_closed:
             raise BufferDestroyedError(
@@ -54,15 +60,23 @@ class LayerBuffers(BufferRegistry):
 
         def construct(bound: int) -> deepep_moe.Buffer:
             options = self.options
-            return deepep_moe.Buffer(
+            buffer = deepep_moe.Buffer(
                 group, bound, hidden, num_experts, num_topk, backend=options.backend, num_sms=num_sms, max_sms=options.max_sms,
                 ranks_per_node=options.ranks_per_node,
             )  # fmt: skip
+            if allows_excess:
+                buffer.allow_excess()
+            return buffer
 
         def construct_elastic() -> ElasticBuffer:
+            if _is_capturing():
+                raise ValueError(
+                    "the first forward of a MoE layer is captured in a CUDA graph, but it has to construct a buffer; run a step without a "
+                    "graph first (cuda_graph_warmup_steps of 1 or more)"
+                )
             return ElasticBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION, is_bounded=is_bounded)
 
-        return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded), construct_elastic)
+        return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded, allows_excess), construct_elastic)
 
     def capacity_for(self, config: Any) -> RecvCapacity | None:
         """Return the room for rows of a layer, or None where its host waits for their number."""
@@ -70,17 +84,41 @@ class LayerBuffers(BufferRegistry):
         if not is_sync_free:
             return None
         self._capacities.append(RecvCapacity(factor))
+        self._has_graphs = self._has_graphs or holds_calls(config)
         return self._capacities[-1]
 
     def grow_capacity(self, times: float) -> None:
         for capacity in self._capacities:
             capacity.grow(times)
 
-    def check_capacity(self) -> None:
-        """Raise what GPUs report of this step, for which the host waits. Does nothing where there is room for every routing."""
-        if all(capacity.factor is None for capacity in self._capacities):
-            return
-        if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+    def end_step(self, model: list[Any], *, is_ours: Callable[[Any], bool]) -> None:
+        """Raise what GPUs report of this step, for which the host waits. Does nothing where there is room for every routing and no call is
+        part of a CUDA graph. Collective over all ranks of the job where they agree on rows without room (over_budget.py)."""
+        if _is_capturing():
+            return  # `check_replay` looks
+        if self._has_graphs or any(capacity.factor is not None and not capacity.has_runner for capacity in self._capacities):
+            self.check_replay()
+        capacities = [capacity for capacity in self._capacities if not capacity.has_runner]
+        if self._is_agreed(model, is_ours):
+            agree(capacities, _device_of_agreements())
+        elif take_notes(capacities):  # of layers whose config is not that of the model
+            raise excess_error(dist.get_rank())
+
+    def _is_agreed(self, model: list[Any], is_ours: Callable[[Any], bool]) -> bool:
+        """Return whether the step of this model ends with an agreement: the same on all ranks, those without MoE layers too."""
+        if not model or any(capacity.has_runner for capacity in self._capacities):
+            return False
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(model[0])
+        if not (hasattr(config, "moe_token_dispatcher_type") and is_ours(config)) or capacity_factor_of(config, self.options)[1] is None:
+            return False
+        return is_judged_at_end(config, parallel_state.get_expert_tensor_and_model_parallel_group())
+
+    def check_replay(self) -> None:
+        """Wait for the GPU, and raise what it reports of calls, those of a CUDA graph's replay too."""
+        if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         for buffer in self.buffers():
             buffer.check()
@@ -89,3 +127,12 @@ class LayerBuffers(BufferRegistry):
         """Destroy all buffers and refuse new ones. May be called any number of times."""
         self._is_closed = True
         self.destroy()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _device_of_agreements() -> torch.device:
+    """Return the device whose tensors the default group reduces."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")

@@ -5,15 +5,17 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from deepep_moe.integrations.megatron.cuda_graphs import moe_part_hidden
 from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.shared_experts import check_shared_overlap
 
 
-def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field: str) -> None:
+def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field: str, is_sync_free: Callable[[Any], bool]) -> None:
     """Let configs of which `is_ours` is true keep what they ask for.
 
     `moe_enable_deepep` would replace our backend by DeepEP's with a warning at most, and is an error. `moe_shared_expert_overlap` (before
-    0.18) and `moe_expert_rank_capacity_factor` are hidden from the checks, which know the dispatchers by name.
+    0.18) and `moe_expert_rank_capacity_factor` are hidden from the checks, which know the dispatchers by name, and where `is_sync_free` so is
+    the part "moe" of CUDA graphs.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,7 +35,10 @@ def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field
                 f"moe_enable_deepep is True, which puts {backend_field}={backend!r} back to DeepEP's 'deepep'; leave "
                 "moe_enable_deepep out (drop --moe-enable-deepep)"
             )
-        with _without(self, {name: value for name, value in hidden.items() if hasattr(self, name)}):
+        with contextlib.ExitStack() as undo:
+            if is_sync_free(self):
+                undo.enter_context(moe_part_hidden(self))
+            undo.enter_context(_without(self, {name: value for name, value in hidden.items() if hasattr(self, name)}))
             stock(self, *args, **kwargs)
         check_shared_overlap(self)
 

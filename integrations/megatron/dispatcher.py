@@ -5,6 +5,7 @@ combine is an unweighted sum.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,12 @@ from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
+from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.metrics import LayerMetrics
+from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded
+from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense, weights_at
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
 
@@ -30,10 +34,28 @@ _NO_PADDING = (
     "(moe_pad_experts_for_cuda_graph_inference sets it). enable(expert_alignment=...) pads the rows of each expert"
 )
 
-_OVER_CAPACITY = (
-    "Nothing was dropped. Run the step again after deepep_moe.integrations.megatron.recover() and grow_recv_capacity(), or give a larger "
-    "recv_capacity_factor."
-)
+
+class _CommManager(SimpleNamespace):
+    """What Megatron-Core reads of a flex dispatcher's communication manager, and writes to it.
+
+    Its 1F1B schedule writes the two kinds of probs and reads the count; nothing here reads what it writes. Its PagedStashRunner sets the
+    factor to None before it runs a step again, and back afterwards.
+    """
+
+    def __init__(self, capacity: RecvCapacity | None, count_rows: Callable[[], Any]):
+        super().__init__(token_probs=None, dispatched_probs=None, get_number_of_tokens_per_expert=count_rows)
+        self._capacity = capacity
+
+    @property
+    def moe_expert_rank_capacity_factor(self) -> float | None:
+        if self._capacity is None or not self._capacity.has_runner:
+            raise AttributeError(FACTOR_FIELD)  # by which Megatron-Core tells layers without a bound
+        return self._capacity.factor
+
+    @moe_expert_rank_capacity_factor.setter
+    def moe_expert_rank_capacity_factor(self, factor: float | None) -> None:
+        if self._capacity is not None:
+            self._capacity.factor = factor
 
 
 class NativeTokenDispatcher(MoEFlexTokenDispatcher):
@@ -51,6 +73,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.local_expert_indices = local_expert_indices
         self.buffers = buffers
         self._capacity = buffers.capacity_for(config)
+        check_graphs(config, buffers.options, self._capacity is not None)
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
         self.buffer: Any = None
@@ -63,10 +86,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._tokens_per_expert: torch.Tensor | None = None
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
-        # Megatron-Core's 1F1B schedule writes these two and reads the count; nothing here reads what it writes.
-        self._comm_manager = SimpleNamespace(
-            token_probs=None, dispatched_probs=None, get_number_of_tokens_per_expert=lambda: self._tokens_per_expert
-        )
+        self._comm_manager = _CommManager(self._capacity, lambda: self._tokens_per_expert)
+        self._is_training: Callable[[], bool] = lambda: True  # of the layer
         # Local graphs write the choices of later micro batches into the tensor of the first one, whose backward still needs it.
         self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
@@ -83,6 +104,32 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             )
         if self.buffers.metrics is not None:
             self.metrics = self.buffers.metrics.follow(layer)
+        found = weakref.ref(layer)
+        self._is_training = lambda: getattr(found(), "training", True)
+
+    # ---- more rows than there is room for: over_budget.py ----
+
+    def follow_runner(self) -> None:
+        """Leave it to a PagedStashRunner to run steps again that have brought more rows than there is room for."""
+        if self._capacity is not None and getattr(self.config, FACTOR_FIELD, None) is not None:
+            self._capacity.has_runner = True
+
+    def check_over_budget(self) -> torch.Tensor | None:
+        """Return [1] bool, on the device of the rows: since the last reset more rows have come than there was room for. None where nothing
+        of the kind is noted, as the dispatch raises EPCapacityError. Megatron-Core 0.19 asks."""
+        return self._capacity.over_budget if self._capacity is not None and self._capacity.has_runner else None
+
+    def reset_over_budget(self) -> None:
+        if self._capacity is not None:
+            self._capacity.reset()
+
+    @property
+    def _notes_excess(self) -> bool:
+        """Are rows without room only noted, for somebody to ask at the end of the step?"""
+        capacity = self._capacity
+        if capacity is None or capacity.has_runner:
+            return capacity is not None
+        return capacity.factor is not None and self._is_training() and is_judged_at_end(self.config, self.tp_ep_group)
 
     def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine.
@@ -98,7 +145,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         except BaseException as error:
             notify_peers(self.buffer, error, self._num_calls)
             if isinstance(error, EPCapacityError):
-                error.add_note(_OVER_CAPACITY)
+                error.add_note(HOW_TO_GO_ON)
                 if self.metrics is not None:
                     self.metrics.num_over_capacity += 1
             if self._shared is not None:
@@ -137,7 +184,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
         self._elastic = self.buffers.ready(
             self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms,
-            is_bounded=self._capacity is not None,
+            is_bounded=self._capacity is not None, allows_excess=self._notes_excess,
         )  # fmt: skip
         return self._elastic
 
@@ -190,10 +237,21 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         elastic = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
+        notes_excess = self._notes_excess
 
-        def send(buffer: Buffer) -> DispatchOutput:
-            num_recv_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment)
-            return buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_recv_rows)
+        def send(buffer: Buffer, every_routing: bool = False) -> DispatchOutput:
+            num_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
+            try:
+                out = buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_rows)
+            except EPCapacityError:  # on all ranks of the group, before any row was sent; not on GPUs
+                if not notes_excess or every_routing:
+                    raise
+                assert self._capacity is not None  # excess is noted
+                self._capacity.note_excess(x.device)
+                return send(buffer, every_routing=True)
+            if notes_excess and self._capacity is not None and self._capacity.factor is not None:
+                self._capacity.note(out.handle)
+            return out
 
         try:
             return elastic.dispatch(num_tokens, send)
@@ -237,19 +295,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32."""
+        """Expert outputs [R, H] -> their sum for each token [T, H], accumulated in fp32, plus the output of shared experts that ran beside
+        the calls."""
         handle, self._handle = self._handle, None
         if self._shared is not None:
             self._shared.before_combine()
         with self._timed(hidden_states):
             combined = self.buffer.combine(hidden_states.contiguous(), handle)
         self._returned_from(self.buffer)
-        return combined
+        # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
+        return combined if self._shared is None else self._shared.add_to(combined)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [S/TP, B, H], with the shared experts' output where they ran beside the calls."""
-        if self._shared is not None:
-            hidden_states = self._shared.add_to(hidden_states)
+        """[T, H] -> [S/TP, B, H]."""
         return hidden_states.view(self.hidden_shape)
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
@@ -271,7 +329,10 @@ def _check_config(config: Any, expert_alignment: int) -> None:
     if config.moe_pad_expert_input_to_capacity:
         raise ValueError(_NO_PADDING)
     if getattr(config, "moe_paged_stash", False):
-        raise ValueError("moe_paged_stash is True, which deepep_moe does not serve; set it to False")
+        raise ValueError(
+            "moe_paged_stash is True, but the experts keep no rows in its pages; set it to False. moe_expert_rank_capacity_factor works "
+            "without it"
+        )
     pads = getattr(config, "moe_router_padding_for_quantization", False) or getattr(config, "moe_router_padding_for_fp8", False)
     if pads and expert_alignment % _quantized_alignment(config):
         raise ValueError(

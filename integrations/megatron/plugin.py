@@ -182,8 +182,10 @@ def enable(
             are the rows that come. Needs experts that take counts on the GPU, such as `grouped_experts`.
         recv_capacity_factor: room for that many times an even share of all rows instead. More rows than that are EPCapacityError on all
             ranks of the expert-parallel group, at the latest from `finalize_model_grads` of Megatron-Core, which then waits for the GPU:
-            nothing is dropped, and the step can be run again after `recover()` and `grow_recv_capacity()`.
-            `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments.
+            nothing is dropped, and the step can be run again after `recover()` and `grow_recv_capacity()`. Where more ranks than this
+            group step together and the schedule calls `finalize_model_grads`, that raises the error, on all ranks of the job.
+            `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments. Megatron-Core's PagedStashRunner then runs
+            such a step again.
         metrics: gather rows of each expert, time of the exchange, calls over capacity and nodes per token for `take_metrics()`.
             Megatron-Core's report of MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes
             them too.
@@ -217,11 +219,13 @@ def enable(
     from megatron.core.transformer.moe import moe_layer
 
     from deepep_moe.integrations.megatron.config_switches import serve_config
+    from deepep_moe.integrations.megatron.cuda_graphs import serve_full_graphs
     from deepep_moe.integrations.megatron.gating import serve_routers
     from deepep_moe.integrations.megatron.metrics import serve_reports
+    from deepep_moe.integrations.megatron.over_budget import serve_runners, serve_step_ends
     from deepep_moe.integrations.megatron.overlap_schedule import serve_schedule
     from deepep_moe.integrations.megatron.recompute import serve_recompute
-    from deepep_moe.integrations.megatron.recv_capacity import serve_step_ends
+    from deepep_moe.integrations.megatron.recv_capacity import capacity_factor_of
 
     buffers, patches = LayerBuffers(options), Patches()
     try:
@@ -230,10 +234,12 @@ def enable(
             if (stock := vars(moe_layer.MoELayer).get(name)) is not None:
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
         patches.set(moe_layer.MoELayer, "__init__", _checking_the_layer(moe_layer.MoELayer.__init__))
-        serve_config(patches, _is_ours, _BACKEND_FIELD)
+        serve_config(patches, _is_ours, _BACKEND_FIELD, lambda config: capacity_factor_of(config, options)[0])
         serve_schedule(patches)
         serve_recompute(patches)
-        serve_step_ends(patches, buffers.check_capacity)
+        serve_step_ends(patches, functools.partial(buffers.end_step, is_ours=_is_ours))
+        serve_runners(patches)
+        serve_full_graphs(patches, buffers.check_replay)
         if gate:
             serve_routers(patches, _is_ours)
         if buffers.metrics is not None:

@@ -196,3 +196,30 @@ def test_check_looks_at_the_gate_too():
 
 def test_exceeded_bound():
     run_ranks(exceeded_bound, 1)
+
+
+def allowed_excess(rank, num_ranks, from_python):
+    """In the second pass rank 0 has room for 3 rows. It goes on with those, on both ranks, and so does a third pass, which is whole."""
+    buffer, x, idx = make_buffer(rank)
+    if from_python:
+        buffer.calls._native = None
+    buffer.allow_excess()
+    x.requires_grad_()
+    num_experts = (idx >= 0).sum(1, keepdim=True).to(x.dtype)
+    for is_bounded in (False, True, False):
+        bound = 3 if is_bounded and rank == 0 else 64
+        x.grad = None
+        out = buffer.dispatch(x, idx, num_recv_rows=bound)
+        combined = buffer.combine(out.recv_x * 2, out.handle)
+        combined.sum().backward()
+        torch.cuda.synchronize()
+        assert len(out.recv_x) == bound and bool(out.handle.num_rows_per_expert.sum() > bound) == (bound == 3)
+        if not is_bounded:
+            assert_same("combined_x", combined.detach(), 2 * x.detach() * num_experts)
+            assert_same("gradient of x", x.grad, 2 * num_experts.expand_as(x))
+    buffer.check()
+
+
+@pytest.mark.parametrize("from_python", [False, True], ids=["", "in Python"])
+def test_allowed_excess(from_python):
+    run_ranks(allowed_excess, 2, from_python)

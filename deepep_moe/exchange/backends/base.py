@@ -141,6 +141,10 @@ class Backend(Protocol):
         """Let a call take at most so many SMs. CPU backends have none."""
         ...
 
+    def allow_excess(self) -> None:
+        """Say nothing of rows beyond `num_recv_rows` where the host would hear of them after the dispatch."""
+        ...
+
     def plan(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle, Move]:
         """Exchange counts, allocate."""
         ...
