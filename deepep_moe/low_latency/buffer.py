@@ -306,6 +306,22 @@ class LowLatencyBuffer(Sizes):
         self._alive().check()
         self._tell_masks()
 
+    def finish_calls(self) -> None:
+        """Receive the calls that were not received, where their hooks or events are lost: an error flew before they were called. Not
+        collective. On a GPU that is enqueued on the current stream; over shared memory it waits for the peers.
+
+        All are received; then the first error is raised, as `hook()` or `event.wait()` would have raised it."""
+        self._alive()
+        in_flight, self._in_flight = self._in_flight, []
+        errors = []
+        for _, event in in_flight:
+            try:
+                event.wait()
+            except (EPError, ValueError) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     def destroy(self) -> None:
         """Free the workspace and threads. Not collective, may be repeated. On GPUs memory stays as long as that of a `Buffer`."""
         backend, self._backend = self._backend, None
@@ -360,7 +376,10 @@ class LowLatencyBuffer(Sizes):
                 self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")
                 self._earlier_failure.__cause__ = error
         if self._in_flight and self._alive().num_calls() + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
-            raise ValueError("the call before last was not received yet; call its hook(), or wait for its event, then make this call again")
+            raise ValueError(
+                "the call before last was not received yet; call its hook(), or wait for its event, or where that is lost call "
+                "finish_calls(), then make this call again"
+            )
 
     def _plain(self) -> Any:
         """What makes the next call if it is plain, or None: C++ knows nothing of calls in flight and of failures that wait to be raised."""

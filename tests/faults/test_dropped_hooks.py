@@ -155,6 +155,53 @@ def test_destroyed_with_a_call_in_flight(kind, calls_hook):
     run_ranks(destroys, 2, kind, calls_hook)
 
 
+def loses_low_latency_hooks(rank, num_ranks, kind):
+    """A LowLatencyBuffer finishes no call by itself: it says what to do, and `finish_calls` mends it, also with a second lost hook."""
+    buffer = make(kind, num_ranks)
+    make_step(buffer, 0)
+    for step, num_lost in enumerate((1, 2), 1):
+        for number in range(2):
+            x, idx = inputs(buffer, step)
+            out = buffer.dispatch(x, idx, return_hook=True)
+            if rank != 1 or number >= num_lost:
+                out.hook()
+            del out
+        if rank == 1:
+            for _ in range(2):  # nothing was sent
+                with pytest.raises(
+                    ValueError, match=r"the call before last was not received yet; .* where that is lost call finish_calls\(\)"
+                ):
+                    make_step(buffer, step)
+            buffer.finish_calls()
+        make_step(buffer, step)
+    buffer.finish_calls()  # has nothing to do
+    make_step(buffer, 3)
+    buffer.destroy()
+    with pytest.raises(BufferDestroyedError, match="this LowLatencyBuffer was destroyed"):
+        buffer.finish_calls()
+
+
+@pytest.mark.parametrize("kind", ("low latency", pytest.param("low latency nvlink", marks=pytest.mark.gpu)))
+def test_lost_low_latency_hooks(kind):
+    run_ranks(loses_low_latency_hooks, 2, kind)
+
+
+def finishes_in_vain(rank, num_ranks):
+    """What receiving raises, `finish_calls` raises."""
+    buffer = make("low latency", num_ranks, timeout_s=3.0)
+    make_step(buffer, 0)
+    if rank == 0:
+        buffer.dispatch(*inputs(buffer, 1), return_hook=True)
+        with pytest.raises(EPTimeoutError, match="rank 1 did not deliver"):
+            buffer.finish_calls()
+        tell("rank 0 has its error")
+    wait_for("rank 0 has its error")
+
+
+def test_lost_hook_of_a_peer_that_does_not_come():
+    run_ranks(finishes_in_vain, 2)
+
+
 def destroys_alone(rank, num_ranks):
     """`destroy` waits for the call on the buffer's thread, up to the deadline."""
     buffer = make("shm", num_ranks, timeout_s=4.0)
