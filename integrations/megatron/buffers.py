@@ -29,7 +29,7 @@ class LayerBuffers(BufferRegistry):
         super().__init__()
         self.options = options
         self.metrics = Metrics() if options.metrics else None
-        self._is_closed = False
+        self.is_closed = False
         self._capacities: list[RecvCapacity] = []
         self._has_graphs = False  # with calls in them, which nobody sees fail
 
@@ -52,7 +52,7 @@ class LayerBuffers(BufferRegistry):
         `allows_excess`: as `Buffer.allow_excess`; such a buffer is one of its own. Raises BufferDestroyedError after `close()`, ValueError
         where it would have to be constructed while a CUDA graph is captured, and what `Buffer` raises.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise BufferDestroyedError(
                 "deepep_moe was disabled in this process; call deepep_moe.integrations.megatron.enable() and build the model again"
             )
@@ -125,7 +125,7 @@ class LayerBuffers(BufferRegistry):
 
     def close(self) -> None:
         """Destroy all buffers and refuse new ones. May be called any number of times."""
-        self._is_closed = True
+        self.is_closed = True
         self.destroy()
 
 

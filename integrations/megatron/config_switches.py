@@ -14,7 +14,7 @@ def serve_config(patches: Patches, is_ours: Callable[[Any], bool], backend_field
     """Let configs of which `is_ours` is true keep what they ask for.
 
     `moe_enable_deepep` would replace our backend by DeepEP's with a warning at most, and is an error. `moe_shared_expert_overlap` (before
-    0.18) and `moe_expert_rank_capacity_factor` are hidden from the checks, which know the dispatchers by name, and where `is_sync_free` so is
+    0.18) and `moe_expert_rank_capacity_factor` are hidden from the checks, which know the dispatchers by name. Where `is_sync_free`, so is
     the part "moe" of CUDA graphs.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP

@@ -51,8 +51,8 @@ def check_graphs(config: Any, options: Options, is_sync_free: bool) -> None:
     what = f"cuda_graph_impl is {impl!r} with the parts {sorted(parts) or ['full']}, so a CUDA graph would hold the dispatch"
     if not is_sync_free:
         raise ValueError(
-            f"{what}, whose host waits for counts of rows; call enable(sync_free=True, grouped_experts=True), or name only parts without it "
-            "in cuda_graph_scope (0.19: cuda_graph_modules): attn, mlp, mamba, moe_router, moe_preprocess"
+            f"{what}, whose host waits for counts of rows; call enable(sync_free=True, grouped_experts=True), or name only parts without "
+            "it in cuda_graph_scope (0.19: cuda_graph_modules): attn, mlp, mamba, moe_router, moe_preprocess"
         )
     if options.backend == "collective":
         raise ValueError(f"{what}, but the backend 'collective' counts rows on the host; leave backend out, or cuda_graph_impl")
@@ -68,8 +68,8 @@ def check_graphs(config: Any, options: Options, is_sync_free: bool) -> None:
 
 @contextlib.contextmanager
 def moe_part_hidden(config: Any) -> Iterator[None]:
-    """Hide the part "moe" from Megatron-Core's check, which knows it for experts with padding to a capacity only. Parts that exclude it stay
-    for that check to refuse."""
+    """Hide the part "moe" from Megatron-Core's check, which knows it for experts with padding to a capacity only. Parts that exclude it
+    stay for that check to refuse."""
     impl, parts = graphed_parts(config)
     if impl == "none" or _MOE not in parts or _ROUTER in parts or getattr(config, "overlap_moe_expert_parallel_comm", False):
         yield

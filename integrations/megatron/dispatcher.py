@@ -80,6 +80,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
         self._shared: SharedExperts | None = None
         self.metrics: LayerMetrics | None = None
+        self._asked: tuple[Any, ...] = ()  # for which `_elastic` was found
         self._elastic: ElasticBuffer | None = None  # it replaces `buffer` when a rank has more tokens
         self._handle: Any = None
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
@@ -180,12 +181,16 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def _find(self, num_tokens: int, hidden: int, device: torch.device) -> ElasticBuffer:
         """Return the buffer that the layers share. Collective where it is constructed."""
-        num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
+        asked = hidden, device, num_sms, self._notes_excess
+        if self._elastic is not None and asked == self._asked and not self.buffers.is_closed:
+            return self._elastic  # several calls of each forward come here
+        num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
         self._elastic = self.buffers.ready(
             self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms,
-            is_bounded=self._capacity is not None, allows_excess=self._notes_excess,
+            is_bounded=self._capacity is not None, allows_excess=asked[-1],
         )  # fmt: skip
+        self._asked = asked
         return self._elastic
 
     def dispatch_preprocess(

@@ -7,7 +7,9 @@ Auxiliary losses call `compute_routing_scores_for_aux_loss` for scores of all ex
 computes those.
 """
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from deepep_moe.integrations.megatron.routing import weights_at
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
 
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map
+_MAP = "_deepep_moe_routing_map"  # attribute of its probs: a weak reference to it
 
 
 class Choice(NamedTuple):
@@ -47,6 +50,11 @@ def choice_for(routing_map: torch.Tensor) -> Choice | None:
     return choice if choice is not None and choice.versions[1] == routing_map._version else None
 
 
+def _attach_choice(routing_map: torch.Tensor, probs: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    setattr(routing_map, _CHOICE, Choice(probs, (probs._version, routing_map._version), topk_idx, topk_weights))
+    setattr(probs, _MAP, weakref.ref(routing_map))
+
+
 def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
     """Let the gate choose, and compute scores for auxiliary losses, for routers whose config `is_served`.
 
@@ -57,16 +65,24 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
     from megatron.core.transformer.moe import router
 
     routing, served = router.TopKRouter.routing, [False]
+    _serve_losses(patches)
 
     def replacement(name: str, ours: Callable[[dict[str, Any]], Any], known: set[str]) -> Callable[..., Any]:
         original = getattr(router, name)
         parameters = inspect.signature(original)
+        names = tuple(parameters.parameters)
+
+        def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if len(given) == len(args) + len(kwargs) and parameters.parameters.keys() >= given.keys():
+                return given
+            return parameters.bind(*args, **kwargs).arguments  # which says what is wrong
 
         def choose(*args: Any, **kwargs: Any) -> Any:
             if not served[-1]:
                 return original(*args, **kwargs)
             reason = _replaced(name, original)
-            given = {} if reason else parameters.bind(*args, **kwargs).arguments
+            given = {} if reason else named(args, kwargs)
             reason = reason or _refusal(given, known)
             if reason is None:
                 return ours(given)
@@ -125,11 +141,14 @@ def _refusal(given: dict[str, Any], known: set[str]) -> str | None:
         return f"a router replay is active ({replay.router_replay_action})"
     if given.get("expert_bias") is not None and score_function == "softmax":
         return "an expert bias has no effect on Megatron-Core's softmax routing"
-    reason = why_not(logits.device, logits.dtype, logits.shape[-1], given["topk"], score_function=score_function, **_groups(given))
+    reason = _why_not(logits.device, logits.dtype, logits.shape[-1], given["topk"], score_function=score_function, **_groups(given))
     if reason is not None:
         return f"the gate refuses: {reason}"
-    others = sorted(name for name, value in given.items() if name not in known and value is not None and value is not False)
+    others = sorted(name for name in given.keys() - known if given[name] is not None and given[name] is not False)
     return f"the gate does not know {', '.join(others)}" if others else None
+
+
+_why_not = functools.lru_cache(maxsize=64)(why_not)
 
 
 def _groups(given: dict[str, Any]) -> dict[str, int]:
@@ -152,7 +171,7 @@ def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     )  # fmt: skip
     assert out.probs is not None and out.routing_map is not None  # they were asked for
     if not out.probs.is_inference():  # tensors of the inference mode have no versions that tell whether they were changed
-        setattr(out.routing_map, _CHOICE, Choice(out.probs, (out.probs._version, out.routing_map._version), out.topk_idx, out.topk_weights))
+        _attach_choice(out.routing_map, out.probs, out.topk_idx, out.topk_weights)
     return out.probs, out.routing_map
 
 
@@ -170,6 +189,47 @@ def _gate(logits: torch.Tensor, topk: int, **options: Any) -> FullGateOutput:
         if "finite" not in str(error):
             raise
         raise ValueError(f"{error}. Megatron-Core's own routing, which enable(gate=False) leaves in place, takes such logits") from error
+
+
+# ---- auxiliary losses ----
+
+
+class _AttachLoss(torch.autograd.Function):
+    """What Megatron-Core's `MoEAuxLossAutoScaler` does to probs, done to probs and to the gate's weights alike.
+
+    The dispatch goes on with either. So it need not read the weights from the probs again, and the loss has its gradient once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, topk_weights: torch.Tensor, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(loss)
+        return probs, topk_weights
+
+    @staticmethod
+    def backward(ctx: Any, grad_probs: Any, grad_weights: Any) -> tuple[Any, Any, torch.Tensor]:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        return grad_probs, grad_weights, MoEAuxLossAutoScaler.backward(ctx, grad_probs)[1]
+
+
+def _serve_losses(patches: Patches) -> None:
+    """Let the gate's choice stay with probs to which Megatron-Core attaches a loss."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    stock = MoEAuxLossAutoScaler.apply
+
+    def apply(output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        routing_map = getattr(output, _MAP, lambda: None)()
+        choice = None if routing_map is None else choice_for(routing_map)
+        if choice is None or choice.weights_for(output) is not choice.topk_weights:
+            attached: torch.Tensor = stock(output, loss)
+            return attached
+        probs, topk_weights = _AttachLoss.apply(output, choice.topk_weights, loss)
+        _attach_choice(routing_map, probs, choice.topk_idx, topk_weights)
+        return probs
+
+    patches.set(MoEAuxLossAutoScaler, "apply", staticmethod(apply))
 
 
 _REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any]], Any], set[str]]] = {

@@ -245,3 +245,32 @@ def says_in_a_later_stage(rank, num_ranks):
 
 def test_every_stage_says_why():
     run_ranks(says_in_a_later_stage, 4)
+
+
+def attached_losses(rank, num_ranks):
+    """A loss that is attached to the probs leaves the choice with them, to the bit; each loss has its gradient once, whichever is read."""
+    from megatron.core.transformer.moe import moe_utils
+
+    scaler = moe_utils.MoEAuxLossAutoScaler
+    with model_parallel() as sizes:
+        for name in ("DeepSeek-V3", "several losses"):
+            layer = layer_of(sizes, **ROUTINGS[name])
+            x, cotangent = torch.randn(6, 2, HIDDEN), torch.randn(6, 2, HIDDEN)
+            probs, routing_map = layer.router(x)
+            assert choice_for(routing_map).weights_for(probs) is choice_for(routing_map).topk_weights, name
+            ours = forward_backward(layer, x, cotangent)
+            with mock.patch.object(scaler, "apply", super(scaler, scaler).apply):
+                probs, routing_map = layer.router(x)
+                assert choice_for(routing_map).weights_for(probs) is not choice_for(routing_map).topk_weights, name
+                theirs = forward_backward(layer, x, cotangent)
+            assert all(torch.equal(ours[key], value) for key, value in theirs.items()), name
+            layer.zero_grad()
+            probs, routing_map = layer.router(x)
+            reads = probs, choice_for(routing_map).topk_weights
+            reads = *reads, reads[0].sum() + reads[1].sum()
+            alone = [torch.autograd.grad(0 * read.sum(), layer.router.weight, retain_graph=True)[0] for read in reads]
+            assert alone[0].abs().sum() > 0 and torch.equal(alone[0], alone[1]) and torch.equal(alone[0], alone[2]), name
+
+
+def test_attached_losses():
+    run_ranks(attached_losses, 1)
