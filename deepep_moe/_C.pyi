@@ -118,7 +118,7 @@ class ShmLowLatency:
     path: str
     masks: int
     num_calls: int
-    has_refused_last: bool
+    is_broken_off: bool
     def connect(self, paths: list[str], pids: list[int]) -> None: ...
     def seal(self) -> None: ...
     def dispatch(

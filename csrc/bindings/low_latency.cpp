@@ -31,7 +31,7 @@ void bind_low_latency(py::module_& m) {
         .def_property_readonly("workspace_bytes", &ShmLowLatency::workspace_bytes)
         .def_property_readonly("handle_bytes", &ShmLowLatency::handle_bytes)
         .def_property_readonly("num_calls", &ShmLowLatency::num_calls)
-        .def_property_readonly("has_refused_last", &ShmLowLatency::has_refused_last)
+        .def_property_readonly("is_broken_off", &ShmLowLatency::is_broken_off)
         .def_property_readonly("path", &ShmLowLatency::path)
         .def_property_readonly("masks", &ShmLowLatency::masks)
         .def("connect", &ShmLowLatency::connect, py::arg("paths"), py::arg("pids"))

@@ -54,9 +54,12 @@ struct DestroyedError : std::runtime_error {
 
 // What peers are told of an error: the name of its class in Python, a colon and its message.
 inline std::string told(const std::exception& error) {
-    const bool is_value = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
-    const bool is_memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
-    return (is_value ? "ValueError: " : is_memory ? "MemoryError: " : "RuntimeError: ") + std::string(error.what());
+    const char* name = "RuntimeError";
+    if (dynamic_cast<const std::invalid_argument*>(&error) != nullptr) name = "ValueError";
+    if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) name = "MemoryError";
+    if (dynamic_cast<const TimeoutError*>(&error) != nullptr) name = "EPTimeoutError";
+    if (dynamic_cast<const PeerError*>(&error) != nullptr) name = "EPPeerError";
+    return std::string(name) + ": " + error.what();
 }
 
 }  // namespace deepep_moe

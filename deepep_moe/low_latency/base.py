@@ -79,8 +79,8 @@ class LowLatencyBackend:
         """Tell the peers, who are or will be in the same call, why this rank refuses its arguments."""
         raise NotImplementedError
 
-    def has_refused_last(self) -> bool:
-        """Return whether the peers know of the latest call that this rank does not make it."""
+    def is_broken_off(self) -> bool:
+        """Return whether the latest call was interrupted before all peers had its rows; then `refuse` is about that call."""
         return False
 
     def masks(self) -> int:

@@ -346,9 +346,9 @@ class LowLatencyBuffer(Sizes):
             else:
                 backend.run(call)
         except BaseException as error:
-            is_untold = not (async_op or return_hook or backend.has_refused_last())
-            if is_untold and backend.can_be_interrupted and not isinstance(error, (EPError, ValueError)):
-                self._refuse(error)  # the next call: of this one the peers have all rows
+            is_untold = backend.can_be_interrupted and not isinstance(error, (EPError, ValueError))
+            if is_untold and (backend.is_broken_off() or not (async_op or return_hook)):
+                self._refuse(error)  # this call where peers lack its rows, else the next
             if failure is not None:
                 raise error from failure
             raise

@@ -63,9 +63,9 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         """As LowLatencyHandleLayout has it, no rank's tokens are known before they are received."""
         return min(state[16 : 16 + 4 * self.settings.num_ranks].view(torch.int32).tolist()) < 0
 
-    def has_refused_last(self) -> bool:
-        refused: bool = self._native.has_refused_last
-        return refused
+    def is_broken_off(self) -> bool:
+        is_broken_off: bool = self._native.is_broken_off
+        return is_broken_off
 
     def refuse(self, reason: str) -> None:
         self._native.refuse(reason)

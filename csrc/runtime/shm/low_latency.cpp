@@ -42,8 +42,11 @@ public:
     uint64_t beat(int) const override { return 0; }
     void beat_self() override {}
     void poll() override {
+        is_interrupted_ = true;
         if (owner_.poll_) owner_.poll_();
+        is_interrupted_ = false;
     }
+    bool is_interrupted() const { return is_interrupted_; }  // by what `poll` has thrown
     bool suspect(const Lack& lack) override { return has_left(lack.peer) || owner_.peers_.is_gone(lack.peer); }
     [[noreturn]] void give_up(const Lack& lack) override;
     [[noreturn]] void fail(const Lack& lack) override;
@@ -71,6 +74,7 @@ private:
 
     ShmLowLatency& owner_;
     const uint64_t number_;
+    bool is_interrupted_ = false;
 };
 
 // Waits a little for `missing`. Masks those that are given up, or throws.
@@ -222,13 +226,13 @@ void ShmLowLatency::publish_refusal(uint64_t number, RankSet ranks, const std::s
         copy_text(reason(peer, rank_, number), kMaxReasonBytes, text);
         refused.turn(peer).entered(rank_).store(what.flag(number, 0), std::memory_order_release);
     }
-    last_refused_ = number;
     set_fate(number, Fate::kFailed);
 }
 
 void ShmLowLatency::refuse(const std::string& text) {
     peers_.check_owner();
     const std::lock_guard lock(sending_);
+    if (const RankSet unserved = unserved_.exchange(0)) return publish_refusal(num_sent_, unserved, text);
     const uint64_t number = begin();
     publish_refusal(number, ranks_in(number), text);
 }
@@ -241,7 +245,7 @@ void ShmLowLatency::send_call(const Params& params, uint64_t& number) {
     try {
         send_half(call(number, ranks_in(number)), params, served);
     } catch (const std::exception& error) {
-        publish_refusal(number, ranks_in(number) & ~served, told(error));
+        if (!is_broken_off()) publish_refusal(number, ranks_in(number) & ~served, told(error));
         throw;
     }
 }
@@ -255,12 +259,19 @@ void ShmLowLatency::send_half(const LowLatencyCall& call, const LowLatencyCombin
     if (!params.what.has_weights) return send_sums(call, params, call.ranks);
     const auto word_of = [&](int rank) { return turn(call.number).entered(rank).load(std::memory_order_acquire); };
     // A rank's sums go out once its weights are here, whoever else is late. One that does something else learns so when it receives.
-    Waits(*this, call.number).wait_entered(LowLatencyStatistics(config_, params.statistics).wait_ns, [&](int rank) {
-        if (word_of(rank) != word_of(rank_)) return;
-        const RankSet to = RankSet{1} << rank;
-        send_sums(call, params, to);
-        served |= to;
-    });
+    Waits waits(*this, call.number);
+    try {
+        waits.wait_entered(LowLatencyStatistics(config_, params.statistics).wait_ns, [&](int rank) {
+            if (word_of(rank) != word_of(rank_)) return;
+            const RankSet to = RankSet{1} << rank;
+            send_sums(call, params, to);
+            served |= to;
+        });
+    } catch (...) {
+        if (waits.is_interrupted()) unserved_ = ranks_in(call.number) & ~served;  // its caller knows why
+        set_fate(call.number, Fate::kFailed);
+        throw;
+    }
 }
 
 void ShmLowLatency::check_entries(uint64_t number, RankSet ranks, const LowLatencyWhat& own) const {

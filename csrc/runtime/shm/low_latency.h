@@ -24,7 +24,8 @@ public:
     ~ShmLowLatency();
 
     uint64_t num_calls() const { return num_sent_; }  // sent or refused so far
-    bool has_refused_last() const { return last_refused_ == num_sent_; }
+    // The latest call was interrupted before all ranks had its rows; `refuse` tells these ranks, instead of taking part in another call.
+    bool is_broken_off() const { return unserved_ != 0; }
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
     std::string path() const { return peers_.path(); }
@@ -87,7 +88,8 @@ private:
     std::function<void()> poll_;
 
     std::mutex sending_;  // and all that counts calls
-    std::atomic<uint64_t> num_sent_ = 0, last_refused_ = ~uint64_t{0};
+    std::atomic<uint64_t> num_sent_ = 0;
+    std::atomic<RankSet> unserved_ = 0;                  // ranks that are still to learn why the latest call was broken off
     std::array<std::atomic<uint64_t>, kTurns> fates_{};  // number << 2 | Fate, by turn
     std::atomic<RankSet> masks_ = 0;
     std::array<std::atomic<uint64_t>, kLowLatencyMaxRanks> first_calls_{};  // in which the rank takes part, after it was masked
