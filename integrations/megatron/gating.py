@@ -220,9 +220,9 @@ def _serve_losses(patches: Patches) -> None:
     stock = MoEAuxLossAutoScaler.apply
 
     def apply(output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        routing_map = getattr(output, _MAP, lambda: None)()
+        routing_map: torch.Tensor | None = getattr(output, _MAP, lambda: None)()
         choice = None if routing_map is None else choice_for(routing_map)
-        if choice is None or choice.weights_for(output) is not choice.topk_weights:
+        if routing_map is None or choice is None or choice.weights_for(output) is not choice.topk_weights:
             attached: torch.Tensor = stock(output, loss)
             return attached
         probs, topk_weights = _AttachLoss.apply(output, choice.topk_weights, loss)

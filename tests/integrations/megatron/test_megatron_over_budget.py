@@ -1,5 +1,6 @@
 """Rows without room where more ranks step than one expert-parallel group: all ranks agree at the end of a step, and nothing is lost."""
 
+import importlib
 import sys
 import types
 from typing import Any
@@ -211,6 +212,18 @@ class Runner:
     FIELD = "moe_expert_rank_capacity_factor"
 
 
+def runner_module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module where Megatron-Core has its runner, with `Runner` there."""
+    try:
+        module = importlib.import_module(PAGED_STASH)
+    except ImportError:  # before 0.19, or without Triton
+        module = types.ModuleType(PAGED_STASH)
+        monkeypatch.setitem(sys.modules, PAGED_STASH, module)
+    runner = type("PagedStashRunner", (Runner,), {"__init__": Runner.__init__})
+    monkeypatch.setattr(module, "PagedStashRunner", runner, raising=False)
+    return module
+
+
 def _runner_train(rank: int, factor: float | None) -> tuple[list[list[torch.Tensor]], list[int], list[torch.Size]]:
     results, num_runs, seen = [], [], []
     with model_parallel(ep=2, grouped_experts=True, num_max_tokens_per_rank=NUM_TOKENS) as sizes:
@@ -230,9 +243,7 @@ def _runner_train(rank: int, factor: float | None) -> tuple[list[list[torch.Tens
 def _runner_worker(rank: int, num_ranks: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         stub_finalize(monkeypatch)
-        module = types.ModuleType(PAGED_STASH)
-        module.PagedStashRunner = type("PagedStashRunner", (Runner,), {"__init__": Runner.__init__})
-        monkeypatch.setitem(sys.modules, PAGED_STASH, module)
+        runner_module(monkeypatch)
         want, once, _ = _runner_train(rank, None)
         results, num_runs, seen = _runner_train(rank, 1.5)
     assert once == [1, 1, 1] and num_runs == [1, 2, 1], "all ranks run the second step again, and no other"
@@ -270,9 +281,7 @@ def test_the_runner_is_put_back():
 
     stock = distributed.finalize_model_grads
     with pytest.MonkeyPatch.context() as monkeypatch:
-        module = types.ModuleType(PAGED_STASH)
-        module.PagedStashRunner = type("PagedStashRunner", (Runner,), {"__init__": Runner.__init__})
-        monkeypatch.setitem(sys.modules, PAGED_STASH, module)
+        module = runner_module(monkeypatch)
         enable()
         try:
             assert module.PagedStashRunner.__init__ is not Runner.__init__
