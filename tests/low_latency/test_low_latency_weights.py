@@ -261,6 +261,7 @@ def along_failed_dispatch(rank, _):
         dist.barrier()
         with pytest.raises(ValueError if rank == 1 else EPPeerError, match=r"topk_idx\[[12], [01]\] is 4; it must be -1"):
             buffer.check()
+        dist.barrier()  # both have looked, so a second reason may lie where the first did
         buffer.combine(out.recv_x, out.handle, topk_weights=weights)
         torch.cuda.synchronize()
         dist.barrier()
