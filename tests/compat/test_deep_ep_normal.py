@@ -99,12 +99,18 @@ def check_combines(buffer, want, device, handle, with_topk, is_async, with_previ
         if not with_topk:
             assert back is None
             continue
-        total = torch.zeros(case.num_tokens[rank], case.num_topk)
-        for r, values in enumerate(weights):
-            first = sum(int(want.in_rank(source)[:, r].sum()) for source in range(rank))
-            there = want.in_rank(rank)[:, r]
-            total[there] += values[first : first + int(there.sum())]
-        assert_same("combined weights", back, total)
+        assert_same("combined weights", back, sums_of_lanes(want, weights))
+
+
+def sums_of_lanes(want, weights):
+    """The sum of each lane over the ranks that a token went to. weights: of each rank's rows."""
+    case, rank = want.case, want.rank
+    total = torch.zeros(case.num_tokens[rank], case.num_topk)
+    for r, values in enumerate(weights):
+        first = sum(int(want.in_rank(source)[:, r].sum()) for source in range(rank))
+        there = want.in_rank(rank)[:, r]
+        total[there] += values[first : first + int(there.sum())]
+    return total
 
 
 @pytest.mark.parametrize("with_previous", (False, True), ids=("", "previous"))
@@ -168,20 +174,23 @@ def test_chosen_bound(backend):
     run_ranks(bounded, 2, backend)
 
 
-def of_nodes(rank, num_ranks):
-    buffer, device = make_buffer("shm", rank, ranks_per_node=2)
+def of_nodes(rank, num_ranks, backend):
+    """Two nodes of two ranks. Whole numbers as weights, as the sum over nodes has another order."""
+    buffer, device = make_buffer(backend, rank, ranks_per_node=2)
     want = Expected(Case([13, 0, 30, 6], **SIZES), rank)
-    _, per_node, *_ = buffer.get_dispatch_layout(want.topk_idx, want.case.num_experts)
+    _, per_node, *_ = buffer.get_dispatch_layout(want.topk_idx.to(device), want.case.num_experts)
     assert per_node.tolist() == want.in_rank(rank).view(-1, 2, 2).any(2).sum(0).tolist()
     recv_x, *_, handle, _ = plain_dispatch(buffer, want, device)
     want.check_rows(recv_x)
-    assert len(handle) == 10 and handle[-4][-1] == len(recv_x)
-    weights = torch.rand(len(recv_x), want.case.num_topk)
-    combined, back, _ = buffer.combine(recv_x, handle, weights)
+    assert handle.buffer.backend == backend and len(handle) == 10 and handle[-4].tolist()[-1] == len(recv_x)
+    shapes = [(len(received.recv_x), want.case.num_topk) for received in want.received]
+    weights = [torch.randint(9, shape, generator=torch.Generator().manual_seed(r)).float() for r, shape in enumerate(shapes)]
+    combined, back, _ = buffer.combine(recv_x, handle, weights[rank].to(device))
     rows = [received.recv_x for received in want.received]
     assert_same("combined_x", combined, reference.combine(rows, want.received, want.case.num_tokens, ranks_per_node=2)[rank])
-    assert back.shape == want.topk_weights.shape
+    assert_same("combined weights", back, sums_of_lanes(want, weights))
 
 
-def test_nodes():
-    run_ranks(of_nodes, 4)
+@pytest.mark.parametrize("backend", ("shm", pytest.param("nvshmem", marks=pytest.mark.gpu)))
+def test_nodes(backend):
+    run_ranks(of_nodes, 4, backend)
