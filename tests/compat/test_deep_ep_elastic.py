@@ -7,6 +7,7 @@ from deep_ep_elastic_cases import Wanted, check_start, padded
 from exchange_cases import Case, assert_same, device_of, on_device, poison_outputs
 
 from deepep_moe.compat import deep_ep
+from deepep_moe.compat.deep_ep import comm
 from deepep_moe.testing import RankFailedError, run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -229,6 +230,7 @@ def questions(rank, num_ranks):
         assert buffer.get_theoretical_num_sms(256, 8) == 12
         assert buffer.get_theoretical_num_qps(12) == 16
         assert buffer.get_physical_domain_size() == buffer.get_logical_domain_size() == (1, num_ranks)
+        assert comm.get_physical_domain_size(buffer) == comm.get_logical_domain_size(buffer) == (1, num_ranks)
         assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, rank)
         assert isinstance(buffer.capture(), deep_ep.EventHandle)
         buffer.barrier()

@@ -273,6 +273,26 @@ def test_wider_tokens_than_before(backend):
     run_ranks(wider, 2, backend)
 
 
+def wider_with_bound(rank, _, backend):
+    """A GPU's host does not look at the map then: lanes behind those of before are dropped, and the flag says so."""
+    buffer, device = make(backend, rank, hidden=8, num_local_experts=1, most=1)
+    x = torch.full((1, 8), rank + 1.0, device=device)
+    how = {"hidden": x, "num_permuted_tokens": 2, "non_blocking": True}
+    for probs, is_seen in (([[1.0, 0.0]], True), ([[1.0, 2.0]], backend == "shm")):
+        probs = torch.tensor(probs, device=device)
+        rows, row_probs, _, counts, handle = buffer.dispatch_with_permute(routing_map=probs > 0, probs=probs, **how)
+        left = probs.tolist() if is_seen else [[1.0, 0.0]]
+        weight = left[0][rank]
+        assert handle[-1].tolist() == int(not is_seen) and counts.tolist() == [2 if weight else 0]
+        assert rows[:, 0].tolist() == ([1.0, 2.0] if weight else [0.0, 0.0]) and row_probs.tolist() == [weight, weight]
+        assert buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle)[1].tolist() == left
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wider_tokens_with_a_bound(backend):
+    run_ranks(wider_with_bound, 2, backend)
+
+
 def questions(rank, num_ranks):
     buffer, _ = make(
         "shm", rank, hidden=64, num_local_experts=4, most=100, use_fp8=False, num_sms_dispatch_api=24, load_cached_kernels=True

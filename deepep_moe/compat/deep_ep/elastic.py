@@ -340,11 +340,14 @@ def domain_sizes(calls: ElasticCalls) -> tuple[int, int]:
     return buffers.num_nodes, buffers.num_ranks // buffers.num_nodes
 
 
-def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the number of hosts of `group`, and of ranks of each. Collective."""
-    return domain_sizes(ElasticCalls(group))
+def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
+    """Return the number of hosts of a process group, and of ranks of each. Collective; not so for a buffer, which knows them."""
+    if isinstance(group_or_buffer, _BufferOfGroup):
+        return group_or_buffer.get_physical_domain_size()
+    return domain_sizes(ElasticCalls(group_or_buffer))
 
 
-def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Return the number of nodes of `group`, over which sums are made in two steps, and of ranks of each. Collective."""
-    return domain_sizes(ElasticCalls(group))
+def get_logical_domain_size(group_or_buffer: Any, allow_hybrid_mode: bool | None = None) -> tuple[int, int]:
+    """Return the number of nodes of a process group or a buffer, over which sums are made in two steps, and of ranks of each. Collective as
+    `get_physical_domain_size`, whose numbers these are."""
+    return get_physical_domain_size(group_or_buffer)

@@ -1,8 +1,7 @@
 """Dispatch and combine of DeepEP 2 and 2.5 on `deepep_moe.Buffer`: compact rows are its rank layout, expanded rows its expert layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,8 +43,7 @@ class DeferredResults(EventOverlap):
         return self.current_stream_wait()
 
 
-@dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """How a call runs."""
 
     num_sms: int
@@ -55,8 +53,7 @@ class Mode:
     is_deferred: bool = False
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """What a caller says of where tokens go, and of the results."""
 
     topk_idx: Tensor | None

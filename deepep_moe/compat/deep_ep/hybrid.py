@@ -10,6 +10,7 @@ from deepep_moe import config as library_config
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.dense_routing import keep_within, lane_values, to_dense, to_lanes
 from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, HybridHandle
+from deepep_moe.device import is_gpu
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchOutput
@@ -264,7 +265,7 @@ class HybridEPBuffer:
         token needs more: its rank refuses the dispatch, and all meet and dispatch again. With a bound on the rows of a GPU nobody looks
         after the first call, and lanes behind the last count as dropped."""
         chosen = routing_map.sum(1)
-        is_seen = routing.num_rows is None or not rows.is_cuda or self._num_lanes == 0
+        is_seen = routing.num_rows is None or not is_gpu(rows.device) or self._num_lanes == 0
         needed = int(chosen.max()) if is_seen and len(chosen) else 0
         if self._num_lanes == 0:
             self._num_lanes = self._agreed_lanes(needed)
