@@ -144,9 +144,9 @@ struct Meeting {
         const int64_t lanes = has_lanes() && !refuses ? int64_t{num_tokens} * num_topk : 0;
         const unsigned long long value = sequence << kValueBits | (refuses ? 0 : digest(p.stamp.what));
         fence_system();
-        nvshmemx_putmem_signal_nbi_block(r.base + r.layout.in_of(sequence, config.node), out, sizeof(RailMessage) + lanes * sizeof(RailLane),
-                                         reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value,
-                                         NVSHMEM_SIGNAL_SET, r.pes[node]);
+        nvshmemx_putmem_signal_nbi_block(
+            r.base + r.layout.in_of(sequence, config.node), out, sizeof(RailMessage) + lanes * sizeof(RailLane),
+            reinterpret_cast<uint64_t*>(r.base + r.layout.entered_of(sequence, config.node)), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
 
     // Thread 0: waits until the node's rank has entered `call`. A call that this rank or that one refuses is none.
