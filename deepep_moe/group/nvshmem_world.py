@@ -197,7 +197,13 @@ def quiet() -> bool:
         return not p.is_stuck
     module = nvshmem_module.load()
     assert not isinstance(module, str)  # the process has a world
-    if not module.quiet(p.timeout_s):
+    try:
+        has_arrived = module.quiet(p.timeout_s)
+    except RuntimeError as error:  # of a GPU that has failed: nothing waits for it
+        p.broken = f"what rank {p.rank} has put may not have arrived ({error}); start the processes again"
+        logger.warning("NVSHMEM: %s", p.broken)
+        return True
+    if not has_arrived:
         p.is_stuck = True
         p.broken = f"what rank {p.rank} has put has not arrived within {p.timeout_s:g} s; start the processes again"
         logger.warning("NVSHMEM: %s. Peers may miss rows of the last call, and memory of this rank's buffers is not freed", p.broken)
