@@ -293,6 +293,8 @@ struct Mover {
         GpuWaits waits = c;
         waits.timeout_ns = p.timeout_ns;
         if (!p.is_combine) waits.gave_up = &r.state->has_lost;
+        // A node makes no sums before all its ranks have come: until then it is they who are late, and not the rail.
+        if (p.is_combine && !wait_flag(c, &c.state->met, c.plan, c.rank, GpuPhase::kPlan)) return;
         for (int turn = 1; turn < config.num_nodes; ++turn) {
             const int node = (config.node + config.num_nodes - turn) % config.num_nodes;
             if (!receive_from(node, waits)) return;

@@ -147,6 +147,7 @@ def along_failed_dispatch(rank, _, learns_first):
         if learns_first:
             with learns(match=why):
                 buffer.check()
+            dist.barrier()  # before a peer can refuse the next call
         with nullcontext() if learns_first else learns(match=why):
             buffer.combine(out.recv_x, out.handle)
         torch.cuda.synchronize()
