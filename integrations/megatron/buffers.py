@@ -31,6 +31,7 @@ class LayerBuffers(BufferRegistry):
         self.metrics = Metrics() if options.metrics else None
         self.is_closed = False
         self._capacities: list[RecvCapacity] = []
+        self.has_runner = False  # Megatron-Core's, of the job: on ranks without MoE layers too
         self._has_graphs = False  # with calls in them, which nobody sees fail
 
     def ready(
@@ -91,13 +92,24 @@ class LayerBuffers(BufferRegistry):
         for capacity in self._capacities:
             capacity.grow(times)
 
+    def note_runner(self) -> None:
+        self.has_runner = True
+
     def end_step(self, model: list[Any], *, is_ours: Callable[[Any], bool]) -> None:
         """Raise what GPUs report of this step, for which the host waits. Does nothing where there is room for every routing and no call is
         part of a CUDA graph. Collective over all ranks of the job where they agree on rows without room (over_budget.py)."""
         if _is_capturing():
-            return  # `check_replay` looks
+            return  # `end_replay` looks
         if self._has_graphs or any(capacity.factor is not None and not capacity.has_runner for capacity in self._capacities):
             self.check_replay()
+        self._judge(model, is_ours)
+
+    def end_replay(self, model: Any, *, is_ours: Callable[[Any], bool]) -> None:
+        """End a step that a CUDA graph has replayed, as `end_step`. `model`: a part of a model, or all that this rank has."""
+        self.check_replay()
+        self._judge(model if isinstance(model, list) else [model], is_ours)
+
+    def _judge(self, model: list[Any], is_ours: Callable[[Any], bool]) -> None:
         capacities = [capacity for capacity in self._capacities if not capacity.has_runner]
         if self._is_agreed(model, is_ours):
             agree(capacities, _device_of_agreements())
@@ -106,7 +118,7 @@ class LayerBuffers(BufferRegistry):
 
     def _is_agreed(self, model: list[Any], is_ours: Callable[[Any], bool]) -> bool:
         """Return whether the step of this model ends with an agreement: the same on all ranks, those without MoE layers too."""
-        if not model or any(capacity.has_runner for capacity in self._capacities):
+        if not model or self.has_runner:
             return False
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config

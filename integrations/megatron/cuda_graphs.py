@@ -84,8 +84,8 @@ def moe_part_hidden(config: Any) -> Iterator[None]:
     setattr(config, checked, [*_parts_of(config, checked), names[_MOE]])
 
 
-def serve_full_graphs(patches: Patches, check: Callable[[], None]) -> None:
-    """Let each step of `FullCudaGraphWrapper`, which may be a replay without a line of Python in it, end with `check()`."""
+def serve_full_graphs(patches: Patches, end: Callable[[Any], None]) -> None:
+    """Let each step of `FullCudaGraphWrapper`, which may be a replay without a line of Python in it, end with `end(model)`."""
     try:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     except ImportError:  # 0.13
@@ -95,7 +95,7 @@ def serve_full_graphs(patches: Patches, check: Callable[[], None]) -> None:
     @functools.wraps(stock)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        check()
+        end(kwargs["model"])
         return result
 
     patches.set(FullCudaGraphWrapper, "__call__", __call__)

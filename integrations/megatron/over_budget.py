@@ -81,8 +81,9 @@ def serve_step_ends(patches: Patches, end_step: Callable[[list[Any]], None]) -> 
     patches.set(distributed, "finalize_model_grads", finalize_model_grads)
 
 
-def serve_runners(patches: Patches) -> None:
-    """Let Megatron-Core's PagedStashRunner (0.19) find the layers with our dispatcher, and them know of it."""
+def serve_runners(patches: Patches, note: Callable[[], None]) -> None:
+    """Let Megatron-Core's PagedStashRunner (0.19) find the layers with our dispatcher, and them know of it. `note()` is called where one is
+    made, which all ranks do."""
     try:
         from megatron.core.transformer.moe.paged_stash import PagedStashRunner
     except ImportError:  # before 0.19
@@ -94,6 +95,7 @@ def serve_runners(patches: Patches) -> None:
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
+        note()
         for layer in self.moe_layers:
             if isinstance(layer.token_dispatcher, NativeTokenDispatcher):
                 layer.token_dispatcher.follow_runner()

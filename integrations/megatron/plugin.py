@@ -238,8 +238,8 @@ def enable(
         serve_schedule(patches)
         serve_recompute(patches)
         serve_step_ends(patches, functools.partial(buffers.end_step, is_ours=_is_ours))
-        serve_runners(patches)
-        serve_full_graphs(patches, buffers.check_replay)
+        serve_runners(patches, buffers.note_runner)
+        serve_full_graphs(patches, functools.partial(buffers.end_replay, is_ours=_is_ours))
         if gate:
             serve_routers(patches, _is_ours)
         if buffers.metrics is not None:

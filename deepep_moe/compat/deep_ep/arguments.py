@@ -14,12 +14,17 @@ def senders_of(num_sms: int) -> int | None:
 
 
 def rows_and_scales(x: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the rows and the scales of `x`, rows or a pair, without gradient. Raises TypeError for anything else."""
+    """Return the rows and the scales of `x`, rows or a pair, without gradient. Raises TypeError for anything else. DeepEP's callers keep
+    scales in column order, which `in_rows` turns, on the stream of the call."""
     x, x_scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
     if not isinstance(x, Tensor) or not isinstance(x_scales, (Tensor, type(None))):
         given = type(x if not isinstance(x, Tensor) else x_scales).__name__
         raise TypeError(f"x holds a {given}; it must be a torch.Tensor, or a pair of fp8 rows and their scales")
-    return detached(x), None if x_scales is None else x_scales.contiguous()  # DeepEP's callers keep scales in column order
+    return detached(x), x_scales
+
+
+def in_rows(x_scales: Tensor | None) -> Tensor | None:
+    return None if x_scales is None else x_scales.contiguous()
 
 
 def detached(tensor: Tensor) -> Tensor:

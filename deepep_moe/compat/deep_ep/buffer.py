@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.compat.deep_ep.arguments import detached, one_bias, rows_and_scales, senders_of
+from deepep_moe.compat.deep_ep.arguments import detached, in_rows, one_bias, rows_and_scales, senders_of
 from deepep_moe.compat.deep_ep.config import Config
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
@@ -190,14 +190,15 @@ class Buffer(LowLatencyCalls):
         told: tuple[Any, ...] = (None, None, None, None)
         try:
             if handle is not None:
-                out = send_along(x, x_scales, handle, topk_idx, num_sms)
+                out = send_along(x, in_rows(x_scales), handle, topk_idx, num_sms)
             else:
                 routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
-                out, told = send(self._buffers, x, x_scales, routing, num_sms)
+                out, told = send(self._buffers, x, in_rows(x_scales), routing, num_sms)
         except BaseException:
             self._stream.abort(callers)
             raise
-        event = self._stream.end(callers, async_finish, (x, x_scales, topk_idx, topk_weights), (out.recv_x, out.recv_x_scales, *told[:2]))
+        given = x, x_scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
+        event = self._stream.end(callers, async_finish, given, (out.recv_x, out.recv_x_scales, *told[:2]))
         recv_topk_idx, recv_topk_weights, counts, made = told
         recv_x = out.recv_x if x_scales is None else (out.recv_x, out.recv_x_scales)
         return recv_x, recv_topk_idx, recv_topk_weights, counts, made, event

@@ -40,6 +40,8 @@ class GrowingBuffers:
         `num_least_tokens`: the same on every rank; a buffer with less room is replaced first. Raises what the construction of a Buffer and
         its dispatch raise.
         """
+        if x.dim() != 2:
+            raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, hidden]")
         key = (x.shape[1], num_experts, num_topk, x.device)
         elastic = self._buffers.get(key)
         if elastic is None:
@@ -71,9 +73,9 @@ class GrowingBuffers:
 
     def _make(self, key: tuple[int, int, int, torch.device], num_tokens: int) -> ElasticBuffer:
         hidden, num_experts, num_topk, device = key
-        backend = self.backend_name(device)
+        backend, group, ranks_per_node = self.backend_name(device), self.group, self._ranks_per_node
 
         def construct(bound: int) -> Buffer:
-            return Buffer(self.group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=self._ranks_per_node)
+            return Buffer(group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=ranks_per_node)
 
         return ElasticBuffer(self.group, num_tokens, device, construct, self._num_max_tokens, _OPTION, is_bounded=is_gpu(device))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.compat.deep_ep.arguments import one_bias, rows_and_scales
+from deepep_moe.compat.deep_ep.arguments import in_rows, one_bias, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventOverlap, recorded_of
@@ -84,9 +84,9 @@ class ElasticCalls:
         try:
             _follow(rows, mode.after[1:])
             if handle is None:
-                out, handle = self._send(rows, scales, routing, mode)
+                out, handle = self._send(rows, in_rows(scales), routing, mode)
             else:
-                out = _send_along(rows, scales, routing, handle, mode)
+                out = _send_along(rows, in_rows(scales), routing, handle, mode)
             if stats is not None:
                 stats.add_(out.num_recv_tokens_per_expert)
         except BaseException:

@@ -163,15 +163,19 @@ class HybridEPBuffer:
 
         Returns:
             Rows [num_rows, hidden] by expert, then source rank, then token; probs [num_rows] fp32 or None; scaling_factor or None;
-            tokens_per_expert [num_local_experts] int64, padding included, on the CPU unless `non_blocking`; the handle.
+            tokens_per_expert [num_local_experts] int64, padding included, on the CPU unless `non_blocking`, or along a
+            handle with a bound; the handle.
 
         Raises: ValueError for missing or contradicting arguments; else as `deepep_moe.Buffer.dispatch`.
         """
+        is_bounded = _checked(handle).is_bounded if handle is not None else num_permuted_tokens is not None
         if use_host_meta is not None:
             non_blocking = not use_host_meta
-        if non_blocking and num_permuted_tokens is None:
+        elif handle is not None and is_bounded:
+            non_blocking = True  # Megatron-Core's backward has no use for the counts, and says nothing
+        if non_blocking and not is_bounded:
             raise ValueError("non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it")
-        bound = None if num_permuted_tokens is None else int(num_permuted_tokens)
+        bound = None if num_permuted_tokens is None or handle is not None else int(num_permuted_tokens)
         num_experts = self._num_experts(routing_map, num_of_experts)
         routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_experts, bound, pad_multiple or 1)
         rows, scales = _rows_of(hidden, scaling_factor)

@@ -69,6 +69,11 @@ class HybridHandle(Sequence[Any]):
         """[num_local_experts] int32: rows of each local expert, without padding."""
         return self.native.num_recv_tokens_per_expert
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its dispatch was given the number of rows, so that the host does not know their counts."""
+        return self._has_dropped is not None
+
     @cached_property
     def overflow_flag(self) -> Tensor:
         """[] int32: 1 where a rank of the group has dropped rows, else 0."""

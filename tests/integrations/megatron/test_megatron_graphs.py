@@ -143,7 +143,7 @@ def _full_iteration_worker(rank: int, num_ranks: int) -> None:
             asked: list[bool] = []
             layer.token_dispatcher.buffer.check = lambda: asked.append(True)
             wrapper = object.__new__(full_cuda_graph.FullCudaGraphWrapper)
-            assert wrapper() == "losses" and asked == [True]
+            assert wrapper(model=layer) == "losses" and asked == [True]
     assert full_cuda_graph.FullCudaGraphWrapper.__call__ is stock
 
 

@@ -134,6 +134,29 @@ def test_two_groups_agree_to_run_a_step_again():
     run_ranks(_agreement_worker, 4)
 
 
+def _replay_worker(rank: int, num_ranks: int) -> None:
+    """A step from a graph of the whole iteration runs no `finalize_model_grads` in Python: its end agrees all the same."""
+    full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stub_finalize(monkeypatch)
+        replay = [lambda: None]
+        monkeypatch.setattr(full_cuda_graph.FullCudaGraphWrapper, "__call__", lambda self, **kwargs: replay[0]())
+        with model_parallel(ep=2, **SYNC_FREE, recv_capacity_factor=1.5) as sizes:
+            model = make_model(sizes)
+            prepare(model)
+            wrapper = object.__new__(full_cuda_graph.FullCudaGraphWrapper)
+            replay[0] = lambda: model(inputs(rank, 1)[0].abs()).sum().backward()
+            route(model, is_even=True)
+            wrapper(model=[model])
+            route(model, is_even=rank >= 2)
+            with pytest.raises(EPCapacityError, match="MoE layers of rank 0 received more rows than they have room for"):
+                wrapper(model=[model])
+
+
+def test_a_replay_ends_with_the_agreement():
+    run_ranks(_replay_worker, 4)
+
+
 def _eval_worker(rank: int, num_ranks: int) -> None:
     """A forward that no step ends raises at once, on the ranks of its group."""
     with model_parallel(ep=2, **SYNC_FREE, recv_capacity_factor=1.0) as sizes:
@@ -257,6 +280,30 @@ def _runner_worker(rank: int, num_ranks: int) -> None:
 
 def test_a_runner_of_megatron_loses_nothing():
     run_ranks(_runner_worker, 4)
+
+
+def _dense_stage_worker(rank: int, num_ranks: int) -> None:
+    """A pipeline stage without MoE layers knows of the runner too, and waits for no agreement that other stages do not make."""
+    from deepep_moe.integrations.megatron import buffers
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stub_finalize(monkeypatch)
+        module = runner_module(monkeypatch)
+        agreed: list[bool] = []
+        monkeypatch.setattr(buffers, "agree", lambda *_: agreed.append(True))
+        with model_parallel(ep=1, **SYNC_FREE, recv_capacity_factor=1.5) as sizes:
+            chunk = make_model(sizes)
+            end = chunk.config.finalize_model_grads_func
+            dense = types.SimpleNamespace(config=chunk.config, finish_grad_sync=bool)
+            end([dense], None)
+            assert agreed == [True]
+            module.PagedStashRunner([])
+            end([dense], None)
+            assert agreed == [True]
+
+
+def test_a_stage_without_layers_knows_of_the_runner():
+    run_ranks(_dense_stage_worker, 2)
 
 
 def _answers_worker(rank: int, num_ranks: int) -> None:
