@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ VARIABLES = (
     "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NVSHMEM_HOME",
 )  # fmt: skip
 _CHILDREN = Path(__file__).parent / "children"
-_IMPORT_S = 20.0
+_IMPORT_S, _FACTS_S = 20.0, 10.0  # one after the other, with a check's own program, end in less than 30 s
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Environment:
     version: Callable[[str], str | None] = _version
     space: Callable[[Path], tuple[int, int] | None] = _space
     which: Callable[[str], str | None] = shutil.which
+    _cuda_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _library_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self, path: str) -> str:
         """Return the text of a file under the root, "" where it cannot be read."""
@@ -118,15 +121,25 @@ class Environment:
         """Run one of the scripts in `children`, each of which imports what could break this process."""
         return self.run([sys.executable, "-P", str(_CHILDREN / f"{name}.py"), *arguments], timeout_s)
 
-    @functools.cached_property
+    @property
     def cuda(self) -> Cuda:
         """What libcuda says, from a process of its own, as this one must stay free of CUDA."""
-        ran = self.child("cuda", "facts")
-        return Cuda.read(json.loads(ran.output)) if ran.code == 0 else Cuda(error=ran.why())
+        with self._cuda_lock:  # checks run at once, and the first asks
+            return self._cuda
 
     @functools.cached_property
+    def _cuda(self) -> Cuda:
+        ran = self.child("cuda", "facts", timeout_s=_FACTS_S)
+        return Cuda.read(json.loads(ran.output)) if ran.code == 0 else Cuda(error=ran.why())
+
+    @property
     def library(self) -> dict[str, Any]:
         """What PyTorch and this library say of themselves: `torch`, `features`, `nvshmem`. Where one is missing, `error` says why."""
+        with self._library_lock:
+            return self._library
+
+    @functools.cached_property
+    def _library(self) -> dict[str, Any]:
         ran = self.child("library", str(_CHILDREN.parents[2]))  # the package that this module is of
         facts: dict[str, Any] = {}
         for line in ran.output.splitlines():

@@ -76,7 +76,7 @@ def ipc(env: Environment) -> Finding:
     if not count:
         return absent("CUDA IPC", _NONE)
     peer = 1 if (1, 0) in env.cuda.reach else 0
-    ran = env.child("cuda", "ipc", "0", str(peer), timeout_s=20)
+    ran = env.child("cuda", "ipc", "0", str(peer), timeout_s=15)
     why = ran.output.strip().strip('"') if ran.code == 0 else ran.why()
     if why:
         return fault(

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from deepep_moe.doctor.environment import Environment
 from deepep_moe.doctor.findings import Finding, absent, fault, ok, warning
@@ -111,7 +112,9 @@ def _parted(message: str) -> tuple[str, str]:
 
 
 def integrations(env: Environment) -> list[Finding]:
-    return [_integration(env, *of) for of in _INTEGRATIONS]
+    """Each package that the library works with imports, and is of a version that it was made for."""
+    with ThreadPoolExecutor(len(_INTEGRATIONS)) as pool:
+        return list(pool.map(lambda of: _integration(env, *of), _INTEGRATIONS))
 
 
 def _integration(env: Environment, package: str, module: str, first: tuple[int, ...] | None, too_new: tuple[int, ...] | None) -> Finding:

@@ -1,5 +1,6 @@
 """The doctor as a program: on this machine, beside broken packages, and its processes of their own."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -132,3 +133,17 @@ def test_exchange_that_goes_wrong(tmp_path):
 
 def test_unavailable_backend_names_the_doctor():
     assert "python -m deepep_moe.doctor says what this machine can run" in BackendUnavailableError("no").__notes__[0]
+
+
+def test_program_that_hangs_holds_up_no_other(tmp_path):
+    """Checks run at once, so the page takes as long as the slowest."""
+    machine = Machine(tmp_path)
+    told = machine.environment.run
+
+    def slow(command, timeout_s):
+        time.sleep(1)
+        return told(command, timeout_s)
+
+    started = time.monotonic()
+    findings = examine(dataclasses.replace(machine.environment, run=slow))
+    assert time.monotonic() - started < 4 and all(finding.state in (OK, ABSENT) for finding in findings)

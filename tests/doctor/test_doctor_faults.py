@@ -144,8 +144,8 @@ def test_no_cuda_ipc(machine):
     found, serves = only(machine, "CUDA IPC", FAULT)
     expected = "a second process, on GPU 1, cannot use memory of GPU 0: cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)"
     assert found.text == expected and "--ipc=host" in found.advice and serves["nvlink"] == "CUDA IPC"
-    machine.ran["ipc"] = Ran(None, errors="no end within 20 s")
-    assert only(machine, "CUDA IPC", FAULT)[0].text.endswith("cannot use memory of GPU 0: no end within 20 s")
+    machine.ran["ipc"] = Ran(None, errors="no end within 15 s")
+    assert only(machine, "CUDA IPC", FAULT)[0].text.endswith("cannot use memory of GPU 0: no end within 15 s")
 
 
 def test_mps_without_enough_sms(machine):

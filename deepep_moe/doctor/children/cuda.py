@@ -16,7 +16,7 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NUM_SMS, _MAJOR, _MINOR = 16, 75, 76  # of CUdevice_attribute
 _P2P_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _SENT, _ANSWERED = b"deepep_moe asks ", b"deepep_moe heard"
-_PEER_S = 15
+_PEER_S = 12
 
 
 class CudaError(RuntimeError):
