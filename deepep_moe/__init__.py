@@ -4,10 +4,16 @@
 `deepep_moe.nn` a router and a MoE layer; `deepep_moe.integrations` the adapters; `deepep_moe.reference` what every operation means.
 """
 
+import sys
+
 from deepep_moe import errors
 
+# The doctor imports this package although it may be what is broken; it looks at it from another process.
+_IS_DOCTOR = sys.argv[:1] == ["-m"] and "deepep_moe.doctor" in sys.orig_argv
+
 try:
-    from deepep_moe._C import __version__
+    if not _IS_DOCTOR:
+        from deepep_moe._C import __version__
 except ModuleNotFoundError as error:
     if error.name != "deepep_moe._C":
         raise
@@ -16,12 +22,13 @@ except ModuleNotFoundError as error:
         "with pip install -e .",
         name=error.name,
     ) from None
-from deepep_moe.event import Event
-from deepep_moe.exchange.buffer import Buffer, DispatchOutput, Layout
-from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.features import features
-from deepep_moe.low_latency.buffer import LowLatencyBuffer
-from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput
+if not _IS_DOCTOR:
+    from deepep_moe.event import Event
+    from deepep_moe.exchange.buffer import Buffer, DispatchOutput, Layout
+    from deepep_moe.exchange.handle import DispatchHandle
+    from deepep_moe.features import features
+    from deepep_moe.low_latency.buffer import LowLatencyBuffer
+    from deepep_moe.low_latency.handle import LowLatencyHandle, LowLatencyOutput
 
 __all__ = [
     "Buffer", "DispatchHandle", "DispatchOutput", "Event", "Layout", "LowLatencyBuffer", "LowLatencyHandle", "LowLatencyOutput",

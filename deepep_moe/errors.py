@@ -52,7 +52,14 @@ class EPCapacityError(EPError):
 
 
 class BackendUnavailableError(EPError):
-    """The backend asked for by name cannot serve this group here; the message says why and what to do."""
+    """The backend asked for by name cannot serve this group here; the message says why and what to do.
+
+    A note below the message, which tracebacks show, names `python -m deepep_moe.doctor`.
+    """
+
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        self.add_note("python -m deepep_moe.doctor says what this machine can run, and what to do where it cannot")
 
 
 class BufferDestroyedError(EPError):

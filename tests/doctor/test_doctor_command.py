@@ -1,0 +1,149 @@
+"""The doctor as a program: on this machine, beside broken packages, and its processes of their own."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from doctor_machine import Machine
+
+from deepep_moe.doctor import exchange_test
+from deepep_moe.doctor.environment import Cuda, Environment, Gpu, Ran, run
+from deepep_moe.doctor.findings import ABSENT, FAULT, OK
+from deepep_moe.doctor.page import as_text, examine
+from deepep_moe.errors import BackendUnavailableError
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(folder, *arguments, python=sys.executable, **variables):
+    """Run it in `folder`; return its page, and its findings by name."""
+    command = [python, "-m", "deepep_moe.doctor", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ | variables, timeout=120)
+    assert done.stdout.startswith("{"), done.stderr
+    page = json.loads(done.stdout)
+    assert done.returncode == (page["faults"] > 0)
+    return page, {finding["check"]: finding for finding in page["findings"]}
+
+
+def test_here(tmp_path):
+    started = time.monotonic()
+    page, findings = doctor(tmp_path)
+    assert time.monotonic() - started < 30
+    assert page["backends"]["shm"] == page["backends"]["collective"] == ""
+    assert findings["memory files"]["state"] == findings["PyTorch"]["state"] == findings["deepep_moe"]["state"] == OK
+
+
+def test_pytorch_that_does_not_import(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('libtorch_cpu.so: file too short')\n")
+    page, findings = doctor(tmp_path, PYTHONPATH=str(tmp_path))
+    assert findings["PyTorch"]["text"] == "it does not import: ImportError: libtorch_cpu.so: file too short"
+    assert page["backends"]["shm"] == "PyTorch, deepep_moe" and findings["deepep_moe"]["state"] == ABSENT
+
+
+def test_library_that_is_not_built(tmp_path):
+    """In the root of a clone, as `pip install .` leaves it."""
+    shutil.copytree(ROOT / "deepep_moe", tmp_path / "deepep_moe", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    # What `pip install -e` has put beside PyTorch would find the clone's own package first.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    page, findings = doctor(tmp_path, python=str(tmp_path / "venv/bin/python"))
+    assert "deepep_moe holds the sources, where deepep_moe._C is not built" in findings["deepep_moe"]["text"]
+    assert findings["deepep_moe"]["state"] == FAULT and page["backends"]["shm"] == "deepep_moe" and findings["PyTorch"]["state"] == OK
+
+
+def test_import_that_ends_the_process(tmp_path):
+    (tmp_path / "deepspeed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n")
+    _, findings = doctor(tmp_path, PYTHONPATH=str(tmp_path))
+    assert findings["deepspeed"]["text"].endswith("does not import: it ended with code -11 and said nothing")
+
+
+def test_text_and_arguments(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "deepep_moe.doctor", "--tset"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "unrecognized arguments: --tset" in done.stderr
+    text = as_text(examine(Machine(tmp_path).environment))
+    assert "backend nvlink      can serve here" in text and text.endswith("faults: 0, warnings: 0")
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_check_that_fails_is_a_finding(tmp_path):
+    def broken(env):
+        raise KeyError("rate")
+
+    (found,) = examine(Machine(tmp_path).environment, [broken])
+    assert found.state == FAULT and "broken" in found.check and found.text == "the check itself failed: KeyError: 'rate'"
+
+
+def test_program_that_does_not_start_or_end():
+    assert run(["/no/such/program"], 5) == Ran(None, errors="/no/such/program does not start: No such file or directory")
+    assert run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == Ran(None, errors="no end within 0.5 s")
+
+
+@pytest.fixture
+def libcuda(tmp_path, monkeypatch):
+    compiler = shutil.which("gcc")
+    assert compiler, "the library itself needs gcc"
+    source, library = Path(__file__).parent / "fake_libcuda.c", tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(library), str(source)], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    with tempfile.NamedTemporaryFile() as memory:  # not in tmp_path: a handle has room for a short path only
+        monkeypatch.setenv("FAKE_MEMORY", memory.name)
+        yield Path(memory.name)
+
+
+def test_facts_of_cuda(libcuda, monkeypatch):
+    gpus = (Gpu("first", (9, 0), 100), Gpu("second", (9, 0), 101))
+    assert Environment().cuda == Cuda("", (12, 4), gpus, frozenset({(0, 1), (1, 0)}), frozenset({(0, 1)}))
+    monkeypatch.setenv("FAKE_NO_DEVICE", "1")
+    assert Environment().cuda == Cuda(error="cuInit: CUDA_ERROR_NO_DEVICE (100)")
+
+
+def test_round_trip_of_cuda_ipc(libcuda, monkeypatch):
+    assert Environment().child("cuda", "ipc", "0", "1") == Ran(0, '""\n')
+    assert libcuda.read_bytes().startswith(b"deepep_moe heard")  # the other process wrote it
+    monkeypatch.setenv("FAKE_NO_IPC", "1")
+    assert Environment().child("cuda", "ipc", "0", "1").output == '"cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)"\n'
+
+
+def test_exchange_between_ranks():
+    found = exchange_test.shm(Environment())
+    assert found.state == OK and found.text.startswith("2 ranks, the reference's bits; dispatch "), found
+
+
+def test_exchange_that_goes_wrong(tmp_path):
+    machine = Machine(tmp_path)
+    machine.ran["deepep_moe.doctor.selftest"] = Ran(0, '{"wrong": ["torch.float32 rank on rank 1"], "dispatch": 1.0, "combine": 1.0}\n')
+    found = exchange_test.nvlink(machine.environment)
+    assert found.text == "results differ from deepep_moe.reference: torch.float32 rank on rank 1" and found.state == FAULT
+    machine.ran["deepep_moe.doctor.selftest"] = Ran(1, errors="RankFailedError: rank 1 failed")
+    found = exchange_test.nvlink(machine.environment)
+    assert found.text == "2 ranks failed: RankFailedError: rank 1 failed"
+    machine.gpus = []
+    assert exchange_test.nvlink(machine.environment).state == ABSENT
+
+
+def test_unavailable_backend_names_the_doctor():
+    assert "python -m deepep_moe.doctor says what this machine can run" in BackendUnavailableError("no").__notes__[0]
+
+
+def test_program_that_hangs_holds_up_no_other(tmp_path):
+    """Checks run at once, so the page takes as long as the slowest."""
+    machine = Machine(tmp_path)
+    told = machine.environment.run
+
+    def slow(command, timeout_s):
+        time.sleep(1)
+        return told(command, timeout_s)
+
+    started = time.monotonic()
+    findings = examine(dataclasses.replace(machine.environment, run=slow))
+    assert time.monotonic() - started < 4 and all(finding.state in (OK, ABSENT) for finding in findings)
