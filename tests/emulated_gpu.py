@@ -51,7 +51,7 @@ IN_PYTHON = (
     "tests/exchange/test_autograd.py::test_gradients_equal_reference", "tests/low_latency/test_low_latency.py::test_two_ranks_by_hand",
     "tests/low_latency/test_low_latency.py::test_fp8[640", "tests/gate/test_gate.py",
 )  # fmt: skip
-NEEDS_A_GPU = "cuda_graph or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus or test_on_a_gpu"
+NEEDS_A_GPU = "cuda_graph or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus"
 
 
 def is_chosen() -> bool:

@@ -110,7 +110,7 @@ def test_no_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs the streams of a GPU")
-def test_on_a_gpu(tmp_path):
+def test_other_stream_on_a_gpu(tmp_path):
     """Calls on the communication stream while the caller's computes: the same bits, and an event that is CUDA's."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
