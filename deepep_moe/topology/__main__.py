@@ -1,0 +1,36 @@
+"""Show which NUMA nodes, GPUs and NICs this machine has, and how near they are to each other."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from deepep_moe.topology import picture
+from deepep_moe.topology.reader import read
+from deepep_moe.topology.svg import svg
+
+
+def main(arguments: list[str]) -> None:
+    """Run the command with `arguments`, those after its name."""
+    parser = argparse.ArgumentParser(prog="python -m deepep_moe.topology", description=__doc__)
+    parser.add_argument("--root", type=Path, default=Path("/"), help="folder that holds sys and proc (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a picture")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the picture into FILE")
+    options = parser.parse_args(arguments)
+    topology = read(options.root)
+    print(json.dumps(topology.to_dict(), indent=2) if options.json else picture.text(topology))
+    if options.svg:
+        write(options.svg, svg(topology))
+
+
+def write(path: Path, text: str) -> None:
+    """Write `text` to `path`, and say so on stderr. Ends the program with the reason where the file cannot be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        sys.exit(f"cannot write {path}: {error.strerror}; give a file in a folder that is there")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
