@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from torch.distributed import run
 
 from deepep_moe import config
+from deepep_moe.topology import nccl
 
 
 def parser() -> argparse.ArgumentParser:
@@ -14,7 +16,14 @@ def parser() -> argparse.ArgumentParser:
     found.prog, found.description = "python -m deepep_moe.launch", __doc__
     own = found.add_argument_group("deepep_moe")
     own.add_argument("--bind", action="store_true", help="bind each rank to cores, memory and NICs beside its GPU (docs/topology.md)")
+    own.add_argument("--nccl-settings", action="store_true", help="set what `python -m deepep_moe.topology nccl` advises and nobody set")
     return found
+
+
+def set_for_nccl(root: Path = Path("/")) -> None:
+    """Set the advised settings of NCCL that neither the environment nor NCCL's file sets, and say which on stderr."""
+    new = config.set_unless_given(nccl.missing(root))
+    print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
 
 
 def bound(options: argparse.Namespace) -> argparse.Namespace:
@@ -39,6 +48,8 @@ def main(arguments: list[str]) -> None:
         if getattr(options, "numa_binding", None):
             words.error(f"--bind and --numa-binding={options.numa_binding} would both bind the ranks; leave one of them out")
         options = bound(options)
+    if options.nccl_settings:
+        set_for_nccl()
     run.run(options)
 
 

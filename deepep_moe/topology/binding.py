@@ -9,6 +9,7 @@ from pathlib import Path
 
 from deepep_moe import config
 from deepep_moe.topology.machine import Topology
+from deepep_moe.topology.nccl import configured
 from deepep_moe.topology.placement import Placement, place
 from deepep_moe.topology.reader import read
 from deepep_moe.topology.sysfs import format_cpulist
@@ -54,6 +55,9 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     if own.cpus and own.node is not None:
         _report(f"memory of NUMA node {own.node}", prefer_memory(own.node), done, left)
     variables, reason = network_variables(topology, places)
+    if "NCCL_IB_HCA" in variables and (set_there := configured(Path(root)).get("NCCL_IB_HCA")):
+        del variables["NCCL_IB_HCA"]  # the environment would win over the file of the machine's owner
+        left.append(f"NCCL_IB_HCA is set in {set_there[1]}")
     new = config.set_unless_given(variables)
     done += [f"{name}={value}" for name, value in new.items()]
     left += [*filter(None, (reason,)), *(f"{name} is set" for name in variables if name not in new)]

@@ -82,9 +82,9 @@ def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...]) -> PciDevice:
     path = tree.pci_path(link)
     bus_id = path[-1] if path else Path(link).name
     number = tree.integer(f"{link}/numa_node", -1)
-    known = [node.index for node in nodes]
-    if number < 0 and len(known) == 1:  # so the kernel tells that the machine has one node only
-        node: int | None = known[0]
+    known, with_cpus = [node.index for node in nodes], [node.index for node in nodes if node.cores]
+    if number < 0 and len(with_cpus) == 1:  # so the kernel tells that the machine has one node only
+        node: int | None = with_cpus[0]
     else:
         node = number if number in known else None
         if nodes and node is None:
