@@ -48,6 +48,8 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     topology = read(root)
     places = place(topology, num_ranks, config.given(["CUDA_VISIBLE_DEVICES"]).get("CUDA_VISIBLE_DEVICES"))
     own = places[local_rank]
+    if config.mark_bound():  # what this process may use is its own share already
+        return Binding(own, (), ("this process was bound before",))
     done: list[str] = []
     left = list(own.notes)
     if own.cpus:

@@ -10,6 +10,7 @@ from deepep_moe.topology.machine import Cpu, Gpu, Nic, NumaNode, PciDevice, Port
 from deepep_moe.topology.sysfs import Tree, parse_cpulist
 
 _NODES, _PCI, _INFINIBAND = "sys/devices/system/node", "sys/bus/pci/devices", "sys/class/infiniband"
+_DRIVER = "proc/driver/nvidia/gpus"
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; base class of display controllers, which GPUs without a display have too
 
 
@@ -94,13 +95,33 @@ def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...]) -> PciDevice:
 
 
 def _gpus(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Gpu, ...]:
-    gpus: list[Gpu] = []
-    for bus_id in tree.names(_PCI):
-        link = f"{_PCI}/{bus_id}"
-        if tree.text(f"{link}/vendor") == _NVIDIA and tree.text(f"{link}/class").startswith(_DISPLAY):
-            facts = dict(re.findall(r"^([\w ]+):\s*(.+)$", tree.text(f"proc/driver/nvidia/gpus/{bus_id}/information"), flags=re.MULTILINE))
-            gpus.append(Gpu(len(gpus), facts.get("Model", "NVIDIA GPU"), facts.get("GPU UUID", ""), _device(tree, link, nodes)))
+    bus_ids = [bus_id for bus_id in tree.names(_PCI) if _is_gpu(tree, f"{_PCI}/{bus_id}")]
+    given = [bus_id for bus_id in bus_ids if _is_given(tree, bus_id)]
+    if len(given) < len(bus_ids):  # sysfs shows all GPUs of the machine, in containers too
+        tree.note(f"{len(bus_ids) - len(given)} of the machine's {len(bus_ids)} GPUs are not given to this process; they are left out.")
+    gpus = []
+    for index, bus_id in enumerate(given):
+        facts = _driver_facts(tree, bus_id)
+        device = _device(tree, f"{_PCI}/{bus_id}", nodes)
+        gpus.append(Gpu(index, facts.get("Model", "NVIDIA GPU"), facts.get("GPU UUID", ""), device))
     return tuple(gpus)
+
+
+def _is_gpu(tree: Tree, link: str) -> bool:
+    return tree.text(f"{link}/vendor") == _NVIDIA and tree.text(f"{link}/class").startswith(_DISPLAY)
+
+
+def _driver_facts(tree: Tree, bus_id: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w ]+):\s*(.+)$", tree.text(f"{_DRIVER}/{bus_id}/information"), flags=re.MULTILINE))
+
+
+def _is_given(tree: Tree, bus_id: str) -> bool:
+    """A container has the driver's folder and the device file of its own GPUs only. Without a driver nobody can tell."""
+    if not tree.names(_DRIVER):
+        return True
+    facts = _driver_facts(tree, bus_id)
+    minor = facts.get("Device Minor", "")
+    return bool(facts) and (not minor.isdecimal() or (tree.root / f"dev/nvidia{minor}").exists())
 
 
 def _nics(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Nic, ...]:

@@ -15,7 +15,7 @@ class MachineTree:
     """A root folder that is filled file by file."""
 
     def __init__(self, root: Path, cpuinfo: str, allowed: str):
-        self.root = root
+        self.root, self.num_gpus = root, 0
         self.write("proc/cpuinfo", f"processor\t: 0\n{cpuinfo}\nprocessor\t: 1\n{cpuinfo}")
         self.write("proc/self/status", f"Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_list:\t{allowed}\n")
 
@@ -53,7 +53,11 @@ class MachineTree:
     def gpu(self, path: str, numa: int, name: str = "NVIDIA H100 80GB HBM3") -> None:
         folder = self.pci(path, GPU, "0x10de", numa)
         bus_id = folder.rpartition("/")[2]
-        self.write(f"proc/driver/nvidia/gpus/{bus_id}/information", f"Model: \t\t {name}\nIRQ:   \t\t 18\nGPU UUID: \t GPU-{bus_id}")
+        minor = self.num_gpus
+        facts = {"Model": name, "IRQ": "18", "GPU UUID": f"GPU-{bus_id}", "Device Minor": str(minor)}
+        self.write(f"proc/driver/nvidia/gpus/{bus_id}/information", "\n".join(f"{fact}: \t {value}" for fact, value in facts.items()))
+        self.write(f"dev/nvidia{minor}", "")
+        self.num_gpus += 1
 
     def nic(self, name: str, path: str, numa: int, *, driver: str = "mlx5_core", layer: str = "InfiniBand",
             rate: str = "400 Gb/sec (4X NDR)", state: str = "4: ACTIVE") -> None:  # fmt: skip

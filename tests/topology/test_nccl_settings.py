@@ -16,7 +16,7 @@ NAMES = ("NCCL_TOPO_FILE", "NCCL_CONF_FILE", "NCCL_IB_HCA", "CUDA_VISIBLE_DEVICE
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in (*NAMES, *binding._NVSHMEM):
+    for name in (*NAMES, "DEEPEP_MOE_BOUND", *binding._NVSHMEM):
         monkeypatch.setenv(name, "")  # so that its value of now is there again after the test
         monkeypatch.delenv(name)
 

@@ -1,6 +1,7 @@
 """The topology of recorded machines equals tables written by hand; damaged files cost what they say, and a note."""
 
 import json
+import shutil
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -111,6 +112,22 @@ def test_fewer_nics_than_gpus(tmp_path):
         (tmp_path / f"sys/class/infiniband/{name}/ports/1/state").write_text("1: DOWN\n")
     found = read(tmp_path)
     assert [found.nearest_nics(gpu)[0].name for gpu in found.gpus[:4]] == ["mlx5_0", "mlx5_0", "mlx5_2", "mlx5_2"]
+
+
+def test_container_with_some_gpus(tmp_path):
+    """One has no device file, one no folder of the driver; the others keep CUDA's order."""
+    machine_trees.azure_h100(tmp_path)
+    (tmp_path / "dev/nvidia0").unlink()
+    shutil.rmtree(tmp_path / "proc/driver/nvidia/gpus/0003:00:00.0")
+    found = read(tmp_path)
+    assert [(gpu.index, gpu.pci.bus_id) for gpu in found.gpus[:2]] == [(0, "0002:00:00.0"), (1, "0004:00:00.0")] and len(found.gpus) == 6
+    assert "2 of the machine's 8 GPUs are not given to this process; they are left out." in found.notes
+
+
+def test_without_driver(tmp_path):
+    machine_trees.azure_h100(tmp_path)
+    shutil.rmtree(tmp_path / "proc/driver")
+    assert [gpu.name for gpu in read(tmp_path).gpus] == ["NVIDIA GPU"] * 8
 
 
 # ---- NVML ----
