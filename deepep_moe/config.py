@@ -80,3 +80,14 @@ def set_unless_given(values: dict[str, str]) -> dict[str, str]:
     missing = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(missing)
     return missing
+
+
+def mark_bound() -> bool:
+    """Note that this process is being bound to cores (`DEEPEP_MOE_BOUND`, its id); return whether that was noted before.
+
+    The note outlives `exec`, as a binding does, and means nothing to processes that inherit it.
+    """
+    own = str(os.getpid())
+    before = os.environ.get("DEEPEP_MOE_BOUND")
+    os.environ["DEEPEP_MOE_BOUND"] = own
+    return before == own

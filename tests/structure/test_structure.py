@@ -13,8 +13,8 @@ from deepep_moe import nvshmem_module
 ROOT = Path(__file__).parents[2]
 # A room may import itself and those after it, but not the one beside it.
 PYTHON_ROOMS = [
-    ("examples",), ("deepep_moe.bench", "deepep_moe.doctor"), ("deepep_moe.integrations", "deepep_moe.compat"), ("deepep_moe.nn",),
-    ("deepep_moe.exchange", "deepep_moe.low_latency"), ("deepep_moe.ops",), ("deepep_moe.group",),
+    ("examples",), ("deepep_moe.bench", "deepep_moe.doctor", "deepep_moe.launch"), ("deepep_moe.integrations", "deepep_moe.compat"),
+    ("deepep_moe.nn",), ("deepep_moe.exchange", "deepep_moe.low_latency"), ("deepep_moe.ops",), ("deepep_moe.group", "deepep_moe.topology"),
 ]  # fmt: skip
 # Every room may import these, and they import nothing but each other.
 FOUNDATION = {

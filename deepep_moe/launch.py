@@ -1,0 +1,57 @@
+"""Start ranks as torchrun does, with its options, and bind each to what is beside its GPU: `python -m deepep_moe.launch --bind ...`"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torch.distributed import run
+
+from deepep_moe import config
+from deepep_moe.topology import nccl
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with the options of this module."""
+    found = run.get_args_parser()
+    found.prog, found.description = "python -m deepep_moe.launch", __doc__
+    own = found.add_argument_group("deepep_moe")
+    own.add_argument("--bind", action="store_true", help="bind each rank to cores, memory and NICs beside its GPU (docs/topology.md)")
+    own.add_argument("--nccl-settings", action="store_true", help="set what `python -m deepep_moe.topology nccl` advises and nobody set")
+    return found
+
+
+def set_for_nccl(root: Path = Path("/")) -> None:
+    """Set the advised settings of NCCL that neither the environment nor NCCL's file sets, and say which on stderr."""
+    new = config.set_unless_given(nccl.missing(root))
+    print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
+
+
+def bound(options: argparse.Namespace) -> argparse.Namespace:
+    """Return torchrun's `options` with the command wrapped into one that binds itself first."""
+    command = [options.training_script, *options.training_script_args]
+    if not options.no_python:
+        python = config.given(["PYTHON_EXEC"]).get("PYTHON_EXEC", sys.executable)
+        command = [python, "-u", *(["-m"] if options.module else []), *command]
+    changed = {"no_python": True, "module": False, "training_script": sys.executable}
+    arguments = ["-m", "deepep_moe.topology.bound", *command]
+    return argparse.Namespace(**vars(options) | changed | {"training_script_args": arguments})
+
+
+def main(arguments: list[str]) -> None:
+    """Start the ranks that `arguments`, in torchrun's words, ask for."""
+    words = parser()
+    options = words.parse_args(arguments)
+    if options.bind:
+        for name in ("run_path", "virtual_local_rank"):
+            if getattr(options, name, False):
+                words.error(f"--bind does not work with --{name.replace('_', '-')}; leave one of them out")
+        if getattr(options, "numa_binding", None):
+            words.error(f"--bind and --numa-binding={options.numa_binding} would both bind the ranks; leave one of them out")
+        options = bound(options)
+    if options.nccl_settings:
+        set_for_nccl()
+    run.run(options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

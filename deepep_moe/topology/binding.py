@@ -1,0 +1,127 @@
+"""Bind a rank to the cores, the memory and the NICs beside its GPU. Call it first thing, before CUDA starts and memory is allocated."""
+
+import contextlib
+import ctypes
+import os
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from deepep_moe import config
+from deepep_moe.topology.machine import Topology
+from deepep_moe.topology.nccl import configured
+from deepep_moe.topology.placement import Placement, place
+from deepep_moe.topology.reader import read
+from deepep_moe.topology.sysfs import format_cpulist
+
+_NVSHMEM = ("NVSHMEM_ENABLE_NIC_PE_MAPPING", "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_PE_MAPPING")  # they work together
+_LIBNUMA = "libnuma.so.1"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What `bind` did for a rank (`done`) and what it left as it was, with the reason (`left`)."""
+
+    placement: Placement
+    done: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"bound: {'; '.join(self.done) or 'nothing'}", *([f"left alone: {'; '.join(self.left)}"] if self.left else [])]
+        return f"local rank {self.placement.local_rank} " + ". ".join(parts)
+
+
+def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: str | Path = "/") -> Binding:
+    """Bind this process, local rank `local_rank` of `num_ranks` on this host, and return what was done. `print` of it makes one line.
+
+    By default both numbers are what torchrun says (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`). All threads get cores of their own on the NUMA node
+    of the rank's GPU. Memory is preferred there. NVSHMEM and NCCL are told the NICs beside the GPUs, by variables that nobody has set. What
+    cannot be known is not bound. All ranks must begin with the same CPUs: cores that another launcher gave this rank alone would be divided
+    again.
+
+    Raises ValueError where the numbers do not fit each other.
+    """
+    local_rank = config.local_rank() if local_rank is None else local_rank
+    num_ranks = config.local_world_size() if num_ranks is None else num_ranks
+    if not 0 <= local_rank < num_ranks:
+        raise ValueError(f"`local_rank` is {local_rank} of {num_ranks} ranks; pass one from 0 to {num_ranks - 1}, or start with torchrun")
+    topology = read(root)
+    places = place(topology, num_ranks, config.given(["CUDA_VISIBLE_DEVICES"]).get("CUDA_VISIBLE_DEVICES"))
+    own = places[local_rank]
+    if config.mark_bound():  # what this process may use is its own share already
+        return Binding(own, (), ("this process was bound before",))
+    done: list[str] = []
+    left = list(own.notes)
+    if own.cpus:
+        _report(f"CPUs {format_cpulist(own.cpus)}", set_affinity(own.cpus), done, left)
+    if own.cpus and own.node is not None:
+        _report(f"memory of NUMA node {own.node}", prefer_memory(own.node), done, left)
+    variables, reason = network_variables(topology, places)
+    if "NCCL_IB_HCA" in variables and (set_there := configured(Path(root)).get("NCCL_IB_HCA")):
+        del variables["NCCL_IB_HCA"]  # the environment would win over the file of the machine's owner
+        left.append(f"NCCL_IB_HCA is set in {set_there[1]}")
+    new = config.set_unless_given(variables)
+    done += [f"{name}={value}" for name, value in new.items()]
+    left += [*filter(None, (reason,)), *(f"{name} is set" for name in variables if name not in new)]
+    return Binding(own, tuple(done), tuple(left))
+
+
+def _report(what: str, why_not: str, done: list[str], left: list[str]) -> None:
+    if why_not:
+        left.append(f"{what}: {why_not}")
+    else:
+        done.append(what)
+
+
+def set_affinity(cpus: tuple[int, ...]) -> str:
+    """Let all threads of this process run on `cpus` only. Return why the kernel refused, "" where it did not.
+
+    Threads that libraries started at import are bound too; the kernel's call would bind the calling one only.
+    """
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.sched_setaffinity(int(thread), cpus)
+    except OSError as error:
+        return f"the kernel refused ({error.strerror})"
+    return ""
+
+
+def prefer_memory(node: int) -> str:
+    """Prefer memory of NUMA node `node` in this thread and those that it starts. Return why not, "" where it is done."""
+    try:
+        numa = ctypes.CDLL(_LIBNUMA)
+    except OSError:
+        return f"{_LIBNUMA} is not installed; the kernel still prefers the node whose CPU first touches a page"
+    if numa.numa_available() < 0:
+        return "the kernel has no memory policies, or this container forbids them"
+    numa.numa_set_preferred(node)
+    found = numa.numa_preferred()
+    return "" if found == node else f"libnuma reports node {found} afterwards"
+
+
+def network_variables(topology: Topology, places: tuple[Placement, ...]) -> tuple[dict[str, str], str]:
+    """Return the variables that name NICs to NVSHMEM and NCCL, the same for all ranks of a host, and what is left to them, with the reason.
+
+    NVSHMEM takes the NIC of a rank's place in the list. NCCL chooses for each GPU itself, among the NICs that the list allows; ranks that
+    allowed different ones would plan different rings.
+    """
+    if not topology.nics:
+        return {}, ""
+    if not all(own.nics for own in places):
+        return {}, "NICs: not every rank has a GPU and a NIC beside it; NVSHMEM and NCCL choose"
+    if any(nic.driver == "efa" for nic in topology.nics):
+        return {}, "NICs: EFA's libfabric chooses them"
+    allowed = dict.fromkeys(nic for own in places for nic in own.nics)
+    nccl = {"NCCL_IB_HCA": "=" + ",".join(allowed)}  # "=": else mlx5_1 would allow mlx5_10 too
+    if given := config.given(_NVSHMEM):
+        return nccl, f"NVSHMEM's NICs: {', '.join(given)} is set"
+    runs = [(nic, len(list(ranks))) for nic, ranks in groupby(own.nics[0] for own in places)]
+    if len({nic for nic, _ in runs}) < len(runs):
+        return nccl, "NVSHMEM's NICs: ranks that share a NIC do not follow each other; NVSHMEM chooses"
+    mapping = {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}
+    if len(runs) == len(places):
+        mapping["NVSHMEM_HCA_LIST"] = ",".join(nic for nic, _ in runs)
+    else:
+        mapping["NVSHMEM_HCA_PE_MAPPING"] = ",".join(f"{nic}:{count}" for nic, count in runs)
+    return nccl | mapping, ""

@@ -1,0 +1,135 @@
+"""Write a topology file for NCCL, and explain settings of NCCL that help machines with several NICs. Nothing is set here.
+
+The file has the form of those that images of cloud machines ship: NUMA nodes with their CPUs, in them PCI switches, in these GPUs and NICs.
+NCCL reads the rest, such as NVLinks and rates of NICs, from the machine itself.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from deepep_moe import config
+from deepep_moe.errors import EPError
+from deepep_moe.topology.machine import Cpu, NumaNode, PciDevice, Topology
+
+_SHIPPED = "opt/microsoft"  # where Azure's images keep topology files
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A variable of NCCL, the advised value, what it does and what it costs."""
+
+    name: str
+    value: str
+    effect: str
+    cost: str
+
+
+SETTINGS = (
+    Setting(
+        "NCCL_IGNORE_CPU_AFFINITY", "1", "NCCL's threads use all CPUs of the GPU's NUMA node, not those of the rank only",
+        "NCCL's threads may run on cores of other ranks",
+    ),
+    Setting("NCCL_MIN_NCHANNELS", "32", "large messages between nodes are faster", "one SM for each channel while NCCL runs"),
+    Setting("NCCL_P2P_NET_CHUNKSIZE", "524288", "send and receive between nodes move 512 KiB at a time, not 128", "more buffer memory"),
+    Setting("NCCL_IB_QPS_PER_CONNECTION", "4", "a connection has 4 queue pairs, on more paths of the network", "NIC memory"),
+    Setting(
+        "NCCL_PXN_DISABLE", "1", "a GPU sends by its own NIC only, so registered buffers need no copy",
+        "more connections; slower where GPUs send to NICs of other rails",
+    ),
+)  # fmt: skip
+"""Settings that a public article advises for NCCL 2.24 and newer on two H100 machines with 8 NICs each. We have not timed them."""
+
+
+def topology_xml(topology: Topology) -> str:
+    """Return NCCL's topology file for the machine.
+
+    Bus ids are those of `topology`; CPUs are masks as the kernel writes them. A device whose NUMA node is unknown is left out, and NCCL
+    looks for it itself. Raises EPError where no device has a node: such a file would only hide what NCCL finds.
+    """
+    known = [device.pci for device in topology.devices if (node := topology.node(device.pci.node)) and node.cpus]
+    if not known:
+        raise EPError("no GPU and no NIC with a known NUMA node is found, so there is nothing to tell NCCL; leave NCCL_TOPO_FILE unset")
+    system = ElementTree.Element("system", version="1")
+    nodes = [node for node in topology.nodes if node.cpus]  # others are memory only
+    cpus = {node.index: ElementTree.SubElement(system, "cpu", _cpu_attributes(node, topology.cpu)) for node in nodes}
+    facts = {device.bus_id: device for device in (*topology.bridges, *known)}
+    elements: dict[str, ElementTree.Element] = {}
+    for device in known:
+        parent = cpus[device.node or 0]
+        for bus_id in (*switches(device.path), device.bus_id):
+            if bus_id not in elements:
+                elements[bus_id] = ElementTree.SubElement(parent, "pci", _pci_attributes(facts[bus_id]))
+            parent = elements[bus_id]
+    ElementTree.indent(system)
+    return ElementTree.tostring(system, encoding="unicode") + "\n"
+
+
+def _pci_attributes(device: PciDevice) -> dict[str, str]:
+    facts = {"busid": device.bus_id, "class": device.pci_class, "link_speed": device.link_speed, "link_width": device.link_width}
+    return {name: value for name, value in facts.items() if value}
+
+
+def switches(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the switches on the path to a PCI device, as NCCL counts them: a switch is its port upwards; its other ports and the root port
+    of the CPU do not count."""
+    return path[1:][-2::-2][::-1]
+
+
+def _cpu_attributes(node: NumaNode, cpu: Cpu) -> dict[str, str]:
+    facts = {"numaid": str(node.index), "affinity": cpu_mask(node.cpus), "arch": cpu.arch, "vendor": cpu.vendor}
+    if cpu.vendor:
+        facts |= {"familyid": str(cpu.family), "modelid": str(cpu.model)}
+    return {name: value for name, value in facts.items() if value}
+
+
+def cpu_mask(cpus: tuple[int, ...]) -> str:
+    """Return CPUs as a mask of groups of 32 bits, the highest first: (0, 32) is "00000001,00000001"."""
+    bits = sum(1 << cpu for cpu in cpus)
+    groups = [f"{bits >> 32 * group & 0xFFFFFFFF:08x}" for group in range(max(bits.bit_length() + 31, 32) // 32)]
+    return ",".join(reversed(groups))
+
+
+def configured(root: Path) -> dict[str, tuple[str, str]]:
+    """Return the variables that files set for NCCL: the value and the file of each. NCCL prefers the environment to them."""
+    given = config.given(["NCCL_CONF_FILE"]).get("NCCL_CONF_FILE")
+    file = Path(given) if given else root / "etc/nccl.conf"
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (re.match(r"\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", line) for line in lines)
+    return {found[1]: (found[2], str(file)) for found in pairs if found}
+
+
+def shipped_files(root: Path) -> list[Path]:
+    """Return topology files that the machine's image brings."""
+    return sorted((root / _SHIPPED).glob("**/*topo*.xml"))
+
+
+def missing(root: Path) -> dict[str, str]:
+    """Return the advised values of those `SETTINGS` that neither the environment nor NCCL's file sets."""
+    found = configured(root).keys() | config.given(setting.name for setting in SETTINGS).keys()
+    return {setting.name: setting.value for setting in SETTINGS if setting.name not in found}
+
+
+def report(root: Path, topology_file: Path | None = None) -> str:
+    """Return the settings as text, with what sets each already. `topology_file` is the one just written."""
+    files = [str(path) for path in ([topology_file.resolve()] if topology_file else shipped_files(root))]
+    value = files[0] if files else "FILE"
+    effect = "NCCL knows the NUMA node of each GPU and NIC where a virtual machine hides it; small and medium messages are faster"
+    rows = [Setting("NCCL_TOPO_FILE", value, effect, "none; a wrong file makes NCCL slow"), *SETTINGS]
+    in_files, in_environment = configured(root), config.given(row.name for row in rows)
+    lines = ["Settings of NCCL for several nodes. Nothing is set; export what you want. Containers need the files mounted.", ""]
+    for row in rows:
+        lines += [f"{row.name}={row.value}", f"  does:  {row.effect}", f"  costs: {row.cost}"]
+        if row.name in in_environment:
+            lines.append(f"  now:   {in_environment[row.name]} (environment)")
+        elif row.name in in_files:
+            lines.append(f"  now:   {in_files[row.name][0]} ({in_files[row.name][1]})")
+        else:
+            lines.append("  now:   not set")
+    if shipped := shipped_files(root):
+        lines += ["", f"The machine's image brings {', '.join(map(str, shipped))}; prefer it to a file made here."]
+    return "\n".join(lines)

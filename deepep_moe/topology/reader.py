@@ -1,0 +1,147 @@
+"""Read the topology of a machine from sysfs, procfs and, where it is there, NVML. CUDA is not touched: that would come before binding."""
+
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+from deepep_moe.topology import nvml as nvml_facts
+from deepep_moe.topology.machine import Cpu, Gpu, Nic, NumaNode, PciDevice, Port, Topology
+from deepep_moe.topology.sysfs import Tree, parse_cpulist
+
+_NODES, _PCI, _INFINIBAND = "sys/devices/system/node", "sys/bus/pci/devices", "sys/class/infiniband"
+_DRIVER = "proc/driver/nvidia/gpus"
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; base class of display controllers, which GPUs without a display have too
+
+
+def read(root: str | Path = "/", nvml: Any = None) -> Topology:
+    """Return the topology of the machine whose files are below `root`.
+
+    Files that are missing or damaged raise nothing: `Topology.notes` says what is not known. `nvml` is the module pynvml or one like it;
+    by default the package nvidia-ml-py is used where it is installed and `root` is "/". Without it, links between GPUs are unknown.
+    """
+    tree = Tree(Path(root))
+    nodes = _nodes(tree)
+    if nvml is None and Path(root) == Path("/"):
+        nvml = nvml_facts.find()
+    gpus = _gpus(tree, nodes)
+    if nvml is not None:
+        gpus = nvml_facts.with_links(gpus, nvml, tree)
+    elif gpus:
+        tree.note("NVLinks and peer access of the GPUs are unknown: install nvidia-ml-py.")
+    nics = _nics(tree, nodes)
+    return Topology(_cpu(tree), nodes, gpus, nics, _bridges(tree, nodes, (*gpus, *nics)), _allowed(tree), tuple(tree.notes))
+
+
+def _cpu(tree: Tree) -> Cpu:
+    text = tree.text("proc/cpuinfo")
+    facts = dict(reversed(re.findall(r"^(vendor_id|cpu family|model)\s*: (.+)$", text, flags=re.MULTILINE)))  # of the first processor
+    numbers = {name: int(facts[name]) if facts.get(name, "").isdecimal() else 0 for name in ("cpu family", "model")}
+    return Cpu(platform.machine(), facts.get("vendor_id", "").strip(), numbers["cpu family"], numbers["model"])
+
+
+def _allowed(tree: Tree) -> tuple[int, ...] | None:
+    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", tree.text("proc/self/status"), flags=re.MULTILINE)
+    if not found:
+        tree.note("The CPUs of this process are unknown: /proc/self/status has no line Cpus_allowed_list.")
+        return None
+    try:
+        return parse_cpulist(found[1])
+    except ValueError as error:
+        tree.note(f"The CPUs of this process are unknown: {error}.")
+        return None
+
+
+def _nodes(tree: Tree) -> tuple[NumaNode, ...]:
+    numbers = sorted(int(name[4:]) for name in tree.names(_NODES, "node[0-9]*") if name[4:].isdecimal())
+    if not numbers:
+        tree.note("NUMA nodes are unknown: /sys/devices/system/node is missing or empty, as in some containers.")
+    taken: dict[int, int] = {}
+    nodes = []
+    for number in numbers:
+        cpus = tree.cpulist(f"{_NODES}/node{number}/cpulist")
+        for cpu in cpus:
+            if taken.setdefault(cpu, number) != number:
+                tree.note(f"CPU {cpu} is in NUMA nodes {taken[cpu]} and {number}; only node {taken[cpu]} counts it.")
+        own = tuple(cpu for cpu in cpus if taken[cpu] == number)
+        nodes.append(NumaNode(number, _cores(tree, own)))
+    return tuple(nodes)
+
+
+def _cores(tree: Tree, cpus: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Group `cpus` by core. A CPU whose siblings are unknown is a core of its own."""
+    cores, left = [], list(cpus)
+    while left:
+        siblings = tree.cpulist(f"sys/devices/system/cpu/cpu{left[0]}/topology/thread_siblings_list")
+        core = tuple(cpu for cpu in left if cpu in siblings) if left[0] in siblings else (left[0],)
+        cores.append(core)
+        left = [cpu for cpu in left if cpu not in core]
+    return tuple(cores)
+
+
+def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...]) -> PciDevice:
+    path = tree.pci_path(link)
+    bus_id = path[-1] if path else Path(link).name
+    number = tree.integer(f"{link}/numa_node", -1)
+    known, with_cpus = [node.index for node in nodes], [node.index for node in nodes if node.cores]
+    if number < 0 and len(with_cpus) == 1:  # so the kernel tells that the machine has one node only
+        node: int | None = with_cpus[0]
+    else:
+        node = number if number in known else None
+        if nodes and node is None:
+            tree.note(f"The NUMA node of {bus_id} is unknown: its numa_node is {number}, and the machine has {known}.")
+    facts = (tree.text(f"{link}/{name}") for name in ("class", "current_link_speed", "current_link_width"))
+    return PciDevice(bus_id, node, path[:-1], *facts)
+
+
+def _gpus(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Gpu, ...]:
+    bus_ids = [bus_id for bus_id in tree.names(_PCI) if _is_gpu(tree, f"{_PCI}/{bus_id}")]
+    given = [bus_id for bus_id in bus_ids if _is_given(tree, bus_id)]
+    if len(given) < len(bus_ids):  # sysfs shows all GPUs of the machine, in containers too
+        tree.note(f"{len(bus_ids) - len(given)} of the machine's {len(bus_ids)} GPUs are not given to this process; they are left out.")
+    gpus = []
+    for index, bus_id in enumerate(given):
+        facts = _driver_facts(tree, bus_id)
+        device = _device(tree, f"{_PCI}/{bus_id}", nodes)
+        gpus.append(Gpu(index, facts.get("Model", "NVIDIA GPU"), facts.get("GPU UUID", ""), device))
+    return tuple(gpus)
+
+
+def _is_gpu(tree: Tree, link: str) -> bool:
+    return tree.text(f"{link}/vendor") == _NVIDIA and tree.text(f"{link}/class").startswith(_DISPLAY)
+
+
+def _driver_facts(tree: Tree, bus_id: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w ]+):\s*(.+)$", tree.text(f"{_DRIVER}/{bus_id}/information"), flags=re.MULTILINE))
+
+
+def _is_given(tree: Tree, bus_id: str) -> bool:
+    """A container has the driver's folder and the device file of its own GPUs only. Without a driver nobody can tell."""
+    if not tree.names(_DRIVER):
+        return True
+    facts = _driver_facts(tree, bus_id)
+    minor = facts.get("Device Minor", "")
+    return bool(facts) and (not minor.isdecimal() or (tree.root / f"dev/nvidia{minor}").exists())
+
+
+def _nics(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Nic, ...]:
+    nics = []
+    for name in tree.names(_INFINIBAND):
+        link = f"{_INFINIBAND}/{name}"
+        numbers = sorted(int(port) for port in tree.names(f"{link}/ports") if port.isdecimal())
+        driver = tree.root / link / "device/driver"
+        device = _device(tree, f"{link}/device", nodes)
+        nics.append(Nic(name, driver.resolve().name if driver.exists() else "", device, tuple(_port(tree, link, n) for n in numbers)))
+    return tuple(sorted(nics, key=lambda nic: nic.pci.bus_id))
+
+
+def _port(tree: Tree, link: str, number: int) -> Port:
+    folder = f"{link}/ports/{number}"
+    rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", tree.text(f"{folder}/rate"))
+    state = tree.text(f"{folder}/state").rpartition(":")[2].strip()  # such as "4: ACTIVE"
+    return Port(number, state, tree.text(f"{folder}/link_layer"), float(rate[1]) if rate else 0.0, tree.text(f"{folder}/gids/0"))
+
+
+def _bridges(tree: Tree, nodes: tuple[NumaNode, ...], devices: tuple[Gpu | Nic, ...]) -> tuple[PciDevice, ...]:
+    names = {bridge for device in devices for bridge in device.pci.path[1:]}
+    return tuple(_device(tree, f"{_PCI}/{name}", nodes) for name in sorted(names))

@@ -1,0 +1,280 @@
+"""Ranks of recorded machines get the places of tables written by hand; a launched rank runs where it was told."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import machine_trees
+import pytest
+
+from deepep_moe import launch
+from deepep_moe.topology import bind, binding, bound, place, read
+from deepep_moe.topology.sysfs import format_cpulist
+
+NVSHMEM = {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DEEPEP_MOE_BOUND", *binding._NVSHMEM):
+        monkeypatch.setenv(name, "")  # so that its value of now is there again after the test
+        monkeypatch.delenv(name)
+
+
+def places(name, root, num_ranks, visible=None):
+    getattr(machine_trees, name)(root)
+    return place(read(root), num_ranks, visible)
+
+
+# Machine, ranks, CUDA_VISIBLE_DEVICES; then of each rank: GPU, NUMA node, CPUs, first NIC.
+TABLES = [
+    ("azure_h100", 8, None, [
+        (0, 0, "0-11", "mlx5_0:1"), (1, 0, "12-23", "mlx5_1:1"), (2, 0, "24-35", "mlx5_2:1"), (3, 0, "36-47", "mlx5_3:1"),
+        (4, 1, "48-59", "mlx5_4:1"), (5, 1, "60-71", "mlx5_5:1"), (6, 1, "72-83", "mlx5_6:1"), (7, 1, "84-95", "mlx5_7:1"),
+    ]),
+    ("dgx_h100", 8, None, [
+        (0, 0, "0-13,112-125", "mlx5_0:1"), (1, 0, "14-27,126-139", "mlx5_3:1"), (2, 0, "28-41,140-153", "mlx5_4:1"),
+        (3, 0, "42-55,154-167", "mlx5_5:1"), (4, 1, "56-69,168-181", "mlx5_6:1"), (5, 1, "70-83,182-195", "mlx5_9:1"),
+        (6, 1, "84-97,196-209", "mlx5_10:1"), (7, 1, "98-111,210-223", "mlx5_11:1"),
+    ]),
+    ("dgx_h100", 3, "6,GPU-0000:1b,7", [
+        (6, 1, "56-83,168-195", "mlx5_10:1"), (0, 0, "0-55,112-167", "mlx5_0:1"), (7, 1, "84-111,196-223", "mlx5_11:1"),
+    ]),
+    ("dgx_h100", 2, "4", [(4, 1, "56-83,168-195", "mlx5_6:1"), (4, 1, "84-111,196-223", "mlx5_6:1")]),
+    ("one_node_hgx", 4, None, [
+        (0, 0, "0-15,64-79", "rocep0:1"), (1, 0, "16-31,80-95", "rocep1:1"), (2, 0, "32-47,96-111", "rocep2:1"),
+        (3, 0, "48-63,112-127", "rocep3:1"),
+    ]),
+    ("efa", 2, "3,4", [(3, 0, "0-47,96-143", "rdmap130s0:1"), (4, 1, "48-95,144-191", "rdmap147s0:1")]),
+    ("without_sysfs", 2, None, [(None, None, "", ""), (None, None, "", "")]),
+    ("small_vm", 2, None, [(None, 0, "0", ""), (None, 0, "1", "")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "visible", "table"), TABLES)
+def test_places_equal_table(name, num_ranks, visible, table, tmp_path):
+    found = places(name, tmp_path, num_ranks, visible)
+    assert [(own.gpu, own.node, format_cpulist(own.cpus), (*own.nics, "")[0]) for own in found] == table
+    assert [own.local_rank for own in found] == list(range(num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("change", "num_ranks", "cpus", "note"),
+    [
+        ("Cpus_allowed_list:\t2-5,60", 4, ["2", "3", "4", "5"], ""),
+        ("Cpus_allowed_list:\t2-3,60-61", 5, ["2-3", "2-3", "2-3", "2-3", "60-61"], "4 ranks share 2 cores of NUMA node 0; start at most"),
+        ("Cpus_allowed_list:\t60-61", 4, ["", "", "", ""], "this process may use no CPU of NUMA node 0"),
+    ],
+)
+def test_cpusets(change, num_ranks, cpus, note, tmp_path):
+    machine_trees.azure_h100(tmp_path)
+    (tmp_path / "proc/self/status").write_text(change)
+    found = place(read(tmp_path), num_ranks)
+    assert [format_cpulist(own.cpus) for own in found] == cpus
+    assert [own.notes[0][: len(note)] for own in found if own.notes] == [note] * (4 if note else 0)
+
+
+def test_ranks_without_gpus_are_spread(tmp_path):
+    machine_trees.dgx_h100(tmp_path)
+    found = place(read(tmp_path), 3, "")
+    assert [(own.gpu, own.node, own.notes) for own in found] == [(None, 0, ()), (None, 0, ()), (None, 1, ())]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "visible", "note"),
+    [
+        ("numa_node", "-1", None, "the NUMA node of GPU 0 is unknown"),
+        (None, None, "MIG-1", "CUDA_VISIBLE_DEVICES=MIG-1 names parts of a GPU"),
+        (None, None, "9", "CUDA_VISIBLE_DEVICES=9 names no GPU of this machine; give indices from 0 to 7"),
+        ("information", "Model: \t NVIDIA L4", None, "the GPUs are of different kinds"),
+    ],
+)
+def test_unknown_gpu_binds_nothing(file, text, visible, note, tmp_path):
+    machine_trees.azure_h100(tmp_path)
+    folders = {"numa_node": "sys/bus/pci/devices/0001:00:00.0", "information": "proc/driver/nvidia/gpus/0001:00:00.0"}
+    if file:
+        (tmp_path / folders[file] / file).write_text(text)
+    own = place(read(tmp_path), 2, visible)[0]
+    assert own.cpus == () and own.node is None and own.notes[0].startswith(note)
+
+
+def test_wrong_numbers(tmp_path):
+    with pytest.raises(ValueError, match="`num_ranks` is 0; pass the number of ranks of this host, at least 1"):
+        place(read(tmp_path), 0)
+    with pytest.raises(ValueError, match="`local_rank` is 2 of 2 ranks; pass one from 0 to 1, or start with torchrun"):
+        bind(2, 2, root=tmp_path)
+
+
+# ---- NICs ----
+
+
+def variables(name, root, num_ranks, visible=None):
+    getattr(machine_trees, name)(root)
+    found = read(root)
+    return binding.network_variables(found, place(found, num_ranks, visible))
+
+
+def test_a_nic_for_each_rank(tmp_path):
+    nics = "mlx5_0:1,mlx5_3:1,mlx5_4:1"
+    assert variables("dgx_h100", tmp_path, 3) == (NVSHMEM | {"NVSHMEM_HCA_LIST": nics, "NCCL_IB_HCA": f"={nics}"}, "")
+
+
+def test_ranks_that_share_a_nic(tmp_path):
+    expected = NVSHMEM | {"NVSHMEM_HCA_PE_MAPPING": "mlx5_10:1:2", "NCCL_IB_HCA": "=mlx5_10:1"}
+    assert variables("dgx_h100", tmp_path, 2, "6") == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "visible", "names", "reason"),
+    [
+        ("dgx_h100", 4, "0,1", {"NCCL_IB_HCA"}, "NVSHMEM's NICs: ranks that share a NIC do not follow each other; NVSHMEM chooses"),
+        ("dgx_h100", 2, "", set(), "NICs: not every rank has a GPU and a NIC beside it; NVSHMEM and NCCL choose"),
+        ("efa", 2, None, set(), "NICs: EFA's libfabric chooses them"),
+        ("small_vm", 2, None, set(), ""),
+    ],
+)
+def test_nics_left_alone(name, num_ranks, visible, names, reason, tmp_path):
+    found, told = variables(name, tmp_path, num_ranks, visible)
+    assert set(found) == names and told == reason
+
+
+def test_variables_that_are_set_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("NVSHMEM_HCA_LIST", "mlx5_7:1")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_6")
+    monkeypatch.setattr(binding, "set_affinity", lambda cpus: "")
+    monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
+    machine_trees.azure_h100(tmp_path)
+    found = bind(0, 8, root=tmp_path)
+    assert os.environ["NCCL_IB_HCA"] == "mlx5_6" and "NVSHMEM_ENABLE_NIC_PE_MAPPING" not in os.environ
+    assert str(found) == (
+        "local rank 0 bound: CPUs 0-11; memory of NUMA node 0. left alone: NVSHMEM's NICs: NVSHMEM_HCA_LIST is set; NCCL_IB_HCA is set"
+    )
+
+
+# ---- bind ----
+
+
+def test_failures_are_told(tmp_path, monkeypatch):
+    machine_trees.dgx_h100(tmp_path)
+    monkeypatch.setattr(binding, "_LIBNUMA", "libnone.so.1")
+
+    def refuse(thread, cpus):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    found = bind(1, 8, root=tmp_path)
+    assert found.left[0] == "CPUs 14-27,126-139: the kernel refused (Invalid argument)"
+    assert found.left[1].startswith("memory of NUMA node 0: libnone.so.1 is not installed; the kernel still prefers")
+    assert os.environ["NVSHMEM_HCA_LIST"].startswith("mlx5_0:1,mlx5_3:1,")
+
+
+def test_nothing_known_binds_nothing(tmp_path):
+    before = os.sched_getaffinity(0)
+    machine_trees.without_sysfs(tmp_path)
+    assert str(bind(0, 1, root=tmp_path)) == "local rank 0 bound: nothing. left alone: the machine's NUMA nodes are unknown"
+    assert os.sched_getaffinity(0) == before
+
+
+def test_bound_once(tmp_path, monkeypatch):
+    machine_trees.azure_h100(tmp_path)
+    bound_to = []
+    monkeypatch.setattr(binding, "set_affinity", lambda cpus: bound_to.append(cpus) or "")
+    monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
+    monkeypatch.setenv("DEEPEP_MOE_BOUND", str(os.getppid()))  # as a bound launcher hands on
+    assert bind(1, 8, root=tmp_path).done[0] == "CPUs 12-23"
+    assert str(bind(1, 8, root=tmp_path)) == "local rank 1 bound: nothing. left alone: this process was bound before"
+    assert bound_to == [tuple(range(12, 24))]
+
+
+@pytest.mark.parametrize(
+    ("available", "preferred", "reason"),
+    [(-1, 0, "the kernel has no memory policies"), (0, 1, ""), (0, 0, "libnuma reports node 0 afterwards")],
+)
+def test_libnuma(available, preferred, reason, monkeypatch):
+    class Numa:
+        asked: tuple[int, ...] = ()
+
+        def numa_available(self):
+            return available
+
+        def numa_set_preferred(self, node):
+            self.asked += (node,)
+
+        def numa_preferred(self):
+            return preferred
+
+    numa = Numa()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: numa)
+    why_not = binding.prefer_memory(1)
+    assert why_not.startswith(reason) and bool(why_not) is bool(reason) and numa.asked == (() if available < 0 else (1,))
+
+
+BOUND = """
+import os, threading
+from deepep_moe.topology import bind
+bind()
+other = set()
+thread = threading.Thread(target=lambda: other.update(os.sched_getaffinity(0)))
+thread.start(), thread.join()
+print(os.environ["LOCAL_RANK"], sorted(os.sched_getaffinity(0)), sorted(other))
+"""
+
+
+def test_launched_ranks_are_bound(tmp_path):
+    (tmp_path / "script.py").write_text(BOUND)
+    cores = [core for node in read().nodes for core in read().allowed_cores(node)]
+    if len(cores) < 2 or read().gpus:
+        pytest.skip("needs two cores, known to sysfs, and no GPU")
+    options = ["--standalone", "--nproc-per-node", "2", "--bind", "--redirects", "3", "--log-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "deepep_moe.launch", *options, str(tmp_path / "script.py")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    seen = set()
+    for rank, own in enumerate(place(read(), 2, "")):
+        (out,), (error,) = (list(tmp_path.glob(f"*/attempt_0/{rank}/{name}.log")) for name in ("stdout", "stderr"))
+        assert out.read_text() == f"{rank} {list(own.cpus)} {list(own.cpus)}\n"
+        assert f"local rank {rank} bound: CPUs {format_cpulist(own.cpus)}" in error.read_text()
+        assert own.cpus and not seen & set(own.cpus)
+        seen |= set(own.cpus)
+
+
+# ---- the commands ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["a.py", "--x", "1"], ["python", "-u", "a.py", "--x", "1"]),
+        (["-m", "pkg.a", "--bind"], ["python", "-u", "-m", "pkg.a", "--bind"]),  # behind the script options are the script's
+        (["--no-python", "a.sh"], ["a.sh"]),
+    ],
+)
+def test_command_is_wrapped(arguments, command, monkeypatch):
+    monkeypatch.setenv("PYTHON_EXEC", "python")
+    options = launch.bound(launch.parser().parse_args(["--bind", *arguments]))
+    assert [options.training_script, *options.training_script_args] == [sys.executable, "-m", "deepep_moe.topology.bound", *command]
+    assert options.no_python and not options.module
+
+
+def test_without_bind_it_is_torchrun(monkeypatch):
+    ran = []
+    monkeypatch.setattr(launch.run, "run", ran.append)
+    launch.main(["--nproc-per-node", "2", "a.py"])
+    assert (ran[0].training_script, ran[0].nproc_per_node, ran[0].no_python) == ("a.py", "2", False)
+
+
+def test_binding_twice_is_refused(capsys):
+    if "--numa-binding" not in launch.parser().format_help():
+        pytest.skip("this torchrun does not bind")
+    with pytest.raises(SystemExit):
+        launch.main(["--bind", "--numa-binding", "node", "a.py"])
+    assert "--bind and --numa-binding=node would both bind the ranks; leave one of them out" in capsys.readouterr().err
+
+
+def test_command_that_is_missing(monkeypatch):
+    monkeypatch.setattr(bound, "bind", lambda: "bound")
+    with pytest.raises(SystemExit, match="cannot run no-such-program: No such file or directory; give a program that is there"):
+        bound.main(["no-such-program"])
+    with pytest.raises(SystemExit, match="usage: python -m deepep_moe.topology.bound COMMAND"):
+        bound.main([])

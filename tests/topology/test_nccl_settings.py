@@ -1,0 +1,151 @@
+"""The topology file for NCCL has the nesting and the attributes of shipped ones; settings are explained and only set where asked for."""
+
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import machine_trees
+import pytest
+
+from deepep_moe import launch
+from deepep_moe.errors import EPError
+from deepep_moe.topology import bind, binding, nccl, read
+from deepep_moe.topology.__main__ import main
+
+NAMES = ("NCCL_TOPO_FILE", "NCCL_CONF_FILE", "NCCL_IB_HCA", "CUDA_VISIBLE_DEVICES", *(setting.name for setting in nccl.SETTINGS))
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in (*NAMES, "DEEPEP_MOE_BOUND", *binding._NVSHMEM):
+        monkeypatch.setenv(name, "")  # so that its value of now is there again after the test
+        monkeypatch.delenv(name)
+
+
+def nesting(element):
+    """The bus ids below an element: a switch with what is in it, a device as "" """
+    return {child.get("busid"): nesting(child) or child.get("class") for child in element}
+
+
+GPU, INFINIBAND, ETHERNET = machine_trees.GPU, machine_trees.INFINIBAND_NIC, machine_trees.ETHERNET_NIC
+
+
+def nodes_of(name, root):
+    getattr(machine_trees, name)(root)
+    system = ElementTree.fromstring(nccl.topology_xml(read(root)))
+    assert system.tag == "system" and system.attrib == {"version": "1"}
+    assert {element.tag for element in system.iter()} == {"system", "cpu", "pci"}
+    return list(system)
+
+
+def test_virtual_machine(tmp_path):
+    first, second = nodes_of("azure_h100", tmp_path)
+    facts = {"arch": read(tmp_path).cpu.arch, "vendor": "GenuineIntel", "familyid": "6", "modelid": "143"}
+    assert first.attrib == {"numaid": "0", "affinity": "0000ffff,ffffffff"} | facts
+    assert second.attrib == {"numaid": "1", "affinity": "ffffffff,ffff0000,00000000"} | facts
+    assert nesting(second) == {f"{5 + gpu:04x}:00:00.0": GPU for gpu in range(4)} | {
+        f"{0x105 + n:04x}:00:00.0": INFINIBAND for n in range(4)
+    }
+    assert first[0].attrib == {"busid": "0001:00:00.0", "class": GPU, "link_speed": "32.0 GT/s PCIe", "link_width": "16"}
+
+
+def test_switches_are_nested(tmp_path):
+    first, second = nodes_of("dgx_h100", tmp_path)
+    found = nesting(first)
+    assert found["0000:16:00.0"] == {"0000:19:00.0": {"0000:1b:00.0": GPU}, "0000:18:00.0": INFINIBAND}
+    assert found["0000:29:00.0"] == ETHERNET and len(found) == 6 and set(nesting(second)) >= {"0000:98:00.0", "0000:da:00.0"}
+
+
+def test_one_switch_for_two_pairs(tmp_path):
+    (node,) = nodes_of("one_node_hgx", tmp_path)
+    assert nesting(node)["0000:11:00.0"] == {
+        "0000:13:00.0": GPU, "0000:14:00.0": GPU, "0000:15:00.0": ETHERNET, "0000:16:00.0": ETHERNET,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (("pci0000:15",), ()),
+        (("pci0000:15", "root port"), ()),
+        (("pci0000:15", "root port", "up", "down"), ("up",)),
+        (("pci0000:15", "root port", "up", "down", "up2", "down2"), ("up", "up2")),
+    ],
+)
+def test_switches(path, found):
+    assert nccl.switches(path) == found
+
+
+def test_masks():
+    assert nccl.cpu_mask(()) == "00000000" and nccl.cpu_mask((0, 31)) == "80000001" and nccl.cpu_mask((0, 32)) == "00000001,00000001"
+
+
+def test_device_of_unknown_node_is_left_out(tmp_path):
+    machine_trees.azure_h100(tmp_path)
+    (tmp_path / "sys/bus/pci/devices/0001:00:00.0/numa_node").write_text("-1")
+    assert "0001:00:00.0" not in nccl.topology_xml(read(tmp_path))
+
+
+def test_node_of_memory_only(tmp_path):
+    machine_trees.one_node_hgx(tmp_path)
+    machine_trees.MachineTree.write(SimpleNamespace(root=tmp_path), "sys/devices/system/node/node1/cpulist", "")
+    (node,) = ElementTree.fromstring(nccl.topology_xml(read(tmp_path)))
+    assert node.get("numaid") == "0" and len(node) == 4
+
+
+@pytest.mark.parametrize("name", ["without_sysfs", "small_vm"])
+def test_nothing_to_tell(name, tmp_path):
+    getattr(machine_trees, name)(tmp_path)
+    with pytest.raises(EPError, match="no GPU and no NIC with a known NUMA node is found, .*; leave NCCL_TOPO_FILE unset"):
+        nccl.topology_xml(read(tmp_path))
+    with pytest.raises(SystemExit, match="cannot write .*topo.xml: no GPU and no NIC"):
+        main(["--root", str(tmp_path), "nccl", "--write", str(tmp_path / "topo.xml")])
+    assert not (tmp_path / "topo.xml").exists()
+
+
+def test_command_writes_and_explains(tmp_path, capsys, monkeypatch):
+    machine_trees.dgx_h100(tmp_path)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("# of the image\nNCCL_IB_QPS_PER_CONNECTION = 2\nnonsense\n")
+    monkeypatch.setenv("NCCL_PXN_DISABLE", "0")
+    main(["--root", str(tmp_path), "nccl", "--write", str(tmp_path / "topo.xml")])
+    assert (tmp_path / "topo.xml").read_text() == nccl.topology_xml(read(tmp_path))
+    printed = capsys.readouterr().out
+    parts = dict(part.split("\n", 1) for part in printed.split("\nNCCL_")[1:])
+    assert f"TOPO_FILE={tmp_path}/topo.xml" in parts and len(parts) == 6
+    assert f"  now:   2 ({tmp_path}/etc/nccl.conf)" in parts["IB_QPS_PER_CONNECTION=4"]
+    assert "  now:   0 (environment)" in parts["PXN_DISABLE=1"]
+    assert "  costs: one SM for each channel while NCCL runs\n  now:   not set" in parts["MIN_NCHANNELS=32"]
+
+
+def test_shipped_file_is_preferred(tmp_path):
+    machine_trees.azure_h100(tmp_path)
+    file = tmp_path / "opt/microsoft/ndv5-topo.xml"
+    file.parent.mkdir(parents=True)
+    file.write_text("<system/>")
+    found = nccl.report(tmp_path)
+    assert f"NCCL_TOPO_FILE={file}\n" in found and f"The machine's image brings {file}; prefer it to a file made here." in found
+
+
+def test_launcher_sets_what_nobody_set(tmp_path, capsys, monkeypatch):
+    (tmp_path / "nccl.conf").write_text("NCCL_PXN_DISABLE=0\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    monkeypatch.setenv("NCCL_MIN_NCHANNELS", "16")
+    told = "NCCL settings: NCCL_IGNORE_CPU_AFFINITY=1 NCCL_P2P_NET_CHUNKSIZE=524288 NCCL_IB_QPS_PER_CONNECTION=4\n"
+    ran = []
+    monkeypatch.setattr(launch.run, "run", ran.append)
+    launch.main(["a.py"])
+    assert capsys.readouterr().err == ""  # never without the option
+    launch.main(["--nccl-settings", "a.py"])
+    assert capsys.readouterr().err == told and len(ran) == 2
+    launch.main(["--nccl-settings", "a.py"])
+    assert capsys.readouterr().err == "NCCL settings: all are set already\n"
+
+
+def test_binding_leaves_what_the_file_sets(tmp_path, monkeypatch):
+    machine_trees.azure_h100(tmp_path)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("NCCL_IB_HCA=mlx5\n")
+    monkeypatch.setattr(binding, "set_affinity", lambda cpus: "")
+    monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
+    found = bind(0, 8, root=tmp_path)
+    assert f"NCCL_IB_HCA is set in {tmp_path}/etc/nccl.conf" in found.left and "NCCL_IB_HCA" not in " ".join(found.done)
