@@ -49,11 +49,13 @@ def local_world_size() -> int:
 def num_threads(num_ranks_on_host: int | None = None) -> int:
     """Threads one rank's CPU kernels may use: `DEEPEP_MOE_NUM_THREADS`, else an equal share of the CPUs, 8 at most.
 
-    `num_ranks_on_host`: who shares the CPUs; by default what the launcher says (`LOCAL_WORLD_SIZE`), else this process alone.
+    `num_ranks_on_host`: who shares the CPUs; by default what the launcher says (`LOCAL_WORLD_SIZE`), else this process alone. Nobody shares
+    those that `deepep_moe.topology.bind` has given to this process.
 
     Raises ValueError where the variable is not a whole number from 1 to 64.
     """
-    share = min(8, max(1, available_cpus() // max(local_world_size(), num_ranks_on_host or 1)))
+    num_ranks = 1 if _bound() else max(local_world_size(), num_ranks_on_host or 1)
+    share = min(8, max(1, available_cpus() // num_ranks))
     value = _number("DEEPEP_MOE_NUM_THREADS", share, 1, _MAX_THREADS)
     if value != int(value):
         raise ValueError(f"environment variable DEEPEP_MOE_NUM_THREADS={value!r} is not a whole number; give one from 1 to {_MAX_THREADS}")
@@ -82,12 +84,18 @@ def set_unless_given(values: dict[str, str]) -> dict[str, str]:
     return missing
 
 
-def mark_bound() -> bool:
-    """Note that this process is being bound to cores (`DEEPEP_MOE_BOUND`, its id); return whether that was noted before.
+def mark_bound(has_own_cpus: bool = False) -> bool:
+    """Note that this process is being bound, and with `has_own_cpus` that its CPUs are its own (`DEEPEP_MOE_BOUND`: its id, and "cpus");
+    return whether it was noted before.
 
     The note outlives `exec`, as a binding does, and means nothing to processes that inherit it.
     """
-    own = str(os.getpid())
-    before = os.environ.get("DEEPEP_MOE_BOUND")
-    os.environ["DEEPEP_MOE_BOUND"] = own
-    return before == own
+    before = _bound()
+    os.environ["DEEPEP_MOE_BOUND"] = f"{os.getpid()} cpus" if has_own_cpus else str(os.getpid())
+    return before is not None
+
+
+def _bound() -> list[str] | None:
+    """Return what is noted beside the id of this process, or None where nothing is."""
+    words = os.environ.get("DEEPEP_MOE_BOUND", "").split()
+    return words[1:] if words[:1] == [str(os.getpid())] else None

@@ -53,7 +53,8 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     done: list[str] = []
     left = list(own.notes)
     if own.cpus:
-        _report(f"CPUs {format_cpulist(own.cpus)}", set_affinity(own.cpus), done, left)
+        _report(f"CPUs {format_cpulist(own.cpus)}", why_not := set_affinity(own.cpus), done, left)
+        config.mark_bound(has_own_cpus=not why_not)
     if own.cpus and own.node is not None:
         _report(f"memory of NUMA node {own.node}", prefer_memory(own.node), done, left)
     variables, reason = network_variables(topology, places)

@@ -8,7 +8,7 @@ import sys
 import machine_trees
 import pytest
 
-from deepep_moe import launch
+from deepep_moe import config, launch
 from deepep_moe.topology import bind, binding, bound, place, read
 from deepep_moe.topology.sysfs import format_cpulist
 
@@ -182,7 +182,10 @@ def test_bound_once(tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "set_affinity", lambda cpus: bound_to.append(cpus) or "")
     monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
     monkeypatch.setenv("DEEPEP_MOE_BOUND", str(os.getppid()))  # as a bound launcher hands on
+    monkeypatch.setattr(config, "available_cpus", lambda: 96 if not bound_to else 12)
+    assert config.num_threads(48) == 2
     assert bind(1, 8, root=tmp_path).done[0] == "CPUs 12-23"
+    assert config.num_threads(48) == 8, "the CPUs are this rank's own"
     assert str(bind(1, 8, root=tmp_path)) == "local rank 1 bound: nothing. left alone: this process was bound before"
     assert bound_to == [tuple(range(12, 24))]
 
