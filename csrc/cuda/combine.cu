@@ -7,8 +7,8 @@
 //                    tokens, in node order, with the sums that come from there
 //
 // Rows of the rank layout without weights need no first step: they are sent from where they lie (`direct`).
+#include "cuda/device/combine_rows.cuh"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/push.cuh"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -20,45 +20,12 @@ static_assert(kThreads >= kMaxExpertTensors);
 static_assert(kThreads >= 32 * (kMaxRingWarps + 1), "a block that sends needs a warp for flags");
 
 template <DType kType>
-struct Kernel {
-    using Values = Piece<kType>;
-    static constexpr int kBatch = tuning::kCombineBatch;
-    using Sum = float[kBatch][Values::kCount];
-    using Pieces = uint4[kBatch];
-
-    const GpuCombineParams& p;
-    const ExpertRows& expert_rows;  // in shared memory, where lanes may look into different ones; unset where there are none
-    const GpuContext& c;
-    const GpuWorkspaceConfig& config;
-    const int64_t row_bytes;
-    const int num_pieces, num_tiles, tile_pieces;  // of a row
-    const GpuSlotLayout slot;
-    const Workspace own;
-    const unsigned long long sequence;
-    const int warp, lane;
-
-    __device__ Kernel(const GpuCombineParams& p, const ExpertRows& expert_rows)
-        : p(p),
-          expert_rows(expert_rows),
-          c(p.context),
-          config(c.config),
-          row_bytes(config.hidden * (16 / Values::kCount)),
-          num_pieces(static_cast<int>(row_bytes / 16)),
-          num_tiles(divide_up(num_pieces, p.max_tile_pieces)),
-          tile_pieces(divide_up(num_pieces, 32 * num_tiles) * 32),
-          slot(row_bytes, p.tail_bytes()),
-          own(c, c.rank),
-          sequence(c.state->sequence),
-          warp(threadIdx.x / 32),
-          lane(threadIdx.x % 32) {}
-
-    // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.
-    __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
-
-    // Which token received lies in a slot of a source.
-    __device__ int recv_token(const Source& source, int slot) const {
-        return first_from(c, p.routing, p.recv_counts, source) + slot - source.first_slot(config);
-    }
+struct Kernel : CombineRows<kType> {
+    using Base = CombineRows<kType>;
+    using Base::add_ranks, Base::each_batch, Base::recv_token, Base::slot, Base::sum_from, Base::topk_weight_grad, Base::within_bound;
+    using Base::Base, Base::kBatch, typename Base::Pieces, typename Base::Rows, typename Base::Sum, typename Base::Values;
+    using Base::c, Base::config, Base::expert_rows, Base::lane, Base::num_tiles, Base::own, Base::p, Base::row_bytes, Base::sequence;
+    using Base::write;
 
     // ---- sending blocks ----
 
@@ -79,50 +46,6 @@ struct Kernel {
     }
 
     // ---- working blocks ----
-
-    // The rows of one token on this rank, in order of top-k: lane n knows the n-th.
-    struct Rows {
-        int recv_token = -1;
-        int row_of_lane = -1;             // the row of this lane of top-k; a row of the rank layout is lane 0's
-        const std::byte* from = nullptr;  // the lane-th of `count` rows
-        int count = 0;
-        float weight = 1.0f;
-
-        __device__ Rows() {}
-        __device__ Rows(const Kernel& k, int token) : recv_token(token) {
-            const GpuCombineParams& p = k.p;
-            if (recv_token < 0) return;
-            if (p.is_expert_layout && k.lane < k.config.num_topk)
-                row_of_lane = p.recv_row_idx[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane];
-            if (!p.is_expert_layout && k.lane == 0 && recv_token < p.num_rows) row_of_lane = recv_token;
-        }
-
-        // Before `add`, and long after the constructor, whose loads it needs.
-        __device__ void look_up(const Kernel& k) {
-            const unsigned there = __ballot_sync(kFullWarp, row_of_lane >= 0);
-            count = __popc(there);
-            const int row = __shfl_sync(kFullWarp, row_of_lane, nth_set(there, k.lane));
-            if (k.lane >= count) return;
-            from = row_of(k.expert_rows, k.p.expert_rows.num_tensors, k.p.x, row, k.row_bytes);
-            if (k.p.weights != nullptr) weight = k.p.weights[row];
-        }
-
-        // What goes with this lane of top-k.
-        __device__ float topk_weight_grad(const Kernel& k) const {
-            const GpuCombineParams& p = k.p;
-            if (p.is_expert_layout) return row_of_lane >= 0 ? p.topk_weight_grads[row_of_lane] : 0.0f;
-            return recv_token >= 0 && recv_token < p.num_rows
-                       ? p.topk_weight_grads[static_cast<int64_t>(recv_token) * k.config.num_topk + k.lane]
-                       : 0.0f;
-        }
-
-        // Adds pieces first, first + 32, ... of the rows to `sum`.
-        __device__ void add(const Kernel& k, Sum& sum, int first, int end) const {
-            const auto rows = [&](int n) { return pieces(shuffle(from, n)); };
-            const auto weights = [&](int n) { return __shfl_sync(kFullWarp, weight, n); };
-            sum_pieces<Values, kBatch>(sum, first, end, count, rows, weights, Pieces{});
-        }
-    };
 
     // On the expert side: a tile of a row a warp, in the order in which they are sent.
 
@@ -169,20 +92,6 @@ struct Kernel {
         fence_bulk_copies();
         __syncwarp();
         if (lane == 0) add_release_local(p.routing.reduced + remote.peer * own.layout.num_reduced + remote.index / kReducedSlots, 1);
-    }
-
-    // A tile of a row, in batches: use(first piece of this lane, end).
-    template <class Use>
-    __device__ void each_batch(int tile, const Use& use) const {
-        const int end = min((tile + 1) * tile_pieces, num_pieces);
-#pragma unroll 1
-        for (int first = tile * tile_pieces; first < end; first += 32 * kBatch) use(first + lane, end);
-    }
-
-    __device__ void write(std::byte* to, int first, int end, const Sum& sum) const {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j)
-            if (first + 32 * j < end) pieces(to)[first + 32 * j] = Values::store(sum[j]);
     }
 
     // On the source side: a tile of a token's row a warp.
@@ -261,20 +170,6 @@ struct Kernel {
         __syncwarp();
         if (lane == 0) add_release_local(p.rail.summed + token / kRailSlots, 1);
         return true;
-    }
-
-    // Adds what each rank of this node has, in rank order.
-    __device__ void add_ranks(Sum& sum, int first, int end, int index, const Rows& rows) const {
-        const unsigned ranks = __ballot_sync(kFullWarp, index >= 0);
-        const int rank = nth_set(ranks, lane), there = __shfl_sync(kFullWarp, index, rank);
-        const std::byte* from = rank == c.rank ? nullptr : sum_from(rank, there);
-        Sum here = {};
-        rows.add(*this, here, first, end);
-        Pieces held;
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) held[j] = Values::store(here[j]);
-        const auto sums = [&](int n) { return pieces(shuffle(from, n)); };
-        sum_pieces<Values, kBatch>(sum, first, end, __popc(ranks), sums, [](int) { return 1.0f; }, held);
     }
 
     // In node order: sums that have come from other nodes, and this one's, which is not rounded.
@@ -377,33 +272,9 @@ struct Kernel {
         });
     }
 
-    __device__ const std::byte* sum_from(int rank, int index) const { return own.inbox(rank) + index * slot.bytes; }
-
     __device__ void take_topk_weight_grads(int token, int index, const Rows& rows) const {
         const float value = topk_weight_grad(token, index, rows);
         if (lane < config.num_topk) p.combined_topk_weight_grads[token * config.num_topk + lane] = value;
-    }
-
-    // What all ranks of this node have for lane `lane` of the token, in rank order.
-    __device__ float sum_of_lane(int index, const Rows& rows) const {
-        float sum = 0.0f;
-        for (int rank = 0; rank < config.num_ranks; ++rank) {
-            const int there = __shfl_sync(kFullWarp, index, rank);
-            if (there < 0 || lane >= config.num_topk) continue;
-            sum += rank == c.rank ? rows.topk_weight_grad(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
-        }
-        return sum;
-    }
-
-    // Of lane `lane` of the token, whose slot on rank `lane` is `index`; 0 where no rank of this node has the expert.
-    __device__ float topk_weight_grad(int token, int index, const Rows& rows) const {
-        if (p.sums_lanes) return sum_of_lane(index, rows);
-        int expert = -1;
-        if (lane < config.num_topk) expert = static_cast<int>(p.routing.expert(token, lane));
-        const int rank = expert >= 0 ? expert / (config.num_experts / config.num_ranks) : c.rank;
-        const int there = __shfl_sync(kFullWarp, index, rank);
-        if (expert < 0) return 0.0f;
-        return rank == c.rank ? rows.topk_weight_grad(*this) : reinterpret_cast<const float*>(sum_from(rank, there) + row_bytes)[lane];
     }
 };
 

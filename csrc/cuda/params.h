@@ -71,11 +71,11 @@ struct GpuRouting {
 
 // How a plan divides tokens among its warps, and the number of its blocks.
 constexpr int kPlanWarps = tuning::kPlanThreads / 32;
-constexpr int tokens_per_warp(int num_tokens, int num_nodes) {  // num_tokens: of one node
-    return divide_up(num_tokens, tuning::kMaxSegments / num_nodes * kPlanWarps * tuning::kTokensAtOnce) * tuning::kTokensAtOnce;
+constexpr int tokens_per_warp(int num_tokens, int max_segments) {  // of one node
+    return divide_up(num_tokens, max_segments * kPlanWarps * tuning::kTokensAtOnce) * tuning::kTokensAtOnce;
 }
-constexpr int node_segments(int num_tokens, int num_nodes) {
-    return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens, num_nodes) * kPlanWarps);
+constexpr int node_segments(int num_tokens, int max_segments) {
+    return num_tokens == 0 ? 1 : divide_up(num_tokens, tokens_per_warp(num_tokens, max_segments) * kPlanWarps);
 }
 
 // A bit of recv_counts[0], set where a dispatch has failed: nothing may go along its handle.

@@ -1,6 +1,7 @@
 // Plan: where this rank's tokens go. The first kernel of every call.
 //
-//   blocks          64 at most of kPlanThreads; all are on the GPU at once, as they wait for each other
+//   blocks          64 at most of kPlanThreads, fewer where the GPU or a share of it holds fewer: all are on it at once, as they wait
+//                   for each other
 //   block 0         enters the call: stores `entered` at every rank. After a call that this rank refused or failed in, it first waits
 //                   until the peers have entered that one
 //   every block     counts one segment of one node's tokens, by ballots and prefix sums: the same in every run, no atomics on order
@@ -10,7 +11,7 @@
 // Along a handle the counts are known, and nobody exchanges them. A refusal is entered like a call and waits for nobody, if it is not one
 // of many in a row.
 #include "cuda/device/launch.cuh"
-#include "cuda/device/sync.cuh"
+#include "cuda/device/token_counts.cuh"
 #include "cuda/launch.h"
 
 #include <algorithm>
@@ -18,17 +19,9 @@
 namespace deepep_moe {
 namespace {
 
-using tuning::kMaxSegments, tuning::kPlanThreads, tuning::kQuickLooks;
-constexpr int kLoads = tuning::kPlanLoads;
+using tuning::kMaxSegments, tuning::kQuickLooks;
 
-// What happens seldom stays out of the way: a kernel that runs once for microseconds waits for every line of its code.
-__device__ __noinline__ void refuse_index(const GpuContext& c, int entry, long long expert) {
-    report(c, kIndexOutOfRange, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
-}
-
-__device__ __noinline__ void refuse_duplicate(const GpuContext& c, int entry, int expert) {
-    report(c, kDuplicateExpert, entry % c.config.num_topk, GpuPhase::kNone, entry / c.config.num_topk, expert);
-}
+// What happens seldom stays out of the way, as in the counting half.
 
 // All threads of a block.
 __device__ __noinline__ void refuse_handle(const GpuContext& c) {
@@ -58,42 +51,8 @@ __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long
     return word != 0 && !refuses;
 }
 
-struct Plan {
-    const GpuPlanParams& p;
-    const GpuContext& c;
-    const GpuWorkspaceConfig& config;
-    const GpuRouting& r;
-    const int columns, num_local, warp, lane;
-    const unsigned long long sequence;
-    const int node;                  // whose tokens this block counts
-    const int warp_begin, warp_end;  // this warp's tokens
-    int32_t* const warp_counts;      // shared memory [kPlanWarps, columns]: tokens of each warp
-    int32_t* const all_counts;       // [num_sources, columns] of each source, in its place later
-    int32_t* const experts;          // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
-    const Workspace own;
-    int* const num_rows;  // shared memory: that this rank receives
-
-    __device__ Plan(const GpuPlanParams& p, int32_t* shared, int* num_rows)
-        : p(p),
-          c(p.context),
-          config(c.config),
-          r(p.routing),
-          columns(c.layout.columns),
-          num_local(config.num_experts / config.num_ranks),
-          warp(threadIdx.x / 32),
-          lane(threadIdx.x % 32),
-          sequence(c.state->sequence + 1),
-          node(static_cast<int>(blockIdx.x) / r.node_segments),
-          warp_begin(first_of(node) + ((static_cast<int>(blockIdx.x) - node * r.node_segments) * kPlanWarps + warp) * r.tokens_per_warp),
-          warp_end(min(min(warp_begin + r.tokens_per_warp, first_of(node + 1)), r.num_tokens)),
-          warp_counts(shared),
-          all_counts(shared),
-          experts(shared + kPlanWarps * columns + warp * 32 * config.num_topk),
-          own(c, c.rank),
-          num_rows(num_rows) {}
-
-    // The first of a node's tokens, and of its slots.
-    __device__ int first_of(int node) const { return node * config.node_tokens(); }
+struct Plan : TokenCounts {
+    using TokenCounts::TokenCounts;
 
     // ---- entry: a peer that sees it has this rank's workspace for itself ----
 
@@ -121,96 +80,6 @@ struct Plan {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
         if (!is_refusal()) stamp.reason[0] = '\0', stamp.why = *c.failure;
         store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
-    }
-
-    // ---- counting ----
-
-    __device__ void count() const {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < kPlanWarps * columns; i += kPlanThreads) warp_counts[i] = 0;
-#pragma unroll 1
-        for (int i = blockIdx.x * kPlanThreads + threadIdx.x; p.cached && i < config.num_ranks * own.layout.num_reduced;
-             i += gridDim.x * kPlanThreads)
-            r.reduced[i] = 0;  // a combine is a call along a handle
-        __syncthreads();
-        int32_t* counts = warp_counts + warp * columns;
-#pragma unroll 1
-        for (int first = warp_begin; first < warp_end; first += 32) {
-            const int num_tokens = min(warp_end - first, 32);
-            load_experts(first, num_tokens);
-            count_ranks(first, num_tokens, counts + config.num_experts);
-            const int num_entries = num_tokens * config.num_topk, step = 32 / config.num_topk * config.num_topk;  // whole tokens
-#pragma unroll 1
-            for (int begin = 0; !p.cached && begin < num_entries; begin += step)
-                count_expert(first * config.num_topk, lane < step && begin + lane < num_entries ? begin + lane : -1, counts);
-            __syncwarp();
-        }
-        __syncthreads();
-#pragma unroll 1
-        for (int column = threadIdx.x; column < columns; column += kPlanThreads) {
-            int total = 0;
-#pragma unroll
-            for (int w = 0; w < kPlanWarps; ++w) {
-                r.warp_counts[(static_cast<int>(blockIdx.x) * kPlanWarps + w) * columns + column] = total;
-                total += warp_counts[w * columns + column];
-            }
-            r.segment_counts[static_cast<int>(blockIdx.x) * columns + column] = total;
-        }
-    }
-
-    // Refuses indices out of range.
-    __device__ void load_experts(int first, int num_tokens) const {
-        const int num_entries = num_tokens * config.num_topk, before = first * config.num_topk;
-#pragma unroll 1
-        for (int begin = lane; begin < num_entries; begin += 32 * kLoads) {
-            int64_t wide[kLoads];
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int entry = begin + 32 * i, token = entry / config.num_topk;
-                wide[i] = entry < num_entries ? r.expert(first + token, entry - token * config.num_topk) : -1;
-            }
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int entry = begin + 32 * i;
-                if (entry >= num_entries) continue;
-                const bool inside = wide[i] >= -1 && wide[i] < config.num_experts;
-                if (!inside) refuse_index(c, before + entry, wide[i]);
-                experts[entry] = inside ? static_cast<int>(wide[i]) : -1;
-                if (r.narrow_topk_idx != nullptr) r.narrow_topk_idx[before + entry] = experts[entry];
-            }
-        }
-        __syncwarp();
-    }
-
-    // A token a lane.
-    __device__ void count_ranks(int first, int num_tokens, int32_t* counts) const {
-        unsigned ranks = 0;
-#pragma unroll 1
-        for (int k = 0; k < config.num_topk && lane < num_tokens; ++k) {
-            const int expert = experts[lane * config.num_topk + k];
-            if (expert >= 0) ranks |= 1u << (expert / num_local);
-        }
-#pragma unroll 1
-        for (int rank = 0; rank < config.num_ranks; ++rank) {
-            const unsigned goes = __ballot_sync(kFullWarp, ranks >> rank & 1);
-            const int before = counts[rank] + __popc(goes & ((1u << lane) - 1));
-            if (lane < num_tokens) r.send_slot[(first + lane) * config.num_ranks + rank] = (ranks >> rank & 1) ? before : -1;
-            __syncwarp();
-            if (lane == 0) counts[rank] += __popc(goes);
-            __syncwarp();
-        }
-    }
-
-    // An entry of topk_idx a lane (-1: none), of those that choose the same expert the earlier ones first. Refuses duplicates.
-    __device__ void count_expert(int first_entry, int entry, int32_t* counts) const {
-        const int expert = entry >= 0 ? experts[entry] : -1;
-        const unsigned same = __match_any_sync(kFullWarp, expert), earlier = same & ((1u << lane) - 1);
-        const int before = __popc(earlier);
-        if (expert >= 0) r.index_in_warp[first_entry + entry] = counts[expert] + before;
-        if (expert >= 0 && earlier >> (lane - lane % config.num_topk) != 0) refuse_duplicate(c, first_entry + entry, expert);
-        __syncwarp();
-        if (expert >= 0 && before == 0) counts[expert] += __popc(same);
-        __syncwarp();
     }
 
     // ---- the last block done: sums over the segments, and those of all ranks ----

@@ -33,7 +33,7 @@ constexpr int kRowsBehindFlag = 3;      // rows sent after those that a flag ann
 
 // Plan.
 constexpr int kPlanThreads = 512;  // of one block, which counts one segment of the tokens
-constexpr int kMaxSegments = 64;   // blocks; all must be on the GPU at once
+constexpr int kMaxSegments = 64;   // blocks, fewer where the GPU does not hold them all at once
 constexpr int kTokensAtOnce = 16;  // of a warp
 constexpr int kPlanLoads = 8;      // that a thread has in flight
 constexpr int kQuickLooks = 32;    // at words of peers, before each is waited for with a deadline

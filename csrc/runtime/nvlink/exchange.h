@@ -133,6 +133,7 @@ private:
     const int rank_, device_, owner_pid_;
     const double timeout_s_;
     int num_multiprocessors_ = 0, shared_bytes_ = 0;
+    int max_segments_ = 0;  // of the plan: its blocks must all be on the GPU at once
     GpuMemory memory_;
     const RankNumbers numbers_;
     Failures failures_;

@@ -1,6 +1,7 @@
 // What an exchange owns: the workspace that peers write to, scratch of this rank, pinned words, streams.
 #include <unistd.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -40,10 +41,11 @@ void NvlinkExchange::allocate() {
     if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
         throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +
                                  " bytes of shared memory for their counts, this GPU has " + std::to_string(shared_bytes_) + " a block");
-    if (const int blocks = plan_blocks_per_multiprocessor(config_) * num_multiprocessors_; blocks < tuning::kMaxSegments)
-        throw std::runtime_error("this GPU holds " + std::to_string(blocks) + " blocks of a plan with " +
-                                 std::to_string(config_.num_experts) + " experts at once, and " + std::to_string(tuning::kMaxSegments) +
-                                 " must be");
+    max_segments_ = std::min(plan_blocks_per_multiprocessor(config_) * num_multiprocessors_, tuning::kMaxSegments);
+    if (max_segments_ < config_.num_nodes)
+        throw std::runtime_error("this GPU, or what this process may use of it, holds " + std::to_string(max_segments_) +
+                                 " blocks of a plan with " + std::to_string(config_.num_experts) + " experts at once; " +
+                                 std::to_string(config_.num_nodes) + " nodes need one each");
     memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
     void* host = nullptr;
     const size_t host_bytes = sizeof(HostSlots) + sizeof(int) * (config_.num_experts / config_.num_ranks);
@@ -65,8 +67,8 @@ void NvlinkExchange::allocate_scratch() {
     };
     const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
                                                  words(&r.reduced, config_.num_ranks * layout_.num_reduced),
-                                                 words(&r.segment_counts, tuning::kMaxSegments * layout_.columns),
-                                                 words(&r.warp_counts, tuning::kMaxSegments * kPlanWarps * layout_.columns),
+                                                 words(&r.segment_counts, max_segments_ * layout_.columns),
+                                                 words(&r.warp_counts, max_segments_ * kPlanWarps * layout_.columns),
                                                  words(&r.index_in_warp, n * config_.num_topk),
                                                  words(&r.expert_row_base, config_.num_nodes * config_.num_experts),
                                                  words(&r.send_slot, n * config_.num_ranks),
