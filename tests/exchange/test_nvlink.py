@@ -52,6 +52,13 @@ def test_few_multiprocessors(max_sms, mode):
         run_ranks(check_case, case.num_ranks, case)
 
 
+def test_few_blocks_of_a_plan(monkeypatch):
+    """A share of a GPU holds few blocks at once: each counts more of the tokens."""
+    monkeypatch.setenv("DEEPEP_MOE_EMULATED_BLOCKS", "1")  # on each of 12 multiprocessors
+    case = Case([3200, 7, 0], hidden=16, dtype=torch.bfloat16, expert_alignment=4, with_bias=True, backends=("nvlink",))
+    run_ranks(check_case, case.num_ranks, case)
+
+
 def guessed_rows(rank, num_ranks, layout, mode):
     """Token t of every rank chooses experts t and t + 1 of 4. The rows allocated are guessed where the last two calls received about as
     many, a sixteenth more than the last: enough, or not."""
