@@ -185,8 +185,8 @@ void NvlinkExchange::complete(GpuRouting& routing) const {
     complete.is_int64 = routing.is_int64;
     complete.num_tokens = routing.num_tokens;
     const int node_tokens = config_.num_nodes == 1 ? routing.num_tokens : config_.node_tokens();
-    complete.tokens_per_warp = tokens_per_warp(node_tokens, max_segments_ / config_.num_nodes);
-    complete.node_segments = node_segments(node_tokens, max_segments_ / config_.num_nodes);
+    complete.tokens_per_warp = tokens_per_warp(node_tokens, max_segments() / config_.num_nodes);
+    complete.node_segments = node_segments(node_tokens, max_segments() / config_.num_nodes);
     complete.narrow_topk_idx = routing.narrow_topk_idx;
     routing = complete;
 }
@@ -372,7 +372,14 @@ int NvlinkExchange::num_sms_of_call() const {
     return tuning.max_sms > 0 ? std::clamp(tuning.max_sms - num_rail_sms(), 2, all) : all;
 }
 
-int NvlinkExchange::num_rail_sms() const { return rail_ == nullptr ? 0 : std::clamp(tuning.num_rail_sms, 1, num_multiprocessors_ - 1); }
+int NvlinkExchange::num_rail_sms() const {
+    return config_.num_nodes == 1 ? 0 : std::clamp(tuning.num_rail_sms, 1, num_multiprocessors_ - 1);
+}
+
+// Of a plan: its blocks wait for each other, so they must all be on the GPU at once, beside those of the rail.
+int NvlinkExchange::max_segments() const {
+    return std::min(plan_blocks_per_multiprocessor_ * (num_multiprocessors_ - num_rail_sms()), tuning::kMaxSegments);
+}
 
 // A call goes no further: what it was given may be freed on its stream, once it is sent.
 void NvlinkExchange::abandon() { join(last_.running()); }

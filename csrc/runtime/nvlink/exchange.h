@@ -113,6 +113,7 @@ private:
     int num_tiles(int64_t row_bytes) const;
     int num_sms_of_call() const;
     int num_rail_sms() const;
+    int max_segments() const;
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
 
@@ -132,8 +133,7 @@ private:
     const GpuWorkspaceLayout layout_;
     const int rank_, device_, owner_pid_;
     const double timeout_s_;
-    int num_multiprocessors_ = 0, shared_bytes_ = 0;
-    int max_segments_ = 0;  // of the plan: its blocks must all be on the GPU at once
+    int num_multiprocessors_ = 0, shared_bytes_ = 0, plan_blocks_per_multiprocessor_ = 0;
     GpuMemory memory_;
     const RankNumbers numbers_;
     Failures failures_;

@@ -1,7 +1,6 @@
 // What an exchange owns: the workspace that peers write to, scratch of this rank, pinned words, streams.
 #include <unistd.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -41,9 +40,9 @@ void NvlinkExchange::allocate() {
     if (plan_bytes > shared_bytes_ - kStaticSharedBytes)
         throw std::runtime_error(std::to_string(config_.num_experts) + " experts need " + std::to_string(plan_bytes) +
                                  " bytes of shared memory for their counts, this GPU has " + std::to_string(shared_bytes_) + " a block");
-    max_segments_ = std::min(plan_blocks_per_multiprocessor(config_) * num_multiprocessors_, tuning::kMaxSegments);
-    if (max_segments_ < config_.num_nodes)
-        throw std::runtime_error("this GPU, or what this process may use of it, holds " + std::to_string(max_segments_) +
+    plan_blocks_per_multiprocessor_ = plan_blocks_per_multiprocessor(config_);
+    if (max_segments() < config_.num_nodes)
+        throw std::runtime_error("this GPU, or what this process may use of it, holds " + std::to_string(max_segments()) +
                                  " blocks of a plan with " + std::to_string(config_.num_experts) + " experts at once; " +
                                  std::to_string(config_.num_nodes) + " nodes need one each");
     memory_.allocate(layout_.total_bytes, layout_.inbox, layout_.left);
@@ -67,8 +66,8 @@ void NvlinkExchange::allocate_scratch() {
     };
     const std::pair<void**, int64_t> arrays[] = {words(&state_, 1),
                                                  words(&r.reduced, config_.num_ranks * layout_.num_reduced),
-                                                 words(&r.segment_counts, max_segments_ * layout_.columns),
-                                                 words(&r.warp_counts, max_segments_ * kPlanWarps * layout_.columns),
+                                                 words(&r.segment_counts, tuning::kMaxSegments * layout_.columns),
+                                                 words(&r.warp_counts, tuning::kMaxSegments * kPlanWarps * layout_.columns),
                                                  words(&r.index_in_warp, n * config_.num_topk),
                                                  words(&r.expert_row_base, config_.num_nodes * config_.num_experts),
                                                  words(&r.send_slot, n * config_.num_ranks),

@@ -26,6 +26,7 @@ from deepep_moe.bench.common.workload import Inputs, Shape, make_inputs
 from deepep_moe.testing import run_ranks
 
 _LEAD_S = 2e-3
+_TIMEOUT_S = 30.0  # of a call; ranks that cannot run side by side wait for each other that long
 _SLEEP_CYCLES = 2_000_000  # about a millisecond, while hosts reach the first launch
 
 
@@ -61,10 +62,11 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[dict
     inputs = make_inputs(shape, options.num_tokens, rank, device)
     rate = options.rate / -(-num_ranks // num_gpus)
     sizes = options.num_tokens, options.hidden, options.num_experts, options.num_topk
-    alone = Buffer(None, *sizes, backend="nvlink", num_sms=options.num_sms, ranks_per_node=num_ranks)
+    alone = Buffer(None, *sizes, backend="nvlink", num_sms=options.num_sms, timeout_s=_TIMEOUT_S)
     nvlink_us = {op: _timed(call, options.repeats) for op, call in _calls(alone, inputs).items()}
     alone.destroy()
-    buffer = Buffer(None, *sizes, backend="nvshmem", num_sms=options.num_sms, ranks_per_node=options.ranks_per_node)
+    nodes: dict[str, Any] = {"backend": "nvshmem", "ranks_per_node": options.ranks_per_node}
+    buffer = Buffer(None, *sizes, num_sms=options.num_sms, timeout_s=_TIMEOUT_S, **nodes)
     tuning: Any = buffer.calls.backend.tuning  # type: ignore[attr-defined]
     tuning.num_rail_sms = options.num_rail_sms
     unpaced_us = {op: _timed(call, options.repeats) for op, call in _calls(buffer, inputs).items()}
