@@ -68,7 +68,7 @@ __device__ __noinline__ void refuse_late(const LowLatencyContext& c, LowLatencyW
     const int to = static_cast<int>(threadIdx.x % 32);
     if (!gave_up(c) || to >= c.config.num_ranks || to == c.rank || (came >> to & 1) != 0) return;
     if (load_relaxed(Turn(c, c.rank, call).entered(to)) >> kWhatBits >= call) return;  // it is here, and does something else
-    refuse(c, what, call, to, {kTimeout, to, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(call), 0});
+    refuse(c, what, call, to, own_failure(c));
 }
 
 // kWeighted: by weights of this call.

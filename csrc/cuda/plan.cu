@@ -78,7 +78,7 @@ struct Plan : TokenCounts {
 
     __device__ void refuse(const Workspace& theirs) const {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
-        if (!is_refusal()) stamp.reason[0] = '\0', stamp.why = *c.failure;
+        if (!is_refusal()) stamp.reason[0] = '\0', stamp.why = own_failure(c);
         store_release(theirs.entered(sequence, c.rank), sequence << kValueBits);
     }
 

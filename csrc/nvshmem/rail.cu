@@ -137,7 +137,7 @@ struct Meeting {
             const bool is_refusal = p.stamp.what == 0;
             refuses = is_refusal || gave_up(c);
             out->stamp = p.stamp;
-            if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = *c.failure;
+            if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = own_failure(c);
             out->num_tokens = num_tokens;
             r.out_counts[node] = num_tokens;
         }

@@ -9,6 +9,7 @@ namespace deepep_moe {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 using tuning::kNsBetweenHostLooks, tuning::kPauseNs;
+constexpr unsigned long long kNsToReport = 100'000'000;  // a failure, to host memory; it takes microseconds
 
 __device__ __forceinline__ bool gave_up(const GpuWaits& w) { return *static_cast<volatile int*>(w.gave_up) != 0; }
 
@@ -23,6 +24,15 @@ __device__ __noinline__ inline void report(const GpuWaits& w, GpuFailureKind kin
     failure->seen = seen;
     __threadfence_system();
     failure->kind = kind;
+}
+
+// That failure, of a rank that gave up: whoever reports it writes it over PCIe, and its kind last.
+__device__ __noinline__ inline GpuFailure own_failure(const GpuWaits& w) {
+    const volatile GpuFailure* failure = w.failure;
+    const unsigned long long deadline = now_ns() + kNsToReport;
+    while (failure->kind == kNoFailure && now_ns() < deadline) pause_ns(kPauseNs);
+    __threadfence_system();
+    return {failure->kind, failure->peer, failure->phase, failure->expected, failure->seen};
 }
 
 // What became of `peer`. Threads that wait look at what the host knows now and then, the first one for all. A rank that is not here will

@@ -207,9 +207,9 @@ GpuFailure NvlinkLowLatency::forget_failure() {
     return failures_.take(host_->failure, &state_->gave_up, sizeof(state_->gave_up), is_done);
 }
 
-std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f) const {
+std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f, int reporter) const {
     const auto phase = static_cast<GpuPhase>(f.phase);
-    const std::string me = "rank " + std::to_string(rank_), peer = "rank " + std::to_string(f.peer);
+    const std::string me = "rank " + std::to_string(reporter), peer = "rank " + std::to_string(f.peer);
     if (phase == GpuPhase::kRejoin)
         return "ranks take " + me + " back between different calls: before call " + std::to_string(f.expected) + ", " + peer +
                " before call " + std::to_string(f.seen);
@@ -220,15 +220,24 @@ std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f) const {
     return "ranks make different calls: " + me + ": " + own + "; " + peer + ": " + theirs;
 }
 
-void NvlinkLowLatency::raise(const GpuFailure& f) const {
-    const std::string me = "rank " + std::to_string(rank_), peer = "rank " + std::to_string(f.peer);
+// A peer's failure that is another's refusal is told without that one's reason: it lies with the peer.
+std::string NvlinkLowLatency::describe(const GpuFailure& f, int reporter) const {
+    const std::string me = "rank " + std::to_string(reporter), peer = "rank " + std::to_string(f.peer);
     switch (f.kind) {
-        case kPeerRefused: throw PeerError(failures_.peer_refused(f.peer, reason_of(f.peer)), f.peer);
+        case kPeerRefused: return reporter == rank_ ? failures_.peer_refused(f.peer, reason_of(f.peer)) : peer + " did not make its call";
         case kOvertaken:
-            throw MismatchError(peer + " is in call " + std::to_string(f.seen) + " already, " + me + " in call " +
-                                std::to_string(f.expected) + ": " + peer +
-                                " gave up waiting for a rank, and calls of its that were enqueued went on");
-        case kMismatch: throw MismatchError(describe_mismatch(f));
+            return peer + " is in call " + std::to_string(f.seen) + " already, " + me + " in call " + std::to_string(f.expected) + ": " +
+                   peer + " gave up waiting for a rank, and calls of its that were enqueued went on";
+        case kMismatch: return describe_mismatch(f, reporter);
+        default: return failures_.describe(f, reporter);
+    }
+}
+
+void NvlinkLowLatency::raise(const GpuFailure& f) const {
+    switch (f.kind) {
+        case kPeerRefused: throw PeerError(describe(f, rank_), f.peer);
+        case kOvertaken:
+        case kMismatch: throw MismatchError(describe(f, rank_));
         default: failures_.raise(f);
     }
 }
@@ -236,7 +245,7 @@ void NvlinkLowLatency::raise(const GpuFailure& f) const {
 std::string NvlinkLowLatency::reason_of(int peer) const {
     LowLatencyReason reason{};
     failures_.read(&reason, memory_.of(rank_) + layout_.reason_of(peer), sizeof(reason));
-    return reason.text[0] != '\0' ? reason.text : Failures::reason_of(reason.why, failures_.describe(reason.why, peer));
+    return reason.text[0] != '\0' ? reason.text : Failures::reason_of(reason.why, describe(reason.why, peer));
 }
 
 }  // namespace deepep_moe

@@ -49,7 +49,8 @@ private:
     void begin(bool sends, uintptr_t stream);
     GpuFailure forget_failure();
     [[noreturn]] void raise(const GpuFailure& failure) const;
-    std::string describe_mismatch(const GpuFailure& failure) const;
+    std::string describe(const GpuFailure& failure, int reporter) const;
+    std::string describe_mismatch(const GpuFailure& failure, int reporter) const;
     std::string reason_of(int peer) const;
 
     const LowLatencyConfig config_;

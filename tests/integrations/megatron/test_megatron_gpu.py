@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,10 @@ ROUTINGS = [
     (5, 4, 2, torch.float32), (33, 64, 8, torch.float32), (7, 24, 3, torch.bfloat16), (9, 256, 8, torch.float64), (0, 8, 2, torch.float32),
     (1, 3, 4, torch.float32),
 ]  # fmt: skip
+
+
+# Rank r is on GPU r.
+ON_GPUS = pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu(2))))
 
 
 def check_kernels(device: str) -> None:
@@ -91,6 +96,67 @@ def parity(rank: int, num_ranks: int, backend: str) -> str:
             passes = [forward_backward(layer, *inputs) for layer in (ours, theirs)]
             assert_same(*passes, f"{num_rows} rows, rank {rank}", tolerance=5e-6)
         return ours.token_dispatcher.buffer.backend
+
+
+def _recomputed(rank: int, num_ranks: int) -> None:
+    """A layer under recompute repeats its dispatch along the handle, to the bit, and counts no rows again."""
+    from test_megatron_recompute import RECOMPUTED, watch
+
+    with model_parallel("cuda", ep=num_ranks, backend="nvlink") as sizes:
+        recomputed, plain = (build_layer(layer_config(**sizes, **selection(), **changes)) for changes in (RECOMPUTED, {}))
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(10 * seed + rank)
+            inputs = [torch.randn(12, 1, HIDDEN, generator=generator).cuda() for _ in range(2)]
+            expected = forward_backward(plain, *inputs)
+            handles = watch(plain.token_dispatcher.buffer)
+            assert_same(forward_backward(recomputed, *inputs), expected, f"rank {rank}", tolerance=0.0)
+            assert [handle is None for handle in handles] == [True, False]
+            del plain.token_dispatcher.buffer.dispatch
+
+
+@ON_GPUS
+def test_recomputed_layer(num_ranks):
+    run_ranks(_recomputed, num_ranks)
+
+
+def _step(model: torch.nn.Module, data_iterator: list[Any], **_: Any) -> dict[str, torch.Tensor]:
+    """Output and gradients of a micro batch, as a forward_backward_func of Megatron-Core is called."""
+    data = next(data_iterator[0])
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+    output, _ = model(data["x"])
+    output.backward(data["cotangent"])
+    return {"output": output.detach()} | {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def _full_iteration(rank: int, num_ranks: int) -> None:
+    full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
+    with model_parallel("cuda", ep=num_ranks, backend="nvlink", grouped_experts=True, sync_free=True) as sizes:
+        switches = {"bf16": True, "params_dtype": torch.bfloat16, "cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
+        try:
+            config = layer_config(**sizes, **selection(), **switches)
+        except (TypeError, AssertionError, ValueError):  # 0.19: a name of its own
+            config = layer_config(**sizes, **selection(), **switches | {"cuda_graph_impl": "full_iteration", "cuda_graph_scope": None})
+        layer = build_layer(config).cuda()
+        wrapper = full_cuda_graph.FullCudaGraphWrapper(_step, cuda_graph_warmup_steps=2)
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(10 * seed + rank)
+            data = {name: torch.randn(12, 1, HIDDEN, generator=generator).bfloat16().cuda() for name in ("x", "cotangent")}
+            got = wrapper(model=layer, data_iterator=iter([data]), num_microbatches=1, seq_length=12, forward_only=False)
+            got = {name: value.clone() for name, value in got.items()}
+            for name, expected in _step(layer, [iter([data])]).items():
+                assert torch.equal(got[name], expected), f"rank {rank}, step {seed}: {name}"
+        assert full_cuda_graph.FullCudaGraphWrapper.cuda_graph["training"] is not None, "steps were replayed"
+
+
+@ON_GPUS
+def test_full_iteration_graph(num_ranks):
+    """Megatron-Core's graph of a whole step: replays equal eager steps to the bit."""
+    pytest.importorskip("megatron.core.full_cuda_graph")
+    run_ranks(_full_iteration, num_ranks)
 
 
 @pytest.mark.multi_gpu(2)
