@@ -276,7 +276,7 @@ def test_binding_twice_is_refused(capsys):
 
 
 def test_command_that_is_missing(monkeypatch):
-    monkeypatch.setattr(bound, "bind", lambda: "bound")
+    monkeypatch.setattr(bound, "bind_this_rank", lambda: None)
     with pytest.raises(SystemExit, match="cannot run no-such-program: No such file or directory; give a program that is there"):
         bound.main(["no-such-program"])
     with pytest.raises(SystemExit, match="usage: python -m deepep_moe.topology.bound COMMAND"):
