@@ -149,7 +149,6 @@ class Environment:
             facts["error"] = ran.why()
         return facts
 
-    def imports(self, module: str) -> str:
-        """Import `module` in a process of its own; return "" or why that failed."""
-        ran = self.run([sys.executable, "-P", "-c", f"import {module}"], _IMPORT_S)
-        return "" if ran.code == 0 else ran.why()
+    def imports(self, module: str) -> Ran:
+        """Import `module` in a process of its own, and return how that ended."""
+        return self.run([sys.executable, "-P", "-c", f"import {module}"], _IMPORT_S)

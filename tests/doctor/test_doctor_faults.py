@@ -75,6 +75,21 @@ def test_driver_too_old(machine):
     assert serves["nvlink"] == "CUDA driver" and serves["shm"] == ""
 
 
+def test_version_of_the_driver(machine):
+    driver = {finding.check: finding for finding in examine(machine.environment)}["CUDA driver"]
+    assert driver.text == "of unknown version, serves CUDA 13.0"
+    for kind in ("UNIX Open Kernel Module for x86_64", "UNIX x86_64 Kernel Module"):
+        machine.write("proc/driver/nvidia/version", f"NVRM version: NVIDIA {kind}  580.82.07  Release Build\nGCC version: 12.2.0")
+        driver = {finding.check: finding for finding in examine(machine.environment)}["CUDA driver"]
+        assert driver.text == "580.82.07, serves CUDA 13.0"
+
+
+def test_import_that_takes_long(machine):
+    machine.ran["import megatron.core"] = Ran(None, errors="no end within 20 s")
+    found, _ = only(machine, "megatron-core", WARNING)
+    assert found.text == "the import of megatron.core 0.16.1 was stopped: no end within 20 s"
+
+
 def test_driver_of_an_older_minor_version_serves(machine):
     machine.torch["cuda"] = "13.2"
     assert exit_code(examine(machine.environment)) == 0
