@@ -12,6 +12,7 @@ from machine_trees import fake_nvml
 
 from deepep_moe.topology import distance, picture, read
 from deepep_moe.topology.__main__ import main
+from deepep_moe.topology.drawing import Box, draw
 from deepep_moe.topology.svg import svg
 from deepep_moe.topology.sysfs import format_cpulist, parse_cpulist
 
@@ -207,7 +208,7 @@ def test_links_that_go_round(tmp_path):
 def test_empty_root(tmp_path):
     found = read(tmp_path / "nowhere")
     assert (found.nodes, found.gpus, found.nics, found.allowed_cpus) == ((), (), (), None) and len(found.notes) == 2
-    assert "nothing is known of this machine" in svg(found)
+    assert "nothing is known of this machine" in svg(draw(found))
 
 
 def test_cpulists():
@@ -232,6 +233,25 @@ def test_picture(tmp_path, capsys):
     assert "mlx5_0    NODE  NODE  NODE  NODE  SYS   SYS   SYS   SYS" in lines
     words = [element.text for element in ElementTree.fromstring(drawing.read_text()).iter() if element.text and element.text.strip()]
     assert words.count("NODE") == 8 and {"GPU 7", "mlx5_an0", "NUMA node 1: CPUs 48-95"} <= set(words)
+
+
+def test_png(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    machine_trees.dgx_h100(tmp_path)
+    main(["--root", str(tmp_path), "--png", str(tmp_path / "machine.png")])
+    pixels, drawing = image.imread(tmp_path / "machine.png"), draw(read(tmp_path))
+    assert pixels.shape[:2] == (2 * drawing.height, 2 * drawing.width)
+    boxes = [shape for shape in drawing.shapes if isinstance(shape, Box) and shape.fill != "none"]
+    assert len(boxes) == 8 + 12
+    for box in boxes:  # a place in it without words
+        found = pixels[2 * (box.top + box.height) - 4, 2 * (box.left + box.width) - 6]
+        assert tuple(round(255 * part) for part in found[:3]) == tuple(bytes.fromhex(box.fill[1:]))
+
+
+def test_png_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"cannot write a.png: PNG needs matplotlib \(.*\); pip install matplotlib, or give --svg"):
+        main(["--root", str(tmp_path), "--png", "a.png"])
 
 
 def test_json(tmp_path, capsys):
