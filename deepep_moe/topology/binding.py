@@ -84,7 +84,7 @@ def set_affinity(cpus: tuple[int, ...]) -> str:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 os.sched_setaffinity(int(thread), cpus)
     except OSError as error:
-        return f"the kernel refused ({error.strerror})"
+        return f"the kernel refused ({error.strerror})"  # or shows no threads, as without /proc
     return ""
 
 

@@ -1,5 +1,6 @@
 """Read the topology of a machine from sysfs, procfs and, where it is there, NVML. CUDA is not touched: that would come before binding."""
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from deepep_moe.topology import nvml as nvml_facts
 from deepep_moe.topology.machine import Cpu, Gpu, Nic, NumaNode, PciDevice, Port, Topology
-from deepep_moe.topology.sysfs import Tree, parse_cpulist
+from deepep_moe.topology.sysfs import Tree, is_bus_id, parse_cpulist
 
 _NODES, _PCI, _INFINIBAND = "sys/devices/system/node", "sys/bus/pci/devices", "sys/class/infiniband"
 _DRIVER = "proc/driver/nvidia/gpus"
@@ -36,7 +37,7 @@ def read(root: str | Path = "/", nvml: Any = None) -> Topology:
 def _cpu(tree: Tree) -> Cpu:
     text = tree.text("proc/cpuinfo")
     facts = dict(reversed(re.findall(r"^(vendor_id|cpu family|model)\s*: (.+)$", text, flags=re.MULTILINE)))  # of the first processor
-    numbers = {name: int(facts[name]) if facts.get(name, "").isdecimal() else 0 for name in ("cpu family", "model")}
+    numbers = {name: int(facts[name]) if re.fullmatch(r"\d{1,9}", facts.get(name, "")) else 0 for name in ("cpu family", "model")}
     return Cpu(platform.machine(), facts.get("vendor_id", "").strip(), numbers["cpu family"], numbers["model"])
 
 
@@ -60,6 +61,8 @@ def _nodes(tree: Tree) -> tuple[NumaNode, ...]:
     nodes = []
     for number in numbers:
         cpus = tree.cpulist(f"{_NODES}/node{number}/cpulist")
+        if not tree.is_file(f"{_NODES}/node{number}/cpulist"):
+            tree.note(f"The CPUs of NUMA node {number} are unknown: /{_NODES}/node{number}/cpulist cannot be read.")
         for cpu in cpus:
             if taken.setdefault(cpu, number) != number:
                 tree.note(f"CPU {cpu} is in NUMA nodes {taken[cpu]} and {number}; only node {taken[cpu]} counts it.")
@@ -79,9 +82,10 @@ def _cores(tree: Tree, cpus: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(cores)
 
 
-def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...]) -> PciDevice:
+def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...], name: str = "") -> PciDevice:
+    """Read a device. One that is not on PCI, such as RDMA in software, has the bus id `name`."""
     path = tree.pci_path(link)
-    bus_id = path[-1] if path else Path(link).name
+    bus_id = path[-1] if path else name or Path(link).name
     number = tree.integer(f"{link}/numa_node", -1)
     known, with_cpus = [node.index for node in nodes], [node.index for node in nodes if node.cores]
     if number < 0 and len(with_cpus) == 1:  # so the kernel tells that the machine has one node only
@@ -95,7 +99,8 @@ def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...]) -> PciDevice:
 
 
 def _gpus(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Gpu, ...]:
-    bus_ids = [bus_id for bus_id in tree.names(_PCI) if _is_gpu(tree, f"{_PCI}/{bus_id}")]
+    in_sysfs = {bus_id for bus_id in tree.names(_PCI) if _is_gpu(tree, f"{_PCI}/{bus_id}")}
+    bus_ids = sorted(in_sysfs | {name for name in tree.names(_DRIVER) if is_bus_id(name)})  # some containers hide the first
     given = [bus_id for bus_id in bus_ids if _is_given(tree, bus_id)]
     if len(given) < len(bus_ids):  # sysfs shows all GPUs of the machine, in containers too
         tree.note(f"{len(bus_ids) - len(given)} of the machine's {len(bus_ids)} GPUs are not given to this process; they are left out.")
@@ -121,7 +126,7 @@ def _is_given(tree: Tree, bus_id: str) -> bool:
         return True
     facts = _driver_facts(tree, bus_id)
     minor = facts.get("Device Minor", "")
-    return bool(facts) and (not minor.isdecimal() or (tree.root / f"dev/nvidia{minor}").exists())
+    return bool(facts) and (not minor.isdecimal() or tree.exists(f"dev/nvidia{minor}"))
 
 
 def _nics(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Nic, ...]:
@@ -129,15 +134,16 @@ def _nics(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Nic, ...]:
     for name in tree.names(_INFINIBAND):
         link = f"{_INFINIBAND}/{name}"
         numbers = sorted(int(port) for port in tree.names(f"{link}/ports") if port.isdecimal())
-        driver = tree.root / link / "device/driver"
-        device = _device(tree, f"{link}/device", nodes)
-        nics.append(Nic(name, driver.resolve().name if driver.exists() else "", device, tuple(_port(tree, link, n) for n in numbers)))
+        driver = os.path.realpath(tree.root / link / "device/driver") if tree.exists(f"{link}/device/driver") else ""
+        nics.append(
+            Nic(name, Path(driver).name, _device(tree, f"{link}/device", nodes, name), tuple(_port(tree, link, n) for n in numbers))
+        )
     return tuple(sorted(nics, key=lambda nic: nic.pci.bus_id))
 
 
 def _port(tree: Tree, link: str, number: int) -> Port:
     folder = f"{link}/ports/{number}"
-    rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", tree.text(f"{folder}/rate"))
+    rate = re.match(r"(\d{1,6}(?:\.\d{1,6})?) Gb/sec", tree.text(f"{folder}/rate"))
     state = tree.text(f"{folder}/state").rpartition(":")[2].strip()  # such as "4: ACTIVE"
     return Port(number, state, tree.text(f"{folder}/link_layer"), float(rate[1]) if rate else 0.0, tree.text(f"{folder}/gids/0"))
 
