@@ -31,7 +31,13 @@ def read(root: str | Path = "/", nvml: Any = None) -> Topology:
     elif gpus:
         tree.note("NVLinks and peer access of the GPUs are unknown: install nvidia-ml-py.")
     nics = _nics(tree, nodes)
-    return Topology(_cpu(tree), nodes, gpus, nics, _bridges(tree, nodes, (*gpus, *nics)), _allowed(tree), tuple(tree.notes))
+    allowed = _allowed(tree, "self")
+    return Topology(_cpu(tree), nodes, gpus, nics, _bridges(tree, nodes, (*gpus, *nics)), allowed, tuple(tree.notes))
+
+
+def allowed_cpus_of(process: int, root: str | Path = "/") -> tuple[int, ...] | None:
+    """Return the CPUs that the process of this id may use, None where it is not to be seen."""
+    return _allowed(Tree(Path(root)), str(process))
 
 
 def _cpu(tree: Tree) -> Cpu:
@@ -41,8 +47,8 @@ def _cpu(tree: Tree) -> Cpu:
     return Cpu(platform.machine(), facts.get("vendor_id", "").strip(), numbers["cpu family"], numbers["model"])
 
 
-def _allowed(tree: Tree) -> tuple[int, ...] | None:
-    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", tree.text("proc/self/status"), flags=re.MULTILINE)
+def _allowed(tree: Tree, process: str) -> tuple[int, ...] | None:
+    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", tree.text(f"proc/{process}/status"), flags=re.MULTILINE)
     if not found:
         tree.note("The CPUs of this process are unknown: /proc/self/status has no line Cpus_allowed_list.")
         return None
