@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,14 @@ def _nodes(tree: Tree) -> tuple[NumaNode, ...]:
 
 def _cores(tree: Tree, cpus: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Group `cpus` by core. A CPU whose siblings are unknown is a core of its own."""
-    cores, left = [], list(cpus)
-    while left:
-        siblings = tree.cpulist(f"sys/devices/system/cpu/cpu{left[0]}/topology/thread_siblings_list")
-        core = tuple(cpu for cpu in left if cpu in siblings) if left[0] in siblings else (left[0],)
-        cores.append(core)
-        left = [cpu for cpu in left if cpu not in core]
+    cores, left = [], dict.fromkeys(cpus)
+    for cpu in cpus:
+        if cpu in left:
+            siblings = tree.cpulist(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+            core = tuple(sibling for sibling in siblings if sibling in left) if cpu in siblings else (cpu,)
+            cores.append(core)
+            for sibling in core:
+                del left[sibling]
     return tuple(cores)
 
 
@@ -156,4 +159,4 @@ def _port(tree: Tree, link: str, number: int) -> Port:
 
 def _bridges(tree: Tree, nodes: tuple[NumaNode, ...], devices: tuple[Gpu | Nic, ...]) -> tuple[PciDevice, ...]:
     names = {bridge for device in devices for bridge in device.pci.path[1:]}
-    return tuple(_device(tree, f"{_PCI}/{name}", nodes) for name in sorted(names))
+    return tuple(replace(_device(tree, f"{_PCI}/{name}", nodes), bus_id=name) for name in sorted(names))

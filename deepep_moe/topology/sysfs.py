@@ -6,6 +6,7 @@ from pathlib import Path
 
 _MAX_CPUS = 1 << 16
 _MOST_BYTES = 1 << 20  # of a file that is read: /proc/cpuinfo of a large machine has that, and no other one is near it
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # no terminal and no XML file should get them
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 
 
@@ -58,7 +59,7 @@ class Tree:
             return ""
         try:
             with open(self.root / path, errors="replace") as file:
-                return file.read(_MOST_BYTES).strip()
+                return _CONTROLS.sub("?", file.read(_MOST_BYTES)).strip()
         except OSError:
             return ""
 

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+from xml.etree import ElementTree
 
 import machine_trees
 import pytest
@@ -93,6 +94,28 @@ def test_siblings_that_contradict_each_other(tmp_path):
     for cpu, siblings in enumerate(("0-1", "1-2", "2-3", "9")):
         tree.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings)
     assert read(tmp_path).nodes[0].cores == ((0, 1), (2, 3))
+
+
+@pytest.mark.timeout(60)
+def test_many_cpus(tmp_path):
+    """Time that grew with the square of the CPUs would be minutes."""
+    machine_trees.small_vm(tmp_path)
+    (tmp_path / NODE / "node0/cpulist").write_text("0-65535")
+    (tmp_path / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list").write_text("0,65535")
+    cores = read(tmp_path).nodes[0].cores
+    assert len(cores) == 65535 and cores[0] == (0, 65535)
+
+
+def test_control_characters_and_a_bridge_with_a_wrong_link(tmp_path):
+    machine_trees.dgx_h100(tmp_path)
+    (tmp_path / "sys/bus/pci/devices/0000:1b:00.0/current_link_speed").write_text("32\x1b[31m\x00 GT/s")
+    bridge = tmp_path / "sys/bus/pci/devices/0000:16:00.0"
+    target = os.readlink(tmp_path / "sys/bus/pci/devices/0000:3e:00.0")
+    bridge.unlink()
+    bridge.symlink_to(target)
+    root = ElementTree.fromstring(nccl.topology_xml(read(tmp_path)))
+    (gpu,) = root.findall(".//pci[@busid='0000:1b:00.0']")
+    assert gpu.get("link_speed") == "32?[31m? GT/s" and root.find(".//pci[@busid='0000:16:00.0']//pci[@busid='0000:1b:00.0']") is gpu
 
 
 @pytest.mark.parametrize(

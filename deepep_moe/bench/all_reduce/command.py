@@ -3,6 +3,7 @@
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
 from typing import Any
@@ -85,6 +86,7 @@ def records_of(bound: _Turns, unbound: _Turns, options: argparse.Namespace) -> l
             "us_median_of_turns": [statistics.median(times) for times in ours],
             "rival_us_of_turns": [statistics.median(times) for times in theirs],
             "num_numa_nodes": len(read().nodes),
+            "load_average": os.getloadavg()[0],  # processes that ran or waited for a CPU in the last minute, these ranks included
             "hardware": gpus + cpu_name(),
         }
         flat = [list(itertools.chain.from_iterable(turns)) for turns in (ours, theirs)]
