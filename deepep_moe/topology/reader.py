@@ -9,7 +9,7 @@ from typing import Any
 
 from deepep_moe.topology import nvml as nvml_facts
 from deepep_moe.topology.machine import Cpu, Gpu, Nic, NumaNode, PciDevice, Port, Topology
-from deepep_moe.topology.sysfs import Tree, is_bus_id, parse_cpulist
+from deepep_moe.topology.sysfs import Tree, format_cpulist, is_bus_id, parse_cpulist
 
 _NODES, _PCI, _INFINIBAND = "sys/devices/system/node", "sys/bus/pci/devices", "sys/class/infiniband"
 _DRIVER = "proc/driver/nvidia/gpus"
@@ -64,17 +64,16 @@ def _nodes(tree: Tree) -> tuple[NumaNode, ...]:
     numbers = sorted(int(name[4:]) for name in tree.names(_NODES, "node[0-9]*") if name[4:].isdecimal())
     if not numbers:
         tree.note("NUMA nodes are unknown: /sys/devices/system/node is missing or empty, as in some containers.")
-    taken: dict[int, int] = {}
+    taken: set[int] = set()
     nodes = []
     for number in numbers:
         cpus = tree.cpulist(f"{_NODES}/node{number}/cpulist")
         if not tree.is_file(f"{_NODES}/node{number}/cpulist"):
             tree.note(f"The CPUs of NUMA node {number} are unknown: /{_NODES}/node{number}/cpulist cannot be read.")
-        for cpu in cpus:
-            if taken.setdefault(cpu, number) != number:
-                tree.note(f"CPU {cpu} is in NUMA nodes {taken[cpu]} and {number}; only node {taken[cpu]} counts it.")
-        own = tuple(cpu for cpu in cpus if taken[cpu] == number)
-        nodes.append(NumaNode(number, _cores(tree, own)))
+        if again := tuple(cpu for cpu in cpus if cpu in taken):
+            tree.note(f"CPUs {format_cpulist(again)} of NUMA node {number} are in a node before it too; only the first counts them.")
+        nodes.append(NumaNode(number, _cores(tree, tuple(cpu for cpu in cpus if cpu not in taken))))
+        taken.update(cpus)
     return tuple(nodes)
 
 

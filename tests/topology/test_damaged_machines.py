@@ -104,6 +104,10 @@ def test_many_cpus(tmp_path):
     (tmp_path / "sys/devices/system/cpu/cpu0/topology/thread_siblings_list").write_text("0,65535")
     cores = read(tmp_path).nodes[0].cores
     assert len(cores) == 65535 and cores[0] == (0, 65535)
+    (tmp_path / NODE / "node1").mkdir()
+    (tmp_path / NODE / "node1/cpulist").write_text("0-65535")
+    found = read(tmp_path)
+    assert found.nodes[1].cores == () and found.notes[0].startswith("CPUs 0-65535 of NUMA node 1 are in a node before it too")
 
 
 def test_control_characters_and_a_bridge_with_a_wrong_link(tmp_path):

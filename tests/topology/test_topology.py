@@ -167,7 +167,11 @@ def test_nvml_without_driver(tmp_path):
     [
         ("sys/devices/system/node/node0/cpulist", "0-x", "/sys/devices/system/node/node0/cpulist cannot be used: '0-x' is no list of CPUs"),
         ("sys/devices/system/node/node0/cpulist", "0-999999", "'0-999999' is no list of CPUs"),
-        ("sys/devices/system/node/node0/cpulist", "0-48", "CPU 48 is in NUMA nodes 0 and 1; only node 0 counts it."),
+        (
+            "sys/devices/system/node/node0/cpulist",
+            "0-48",
+            "CPUs 48 of NUMA node 1 are in a node before it too; only the first counts them.",
+        ),
         ("sys/bus/pci/devices/0001:00:00.0/numa_node", "one", "numa_node cannot be used: 'one' is not a whole number."),
         ("sys/bus/pci/devices/0001:00:00.0/numa_node", "7", "The NUMA node of 0001:00:00.0 is unknown: its numa_node is 7"),
         ("sys/bus/pci/devices/0001:00:00.0/numa_node", "-1", "The NUMA node of 0001:00:00.0 is unknown: its numa_node is -1"),
