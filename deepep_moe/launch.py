@@ -8,6 +8,7 @@ from torch.distributed import run
 
 from deepep_moe import config
 from deepep_moe.topology import nccl
+from deepep_moe.topology.option import add_bind
 
 
 def parser() -> argparse.ArgumentParser:
@@ -15,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     found = run.get_args_parser()
     found.prog, found.description = "python -m deepep_moe.launch", __doc__
     own = found.add_argument_group("deepep_moe")
-    own.add_argument("--bind", action="store_true", help="bind each rank to cores, memory and NICs beside its GPU (docs/topology.md)")
+    add_bind(own)
     own.add_argument("--nccl-settings", action="store_true", help="set what `python -m deepep_moe.topology nccl` advises and nobody set")
     return found
 

@@ -7,16 +7,19 @@ pipeline     both hops over virtual nodes, at a network's pace
 overlap      dispatch and combine beside GEMMs
 gate         the gate
 host         the time of the host in calls on a GPU
+all-reduce   small all-reduces with and without binding
 model        dispatch and combine over nodes, simulated
 megatron     a layer of Megatron-Core
 deepspeed    a layer of DeepSpeed
 
-Without a command, `--backend nvlink` means link, and everything else exchange.
+All but `model` and `all-reduce` take `--bind`. Without a command, `--backend nvlink` means link, and everything else exchange.
 """
 
 import argparse
 import sys
 
+from deepep_moe import config
+from deepep_moe.bench.all_reduce import command as all_reduce
 from deepep_moe.bench.common.records import add_json
 from deepep_moe.bench.exchange import cpu as exchange
 from deepep_moe.bench.exchange import nvlink as link
@@ -27,11 +30,15 @@ from deepep_moe.bench.layers import deepspeed, megatron
 from deepep_moe.bench.low_latency import command as low_latency
 from deepep_moe.bench.model import command as model
 from deepep_moe.bench.overlap import command as overlap
+from deepep_moe.topology.option import add_bind, bind_this_rank
 
 COMMANDS = {
     "exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "overlap": overlap, "gate": gate, "host": host,
-    "model": model, "megatron": megatron, "deepspeed": deepspeed,
+    "model": model, "megatron": megatron, "deepspeed": deepspeed, "all-reduce": all_reduce,
 }  # fmt: skip
+
+_UNBOUND = ("model", "all-reduce")  # nothing to bind; binds its ranks by turns
+_ONE_PROCESS = ("gate", "host")  # the others start ranks of their own, or are ranks of a launcher
 
 
 def _with_command(arguments: list[str]) -> list[str]:
@@ -51,8 +58,14 @@ def main(arguments: list[str]) -> None:
         command = commands.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(command)
         add_json(command)
-        command.set_defaults(main=module.main)
+        if name in _UNBOUND:
+            command.set_defaults(bind=False)
+        else:
+            add_bind(command)
+        command.set_defaults(main=module.main, is_one_process=name in _ONE_PROCESS)
     options = parser.parse_args(_with_command(arguments))
+    if options.bind and (options.is_one_process or config.launched_rank() is not None):
+        bind_this_rank()
     options.main(options)
 
 

@@ -1,7 +1,7 @@
 """What the library's native modules can do here."""
 
 from deepep_moe.doctor.environment import Environment
-from deepep_moe.doctor.findings import Finding, absent, fault, ok, warning
+from deepep_moe.doctor.findings import Finding, absent, fault, late, ok, warning
 
 _AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
 
@@ -12,6 +12,8 @@ def library(env: Environment) -> Finding:
     if features is None:
         if "torch" not in env.library:
             return absent("deepep_moe", "not looked at, as PyTorch does not import")
+        if env.library["late"]:
+            return late("deepep_moe", "its import", env.library["error"])
         return fault("deepep_moe", f"it does not import: {env.library['error']}", f"build it again: {_AGAIN}")
     return ok("deepep_moe", f"{features['version']}, built with gcc {features['compiler']}")
 

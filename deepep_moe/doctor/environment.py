@@ -32,8 +32,8 @@ class Ran:
     errors: str = ""
 
     def why(self) -> str:
-        """Return what it said last, in one line."""
-        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        """Return what it said last, in one line. Some, such as nvidia-smi, tell errors on stdout."""
+        lines = [line.strip() for line in (self.errors.strip() or self.output).splitlines() if line.strip()]
         return lines[-1] if lines else f"it ended with code {self.code} and said nothing"
 
 
@@ -134,7 +134,8 @@ class Environment:
 
     @property
     def library(self) -> dict[str, Any]:
-        """What PyTorch and this library say of themselves: `torch`, `features`, `nvshmem`. Where one is missing, `error` says why."""
+        """What PyTorch and this library say of themselves: `torch`, `features`, `nvshmem`. Where one is missing, `error` says why, and
+        `late` whether that is because time was up."""
         with self._library_lock:
             return self._library
 
@@ -146,10 +147,9 @@ class Environment:
             if line.startswith("{"):
                 facts |= json.loads(line)
         if ran.code != 0:
-            facts["error"] = ran.why()
+            facts |= {"error": ran.why(), "late": ran.code is None}
         return facts
 
-    def imports(self, module: str) -> str:
-        """Import `module` in a process of its own; return "" or why that failed."""
-        ran = self.run([sys.executable, "-P", "-c", f"import {module}"], _IMPORT_S)
-        return "" if ran.code == 0 else ran.why()
+    def imports(self, module: str) -> Ran:
+        """Import `module` in a process of its own, and return how that ended."""
+        return self.run([sys.executable, "-P", "-c", f"import {module}"], _IMPORT_S)

@@ -27,5 +27,10 @@ def fault(check: str, text: str, advice: str) -> Finding:
     return Finding(check, FAULT, text, advice)
 
 
+def late(check: str, what: str, why: str) -> Finding:
+    """Return the fault of a program that was stopped at its deadline: a busy machine or a cold disk, more often than one that hangs."""
+    return fault(check, f"{what} was stopped: {why}", "run the doctor again while the machine is idle")
+
+
 def absent(check: str, text: str) -> Finding:
     return Finding(check, ABSENT, text)

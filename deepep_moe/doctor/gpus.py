@@ -2,13 +2,15 @@
 
 import itertools
 
-from deepep_moe.doctor.environment import Environment
+from deepep_moe.doctor.environment import Environment, Ran
 from deepep_moe.doctor.findings import Finding, absent, fault, ok, warning
 
 _LEAST_CAPABILITY = (8, 0)  # docs/install.md
 _ENOUGH_SMS = 14  # that a call takes by default (docs/tune.md)
 _NVIDIA = "0x10de"
 _NONE = "CUDA sees no GPU"
+_NO_DEVICE = ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_INVALID_DEVICE")  # what CUDA says where CUDA_VISIBLE_DEVICES leaves nothing
+_SMI_REASONS = ("clocks_event_reasons", "clocks_throttle_reasons")  # the second in drivers before 535, which newer ones may drop
 
 
 def gpus(env: Environment) -> Finding:
@@ -17,14 +19,14 @@ def gpus(env: Environment) -> Finding:
     if not found:
         cards = [path for path in (env.root / "sys/bus/pci/devices").glob("*") if _is_gpu(env, path.name)]
         visible = env.variables.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None and cards:
+        if visible is not None and cards and (not env.cuda.error or any(name in env.cuda.error for name in _NO_DEVICE)):
             return warning("GPUs", f"CUDA_VISIBLE_DEVICES={visible!r} hides {len(cards)} GPUs", "unset it, or list the GPUs to use")
         if cards:
             why = env.cuda.error or "the driver lists none"
             return fault(
                 "GPUs",
                 f"PCI has {len(cards)} NVIDIA GPUs, and CUDA sees none: {why}",
-                "install the NVIDIA driver; in containers, --gpus all",
+                "see whether nvidia-smi works; if not, install the NVIDIA driver; in containers, --gpus all",
             )
         return absent("GPUs", env.cuda.error or _NONE)
     old = [
@@ -112,8 +114,7 @@ def clocks(env: Environment) -> Finding:
     """GPUs stay initialized between processes, and nothing slows them down now."""
     if not env.cuda.gpus:
         return absent("clocks", _NONE)
-    fields = "index,persistence_mode,clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_thermal_slowdown"
-    ran = env.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], 10)
+    ran = _ask_smi(env)
     rows = [[cell.strip() for cell in line.split(",")] for line in ran.output.splitlines() if line.count(",") == 3]
     if ran.code != 0 or not rows:
         return warning("clocks", f"nvidia-smi does not say: {ran.why()}", "put nvidia-smi on the path to have clocks looked at")
@@ -126,6 +127,15 @@ def clocks(env: Environment) -> Finding:
             "nvidia-smi -pm 1 (as root)",
         )
     return ok("clocks", "persistence mode is on, and nothing slows a GPU down")
+
+
+def _ask_smi(env: Environment) -> Ran:
+    for reasons in _SMI_REASONS:
+        fields = f"index,persistence_mode,{reasons}.hw_slowdown,{reasons}.sw_thermal_slowdown"
+        ran = env.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], 10)
+        if "is not a valid field" not in ran.output:
+            break
+    return ran
 
 
 def variables(env: Environment) -> Finding:

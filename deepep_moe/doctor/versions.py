@@ -5,7 +5,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from deepep_moe.doctor.environment import Environment
-from deepep_moe.doctor.findings import Finding, absent, fault, ok, warning
+from deepep_moe.doctor.findings import Finding, absent, fault, late, ok, warning
 
 _TORCH = ((2, 6), (2, 16))  # from, and first that is too new: as pyproject.toml has them
 _PYTHON = (3, 11)
@@ -38,6 +38,8 @@ def torch(env: Environment) -> Finding:
     """PyTorch imports, and is of a version that the library was made for."""
     wanted = f"pip install 'torch>={dotted(_TORCH[0])},<{dotted(_TORCH[1])}'"
     if "torch" not in env.library:
+        if env.library["late"]:
+            return late("PyTorch", "its import", env.library["error"])
         return fault("PyTorch", f"it does not import: {env.library['error']}", wanted)
     version = env.library["torch"]["version"]
     if not _TORCH[0] <= numbers(version)[:2] < _TORCH[1]:
@@ -65,7 +67,8 @@ def driver(env: Environment) -> Finding:
             f"the driver serves CUDA {has}, and PyTorch {torch['version']} needs CUDA {torch['cuda']}",
             f"update the NVIDIA driver to {least} or newer, or install a PyTorch for CUDA {cuda.driver[0]}",
         )
-    return ok("CUDA driver", f"serves CUDA {has}")
+    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", env.read("proc/driver/nvidia/version"))
+    return ok("CUDA driver", f"{version[1] if version else 'of unknown version'}, serves CUDA {has}")
 
 
 def nvidia_packages(env: Environment) -> Finding:
@@ -124,7 +127,9 @@ def _integration(env: Environment, package: str, module: str, first: tuple[int, 
     if first and too_new and not first <= numbers(version) < too_new:
         wanted = f"pip install '{package}>={dotted(first)},<{dotted(too_new)}'"
         return fault(package, f"version {version} is installed, and deepep_moe has no adapter for it", wanted)
-    why_not = env.imports(module)
-    if why_not:
-        return fault(package, f"{module} {version} does not import: {why_not}", f"install what the message asks for, or {package} again")
+    ran = env.imports(module)
+    if ran.code is None:
+        return late(package, f"the import of {module} {version}", ran.why())
+    if ran.code:
+        return fault(package, f"{module} {version} does not import: {ran.why()}", f"install what the message asks for, or {package} again")
     return ok(package, version)

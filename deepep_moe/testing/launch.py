@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import wait as wait_connections
 from typing import Any
 
+from deepep_moe.topology.option import bind_this_rank
+
 _PRELOAD = ["torch", "torch.distributed", "deepep_moe"]
 
 
@@ -21,7 +23,9 @@ class RankFailedError(RuntimeError):
         self.rank = rank
 
 
-def _worker(fn: Callable[..., Any], rank: int, num_ranks: int, store: str, timeout_s: float, args: tuple, connection: Any) -> None:
+def _worker(
+    fn: Callable[..., Any], rank: int, num_ranks: int, store: str, timeout_s: float, bind: bool, args: tuple, connection: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -30,6 +34,8 @@ def _worker(fn: Callable[..., Any], rank: int, num_ranks: int, store: str, timeo
     # As torchrun has them, and LOCAL_SIZE as DeepSpeed's launcher has it.
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(num_ranks), LOCAL_SIZE=str(num_ranks))
     try:
+        if bind:
+            bind_this_rank()
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)
         result = fn(rank, num_ranks, *args)
@@ -72,11 +78,13 @@ def run_ranks(
     timeout_s: float = 600.0,
     start_method: str = "forkserver",
     expected_dead: Collection[int] = (),
+    bind: bool = False,
 ) -> list[Any]:
     """Run `fn(rank, num_ranks, *args)` in `num_ranks` processes that share a gloo process group; return their results by rank.
 
     `fn` and `args` must be picklable. Workers run PyTorch with one thread each. `start_method` is one of `forkserver` (fast: PyTorch
-    is imported once), `spawn`, `fork`. Ranks in `expected_dead` may die (a test kills them); their result is None.
+    is imported once), `spawn`, `fork`. Ranks in `expected_dead` may die (a test kills them); their result is None. `bind` binds each rank
+    to what is beside its GPU (`deepep_moe.topology.bind`) and prints a line for it.
 
     Raises RankFailedError with the worker's traceback when a rank raises, dies or is not done within `timeout_s` seconds.
     """
@@ -88,7 +96,7 @@ def run_ranks(
         processes, connections = [], []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            arguments = (fn, rank, num_ranks, store, timeout_s, args, sender)
+            arguments = (fn, rank, num_ranks, store, timeout_s, bind, args, sender)
             process = context.Process(target=_worker, args=arguments, daemon=False)
             process.start()
             sender.close()

@@ -11,7 +11,7 @@ from deepep_moe import config
 from deepep_moe.topology.machine import Topology
 from deepep_moe.topology.nccl import configured
 from deepep_moe.topology.placement import Placement, place
-from deepep_moe.topology.reader import read
+from deepep_moe.topology.reader import allowed_cpus_of, read
 from deepep_moe.topology.sysfs import format_cpulist
 
 _NVSHMEM = ("NVSHMEM_ENABLE_NIC_PE_MAPPING", "NVSHMEM_HCA_LIST", "NVSHMEM_HCA_PE_MAPPING")  # they work together
@@ -36,8 +36,7 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
 
     By default both numbers are what torchrun says (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`). All threads get cores of their own on the NUMA node
     of the rank's GPU. Memory is preferred there. NVSHMEM and NCCL are told the NICs beside the GPUs, by variables that nobody has set. What
-    cannot be known is not bound. All ranks must begin with the same CPUs: cores that another launcher gave this rank alone would be divided
-    again.
+    cannot be known is not bound. A rank that another launcher gave its share of the CPUs keeps it; else all ranks begin with the same CPUs.
 
     Raises ValueError where the numbers do not fit each other.
     """
@@ -52,11 +51,14 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
         return Binding(own, (), ("this process was bound before",))
     done: list[str] = []
     left = list(own.notes)
-    if own.cpus:
+    if has_a_share(topology.allowed_cpus, allowed_cpus_of(os.getppid(), root), num_ranks):
+        left.append(f"CPUs {format_cpulist(topology.allowed_cpus or ())} are this rank's share already, by who started it")
+        config.mark_bound(has_own_cpus=True)
+    elif own.cpus:
         _report(f"CPUs {format_cpulist(own.cpus)}", why_not := set_affinity(own.cpus), done, left)
         config.mark_bound(has_own_cpus=not why_not)
-    if own.cpus and own.node is not None:
-        _report(f"memory of NUMA node {own.node}", prefer_memory(own.node), done, left)
+        if own.node is not None:
+            _report(f"memory of NUMA node {own.node}", prefer_memory(own.node), done, left)
     variables, reason = network_variables(topology, places)
     if "NCCL_IB_HCA" in variables and (set_there := configured(Path(root)).get("NCCL_IB_HCA")):
         del variables["NCCL_IB_HCA"]  # the environment would win over the file of the machine's owner
@@ -74,6 +76,14 @@ def _report(what: str, why_not: str, done: list[str], left: list[str]) -> None:
         done.append(what)
 
 
+def has_a_share(cpus: tuple[int, ...] | None, of_parent: tuple[int, ...] | None, num_ranks: int) -> bool:
+    """Return whether another launcher, such as `srun --cpu-bind`, gave this rank its share: at most 1 / `num_ranks` of its parent's CPUs.
+
+    To divide them again would leave a share of a share. A cpuset that all ranks have together is larger.
+    """
+    return num_ranks > 1 and bool(cpus) and len(cpus or ()) * num_ranks <= len(of_parent or ())
+
+
 def set_affinity(cpus: tuple[int, ...]) -> str:
     """Let all threads of this process run on `cpus` only. Return why the kernel refused, "" where it did not.
 
@@ -84,7 +94,7 @@ def set_affinity(cpus: tuple[int, ...]) -> str:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 os.sched_setaffinity(int(thread), cpus)
     except OSError as error:
-        return f"the kernel refused ({error.strerror})"
+        return f"the kernel refused ({error.strerror})"  # or shows no threads, as without /proc
     return ""
 
 

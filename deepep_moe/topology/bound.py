@@ -6,14 +6,14 @@ The command replaces this process, so it has the affinity, the memory policy and
 import os
 import sys
 
-from deepep_moe.topology.binding import bind
+from deepep_moe.topology.option import bind_this_rank
 
 
 def main(command: list[str]) -> None:
     """Bind this process, say so on stderr, and become `command`. Ends the program with the reason where that does not exist."""
     if not command:
         sys.exit("usage: python -m deepep_moe.topology.bound COMMAND ...")
-    print(bind(), file=sys.stderr, flush=True)
+    bind_this_rank()
     try:
         os.execvp(command[0], command)
     except OSError as error:

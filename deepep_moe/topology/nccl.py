@@ -12,7 +12,9 @@ from xml.etree import ElementTree
 from deepep_moe import config
 from deepep_moe.errors import EPError
 from deepep_moe.topology.machine import Cpu, NumaNode, PciDevice, Topology
+from deepep_moe.topology.sysfs import is_bus_id
 
+_ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # what NCCL calls them; others have one name
 _SHIPPED = "opt/microsoft"  # where Azure's images keep topology files
 
 
@@ -48,7 +50,8 @@ def topology_xml(topology: Topology) -> str:
     Bus ids are those of `topology`; CPUs are masks as the kernel writes them. A device whose NUMA node is unknown is left out, and NCCL
     looks for it itself. Raises EPError where no device has a node: such a file would only hide what NCCL finds.
     """
-    known = [device.pci for device in topology.devices if (node := topology.node(device.pci.node)) and node.cpus]
+    on_pci = [device.pci for device in topology.devices if is_bus_id(device.pci.bus_id)]
+    known = [pci for pci in on_pci if (node := topology.node(pci.node)) and node.cpus]
     if not known:
         raise EPError("no GPU and no NIC with a known NUMA node is found, so there is nothing to tell NCCL; leave NCCL_TOPO_FILE unset")
     system = ElementTree.Element("system", version="1")
@@ -78,7 +81,12 @@ def switches(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _cpu_attributes(node: NumaNode, cpu: Cpu) -> dict[str, str]:
-    facts = {"numaid": str(node.index), "affinity": cpu_mask(node.cpus), "arch": cpu.arch, "vendor": cpu.vendor}
+    facts = {
+        "numaid": str(node.index),
+        "affinity": cpu_mask(node.cpus),
+        "arch": _ARCHITECTURES.get(cpu.arch, cpu.arch),
+        "vendor": cpu.vendor,
+    }
     if cpu.vendor:
         facts |= {"familyid": str(cpu.family), "modelid": str(cpu.model)}
     return {name: value for name, value in facts.items() if value}

@@ -1,6 +1,8 @@
 """Add what only the driver knows to GPUs: names, NVLinks and peer access, through the package nvidia-ml-py."""
 
+import contextlib
 import importlib
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -26,8 +28,7 @@ def with_links(gpus: tuple[Gpu, ...], nvml: Any, tree: Tree) -> tuple[Gpu, ...]:
             tree.note(f"NVLinks and peer access of the GPUs are unknown: NVML does not start ({error}); check that nvidia-smi works.")
         return gpus
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        by_bus_id = {short_bus_id(nvml.nvmlDeviceGetPciInfo(handle).busId): handle for handle in handles}
+        by_bus_id = _handles(nvml)
         given = [gpu for gpu in gpus if gpu.pci.bus_id in by_bus_id]
         if len(given) < len(gpus):  # a container sees all in sysfs
             tree.note(f"{len(gpus) - len(given)} of the machine's {len(gpus)} GPUs are not given to this process; they are left out.")
@@ -40,26 +41,40 @@ def with_links(gpus: tuple[Gpu, ...], nvml: Any, tree: Tree) -> tuple[Gpu, ...]:
         nvml.nvmlShutdown()
 
 
+def _handles(nvml: Any) -> dict[str, Any]:
+    """Return the handles of GPUs by bus id. A GPU that this process may not use, or that fell off the bus, has none."""
+    found = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            found[short_bus_id(nvml.nvmlDeviceGetPciInfo(handle).busId)] = handle
+        except nvml.NVMLError:
+            continue
+    return found
+
+
 def short_bus_id(bus_id: str | bytes) -> str:
-    """Return NVML's bus id, such as b"00000000:1B:00.0", as sysfs writes it: "0000:1b:00.0"."""
-    text = (bus_id.decode() if isinstance(bus_id, bytes) else bus_id).lower()
+    """Return NVML's bus id, such as b"00000000:1B:00.0", as sysfs writes it: "0000:1b:00.0". Returns others as they are."""
+    text = _text(bus_id).lower()
     domain, _, rest = text.partition(":")
-    return f"{int(domain, 16):04x}:{rest}"
+    return f"{int(domain, 16):04x}:{rest}" if re.fullmatch("[0-9a-f]{1,8}", domain) else text
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _with_links(gpu: Gpu, gpus: tuple[Gpu, ...], handles: dict[str, Any], nvml: Any) -> Gpu:
     handle = handles[gpu.pci.bus_id]
-    peers = []
-    for other in gpus:
-        if other is not gpu:
-            status = nvml.nvmlDeviceGetP2PStatus(handle, handles[other.pci.bus_id], nvml.NVML_P2P_CAPS_INDEX_READ)
-            peers += [other.index] if status == nvml.NVML_P2P_STATUS_OK else []
+    peers: tuple[int, ...] | None = None  # the driver may not tell, as in some virtual machines; the rest still counts
+    with contextlib.suppress(nvml.NVMLError):
+        peers = tuple(other.index for other in gpus if other is not gpu and _reaches(handle, handles[other.pci.bus_id], nvml))
     name, uuid = _text(nvml.nvmlDeviceGetName(handle)), _text(nvml.nvmlDeviceGetUUID(handle))
-    return replace(gpu, name=name, uuid=uuid, nvlinks=_nvlinks(handle, nvml), peers=tuple(peers))
+    return replace(gpu, name=name, uuid=uuid, nvlinks=_nvlinks(handle, nvml), peers=peers)
+
+
+def _reaches(handle: Any, other: Any, nvml: Any) -> bool:
+    return bool(nvml.nvmlDeviceGetP2PStatus(handle, other, nvml.NVML_P2P_CAPS_INDEX_READ) == nvml.NVML_P2P_STATUS_OK)
 
 
 def _nvlinks(handle: Any, nvml: Any) -> tuple[tuple[str, int], ...]:

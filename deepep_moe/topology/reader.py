@@ -1,13 +1,15 @@
 """Read the topology of a machine from sysfs, procfs and, where it is there, NVML. CUDA is not touched: that would come before binding."""
 
+import os
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deepep_moe.topology import nvml as nvml_facts
 from deepep_moe.topology.machine import Cpu, Gpu, Nic, NumaNode, PciDevice, Port, Topology
-from deepep_moe.topology.sysfs import Tree, parse_cpulist
+from deepep_moe.topology.sysfs import Tree, format_cpulist, is_bus_id, parse_cpulist
 
 _NODES, _PCI, _INFINIBAND = "sys/devices/system/node", "sys/bus/pci/devices", "sys/class/infiniband"
 _DRIVER = "proc/driver/nvidia/gpus"
@@ -30,18 +32,24 @@ def read(root: str | Path = "/", nvml: Any = None) -> Topology:
     elif gpus:
         tree.note("NVLinks and peer access of the GPUs are unknown: install nvidia-ml-py.")
     nics = _nics(tree, nodes)
-    return Topology(_cpu(tree), nodes, gpus, nics, _bridges(tree, nodes, (*gpus, *nics)), _allowed(tree), tuple(tree.notes))
+    allowed = _allowed(tree, "self")
+    return Topology(_cpu(tree), nodes, gpus, nics, _bridges(tree, nodes, (*gpus, *nics)), allowed, tuple(tree.notes))
+
+
+def allowed_cpus_of(process: int, root: str | Path = "/") -> tuple[int, ...] | None:
+    """Return the CPUs that the process of this id may use, None where it is not to be seen."""
+    return _allowed(Tree(Path(root)), str(process))
 
 
 def _cpu(tree: Tree) -> Cpu:
     text = tree.text("proc/cpuinfo")
     facts = dict(reversed(re.findall(r"^(vendor_id|cpu family|model)\s*: (.+)$", text, flags=re.MULTILINE)))  # of the first processor
-    numbers = {name: int(facts[name]) if facts.get(name, "").isdecimal() else 0 for name in ("cpu family", "model")}
+    numbers = {name: int(facts[name]) if re.fullmatch(r"\d{1,9}", facts.get(name, "")) else 0 for name in ("cpu family", "model")}
     return Cpu(platform.machine(), facts.get("vendor_id", "").strip(), numbers["cpu family"], numbers["model"])
 
 
-def _allowed(tree: Tree) -> tuple[int, ...] | None:
-    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", tree.text("proc/self/status"), flags=re.MULTILINE)
+def _allowed(tree: Tree, process: str) -> tuple[int, ...] | None:
+    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", tree.text(f"proc/{process}/status"), flags=re.MULTILINE)
     if not found:
         tree.note("The CPUs of this process are unknown: /proc/self/status has no line Cpus_allowed_list.")
         return None
@@ -56,32 +64,36 @@ def _nodes(tree: Tree) -> tuple[NumaNode, ...]:
     numbers = sorted(int(name[4:]) for name in tree.names(_NODES, "node[0-9]*") if name[4:].isdecimal())
     if not numbers:
         tree.note("NUMA nodes are unknown: /sys/devices/system/node is missing or empty, as in some containers.")
-    taken: dict[int, int] = {}
+    taken: set[int] = set()
     nodes = []
     for number in numbers:
         cpus = tree.cpulist(f"{_NODES}/node{number}/cpulist")
-        for cpu in cpus:
-            if taken.setdefault(cpu, number) != number:
-                tree.note(f"CPU {cpu} is in NUMA nodes {taken[cpu]} and {number}; only node {taken[cpu]} counts it.")
-        own = tuple(cpu for cpu in cpus if taken[cpu] == number)
-        nodes.append(NumaNode(number, _cores(tree, own)))
+        if not tree.is_file(f"{_NODES}/node{number}/cpulist"):
+            tree.note(f"The CPUs of NUMA node {number} are unknown: /{_NODES}/node{number}/cpulist cannot be read.")
+        if again := tuple(cpu for cpu in cpus if cpu in taken):
+            tree.note(f"CPUs {format_cpulist(again)} of NUMA node {number} are in a node before it too; only the first counts them.")
+        nodes.append(NumaNode(number, _cores(tree, tuple(cpu for cpu in cpus if cpu not in taken))))
+        taken.update(cpus)
     return tuple(nodes)
 
 
 def _cores(tree: Tree, cpus: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Group `cpus` by core. A CPU whose siblings are unknown is a core of its own."""
-    cores, left = [], list(cpus)
-    while left:
-        siblings = tree.cpulist(f"sys/devices/system/cpu/cpu{left[0]}/topology/thread_siblings_list")
-        core = tuple(cpu for cpu in left if cpu in siblings) if left[0] in siblings else (left[0],)
-        cores.append(core)
-        left = [cpu for cpu in left if cpu not in core]
+    cores, left = [], dict.fromkeys(cpus)
+    for cpu in cpus:
+        if cpu in left:
+            siblings = tree.cpulist(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+            core = tuple(sibling for sibling in siblings if sibling in left) if cpu in siblings else (cpu,)
+            cores.append(core)
+            for sibling in core:
+                del left[sibling]
     return tuple(cores)
 
 
-def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...]) -> PciDevice:
+def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...], name: str = "") -> PciDevice:
+    """Read a device. One that is not on PCI, such as RDMA in software, has the bus id `name`."""
     path = tree.pci_path(link)
-    bus_id = path[-1] if path else Path(link).name
+    bus_id = path[-1] if path else name or Path(link).name
     number = tree.integer(f"{link}/numa_node", -1)
     known, with_cpus = [node.index for node in nodes], [node.index for node in nodes if node.cores]
     if number < 0 and len(with_cpus) == 1:  # so the kernel tells that the machine has one node only
@@ -95,7 +107,8 @@ def _device(tree: Tree, link: str, nodes: tuple[NumaNode, ...]) -> PciDevice:
 
 
 def _gpus(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Gpu, ...]:
-    bus_ids = [bus_id for bus_id in tree.names(_PCI) if _is_gpu(tree, f"{_PCI}/{bus_id}")]
+    in_sysfs = {bus_id for bus_id in tree.names(_PCI) if _is_gpu(tree, f"{_PCI}/{bus_id}")}
+    bus_ids = sorted(in_sysfs | {name for name in tree.names(_DRIVER) if is_bus_id(name)})  # some containers hide the first
     given = [bus_id for bus_id in bus_ids if _is_given(tree, bus_id)]
     if len(given) < len(bus_ids):  # sysfs shows all GPUs of the machine, in containers too
         tree.note(f"{len(bus_ids) - len(given)} of the machine's {len(bus_ids)} GPUs are not given to this process; they are left out.")
@@ -121,7 +134,7 @@ def _is_given(tree: Tree, bus_id: str) -> bool:
         return True
     facts = _driver_facts(tree, bus_id)
     minor = facts.get("Device Minor", "")
-    return bool(facts) and (not minor.isdecimal() or (tree.root / f"dev/nvidia{minor}").exists())
+    return bool(facts) and (not minor.isdecimal() or tree.exists(f"dev/nvidia{minor}"))
 
 
 def _nics(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Nic, ...]:
@@ -129,19 +142,20 @@ def _nics(tree: Tree, nodes: tuple[NumaNode, ...]) -> tuple[Nic, ...]:
     for name in tree.names(_INFINIBAND):
         link = f"{_INFINIBAND}/{name}"
         numbers = sorted(int(port) for port in tree.names(f"{link}/ports") if port.isdecimal())
-        driver = tree.root / link / "device/driver"
-        device = _device(tree, f"{link}/device", nodes)
-        nics.append(Nic(name, driver.resolve().name if driver.exists() else "", device, tuple(_port(tree, link, n) for n in numbers)))
+        driver = os.path.realpath(tree.root / link / "device/driver") if tree.exists(f"{link}/device/driver") else ""
+        nics.append(
+            Nic(name, Path(driver).name, _device(tree, f"{link}/device", nodes, name), tuple(_port(tree, link, n) for n in numbers))
+        )
     return tuple(sorted(nics, key=lambda nic: nic.pci.bus_id))
 
 
 def _port(tree: Tree, link: str, number: int) -> Port:
     folder = f"{link}/ports/{number}"
-    rate = re.match(r"(\d+(?:\.\d+)?) Gb/sec", tree.text(f"{folder}/rate"))
+    rate = re.match(r"(\d{1,6}(?:\.\d{1,6})?) Gb/sec", tree.text(f"{folder}/rate"))
     state = tree.text(f"{folder}/state").rpartition(":")[2].strip()  # such as "4: ACTIVE"
     return Port(number, state, tree.text(f"{folder}/link_layer"), float(rate[1]) if rate else 0.0, tree.text(f"{folder}/gids/0"))
 
 
 def _bridges(tree: Tree, nodes: tuple[NumaNode, ...], devices: tuple[Gpu | Nic, ...]) -> tuple[PciDevice, ...]:
     names = {bridge for device in devices for bridge in device.pci.path[1:]}
-    return tuple(_device(tree, f"{_PCI}/{name}", nodes) for name in sorted(names))
+    return tuple(replace(_device(tree, f"{_PCI}/{name}", nodes), bus_id=name) for name in sorted(names))

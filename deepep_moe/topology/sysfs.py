@@ -1,10 +1,18 @@
 """Read small files of sysfs and procfs below a root folder, and say what could not be read."""
 
+import os
 import re
 from pathlib import Path
 
 _MAX_CPUS = 1 << 16
+_MOST_BYTES = 1 << 20  # of a file that is read: /proc/cpuinfo of a large machine has that, and no other one is near it
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # no terminal and no XML file should get them
 _BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
+
+
+def is_bus_id(name: str) -> bool:
+    """Return whether `name` is that of a PCI device, such as "0000:1b:00.0"."""
+    return bool(_BUS_ID.fullmatch(name))
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:
@@ -47,10 +55,21 @@ class Tree:
 
     def text(self, path: str) -> str:
         """Return the text of the file, "" where it is missing or cannot be read. Drivers may refuse a file that is there."""
+        if not self.is_file(path):  # a pipe would be waited for
+            return ""
         try:
-            return (self.root / path).read_text(errors="replace").strip()
+            with open(self.root / path, errors="replace") as file:
+                return _CONTROLS.sub("?", file.read(_MOST_BYTES)).strip()
         except OSError:
             return ""
+
+    def exists(self, path: str) -> bool:
+        """Return whether the file is there; False where a folder above it may not be entered, for which `Path.exists` raises."""
+        return os.path.exists(self.root / path)
+
+    def is_file(self, path: str) -> bool:
+        """Return whether it is an ordinary file; False where that is not to be seen."""
+        return os.path.isfile(self.root / path)
 
     def names(self, folder: str, pattern: str = "*") -> list[str]:
         """Return the sorted names in a folder, none where it is missing."""
@@ -82,4 +101,4 @@ class Tree:
         except (OSError, RuntimeError):
             return ()
         hosts = [index for index, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)]
-        return parts[hosts[-1] :] if hosts and all(_BUS_ID.fullmatch(part) for part in parts[hosts[-1] + 1 :]) else ()
+        return parts[hosts[-1] :] if hosts and all(map(is_bus_id, parts[hosts[-1] + 1 :])) else ()

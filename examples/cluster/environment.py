@@ -1,74 +1,60 @@
-"""What a cluster consists of, as far as it matters here: GPUs, NICs, drivers, versions, variables. Hosts are numbered, not named."""
+"""What a cluster consists of: what the doctor says of each host, its CPU, NICs and variables. Hosts are numbered, not named."""
 
-import importlib.metadata
+import json
 import os
 import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
-import torch
 from ranks import Rank, block
 
 import deepep_moe
+from deepep_moe import config, topology
 from deepep_moe.bench.common.records import commit, cpu_name
 from deepep_moe.errors import EPError
 
 VARIABLES = re.compile(r"^(NCCL|NVSHMEM|GLOO|UCX|FI|DEEPEP_MOE|CUDA_VISIBLE|CUDA_MPS|TORCH_NCCL)")
-PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "megatron-core", "deepspeed")
-_DRIVER_OPTIONS = ("EnableStreamMemOPs", "PeerMappingOverride")  # what NVSHMEM's IBGDA asks of the driver
+_DOCTOR_S = 120.0
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+def checks() -> dict[str, str]:
+    """Return what the doctor says of this host: each check, and the backends that can serve here.
+
+    Raises RuntimeError with its last line where it does not run.
+    """
+    command = [sys.executable, "-m", "deepep_moe.doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_DOCTOR_S)
+    if done.returncode not in (0, 1):  # 1: there are faults
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"{' '.join(command[1:])} ended with code {done.returncode}: {why}; run it by hand on this host")
+    page = json.loads(done.stdout)
+    found = {finding["check"]: finding for finding in page["findings"]}
+    serving = ", ".join(name for name, reason in page["backends"].items() if not reason) or "none"
+    return {"backends": serving} | {name: _words(finding) for name, finding in found.items()}
 
 
-def nics(root: Path = Path("/")) -> list[str]:
-    """Return the ports of RDMA NICs: name, driver, link layer, rate, state, NUMA node."""
-    found = []
-    for nic in sorted((root / "sys/class/infiniband").glob("*")):
-        driver = (nic / "device/driver").resolve().name if (nic / "device/driver").exists() else "unknown driver"
-        for port in sorted((nic / "ports").glob("*")):
-            facts = [_read(port / name) for name in ("link_layer", "rate", "state")]
-            numa = _read(nic / "device/numa_node")
-            found.append(f"{nic.name} port {port.name}: {driver}, {', '.join(fact for fact in facts if fact)}, NUMA node {numa or '?'}")
-    return found
+def _words(finding: dict[str, str]) -> str:
+    return finding["text"] if finding["state"] == "ok" else f"{finding['state']}: {finding['text']}"
 
 
-def network_facts(root: Path = Path("/")) -> dict[str, str]:
-    """Return what the paths from GPUs to NICs need, and whether it is there."""
-    parameters = dict(re.findall(r"^(\w+): (.+)$", _read(root / "proc/driver/nvidia/params"), flags=re.MULTILINE))
-    registry = parameters.get("RegistryDwords", "").strip('"')
-    options = [f"{name}={parameters[name]}" for name in _DRIVER_OPTIONS if name in parameters]
-    return {
-        "GDRCopy": "gdrdrv is loaded" if (root / "dev/gdrdrv").exists() else "no /dev/gdrdrv",
-        "nvidia_peermem": "loaded" if (root / "sys/module/nvidia_peermem").exists() else "not loaded",
-        "driver options": ", ".join([*options, *([f"RegistryDwords={registry}"] if registry else [])]) or "none to be seen",
-        "driver": next(iter(re.findall(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _read(root / "proc/driver/nvidia/version"))), "none"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return what is installed."""
-    found = {"deepep_moe": f"{deepep_moe.__version__}, commit {commit()}", "features": str(deepep_moe.features())}
-    found |= {"python": platform.python_version(), "torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def nics(root: Path = Path("/")) -> str:
+    """Return name, driver, link layers and NUMA node of each RDMA device; the doctor has rates and states."""
+    told = []
+    for nic in topology.read(root).nics:
+        layers = "/".join(dict.fromkeys(port.link_layer for port in nic.ports)) or "no port"
+        node = "unknown" if nic.pci.node is None else nic.pci.node
+        told.append(f"{nic.name}: {nic.driver or 'unknown driver'}, {layers}, NUMA node {node}")
+    return "; ".join(told) or "none"
 
 
 def of_this_host() -> dict[str, str]:
     """Return the facts of this host, in the order in which they are told."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    facts = {"kernel": platform.release(), "CPU": cpu_name(), "GPUs": "; ".join(gpus) or "none"}
-    facts |= network_facts() | {"NICs": "; ".join(nics()) or "none in /sys/class/infiniband"} | versions()
+    facts = {"commit": commit() or "none", "features": str(deepep_moe.features()), "kernel": platform.release(), "CPU": cpu_name()}
+    facts |= checks() | {"NICs": nics()}
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if VARIABLES.match(name)]
-    return facts | {"variables": "; ".join(variables) or "none that matter"}
+    return facts | {"environment": "; ".join(variables) or "none that matter"}
 
 
 def told(hosts: list[list[int]], facts: list[dict[str, str]]) -> list[str]:
@@ -96,11 +82,11 @@ def _shape(r: Rank) -> str:
 
 
 def run(r: Rank) -> bool:
-    """Print a block on rank 0. Collective."""
-    everyone = r.gather((platform.node(), of_this_host()))
+    """Print a block on rank 0. The first rank that a launcher started on a host looks at it. Collective."""
+    everyone = r.gather((platform.node(), of_this_host() if config.local_rank() == 0 else {}))
     names = list(dict.fromkeys(name for name, _ in everyone))
     hosts = [[rank for rank, (name, _) in enumerate(everyone) if name == host] for host in names]
-    lines = [_shape(r), *told(hosts, [everyone[ranks[0]][1] for ranks in hosts])]
+    lines = [_shape(r), *told(hosts, [next(filter(None, (everyone[rank][1] for rank in ranks))) for ranks in hosts])]
     if r.rank == 0:
         print(block("deepep_moe: environment", lines), flush=True)
     return True

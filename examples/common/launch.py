@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from deepep_moe import config
 from deepep_moe.testing.launch import run_ranks
+from deepep_moe.topology.option import bind_this_rank
 
 
 def is_launched() -> bool:
@@ -41,11 +42,13 @@ def settle_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[None]:
-    """Join the other ranks, if a launcher has started them."""
+def joined(device: str, *, bind: bool) -> Iterator[None]:
+    """Join the other ranks, if a launcher has started them; first bind this rank, if `bind` says so."""
     if not is_launched():
         yield
         return
+    if bind:
+        bind_this_rank()
     if device == "cuda":
         torch.cuda.set_device(config.local_rank())
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -56,8 +59,11 @@ def joined(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def on_ranks(fn: Callable[..., Any], num_ranks: int, settings: Any, timeout_s: float) -> Any:
-    """Return what `fn(rank, num_ranks, settings)` returns on rank 0, or on this rank if a launcher has started it."""
+def on_ranks(fn: Callable[..., Any], num_ranks: int, settings: Any, timeout_s: float, *, bind: bool) -> Any:
+    """Return what `fn(rank, num_ranks, settings)` returns on rank 0, or on this rank if a launcher has started it.
+
+    `bind` binds the ranks that it starts; `joined` has bound those of a launcher.
+    """
     if is_launched():
         return fn(dist.get_rank(), dist.get_world_size(), settings)
-    return run_ranks(fn, num_ranks, settings, timeout_s=timeout_s, start_method="spawn")[0]
+    return run_ranks(fn, num_ranks, settings, timeout_s=timeout_s, start_method="spawn", bind=bind)[0]

@@ -22,6 +22,8 @@ import data
 import launch
 import report
 
+from deepep_moe.topology.option import add_bind
+
 # Bits of sums over rows differ where DeepSpeed pads, and routing amplifies a last bit: README.md says how far curves part.
 _TOLERANCE = 0.03
 
@@ -42,6 +44,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--lr", type=float, default=defaults.lr)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-deepspeed"), help="folder for metrics.jsonl, plots and checkpoints")
+    add_bind(parser)
     arguments = parser.parse_args(argv)
     launch.settle_ranks(parser, arguments)
     if launch.is_launched() and arguments.compare:
@@ -55,13 +58,13 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _cross(runs: list[worker.Settings], num_ranks: int) -> dict[tuple[str, str], float]:
+def _cross(runs: list[worker.Settings], num_ranks: int, *, bind: bool) -> dict[tuple[str, str], float]:
     """By who saved and who loads: the loss on the same text."""
     found = {}
     for saved in runs:
         for loads in runs:
             settings = dataclasses.replace(loads, checkpoint=saved.checkpoint)
-            found[saved.dispatcher, loads.dispatcher] = launch.on_ranks(worker.evaluate, num_ranks, settings, timeout_s=600)
+            found[saved.dispatcher, loads.dispatcher] = launch.on_ranks(worker.evaluate, num_ranks, settings, timeout_s=600, bind=bind)
     return found
 
 
@@ -96,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     runs = [dataclasses.replace(settings, dispatcher=name, checkpoint=str(arguments.out / "checkpoints" / name)) for name in names]
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * settings.steps
-    with launch.joined(arguments.device):
-        results = [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s) for run in runs]
+    with launch.joined(arguments.device, bind=arguments.bind):
+        results = [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s, bind=arguments.bind) for run in runs]
     return _report(arguments, runs, results) if launch.is_reporting() else 0
 
 
@@ -112,7 +115,7 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png, checkpoints")
     if not arguments.compare:
         return 0
-    agree = [_check_curves(results), _check_checkpoints(_cross(runs, arguments.num_ranks))]
+    agree = [_check_curves(results), _check_checkpoints(_cross(runs, arguments.num_ranks, bind=arguments.bind))]
     return 0 if all(agree) else 1
 
 

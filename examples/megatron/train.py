@@ -21,6 +21,7 @@ import torch
 import worker
 
 from deepep_moe.bench.common.records import cpu_name
+from deepep_moe.topology.option import add_bind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
@@ -74,6 +75,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="default: 3e-3, with --model small 3e-4")
     parser.add_argument("--report-interval", type=int, help="steps between two reports of MoE layers (default: 1, on GPUs 10)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for metrics.jsonl and the plots")
+    add_bind(parser)
     arguments = parser.parse_args(argv)
     _fill_in(arguments)
     launch.settle_ranks(parser, arguments)
@@ -165,14 +167,14 @@ def _show_timeline(result: report.Result, folder: Path) -> None:
     timeline.plot(result.timeline, result.name, folder / f"timeline_{name}.png")
 
 
-def _run(settings: worker.Settings, num_ranks: int) -> report.Result:
+def _run(settings: worker.Settings, arguments: argparse.Namespace) -> report.Result:
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
     elif settings.exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to compute the same bits in every run
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * settings.steps
-    return launch.on_ranks(worker.train, num_ranks, settings, timeout_s)
+    return launch.on_ranks(worker.train, arguments.num_ranks, settings, timeout_s, bind=arguments.bind)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -186,9 +188,9 @@ def main(argv: list[str] | None = None) -> int:
         runs = _sweep(settings)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = []
-    with launch.joined(arguments.device):
+    with launch.joined(arguments.device, bind=arguments.bind):
         for run in runs:
-            results.append(_run(run, arguments.num_ranks))
+            results.append(_run(run, arguments))
             if arguments.timeline and launch.is_reporting():
                 _show_timeline(results[-1], arguments.out)
     return _report(arguments, runs, results, entropy) if launch.is_reporting() else 0

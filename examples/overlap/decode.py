@@ -23,6 +23,7 @@ from tqdm import trange
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.nn import Span, Timeline, overlapped
 from deepep_moe.testing import run_ranks
+from deepep_moe.topology.option import add_bind
 
 CPU = Sizes(num_layers=3, hidden=512, intermediate=256, num_experts=16, num_topk=4, num_tokens=64, context=256)
 GPU = Sizes(num_layers=4, hidden=7168, intermediate=1024, num_experts=32, num_topk=8, num_tokens=64, context=1024)
@@ -138,6 +139,7 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--repeats", type=int, default=20, help="passes to measure, of each way (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo-overlap"), help="folder for timeline.png (default: %(default)s)")
+    add_bind(parser)
     for field in fields(Sizes):
         small, large = getattr(CPU, field.name), getattr(GPU, field.name)
         parser.add_argument(
@@ -164,7 +166,8 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments, sizes = arguments_of(argv)
-    results = run_ranks(decode, arguments.num_ranks, sizes, arguments.device, arguments.repeats, timeout_s=600, start_method="spawn")[0]
+    measured = sizes, arguments.device, arguments.repeats
+    results = run_ranks(decode, arguments.num_ranks, *measured, timeout_s=600, start_method="spawn", bind=arguments.bind)[0]
     num_tokens = sum(num_tokens_of(sizes, rank, batch) for rank in range(arguments.num_ranks) for batch in range(2))
     print(f"\nrank 0 of {arguments.num_ranks}, two micro-batches through {sizes.num_layers} layers:\n")
     timelines = {name: spans for name, (_, spans) in results.items()}

@@ -6,6 +6,7 @@ import runpy
 import sys
 
 from deepep_moe.integrations.megatron import enable
+from deepep_moe.topology.option import add_bind, bind_this_rank
 
 _DESCRIPTION = """Enable deepep_moe in Megatron-Core, then run a script as if it had been started itself.
 
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--metrics", action="store_true", help="write load, exchange time and calls over capacity of each MoE layer to TensorBoard and W&B"
     )
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="consecutive ranks that are a node (default: those of a host)")
+    add_bind(parser)
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
     return parser
@@ -75,6 +77,8 @@ def main() -> None:
     options = parser.parse_args()
     if not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script!r} (current folder: {os.getcwd()})")
+    if options.bind:
+        bind_this_rank()  # first, as memory that is there already stays where it is
     enable(
         num_max_tokens_per_rank=options.num_max_tokens_per_rank,
         backend=options.backend,

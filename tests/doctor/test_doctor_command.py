@@ -107,6 +107,15 @@ def test_facts_of_cuda(libcuda, monkeypatch):
     assert Environment().cuda == Cuda(error="cuInit: CUDA_ERROR_NO_DEVICE (100)")
 
 
+def test_driver_without_a_call(libcuda, tmp_path):
+    """A driver of CUDA 10 has no such call."""
+    source = Path(__file__).parent / "fake_libcuda.c"
+    older = ["gcc", "-shared", "-fPIC", "-DcuIpcOpenMemHandle_v2=cuIpcOpenMemHandle", "-o", str(tmp_path / "libcuda.so.1"), str(source)]
+    subprocess.run(older, check=True)
+    expected = '"cuIpcOpenMemHandle_v2: libcuda.so.1 does not have it, so the driver is too old"\n'
+    assert Environment().child("cuda", "ipc", "0", "1").output == expected
+
+
 def test_round_trip_of_cuda_ipc(libcuda, monkeypatch):
     assert Environment().child("cuda", "ipc", "0", "1") == Ran(0, '""\n')
     assert libcuda.read_bytes().startswith(b"deepep_moe heard")  # the other process wrote it

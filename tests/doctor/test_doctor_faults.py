@@ -1,8 +1,12 @@
 """The doctor finds nothing wrong with a healthy machine, and each fault that is put into it."""
 
+import dataclasses
+import json
+
 import pytest
 from doctor_machine import GIB, Machine
 
+from deepep_moe.doctor import gpus
 from deepep_moe.doctor.environment import Ran
 from deepep_moe.doctor.findings import ABSENT, FAULT, OK, WARNING
 from deepep_moe.doctor.page import as_text, backends, examine, exit_code
@@ -73,6 +77,28 @@ def test_driver_too_old(machine):
     assert found.text == "the driver serves CUDA 12.4, and PyTorch 2.13.0+cu130 needs CUDA 13.0"
     assert found.advice == "update the NVIDIA driver to 580 or newer, or install a PyTorch for CUDA 12"
     assert serves["nvlink"] == "CUDA driver" and serves["shm"] == ""
+
+
+def test_version_of_the_driver(machine):
+    driver = {finding.check: finding for finding in examine(machine.environment)}["CUDA driver"]
+    assert driver.text == "of unknown version, serves CUDA 13.0"
+    for kind in ("UNIX Open Kernel Module for x86_64", "UNIX x86_64 Kernel Module"):
+        machine.write("proc/driver/nvidia/version", f"NVRM version: NVIDIA {kind}  580.82.07  Release Build\nGCC version: 12.2.0")
+        driver = {finding.check: finding for finding in examine(machine.environment)}["CUDA driver"]
+        assert driver.text == "580.82.07, serves CUDA 13.0"
+
+
+def test_import_that_takes_long(machine):
+    machine.ran["import megatron.core"] = Ran(None, errors="no end within 20 s")
+    found, _ = only(machine, "megatron-core", FAULT)
+    assert found.text == "the import of megatron.core 0.16.1 was stopped: no end within 20 s"
+    assert found.advice == "run the doctor again while the machine is idle"
+    machine.ran = {"library.py": Ran(None, errors="no end within 20 s")}
+    findings = {finding.check: finding for finding in examine(machine.environment)}
+    assert findings["PyTorch"].text == "its import was stopped: no end within 20 s" and findings["PyTorch"].state == FAULT
+    machine.ran = {"library.py": Ran(None, json.dumps({"torch": machine.torch}), "no end within 20 s")}
+    found = {finding.check: finding for finding in examine(machine.environment)}["deepep_moe"]
+    assert (found.text, found.state) == ("its import was stopped: no end within 20 s", FAULT)
 
 
 def test_driver_of_an_older_minor_version_serves(machine):
@@ -170,6 +196,9 @@ def test_hidden_old_and_driverless_gpus(machine):
     machine.variables["CUDA_VISIBLE_DEVICES"] = ""
     found, _ = only(machine, "GPUs", WARNING)
     assert found.text == "CUDA_VISIBLE_DEVICES='' hides 1 GPUs"
+    machine.ran["facts"] = Ran(1, errors="libcuda.so.1 does not load: no such file\n")
+    found, _ = only(machine, "GPUs", FAULT)
+    assert found.text == "PCI has 1 NVIDIA GPUs, and CUDA sees none: libcuda.so.1 does not load: no such file"
 
 
 def test_clocks(machine):
@@ -179,6 +208,19 @@ def test_clocks(machine):
     assert only(machine, "clocks", WARNING)[0].text == "GPU 0 is slowed down by heat or power"
     machine.ran["nvidia-smi"] = Ran(None, errors="nvidia-smi does not start: No such file or directory")
     assert only(machine, "clocks", WARNING)[0].text.startswith("nvidia-smi does not say: nvidia-smi does not start")
+    machine.ran["nvidia-smi"] = Ran(9, output="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n")
+    assert "does not say: NVIDIA-SMI has failed because" in only(machine, "clocks", WARNING)[0].text
+
+
+def test_clocks_of_an_older_driver(machine):
+    def older(command, timeout_s):
+        if command[0] == "nvidia-smi" and "clocks_event_reasons" in command[1]:
+            return Ran(2, output='Field "clocks_event_reasons.hw_slowdown" is not a valid field to query.\n')
+        return machine._run(command, timeout_s)
+
+    machine.smi = "0, Enabled, Active, Not Active\n1, Enabled, Not Active, Not Active\n"
+    env = dataclasses.replace(machine.environment, run=older)
+    assert gpus.clocks(env).text == "GPU 0 is slowed down by heat or power"
 
 
 def test_variables_that_slow_down(machine):

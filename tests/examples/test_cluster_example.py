@@ -1,13 +1,16 @@
 """The scripts for clusters, on virtual nodes: started as users start them, and what they say when something is wrong."""
 
 import argparse
+import json
 import os
+import platform
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import machine_trees
 import pytest
 import torch
 
@@ -79,8 +82,8 @@ def test_a_launcher_on_each_of_two_nodes():
     assert [node.returncode for node in nodes] == [0, 0], outputs
     lines = block_of(outputs[0])
     assert lines[2:4] == ["2 x 2 ranks (virtual nodes) on cpu, backend collective", "host 0: ranks 0 to 3"]
-    assert any(line.startswith("| variables | ") and "GLOO_SOCKET_IFNAME=lo" in line for line in lines)
-    assert any(line == f"| torch | {torch.__version__} |" for line in lines) and "paste" not in outputs[1]
+    assert any(line.startswith("| environment | ") and "GLOO_SOCKET_IFNAME=lo" in line for line in lines)
+    assert f"| Python | {platform.python_version()} |" in lines and "paste" not in outputs[1]
 
 
 SRUN = """#!/bin/sh
@@ -165,35 +168,28 @@ def test_refusals(monkeypatch, capsys):
 # ---- the environment ----
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_nics_and_drivers(tmp_path):
-    """A machine made of files: one NIC of mlx5 with a port, one without a driver, IBGDA's driver options, and GDRCopy."""
+def test_nics(tmp_path):
     (environment_module,) = modules("environment")
-    nothing = environment_module.network_facts(tmp_path)
-    assert nothing == {"GDRCopy": "no /dev/gdrdrv", "nvidia_peermem": "not loaded", "driver options": "none to be seen", "driver": "none"}
-    nic = tmp_path / "sys/class/infiniband/mlx5_0"
-    for name, text in (("link_layer", "Ethernet\n"), ("rate", "400 Gb/sec (4X NDR)\n"), ("state", "4: ACTIVE\n")):
-        write(nic / "ports/1" / name, text)
-    write(nic / "device/numa_node", "1\n")
-    (tmp_path / "drivers/mlx5_core").mkdir(parents=True)
-    (nic / "device/driver").symlink_to(tmp_path / "drivers/mlx5_core")
-    write(tmp_path / "sys/class/infiniband/rdmap0/ports/1/state", "1: DOWN\n")
-    assert environment_module.nics(tmp_path) == [
-        "mlx5_0 port 1: mlx5_core, Ethernet, 400 Gb/sec (4X NDR), 4: ACTIVE, NUMA node 1",
-        "rdmap0 port 1: unknown driver, 1: DOWN, NUMA node ?",
+    assert environment_module.nics(tmp_path) == "none"
+    machine_trees.dgx_h100(tmp_path)
+    found = environment_module.nics(tmp_path).split("; ")
+    assert len(found) == 12 and found[0] == "mlx5_0: mlx5_core, InfiniBand, NUMA node 0"
+    assert "mlx5_7: mlx5_core, Ethernet, NUMA node 1" in found
+
+
+def test_doctor_of_each_host(monkeypatch):
+    (environment_module,) = modules("environment")
+    findings = [
+        {"check": "PyTorch", "state": "ok", "text": "2.13.0", "advice": ""},
+        {"check": "MPS", "state": "not here", "text": "not started", "advice": ""},
     ]
-    write(tmp_path / "proc/driver/nvidia/params", 'EnableStreamMemOPs: 1\nOther: 0\nRegistryDwords: "PeerMappingOverride=1;"\n')
-    write(tmp_path / "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n")
-    write(tmp_path / "dev/gdrdrv", "")
-    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
-    assert environment_module.network_facts(tmp_path) == {
-        "GDRCopy": "gdrdrv is loaded", "nvidia_peermem": "loaded", "driver": "580.82.07",
-        "driver options": "EnableStreamMemOPs=1, RegistryDwords=PeerMappingOverride=1;",
-    }  # fmt: skip
+    page = {"backends": {"shm": "", "nvlink": "GPUs", "collective": ""}, "faults": 1, "findings": findings}
+    done = subprocess.CompletedProcess([], 1, json.dumps(page), "")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
+    assert environment_module.checks() == {"backends": "shm, collective", "PyTorch": "2.13.0", "MPS": "not here: not started"}
+    done.returncode, done.stderr = 2, "usage: ...\nunknown option\n"
+    with pytest.raises(RuntimeError, match=r"-m deepep_moe.doctor --json ended with code 2: unknown option; run it by hand on this host"):
+        environment_module.checks()
 
 
 def test_hosts_that_differ():

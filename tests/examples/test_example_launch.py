@@ -26,10 +26,12 @@ def launch_module():
 
 def train(framework: str, *options: str) -> str:
     """Two steps of an example on 2 x 2 virtual nodes. Returns what it prints."""
-    command = [*TORCHRUN, str(EXAMPLES / framework / "train.py"), "--steps", "2", "--ranks-per-node", "2", *options]
+    command = [*TORCHRUN, str(EXAMPLES / framework / "train.py"), "--steps", "2", "--ranks-per-node", "2", "--bind", *options]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(line for line in done.stderr.splitlines() if " bound: " in line)
+    assert [line[:18] for line in lines] == [f"local rank {rank} bound" for rank in range(4)], done.stderr
     return done.stdout
 
 

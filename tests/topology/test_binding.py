@@ -176,6 +176,30 @@ def test_nothing_known_binds_nothing(tmp_path):
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.parametrize(
+    ("cpus", "of_parent", "num_ranks", "keeps"),
+    [
+        ("12-23", "0-95", 8, True),
+        ("0-63", "0-95", 8, False),
+        ("0-95", "0-95", 8, False),
+        ("0-95", "0-95", 1, False),
+        ("0-11", "", 8, False),
+    ],
+)
+def test_share_that_another_launcher_gave(cpus, of_parent, num_ranks, keeps, tmp_path, monkeypatch):
+    machine_trees.azure_h100(tmp_path)
+    (tmp_path / "proc/self/status").write_text(f"Cpus_allowed_list:\t{cpus}\n")
+    (tmp_path / f"proc/{os.getppid()}").mkdir()
+    (tmp_path / f"proc/{os.getppid()}/status").write_text(f"Cpus_allowed_list:\t{of_parent}\n")
+    bound_to = []
+    monkeypatch.setattr(binding, "set_affinity", lambda cpus: bound_to.append(cpus) or "")
+    monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
+    found = bind(0, num_ranks, root=tmp_path)
+    assert bool(bound_to) is not keeps
+    assert ("CPUs 12-23 are this rank's share already, by who started it" in found.left) is keeps
+    assert any(what.startswith("NCCL_IB_HCA=") for what in found.done)
+
+
 def test_bound_once(tmp_path, monkeypatch):
     machine_trees.azure_h100(tmp_path)
     bound_to = []
@@ -276,7 +300,7 @@ def test_binding_twice_is_refused(capsys):
 
 
 def test_command_that_is_missing(monkeypatch):
-    monkeypatch.setattr(bound, "bind", lambda: "bound")
+    monkeypatch.setattr(bound, "bind_this_rank", lambda: None)
     with pytest.raises(SystemExit, match="cannot run no-such-program: No such file or directory; give a program that is there"):
         bound.main(["no-such-program"])
     with pytest.raises(SystemExit, match="usage: python -m deepep_moe.topology.bound COMMAND"):

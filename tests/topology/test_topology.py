@@ -12,6 +12,7 @@ from machine_trees import fake_nvml
 
 from deepep_moe.topology import distance, picture, read
 from deepep_moe.topology.__main__ import main
+from deepep_moe.topology.drawing import Box, draw
 from deepep_moe.topology.svg import svg
 from deepep_moe.topology.sysfs import format_cpulist, parse_cpulist
 
@@ -166,7 +167,11 @@ def test_nvml_without_driver(tmp_path):
     [
         ("sys/devices/system/node/node0/cpulist", "0-x", "/sys/devices/system/node/node0/cpulist cannot be used: '0-x' is no list of CPUs"),
         ("sys/devices/system/node/node0/cpulist", "0-999999", "'0-999999' is no list of CPUs"),
-        ("sys/devices/system/node/node0/cpulist", "0-48", "CPU 48 is in NUMA nodes 0 and 1; only node 0 counts it."),
+        (
+            "sys/devices/system/node/node0/cpulist",
+            "0-48",
+            "CPUs 48 of NUMA node 1 are in a node before it too; only the first counts them.",
+        ),
         ("sys/bus/pci/devices/0001:00:00.0/numa_node", "one", "numa_node cannot be used: 'one' is not a whole number."),
         ("sys/bus/pci/devices/0001:00:00.0/numa_node", "7", "The NUMA node of 0001:00:00.0 is unknown: its numa_node is 7"),
         ("sys/bus/pci/devices/0001:00:00.0/numa_node", "-1", "The NUMA node of 0001:00:00.0 is unknown: its numa_node is -1"),
@@ -207,7 +212,7 @@ def test_links_that_go_round(tmp_path):
 def test_empty_root(tmp_path):
     found = read(tmp_path / "nowhere")
     assert (found.nodes, found.gpus, found.nics, found.allowed_cpus) == ((), (), (), None) and len(found.notes) == 2
-    assert "nothing is known of this machine" in svg(found)
+    assert "nothing is known of this machine" in svg(draw(found))
 
 
 def test_cpulists():
@@ -232,6 +237,25 @@ def test_picture(tmp_path, capsys):
     assert "mlx5_0    NODE  NODE  NODE  NODE  SYS   SYS   SYS   SYS" in lines
     words = [element.text for element in ElementTree.fromstring(drawing.read_text()).iter() if element.text and element.text.strip()]
     assert words.count("NODE") == 8 and {"GPU 7", "mlx5_an0", "NUMA node 1: CPUs 48-95"} <= set(words)
+
+
+def test_png(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    machine_trees.dgx_h100(tmp_path)
+    main(["--root", str(tmp_path), "--png", str(tmp_path / "machine.png")])
+    pixels, drawing = image.imread(tmp_path / "machine.png"), draw(read(tmp_path))
+    assert pixels.shape[:2] == (2 * drawing.height, 2 * drawing.width)
+    boxes = [shape for shape in drawing.shapes if isinstance(shape, Box) and shape.fill != "none"]
+    assert len(boxes) == 8 + 12
+    for box in boxes:  # a place in it without words
+        found = pixels[2 * (box.top + box.height) - 4, 2 * (box.left + box.width) - 6]
+        assert tuple(round(255 * part) for part in found[:3]) == tuple(bytes.fromhex(box.fill[1:]))
+
+
+def test_png_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"cannot write a.png: PNG needs matplotlib \(.*\); pip install matplotlib, or give --svg"):
+        main(["--root", str(tmp_path), "--png", "a.png"])
 
 
 def test_json(tmp_path, capsys):

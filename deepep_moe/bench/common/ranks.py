@@ -54,7 +54,7 @@ def start(measure: Callable[..., Any], options: argparse.Namespace) -> list[Any]
     Returns what it returns on rank 0 of each EP size; under a launcher, what it returns on this rank.
     """
     if not options.launched:
-        return [run_ranks(measure, num_ranks, options, timeout_s=900)[0] for num_ranks in options.num_ranks]
+        return [run_ranks(measure, num_ranks, options, timeout_s=900, bind=options.bind)[0] for num_ranks in options.num_ranks]
     dist.init_process_group("gloo")
     try:
         return [measure(dist.get_rank(), dist.get_world_size(), options, config.local_rank())]

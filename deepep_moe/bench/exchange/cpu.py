@@ -129,7 +129,7 @@ def _add(first: list[float], second: list[float]) -> list[float]:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return all records of one shape."""
-    times, bytes_touched = run_ranks(measure, options.num_ranks, options, timeout_s=1800)[0]
+    times, bytes_touched = run_ranks(measure, options.num_ranks, options, timeout_s=1800, bind=options.bind)[0]
     for name in ("ours", "collective", "all-to-all"):
         times[f"{name} dispatch+combine"] = _add(*(times[f"{name} {op}"] for op in OPS))
     memcpy_us = statistics.median(times["memcpy"])

@@ -44,7 +44,7 @@ def main(options: argparse.Namespace) -> None:
     """Print one line per call and write all records to `--json`."""
     if not torch.cuda.is_available():
         raise SystemExit("both hops are kernels of a GPU, which PyTorch does not see here")
-    records: list[dict[str, Any]] = run_ranks(measure, options.num_ranks, options, timeout_s=300)[0]
+    records: list[dict[str, Any]] = run_ranks(measure, options.num_ranks, options, timeout_s=300, bind=options.bind)[0]
     for r in records:
         print(
             f"{r['op']:16} {r['us_median']:8.0f} us at {r['rate_gbps']:.1f} GB/s a rank, {r['pipeline_ratio']:.3f} x its slower hop (bytes "

@@ -357,7 +357,7 @@ def main(options: argparse.Namespace) -> None:
     wrong: list[str] = []
     for shape in [Shape(num_topk, dtype) for num_topk in options.num_topk for dtype in options.dtype]:
         try:
-            ranks = run_ranks(measure, options.num_ranks, options, shape, timeout_s=LIMIT_S)
+            ranks = run_ranks(measure, options.num_ranks, options, shape, timeout_s=LIMIT_S, bind=options.bind)
         except RankFailedError as error:
             wrong.append(f"{shape}: {error}")
             continue

@@ -342,7 +342,7 @@ def main(options: argparse.Namespace) -> None:
         resolve(options)
     except ValueError as error:
         sys.exit(str(error))
-    ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900)
+    ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
     show(ranks, options)
     show_steps(ranks)
     write_json(options.json, records_of(ranks, options) + step_records(ranks, options))

@@ -38,7 +38,11 @@ class Driver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            raise CudaError(f"{name}: libcuda.so.1 does not have it, so the driver is too old") from None
+        code = function(*arguments)
         if code:
             told = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(told))
