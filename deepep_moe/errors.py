@@ -6,6 +6,16 @@ import re
 _TOLD = re.compile(r"(?:rank \d+ in [^:]*: )?rank \d+ (?:did not make its call|left its call|could not create its Buffer): ([^\W\d]\w*): ")
 
 
+def told(error: BaseException) -> str:
+    """Return the class and the words of an error, as peers are told them. The words may be anything: an error that has none, or whose
+    words have no encoding, is told too."""
+    try:
+        words = str(error)
+    except Exception as failure:
+        words = f"(its text cannot be had: {type(failure).__name__})"
+    return f"{type(error).__name__}: {words}".encode(errors="backslashreplace").decode()
+
+
 class EPError(RuntimeError):
     """Base of every error that is not a wrong argument of the caller."""
 

@@ -52,7 +52,7 @@ public:
 
     void progress() {
         rounds_ = 0;
-        suspected_ = is_overdue_ = false;
+        suspected_ = is_overdue_ = lacks_nothing_ = false;
     }
 
     template <class Lacks>
@@ -97,13 +97,16 @@ private:
             if (!first.phase) first = lack;
             if (!stuck.phase && beats_[lack.peer] == monitor_.beat(lack.peer)) stuck = lack;
         });
-        if (!first.phase) throw std::logic_error("a call waits for nothing: its handle was changed after its dispatch");
+        if (!first.phase) {  // what was lacking has come at the last moment, if the caller finds it when it looks again
+            if (!std::exchange(lacks_nothing_, true)) return;
+            throw std::logic_error("a call waits for nothing: its handle was changed after its dispatch");
+        }
         monitor_.fail(stuck.phase ? stuck : first);
     }
 
     PeerMonitor& monitor_;
     int64_t rounds_ = 0;
-    bool suspected_ = false, is_overdue_ = false;
+    bool suspected_ = false, is_overdue_ = false, lacks_nothing_ = false;
     Clock::time_point began_{};
     uint64_t beats_[kMaxRanks] = {};
 };

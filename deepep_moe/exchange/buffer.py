@@ -24,7 +24,7 @@ from deepep_moe.exchange.checks import (
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.nodes import find_nodes
-from deepep_moe.group.rendezvous import gather_objects, introduce, join
+from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.ops.quant import quantize_fp8
 
@@ -90,7 +90,7 @@ class Buffer(Sizes):
             check_num_sms(num_sms)
             check_max_sms(max_sms)
             num_threads = config.num_threads(num_ranks)
-        except (TypeError, ValueError) as refused:
+        except Exception as refused:
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
         self._settings = find_nodes(self._settings, peers)
@@ -302,7 +302,8 @@ class Buffer(Sizes):
         what.
         """
         s = self._settings
-        self.calls.recover(lambda number: gather_objects(number, self._group, s.num_ranks, "recovery of a Buffer", s.timeout_s, int))
+        with hanging_up(self._group):
+            self.calls.recover(lambda number: gather_objects(number, self._group, s.num_ranks, "recovery of a Buffer", s.timeout_s, int))
 
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it, also for wrappers with checks of their own. The

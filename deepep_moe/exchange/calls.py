@@ -6,6 +6,7 @@ Operators and handles know a buffer by the number of its calls.
 import contextlib
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from deepep_moe.errors import BufferDestroyedError, EPError
+from deepep_moe.errors import BufferDestroyedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, tell_peers
 from deepep_moe.exchange.checks import (
@@ -62,6 +63,7 @@ class Calls:
         self.number = next(_numbers)
         self.own_mode = Mode(num_sms=num_sms)
         """In which gradients run, and calls that say nothing else."""
+        self._calling = threading.Lock()
         self._backend: Backend | None = backend
         self._native = backend.native_calls(self.number, self.own_mode)
         self._executor: ThreadPoolExecutor | None = None
@@ -99,27 +101,49 @@ class Calls:
     # ---- calls ----
 
     def dispatch(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle]:
-        backend = self._admit(check_dispatch, args)
-        tell = partial(self._tell_on_failure, backend.num_calls)
-        rows, handle, move = tell(partial(backend.plan, args))
-        self._move(args.mode, partial(tell, move), args, rows, handle)
-        handle.seal()
-        return rows, handle
+        self._refuse_second_caller()
+        with self._calling:
+            backend = self._admit(check_dispatch, args)
+            tell = partial(self._tell_on_failure, backend.num_calls)
+            rows, handle, move = tell(partial(backend.plan, args))
+            self._move(args.mode, tell, move, args, rows, handle)
+            handle.seal()
+            return rows, handle
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> Rows:
-        backend = self._admit(check_cached_dispatch, args)
-        tell = partial(self._tell_on_failure, backend.num_calls)
-        rows, move = tell(partial(backend.dispatch_cached, args))
-        self._move(args.mode, partial(tell, move), args, rows)
-        return rows
+        self._refuse_second_caller()
+        with self._calling:
+            backend = self._admit(check_cached_dispatch, args)
+            tell = partial(self._tell_on_failure, backend.num_calls)
+            rows, move = tell(partial(backend.dispatch_cached, args))
+            self._move(args.mode, tell, move, args, rows)
+            return rows
 
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
         """Return combined_x, and the gradients of topk_weights where some were given."""
-        backend = self._admit(check_combine, args)
-        tell = partial(self._tell_on_failure, backend.num_calls)
-        combined_x, topk_weight_grads, move = tell(partial(backend.combine, args))
-        self._move(args.mode, partial(tell, move), args, combined_x, topk_weight_grads)
-        return combined_x, topk_weight_grads
+        self._refuse_second_caller()
+        with self._calling:
+            backend = self._admit(check_combine, args)
+            tell = partial(self._tell_on_failure, backend.num_calls)
+            combined_x, topk_weight_grads, move = tell(partial(backend.combine, args))
+            self._move(args.mode, tell, move, args, combined_x, topk_weight_grads)
+            return combined_x, topk_weight_grads
+
+    def _finish_earlier_call(self) -> None:
+        """Refuse the call where the wait for the one before it is interrupted."""
+        try:
+            self._wait_for_pending()
+        except (EPError, ValueError):
+            raise
+        except BaseException as error:
+            with contextlib.suppress(EPError):  # of the call before: `error` says more
+                self.refuse(error)
+            raise
+
+    def _refuse_second_caller(self) -> None:
+        """One that comes while a call is being made: on another thread, or out of a signal's handler."""
+        if self._calling.locked():
+            raise EPError("two threads are in calls of one buffer; make its calls one after the other")
 
     def event(self, mode: Mode, *used: Any) -> Event | None:
         """Return the event of the call just made, None where it was not asynchronous. `used`: its tensors, and what holds some."""
@@ -171,15 +195,15 @@ class Calls:
             return error  # a forked process would write to its owner's connections
         if not self._is_capturing():
             self._wait_for_pending()
-        self.backend.refuse(f"{type(error).__name__}: {error}")
+        self.backend.refuse(told(error))
         return error
 
     def refuse_on_failure(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-        """Return the function's result. Refuse the call where the function finds wrong types or values, or lacks memory. (A context manager
-        takes longer.)"""
+        """Return the function's result. Refuse the call where the function finds wrong types or values, lacks memory or is interrupted. (A
+        context manager takes longer.)"""
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, torch.OutOfMemoryError) as error:
+        except BaseException as error:
             raise self.refuse(error) from None
 
     def refuse_on_any_failure(self, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -189,7 +213,8 @@ class Calls:
             return function(*args)
         except BaseException as error:
             if not isinstance(error, EPError) and self.backend.num_calls == num_calls:
-                self.refuse(error)
+                with contextlib.suppress(EPError):  # of an earlier call: `error` says more
+                    self.refuse(error)
             raise
 
     def _tell_on_failure(self, num_calls: int, function: Callable[[], _Result]) -> _Result:
@@ -208,7 +233,7 @@ class Calls:
         """Return the backend, to make a call with `args`, which are right."""
         backend = self.backend
         self._refuse_other_process()
-        self._wait_for_pending()
+        self._finish_earlier_call()
         self.refuse_on_failure(check_device, args.x, backend)
         self.refuse_on_failure(check, args, self.settings)
         if isinstance(args, (CachedDispatchArgs, CombineArgs)):
@@ -232,25 +257,28 @@ class Calls:
 
     # ---- asynchronous calls: on one thread of the buffer's own, in order, or as the backend has it ----
 
-    def _move(self, mode: Mode, move: Move, *keep_alive: Any) -> None:
+    def _move(self, mode: Mode, tell: Callable[[Move], Any], move_rows: Move, *keep_alive: Any) -> None:
         """Move the rows, now or later. Until then the tensors that native code knows by address are held. Raises what an earlier call's
         kernels have reported."""
-        can = self.capabilities
+        can, move = self.capabilities, partial(tell, move_rows)
         if mode.is_split and can.can_split:
             half = partial(_second_half, move, keep_alive)
             self._pending = Event(second_half=half, device=self.backend.device, is_captured=self._is_capturing())
         elif not can.moves_on_thread or not (mode.is_async or mode.is_split):
             move()
         else:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
-            self._pending = Event(self._executor.submit(_second_half, move, keep_alive))
+            tell(partial(self._move_on_thread, move, keep_alive))
         failure, self._earlier_failure = self._earlier_failure, None
         if failure is not None:
             event = self.event(mode, *keep_alive)
             if event is not None:
                 event.wait()  # nobody will be given it
             raise failure
+
+    def _move_on_thread(self, move: Move, keep_alive: Any) -> None:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
+        self._pending = Event(self._executor.submit(_second_half, move, keep_alive))
 
     def _is_capturing(self) -> bool:
         return self.backend.device is not None and torch.cuda.is_current_stream_capturing()
@@ -270,7 +298,7 @@ class Calls:
         error = pending.failure()
         self._pending = None
         if error is not None and not pending.seen:
-            raise self.refuse(EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")) from error
+            raise self.refuse(EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")) from error
 
 
 def _cannot_be_made_after_a_failure(args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> bool:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -72,6 +72,9 @@ class DispatchHandle:
     def has_failed(self) -> bool:
         """Has the dispatch failed on a GPU, as far as that has come? Then nothing goes along the handle."""
         return int(self.recv_counts.flatten()[0]) < 0
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a DispatchHandle says where the rows of this process are and cannot be saved or sent; dispatch again")
 
     def to_save(self) -> tuple[Tensor, ...]:
         """What an operator's backward needs besides `rebuild`."""

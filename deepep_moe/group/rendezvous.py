@@ -6,6 +6,7 @@ memory of all ranks.
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import socket
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
 from deepep_moe.group.settings import Settings
 
-_TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group
+_TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group; that of a vector is larger by its bytes
 _MAX_BYTES = 1 << 20  # of a message: a few strings and numbers
 _MAX_WORDS = 10_000  # characters of an error in a message
+_numbers = itertools.count()
 _HUNG_UP = "closed its connection: it has ended, or has given up on another rank (see its output)"
 
 
@@ -61,11 +63,14 @@ class Introduction:
     num_threads: int
     group_backend: str
     has_gpu: bool
+    number: int
+    """Of the buffer, among those that this process has begun to make."""
 
     @classmethod
     def read(cls, told: Any) -> "Introduction":
         """Return what a rank has told. Raises KeyError, TypeError or ValueError for anything but an introduction."""
         types: dict[str, Any] = {"error": (str, type(None)), "settings": dict, "process_id": int, "num_threads": int, "has_gpu": bool}
+        types["number"] = int
         for field in fields(cls):
             if not isinstance(told[field.name], types.get(field.name, str)):
                 raise TypeError(field.name)
@@ -107,9 +112,8 @@ def introduce(
     common = {} if error else {name: value for name, value in asdict(settings).items() if name not in ("rank", "timeout_s")}
     if not error:
         common |= {"mask_stalled": mask_stalled, "kind": kind}
-    message = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_WORDS]
+    message = None if error is None else told(error)[:_MAX_WORDS]
     group_backend = "none" if group is None else str(dist.get_backend_config(group))
-    own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, torch.cuda.is_available())
 
     def read(told: Any) -> Introduction:
         peer = Introduction.read(told)
@@ -118,6 +122,8 @@ def introduce(
         return peer
 
     with hanging_up(group):
+        number, has_gpu = next(_numbers), torch.cuda.is_available()
+        own = Introduction(message, str(backend), common, host_id(), os.getpid(), num_threads, group_backend, has_gpu, number)
         peers = gather_objects(asdict(own), group, settings.num_ranks, "construction of a Buffer", settings.timeout_s, read)
     if error is not None:
         raise error
@@ -160,7 +166,7 @@ def hang_up(group: "dist.ProcessGroup") -> None:
     for peer in range(dist.get_world_size(group)):
         if peer != rank:
             with contextlib.suppress(RuntimeError):  # that of the deadline, or of a connection that is closed already
-                work: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG + 1)
+                work: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG)  # which no vector has
                 work.wait(datetime.timedelta(milliseconds=1))
 
 
@@ -177,14 +183,18 @@ def hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
 
 
 class Exchange:
-    """A vector `own` [n] of every rank on its way to all ranks, a CPU tensor of the same size on each."""
+    """A vector `own` [n] of every rank on its way to all ranks, a CPU tensor of the same size on each.
+
+    Ranks that are in different exchanges of one group may send different sizes. gloo ends the process that receives more than it has room
+    for, so only vectors of one size meet: the others wait until the deadline.
+    """
 
     def __init__(self, own: Tensor, group: "dist.ProcessGroup", phase: str, timeout_s: float):
         self._own, self._group, self._phase, self._timeout_s = own, group, phase, timeout_s
         self._num_ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._rows = own.repeat(self._num_ranks, 1)
-        self._works: list[tuple[int, Any]] = []
-        self._peer: int | None = None  # the last one that a message is, or was, for
+        self._peers = [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]
+        self._works: list[Any] = []  # of the sends to them, then of the receives
 
     def wait(self) -> Tensor:
         """Return [num_ranks, n]. May be called again where an exception of a signal's handler has ended it.
@@ -196,31 +206,33 @@ class Exchange:
             gathered = torch.empty(self._num_ranks, len(self._own), dtype=self._own.dtype, device="cuda")
             dist.all_gather_into_tensor(gathered, self._own.cuda(), group=self._group)
             return gathered.cpu()
+        num_over = 0
         try:
-            if self._peer is None:
-                self._post()
-            for peer, work in self._works:
-                self._peer = peer
+            self._post()
+            for work in self._works:
                 if not work.is_completed():  # who waits for it a second time waits for another message
                     work.wait(datetime.timedelta(seconds=self._timeout_s))
+                num_over += 1
         except RuntimeError as error:
             if is_of_handler(error):
                 raise
+            failed = num_over if len(self._works) == 2 * len(self._peers) else len(self._works)
+            peer = self._peers[failed % len(self._peers)]
             why = f"did not deliver within {self._timeout_s:g} s" if "Timed out" in str(error) else _HUNG_UP
             raise EPTimeoutError(
-                f"rank {self._rank}: rank {self._peer} {why}; phase '{self._phase}', expected 1 message, seen 0; "
+                f"rank {self._rank}: rank {peer} {why}; phase '{self._phase}', expected 1 message, seen 0; "
                 f"torch.distributed says: {error}",
-                rank=self._peer or 0, phase=self._phase, expected=1, seen=0,
+                rank=peer, phase=self._phase, expected=1, seen=0,
             ) from error  # fmt: skip
-        if len(self._works) < 2 * (self._num_ranks - 1):
-            raise EPError(f"rank {self._rank} was interrupted while it sent its messages of phase '{self._phase}'")
         return self._rows
 
     def _post(self) -> None:
-        for peer in [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]:
-            self._peer = peer
-            self._works.append((peer, dist.isend(self._own, group=self._group, group_dst=peer, tag=_TAG)))
-            self._works.append((peer, dist.irecv(self._rows[peer], group=self._group, group_src=peer, tag=_TAG)))
+        """Post all messages. The loops run in C, where no signal's handler raises: what was posted is known also after an interrupt."""
+        tags = itertools.repeat(_TAG + self._own.nbytes)
+        if not self._works:
+            self._works.extend(map(self._group.send, itertools.repeat([self._own]), self._peers, tags))
+        if len(self._works) == len(self._peers):
+            self._works.extend(map(self._group.recv, [[self._rows[peer]] for peer in self._peers], self._peers, tags))
 
 
 def gather_objects(

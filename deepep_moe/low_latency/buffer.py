@@ -12,7 +12,7 @@ from torch import Tensor
 from deepep_moe import config
 from deepep_moe.arguments import check_bool
 from deepep_moe.device import DTYPES
-from deepep_moe.errors import BufferDestroyedError, EPError
+from deepep_moe.errors import BufferDestroyedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
@@ -82,7 +82,7 @@ class LowLatencyBuffer(Sizes):
             s = check_low_latency_settings(check_settings(s, backend, BACKENDS, timeout_s))
             check_bool("mask_stalled", mask_stalled)
             num_threads = config.num_threads(num_ranks)
-        except (TypeError, ValueError) as refused:
+        except Exception as refused:
             error = refused
         peers = introduce(s, backend, num_threads, error, group, kind="LowLatencyBuffer", mask_stalled=mask_stalled)
         self._settings = s
@@ -373,7 +373,7 @@ class LowLatencyBuffer(Sizes):
         for _, event in over:
             error = None if event.seen else event.failure()
             if error is not None and self._earlier_failure is None:
-                self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {type(error).__name__}: {error}")
+                self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")
                 self._earlier_failure.__cause__ = error
         if self._in_flight and self._alive().num_calls() + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
             raise ValueError(
@@ -403,7 +403,7 @@ class LowLatencyBuffer(Sizes):
 
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
-        self._alive().refuse(f"{type(error).__name__}: {error}")
+        self._alive().refuse(told(error))
         raise error
 
     def _raise_failure_of(self, handle: LowLatencyHandle) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ class LowLatencyHandle:
     """uint8, on the device of the dispatch: csrc/common/low_latency.h says what it holds."""
     event: Event | None = None
     """Of a dispatch with `async_op` or `return_hook`."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a LowLatencyHandle says where the rows of this process are and cannot be saved or sent; dispatch again")
 
 
 class LowLatencyOutput(NamedTuple):

@@ -122,6 +122,10 @@ def refuses_on_one_rank(rank, _, backend):
         buffer.combine(recv_x, handle)  # where a GPU says it only now
         torch.cuda.synchronize()
         handle.buffer.check()
+    with pytest.raises(ValueError if rank == 1 else EPPeerError, match="bias has 3 tensors" if rank == 1 else "rank 1"):
+        buffer.combine(recv_x, handle, bias=(None,) * 3 if rank == 1 else None)
+        torch.cuda.synchronize()
+        handle.buffer.check()
     lanes = torch.zeros(len(recv_x), 3 if rank == 1 else 2, device=device)
     with pytest.raises(ValueError if rank == 1 else EPPeerError, match="topk_weight_grads has shape" if rank == 1 else "rank 1"):
         buffer.combine(recv_x, handle, lanes)

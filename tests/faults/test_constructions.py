@@ -1,5 +1,7 @@
 """Ranks that construct different things: all are told at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from fault_cases import SOON_S, make, make_step, outcome
 from deepep_moe import Buffer, LowLatencyBuffer, ops
 from deepep_moe.errors import EPMismatchError, EPTimeoutError
 from deepep_moe.exchange.backends.shm import ShmBackend
+from deepep_moe.group.rendezvous import Exchange
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 from deepep_moe.testing import run_ranks
 
@@ -33,15 +36,21 @@ def test_different_constructions():
 def gives_up_on_a_stalled_rank(rank, kind):
     """Rank 1 introduces itself to rank 2 only. So rank 0 waits for rank 1, and rank 2, one message further, for rank 0."""
     if rank == 1:
-        send = dist.isend
+        post = Exchange._post
 
-        def stall(*args, group_dst, **options):
-            if group_dst == 0:
-                wait_for("rank 0 knows", "rank 2 knows")
-                raise SystemExit
-            return send(*args, group_dst=group_dst, **options)
+        def stall(exchange):
+            group = exchange._group
 
-        dist.isend = stall
+            def send(tensors, peer, tag):
+                if peer == 0:
+                    wait_for("rank 0 knows", "rank 2 knows")
+                    raise SystemExit
+                return group.send(tensors, peer, tag)
+
+            exchange._group = SimpleNamespace(send=send)
+            post(exchange)
+
+        Exchange._post = stall
     error, elapsed_s = outcome(lambda: kind(None, 8, 16, 6, 2, timeout_s=1.0 if rank == 0 else 25.0))
     if rank == 1:
         assert isinstance(error, SystemExit)

@@ -230,11 +230,12 @@ class Buffer(LowLatencyCalls):
         buffer, along = checked(handle).buffer, handle.along
         callers, weights = self._stream.begin(x, previous_event, async_finish), None
         try:
-            x, added = detached(x), one_bias(bias)
+            refuse_on_failure = buffer.calls.refuse_on_failure
+            x, added = refuse_on_failure(detached, x), refuse_on_failure(one_bias, bias)
             if topk_weights is None:
                 combined_x = buffer.combine(x, along, bias=added, num_sms=num_sms)
             else:
-                lanes = detached(topk_weights).contiguous()
+                lanes = refuse_on_failure(detached, topk_weights).contiguous()
                 combined_x, weights = combine_with_lanes(buffer, x, along, lanes, added, num_sms)
         except BaseException:
             self._stream.abort(callers)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepep_moe.errors import EPError
+from deepep_moe.errors import EPError, told
 from deepep_moe.exchange.handle import DispatchHandle
 
 LAYOUTS = ("expert", "rank")
@@ -195,4 +195,4 @@ def tell_peers(backend: Backend, error: BaseException, has_entered: bool) -> Non
     """Tell the peers that this rank does not make its call, or once it `has_entered` does not finish it. An EPError is either the call's
     own, which they know, or says that this rank can make no call."""
     if not isinstance(error, EPError):
-        (backend.abandon if has_entered else backend.refuse)(f"{type(error).__name__}: {error}")
+        (backend.abandon if has_entered else backend.refuse)(told(error))

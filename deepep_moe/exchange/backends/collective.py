@@ -17,13 +17,13 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.device import DTYPE_NAMES
-from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
 from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
-from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry
+from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_difference
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
-from deepep_moe.group.rendezvous import Exchange, hang_up, is_of_handler
+from deepep_moe.group.rendezvous import Exchange, Introduction, hang_up, is_of_handler
 from deepep_moe.group.settings import Settings
 
 _Result = TypeVar("_Result")
@@ -48,14 +48,14 @@ class CollectiveBackend:
     device: torch.device | None = None
     workspace_bytes = 0
 
-    def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", processes: list[tuple[str, int]]):
-        """`processes`: (host, process id) of every rank, to tell which one died."""
+    def __init__(self, settings: Settings, group: "dist.ProcessGroup | None", peers: list[Introduction]):
+        self._number = peers[0].number
         self.settings = settings
         self.group = group
         self._hops = TwoHops(settings)
         self._num_nodes = settings.num_ranks // settings.ranks_per_node
-        host, _ = processes[settings.rank]
-        self._neighbours = {rank: _C.running(pid) for rank, (other, pid) in enumerate(processes) if other == host}
+        host = peers[settings.rank].host
+        self._neighbours = {rank: _C.running(peer.process_id) for rank, peer in enumerate(peers) if peer.host == host}
         self.num_calls = 0
         # What is left of the entry into the last call, and what peers wait for then: to send this rank's rows, and to take theirs.
         self._arriving: Callable[[], object] | None = None
@@ -145,7 +145,7 @@ class CollectiveBackend:
         return None
 
     def refuse(self, message: str) -> None:
-        entry = Entry(0, 1, 0, 0, 0, 1, 0, -1, 0)
+        entry = Entry(self._number, 0, 1, 0, 0, 0, 1, 0, -1, 0)
         with contextlib.suppress(EPPeerError):  # this rank's own failure, told to the others
             self._enter(entry, self._own_counts(), message=message)
 
@@ -159,7 +159,7 @@ class CollectiveBackend:
         except (EPPeerError, EPMismatchError, EPCapacityError):
             return  # all ranks have failed in this call
         except BaseException as error:
-            self._broken = self._broken or f"{message}; then {type(error).__name__}: {error}"
+            self._broken = self._broken or f"{message}; then {told(error)}"
             if not isinstance(error, Exception):
                 raise
         if self._broken is None:
@@ -340,17 +340,20 @@ class CollectiveBackend:
                     raise
                 raise self._timeout(self._dead_rank(), phase, sum(num_received), 0, str(error)) from error
 
-        with naming_the_culprit():
-            work = dist.all_to_all_single(received, payload, num_received, num_sent, group=self.group, async_op=True)
+        works: list[Any] = []
 
         def arrived() -> list[Tensor]:
             with naming_the_culprit():
+                if not works:  # filled in C, where no signal's handler raises: an interrupt leaves no doubt whether rows were sent
+                    works.extend(map(self.group.alltoall_base, [received], [payload], [num_received], [num_sent]))  # type: ignore[union-attr]
+                if is_last:
+                    self._owed = None
                 # On a GPU this holds the stream, and the group's own deadline counts.
-                work.wait(*(() if payload.is_cuda else (datetime.timedelta(seconds=self.settings.timeout_s),)))
+                works[0].wait(*(() if payload.is_cuda else (datetime.timedelta(seconds=self.settings.timeout_s),)))
             pieces = received.split(row_bytes, dim=1)
             return [_reinterpret(piece, part.dtype, part.shape[1]) for piece, part in zip(pieces, parts, strict=True)]
 
-        self._owed = None if is_last else partial(self._go, ways, phase, arrived)
+        self._owed = partial(self._go, ways, phase, arrived)
         return arrived()
 
     def _entry(self, operation: int, x: Tensor, layout: str, args: DispatchArgs | CachedDispatchArgs | CombineArgs) -> Entry:
@@ -363,7 +366,7 @@ class CollectiveBackend:
             flags = (args.topk_weights is not None) + 2 * (args.x_scales is not None)
         handle_call = 0 if isinstance(args, DispatchArgs) else int(args.handle.call)
         dtype = sorted(set(DTYPE_NAMES.values())).index(DTYPE_NAMES[x.dtype])
-        return Entry(0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
+        return Entry(self._number, 0, 0, operation, dtype, LAYOUTS.index(layout), alignment, flags, bound, handle_call)
 
     def _enter(self, own: Entry, counts: Tensor, owe: Callable[[Tensor], Callable[[], object]] | None = None, message: str = "") -> Tensor:
         """Exchange entries with all ranks, check that they fit; returns the counts of all ranks, [num_ranks, *counts.shape] int64.
@@ -390,10 +393,9 @@ class CollectiveBackend:
             if peer.failed:
                 reason = entries[rank, -_MESSAGE_BYTES // 8 :].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
                 raise EPPeerError(f"rank {rank} did not make its call: {reason}", rank=rank)
-        different = [rank for rank, peer in enumerate(peers) if (peer.call, *peer.signature()) != (own.call, *own.signature())]
-        if different:
-            calls = "; ".join(f"rank {rank}: {peers[rank].describe()}" for rank in [self.settings.rank, *different])
-            raise EPMismatchError(f"ranks make different calls: {calls}")
+        difference = find_difference(peers, self.settings.rank)
+        if difference:
+            raise EPMismatchError(difference)
         self._bounds = [peer.num_recv_rows for peer in peers]
         counts = entries[:, NUM_FIELDS : -_MESSAGE_BYTES // 8]
         self._owed = None if owe is None else owe(counts)

@@ -12,6 +12,7 @@ _OPERATIONS = ("dispatch", "cached dispatch", "combine")
 class Entry:
     """A rank's arrival in a call."""
 
+    buffer: int  # by its number on rank 0: several buffers of one group may be alive
     call: int
     failed: int
     operation: int
@@ -23,7 +24,7 @@ class Entry:
     handle_call: int  # the dispatch whose handle is used, 0 without one
 
     def signature(self) -> tuple[int, ...]:
-        return (self.operation, self.dtype, self.layout, self.expert_alignment, self.flags, self.handle_call)
+        return (self.call, self.operation, self.dtype, self.layout, self.expert_alignment, self.flags, self.handle_call)
 
     def describe(self) -> str:
         extras = [", with topk_weights", ", with x_scales", ", with gradients of topk_weights"]
@@ -38,3 +39,15 @@ class Entry:
 
 
 NUM_FIELDS = len(Entry.__dataclass_fields__)
+
+
+def find_difference(entries: list[Entry], rank: int) -> str:
+    """Return what is different in the calls of all ranks, as `rank` says it; nothing where they fit."""
+    own = entries[rank]
+    others = [peer for peer, entry in enumerate(entries) if entry.buffer != own.buffer]
+    if others:
+        buffers = "; ".join(f"rank {peer}: buffer {entries[peer].buffer}" for peer in [rank, *others])
+        return f"ranks are in calls of different buffers of one group: {buffers} (as rank 0 counts them); call them in the same order"
+    others = [peer for peer, entry in enumerate(entries) if entry.signature() != own.signature()]
+    calls = "; ".join(f"rank {peer}: {entries[peer].describe()}" for peer in [rank, *others])
+    return f"ranks make different calls: {calls}" if others else ""

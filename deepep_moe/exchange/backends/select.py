@@ -50,4 +50,4 @@ def make_backend(name: str, settings: Settings, peers: list[Introduction], group
         if settings.rank == 0:
             level = logging.WARNING if on_gpus else logging.INFO  # there it costs much of the speed
             logger.log(level, "Buffer: backend %r cannot serve: %s; taking 'collective'", candidate, made)
-    return CollectiveBackend(settings, group, [(peer.host, peer.process_id) for peer in peers])
+    return CollectiveBackend(settings, group, peers)

@@ -1,0 +1,342 @@
+"""Faults where nobody expects them: in the words of an error, on the way to a call, in a second thread, in a recovery."""
+
+import pickle
+import random
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from events import tell, wait_for
+from fault_cases import SOON_S, at_random, inputs, make, make_step, once, outcome
+
+from deepep_moe import Buffer, config
+from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.exchange import buffer as of_buffers
+from deepep_moe.exchange import calls as of_calls
+from deepep_moe.group import rendezvous
+from deepep_moe.testing import run_ranks
+
+on_cpu_buffers = pytest.mark.parametrize("kind", ("shm", "collective"))
+
+
+def check_outcome(rank, error, found, elapsed_s, reason):
+    """Rank 0 raises its own error, and the peers learn it at once."""
+    if rank == 0:
+        assert found is error, repr(found)
+    else:
+        assert isinstance(found, EPPeerError) and found.rank == 0 and reason in str(found) and elapsed_s < SOON_S, repr(found)
+
+
+# ---- words ----
+
+
+class WordlessError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def odd_words(rank, num_ranks, kind):
+    buffer = make(kind, num_ranks)
+    x, idx = inputs(buffer, 0)
+    told = {
+        WordlessError(): "WordlessError: (its text cannot be had: RuntimeError)",
+        ValueError("a path \udcff"): r"ValueError: a path \udcff",
+        ValueError("é" * 2000): "ValueError: ééé",
+        ValueError(): "ValueError: ",
+    }
+    for step, (error, reason) in enumerate(told.items()):
+        name = "quantize_fp8" if isinstance(buffer, Buffer) else "_receive_buffers"
+        owner = of_buffers if isinstance(buffer, Buffer) else buffer
+        own = getattr(owner, name)
+        if rank == 0:
+            setattr(owner, name, once(own, error))
+        found = outcome(partial(buffer.dispatch, x, idx, fp8=isinstance(buffer, Buffer)))
+        setattr(owner, name, own)
+        check_outcome(rank, error, *found, reason)
+        make_step(buffer, step)
+
+
+@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
+def test_odd_words(kind):
+    run_ranks(odd_words, 2, kind)
+
+
+# ---- on the way to a call ----
+
+
+def fails_to_quantize(rank, num_ranks, kind):
+    """What is no wrong argument is told too: PyTorch on a CPU raises RuntimeError where memory is lacking."""
+    buffer, own = make(kind, num_ranks), of_buffers.quantize_fp8
+    x, idx = inputs(buffer, 0)
+    for step, kind_of_error in enumerate((RuntimeError, MemoryError, KeyboardInterrupt)):
+        error = kind_of_error("while it quantizes")
+        if rank == 0:
+            of_buffers.quantize_fp8 = once(own, error)
+        found = outcome(partial(buffer.dispatch, x, idx, fp8=True))
+        of_buffers.quantize_fp8 = own
+        check_outcome(rank, error, *found, f"{kind_of_error.__name__}: while it quantizes")
+        make_step(buffer, step)
+
+
+@on_cpu_buffers
+def test_failed_quantization(kind):
+    run_ranks(fails_to_quantize, 2, kind)
+
+
+def waits_for_earlier_call(rank, num_ranks):
+    """The interrupt comes while a call waits for the asynchronous one before it."""
+    buffer, error = make("shm", num_ranks), KeyboardInterrupt("of the wait")
+    x, idx = inputs(buffer, 0)
+    out = buffer.dispatch(x, idx)
+    if rank:
+        wait_for("interrupted")
+    _, combined = buffer.combine(out.recv_x, out.handle, async_op=True)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: (tell("interrupted"), fail(error)))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    check_outcome(rank, error, *outcome(partial(buffer.dispatch, x, idx)), "KeyboardInterrupt: of the wait")
+    combined.wait()
+    make_step(buffer, 1)
+
+
+def fail(error):
+    raise error
+
+
+def test_interrupted_wait_for_an_earlier_call():
+    run_ranks(waits_for_earlier_call, 2)
+
+
+def lacks_a_thread(rank, num_ranks):
+    class NoThreads:
+        def __init__(self, **_):
+            raise error
+
+    buffer, own = make("shm", num_ranks), of_calls.ThreadPoolExecutor
+    x, idx = inputs(buffer, 0)
+    out = buffer.dispatch(x, idx)
+    for step, call in enumerate((partial(buffer.combine, out.recv_x, out.handle), partial(buffer.dispatch, x, idx))):
+        error = RuntimeError("can't start new thread")
+        if rank == 0:
+            of_calls.ThreadPoolExecutor = NoThreads
+
+        def run(call=call):
+            made = call(async_op=True)
+            (made[1] if isinstance(made[1], of_calls.Event) else made.event).wait()
+
+        found = outcome(run)
+        of_calls.ThreadPoolExecutor = own
+        check_outcome(rank, error, *found, "RuntimeError: can't start new thread")
+        buffer.recover()
+        make_step(buffer, step)
+        buffer.calls._executor = None  # the next asynchronous call starts another one
+
+
+def test_no_thread_for_an_asynchronous_call():
+    run_ranks(lacks_a_thread, 2)
+
+
+def interrupted_at_random(rank, num_ranks, kind, seed):
+    """However often and wherever in a call a handler raises, the ranks stay in step."""
+    buffer, victim, draw, is_armed = make(kind, num_ranks), seed % num_ranks, random.Random(seed), False
+    x, idx = inputs(buffer, 1)
+    began = time.monotonic()
+    out = buffer.dispatch(x, idx)
+    usual_s, num_calls, error = time.monotonic() - began, 80, None
+
+    def raise_once(*_):
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt("at random")
+
+    def call():
+        nonlocal is_armed
+        is_armed = rank == victim and buffer.num_calls < num_calls - 10
+        try:
+            if is_armed:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, usual_s))
+            buffer.combine(out.recv_x, out.handle)
+        finally:
+            is_armed = False
+
+    signal.signal(signal.SIGALRM, raise_once)
+    while buffer.num_calls < num_calls:
+        error, elapsed_s = outcome(call)
+        assert error is None or isinstance(error, KeyboardInterrupt if rank == victim else EPPeerError), repr(error)
+        assert elapsed_s < SOON_S
+    assert error is None
+
+
+@pytest.mark.parametrize("kind", ("collective", pytest.param("shm", marks=pytest.mark.slow)))
+def test_interrupts_at_random(kind):
+    at_random(interrupted_at_random, 3, kind)
+
+
+# ---- two buffers, two callers ----
+
+
+def calls_in_another_order(rank, num_ranks):
+    """Rows of one buffer do not arrive in the other."""
+    buffers = [make("collective", num_ranks) for _ in range(2)]
+    x, idx = inputs(buffers[0], 0)
+    for turn in range(2):
+        error, elapsed_s = outcome(partial(buffers[(rank + turn) % 2].dispatch, x, idx))
+        assert isinstance(error, EPMismatchError) and elapsed_s < SOON_S, repr(error)
+        assert "ranks are in calls of different buffers of one group: rank" in str(error)
+    for step, buffer in enumerate(buffers):
+        make_step(buffer, step)
+    smaller = Buffer(None, 4, 16, num_ranks, 1, backend="collective", timeout_s=1.0)  # whose messages are shorter
+    call = partial(buffers[0].dispatch, x, idx) if rank else partial(smaller.dispatch, x, idx[:, :1] // 2)
+    error, _ = outcome(call)
+    assert isinstance(error, EPTimeoutError) and error.rank == 1 - rank, repr(error)
+
+
+def test_buffers_of_a_group_in_another_order():
+    run_ranks(calls_in_another_order, 2)
+
+
+def calls_from_a_handler(rank, num_ranks, kind):
+    """A handler that calls the buffer whose call it interrupts; so would a second thread."""
+    buffer, found = make(kind, num_ranks), []
+    x, idx = inputs(buffer, 0)
+    out = buffer.dispatch(x, idx)
+    if rank:
+        wait_for("refused")
+        buffer.combine(out.recv_x, out.handle)
+    else:
+
+        def refuse(*_):
+            found.append(outcome(partial(buffer.combine, out.recv_x, out.handle))[0])
+            tell("refused")
+
+        signal.signal(signal.SIGALRM, refuse)
+        timer = threading.Timer(0.3, partial(signal.raise_signal, signal.SIGALRM))
+        timer.start()
+        buffer.combine(out.recv_x, out.handle)
+        timer.join()
+        assert isinstance(found[0], EPError) and "two threads are in calls of one buffer" in str(found[0]), found
+    make_step(buffer, 1)
+
+
+def test_call_from_a_handler():
+    run_ranks(calls_from_a_handler, 2, "shm")
+
+
+def calls_from_threads(rank, num_ranks, kind):
+    buffer = make(kind, num_ranks)
+    x, idx = inputs(buffer, 0)
+    if rank:
+        wait_for("refused")
+        buffer.dispatch(x, idx)
+    else:
+        thread = threading.Thread(target=buffer.dispatch, args=(x, idx))
+        thread.start()
+        while not buffer.calls._calling.locked():
+            time.sleep(0.001)
+        error, _ = outcome(partial(buffer.dispatch, x + 1, idx))
+        assert isinstance(error, EPError) and "two threads are in calls of one buffer" in str(error), repr(error)
+        tell("refused")
+        thread.join()
+    make_step(buffer, 1)
+
+
+@on_cpu_buffers
+def test_calls_from_threads(kind):
+    run_ranks(calls_from_threads, 2, kind)
+
+
+# ---- recovery, construction, deadline ----
+
+
+def interrupted_recovery(rank, num_ranks):
+    """Peers that are in the recovery are told. A second one meets none of the first one's messages. (The wait of a process group lets the
+    handler raise once it has ended.)"""
+    buffer = make("shm", num_ranks)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: fail(KeyboardInterrupt("of the recovery")))
+        threading.Timer(0.2, partial(tell, "interrupted")).start()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        error, _ = outcome(buffer.recover)
+        assert isinstance(error, KeyboardInterrupt)
+    else:
+        wait_for("interrupted")
+    error, elapsed_s = outcome(buffer.recover)
+    assert isinstance(error, EPTimeoutError) and error.rank == 1 - rank and elapsed_s < SOON_S, repr(error)
+    make_step(buffer, 1)
+
+
+def test_interrupted_recovery():
+    run_ranks(interrupted_recovery, 2)
+
+
+def fails_to_introduce_itself(rank, num_ranks, error, told):
+    """Nothing is left to open a file with, say: no argument is wrong."""
+    if rank == 0:
+        owner, name = (config, "num_threads") if told is EPPeerError else (rendezvous, "host_id")
+        setattr(owner, name, once(getattr(owner, name), error))
+    found, elapsed_s = outcome(partial(make, "shm", num_ranks))
+    if rank == 0:
+        assert type(found) is type(error), repr(found)
+    else:
+        assert isinstance(found, told) and found.rank == 0 and elapsed_s < SOON_S, repr(found)
+    if told is EPPeerError:
+        make_step(make("shm", num_ranks), 1)
+
+
+@pytest.mark.parametrize("told", (EPPeerError, EPTimeoutError))
+def test_construction_without_files(told):
+    run_ranks(fails_to_introduce_itself, 2, OSError(24, "Too many open files"), told)
+
+
+def comes_at_the_deadline(rank, num_ranks, kind):
+    """The peer comes between a wait's last look at the data and the question who is missing."""
+    deadline_s, looks, is_held = 1.0, [], False
+    buffer = make(kind, num_ranks, deadline_s if rank == 0 else 300.0)
+    x, idx = inputs(buffer, 0)
+    if rank:
+        wait_for("overdue")
+        tell("coming")
+        buffer.dispatch(x, idx)
+        return
+
+    def handle(*_):
+        nonlocal is_held
+        elapsed_s = time.monotonic() - began
+        if is_held or elapsed_s < 0.9 * deadline_s or len(looks) == 2:
+            return
+        looks.append(elapsed_s)
+        is_held = True
+        if len(looks) == 1:
+            time.sleep(0.2 * deadline_s)  # this look finds the deadline passed, and the next one what is still missing
+        else:
+            tell("overdue")
+            wait_for("coming")
+            time.sleep(0.5)
+        is_held = False
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.001)
+    began = time.monotonic()
+    error, _ = outcome(partial(buffer.dispatch, x, idx))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert error is None and len(looks) == 2, repr(error)
+
+
+def test_peer_that_comes_at_the_deadline():
+    run_ranks(comes_at_the_deadline, 2, "shm")
+
+
+@pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
+def test_handles_stay_in_their_process(kind):
+    run_ranks(pickles_a_handle, 1, kind)
+
+
+def pickles_a_handle(rank, num_ranks, kind):
+    buffer = make(kind, num_ranks)
+    handle = buffer.dispatch(torch.ones(4, 16), torch.tensor([[0], [1], [0], [1]])).handle
+    with pytest.raises(TypeError, match="Handle says where the rows of this process are and cannot be saved or sent"):
+        pickle.dumps(handle)
