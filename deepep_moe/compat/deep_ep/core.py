@@ -56,9 +56,12 @@ class GrowingBuffers:
         return growing.dispatch(num_tokens, send)
 
     def meet(self) -> None:
-        """Dispatch nothing in the buffer of the latest dispatch, as `GrowingBuffer.meet`."""
-        assert self._latest is not None, "ranks meet after a dispatch"
-        self._latest.meet()
+        """Wait until all ranks are here, in a call that makes a buffer or agrees on something. Collective. Raises EPPeerError where a peer
+        has refused the call, which `refuse` tells either way."""
+        if self._latest is None:
+            self._num_hosts = len(set(greet(self.group)))
+        else:
+            self._latest.meet()
 
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in the same call, that this rank does not make it: they raise EPPeerError with the reason.
@@ -71,13 +74,13 @@ class GrowingBuffers:
             if self._latest is not None:
                 self._latest.buffer.refuse(error)
             else:
-                self._greet(error)
+                greet(self.group, error)
         return error
 
     def backend_name(self, device: torch.device) -> str:
         """Return the backend that serves tensors on `device`. Collective the first time."""
         if self._num_hosts is None:
-            self._greet()
+            self._num_hosts = len(set(greet(self.group)))
         if is_gpu(device):
             return "nvlink" if self.num_nodes == 1 else "nvshmem"
         return "shm" if self._num_hosts == 1 else "collective"
@@ -97,19 +100,13 @@ class GrowingBuffers:
 
     def _make(self, key: tuple[int, int, int, torch.device], num_tokens: int) -> GrowingBuffer:
         hidden, num_experts, num_topk, device = key
-        self._greet()
+        self.meet()
         backend, group, ranks_per_node = self.backend_name(device), self.group, self._ranks_per_node
 
         def construct(bound: int) -> Buffer:
             return Buffer(group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=ranks_per_node)
 
         return GrowingBuffer(self.group, num_tokens, device, construct, self._num_max_tokens, _OPTION, is_bounded=is_gpu(device))
-
-    def _greet(self, error: Exception | None = None) -> None:
-        """Learn the hosts, and tell the peers why this rank does not make its first call, where it does not. Collective. Raises EPPeerError
-        where a peer does not make it."""
-        hosts = greet(self.group, error)
-        self._num_hosts = len(set(hosts))
 
 
 def greet(group: dist.ProcessGroup, error: Exception | None = None) -> list[str]:

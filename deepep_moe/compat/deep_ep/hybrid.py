@@ -280,6 +280,7 @@ class HybridEPBuffer:
         looks after the first call, and lanes behind the last count as dropped."""
         num_experts, probs = routing_map.shape[1], None if routing.probs is None else detached(routing.probs)
         if self._num_lanes == 0:
+            self._buffers.meet()
             self._num_lanes = self._agreed_lanes(routing_map)
         if routing.num_rows is not None:
             topk_idx, is_lost = to_lanes(routing_map, self._num_lanes), (routing_map.sum(1) > self._num_lanes).any()

@@ -78,14 +78,18 @@ class LowLatencyCalls:
             NotImplementedError: NVFP4. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.dispatch`.
         """
         try:
+            check_matrices(x=x, topk_idx=topk_idx)
+        except ValueError as error:
+            raise self._low_latency.refuse(error) from None
+        arguments = x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts
+        try:
             _check_served("low_latency_dispatch", x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4)
             _check_mode(async_finish, return_recv_hook)
             if use_ue8m0 and not round_scale:
                 raise ValueError("use_ue8m0 is True without round_scale; exponents are those of rounded scales, pass round_scale=True")
-            check_matrices(x=x, topk_idx=topk_idx)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            raise self._low_latency.refuse(error) from None
-        buffer = self._low_latency.get(x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
+        except (NotImplementedError, ValueError) as error:
+            raise self._low_latency.refuse_dispatch(error, *arguments) from None
+        buffer = self._low_latency.get(*arguments)
         stats = cumulative_local_expert_recv_stats
         waits = Waits("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, buffer)
         is_unpacked = use_fp8 and round_scale and not use_ue8m0
@@ -176,7 +180,7 @@ class LowLatencyCalls:
             for name, tensor in (("x", x), ("topk_weights", topk_weights)):
                 check_is_tensor(name, tensor)
         except (NotImplementedError, TypeError, ValueError) as error:
-            raise self._low_latency.refuse(error, buffer) from None
+            raise buffer.refuse(error) from None
         waits = Waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, buffer)
         rows = buffer.combine_input(torch.bfloat16) if zero_copy else detached(x)
         weights = detached(topk_weights)

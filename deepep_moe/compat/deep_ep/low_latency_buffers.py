@@ -36,15 +36,21 @@ class LowLatencyBuffers:
     def get(self, x: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> LowLatencyBuffer:
         """Return the buffer for a dispatch of the matrices `x` and `topk_idx`. Collective for new sizes. Raises what the construction of a
         LowLatencyBuffer raises."""
-        sizes = num_max_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
+        sizes = _sizes(x, topk_idx, num_max_tokens_per_rank, num_experts)
         buffer = self._buffers.get(sizes)
         self._latest = self._make(sizes, x.device) if buffer is None else buffer
         return self._latest
 
-    def refuse(self, error: _Error, buffer: LowLatencyBuffer | None = None) -> _Error:
-        """Tell the peers that this rank does not make its call, in `buffer`, else in that of the latest dispatch, else in their first call.
-        Return `error`, to be raised."""
-        buffer = buffer or self._latest
+    def refuse_dispatch(self, error: _Error, *arguments: Any) -> _Error:
+        """Tell the peers that this rank does not make the dispatch for which they call `get` with these arguments. Return `error`."""
+        return self._refuse(error, self._buffers.get(_sizes(*arguments)))
+
+    def refuse(self, error: _Error) -> _Error:
+        """Tell the peers that this rank does not make its call, which does not say in which buffer they are: that of the latest dispatch is
+        taken, and where there is none, their first call. Return `error`, to be raised."""
+        return self._refuse(error, self._latest)
+
+    def _refuse(self, error: _Error, buffer: LowLatencyBuffer | None) -> _Error:
         with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
             if buffer is not None:
                 buffer.refuse(error)
@@ -92,6 +98,10 @@ class LowLatencyBuffers:
         self._latest = None
         while self._buffers:
             self._buffers.popitem()[1].destroy()
+
+
+def _sizes(x: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> tuple[int, int, int, int]:
+    return num_max_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
 
 
 def check_matrices(**tensors: Any) -> None:
