@@ -51,7 +51,7 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
     if topk_idx.is_cuda:
         kernels = triton_kernels()
         if kernels is not None:
-            return kernels.scatter(topk_idx, topk_values, num_experts, torch.float32)  # type: ignore[no-any-return]
+            return kernels.scatter(topk_idx, topk_values, num_experts, torch.float32)
         dense = topk_values.new_zeros(topk_idx.shape[0], num_experts + 1)
         return dense.scatter_(1, topk_idx + 1, topk_values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
     dense = torch.empty(topk_idx.shape[0], num_experts, dtype=torch.float32)

@@ -56,8 +56,15 @@ def hybrid(group, x, topk_idx, topk_weights):
 
 def low_latency(group, x, topk_idx, topk_weights):
     buffer = deep_ep.Buffer(group, low_latency_mode=True)
+
+    def call(bad):
+        native = buffer.low_latency_dispatch(x, topk_idx, 2, NUM_EXPERTS, use_nvfp4=bad)[2].buffer
+        if native.backend == "nvlink":  # which says it later
+            torch.cuda.synchronize()
+            native.check()
+
     return (
-        lambda bad: buffer.low_latency_dispatch(x, topk_idx, 2, NUM_EXPERTS, use_nvfp4=bad),
+        call,
         "NotImplementedError: low_latency_dispatch: use_nvfp4 is not served",
     )
 
@@ -69,8 +76,6 @@ def refused_first(rank, _, backend, make):
     for _ in range(2):
         with pytest.raises((ValueError, NotImplementedError) if rank == 1 else EPPeerError) as caught:
             call(rank == 1)
-            torch.cuda.synchronize() if device.type == "cuda" else None
-            call(False)  # where a GPU says it only now
         assert caught.match(message.split(": ", 1)[1] if rank == 1 else f"rank 1 did not make its call: {message}")
         dist.barrier()
         call(False)

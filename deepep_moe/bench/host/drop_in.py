@@ -93,7 +93,7 @@ def _version_2(given: _Given) -> Calls:
     drop_in = deep_ep.ElasticBuffer(given.group, num_max_tokens_per_rank=given.shape.num_tokens)
     routing: dict[str, Any] = {"topk_idx": given.topk_idx, "topk_weights": given.topk_weights, "num_experts": given.shape.num_experts}
     out, (recv_x, _, lanes, handle, _) = given.dispatch("expert")[0], drop_in.dispatch(x, **routing, do_expand=True)
-    along = {"handle": handle, "do_expand": True}
+    along: dict[str, Any] = {"handle": handle, "do_expand": True}
     return {
         "V2 dispatch": (lambda: drop_in.dispatch(x, **routing), lambda: given.dispatch("rank")),
         "V2 dispatch expanded": (lambda: drop_in.dispatch(x, **routing, do_expand=True), lambda: given.dispatch("expert")),
@@ -112,7 +112,7 @@ def _hybrid(given: _Given) -> Calls:
         return drop_in.dispatch_with_permute(hidden=x, **how)
 
     out, (recv_x, recv_probs, _, _, handle) = given.dispatch("expert")[0], dispatch(routing_map=routing_map, probs=probs)
-    back = {"hidden": recv_x, "handle": handle}
+    back: dict[str, Any] = {"hidden": recv_x, "handle": handle}
     return {
         "HybridEP dispatch": (lambda: dispatch(routing_map=routing_map, probs=probs), lambda: given.dispatch("expert")),
         "HybridEP dispatch cached": (lambda: dispatch(handle=handle), lambda: native.dispatch(x, handle=out.handle)),

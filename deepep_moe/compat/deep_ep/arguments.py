@@ -25,7 +25,15 @@ def rows_and_scales(x: Any) -> tuple[Tensor, Tensor | None]:
         raise TypeError(f"x holds a {given}; it must be a torch.Tensor, or a pair of fp8 rows and their scales")
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, hidden]")
+    if x_scales is not None and x_scales.dtype == torch.int32:
+        shape = [len(x), packed_scales.num_words(_num_scales(x))]
+        if list(x_scales.shape) != shape:
+            raise ValueError(f"x_scales of int32 has shape {list(x_scales.shape)}; it must be {shape}, four exponents to a number")
     return detached(x), x_scales
+
+
+def _num_scales(x: Tensor) -> int:
+    return -(-x.shape[1] // SCALE_BLOCK)
 
 
 def checked_routing(topk_idx: Any) -> Tensor:
@@ -41,8 +49,8 @@ def in_rows(x_scales: Tensor | None, x: Tensor) -> Tensor | None:
     """Return the scales of the rows `x` as they travel: fp32, row by row."""
     if x_scales is None:
         return None
-    if x_scales.dtype == torch.int32 and x_scales.dim() == 2:
-        return packed_scales.unpack(x_scales.contiguous(), -(-x.shape[1] // SCALE_BLOCK))
+    if x_scales.dtype == torch.int32:
+        return packed_scales.unpack(x_scales.contiguous(), _num_scales(x))
     return x_scales.contiguous()
 
 

@@ -7,6 +7,11 @@ _FRACTION_BITS = 23  # of fp32, below its exponent
 _PER_WORD = 4
 
 
+def num_words(num_scales: int) -> int:
+    """Return how many int32 hold `num_scales` scales."""
+    return -(-num_scales // _PER_WORD)
+
+
 def unpack(words: Tensor, num_scales: int) -> Tensor:
     """Return [..., num_scales] fp32 of `words` [..., ceil(num_scales / 4)] int32. An exponent of 0 gives 0."""
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
