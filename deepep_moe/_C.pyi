@@ -100,6 +100,9 @@ LOW_LATENCY_MAX_TOKENS: int
 LOW_LATENCY_MAX_LOCAL_EXPERTS: int
 LOW_LATENCY_MAX_RANKS: int
 
+def low_latency_handle_offsets(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> tuple[int, int]: ...
+def gpu_low_latency_workspace_bytes(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> int: ...
+
 class ShmLowLatency:
     def __init__(
         self,
@@ -384,6 +387,8 @@ class GateOptions:
         num_threads: int,
     ) -> None: ...
 
+def lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None) -> None: ...
+def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor) -> None: ...
 def gate_forward(
     options: GateOptions,
     *,

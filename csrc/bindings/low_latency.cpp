@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "cuda/low_latency.h"
 #include "runtime/shm/low_latency.h"
 
 using namespace deepep_moe;
@@ -24,6 +25,19 @@ void bind_low_latency(py::module_& m) {
     m.attr("LOW_LATENCY_MAX_TOKENS") = std::numeric_limits<uint16_t>::max();
     m.attr("LOW_LATENCY_MAX_LOCAL_EXPERTS") = std::numeric_limits<int16_t>::max();
     m.attr("LOW_LATENCY_MAX_RANKS") = kLowLatencyMaxRanks;
+    m.def(
+        "low_latency_handle_offsets",
+        [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {
+            const LowLatencyHandleLayout layout({num_ranks, num_experts, num_topk, hidden, num_max_tokens});
+            return py::make_tuple(layout.num_tokens, layout.rows);
+        },
+        py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
+    m.def(
+        "gpu_low_latency_workspace_bytes",
+        [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {
+            return GpuLowLatencyLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}).total_bytes;
+        },
+        py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
     py::class_<ShmLowLatency> shm(m, "ShmLowLatency");
     bind_low_latency_calls<ShmLowLatency>(shm);
     shm.def(py::init(&make), py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("num_experts"), py::arg("num_topk"),

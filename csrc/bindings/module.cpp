@@ -13,6 +13,7 @@ void bind_gpu(py::module_&) {}
 void bind_gpu_gate(py::module_&) {}
 void bind_gpu_low_latency(py::module_&) {}
 #endif
+void bind_dense_routing(py::module_& m);
 void bind_gate(py::module_& m);
 void bind_low_latency(py::module_& m);
 
@@ -27,6 +28,7 @@ PYBIND11_MODULE(_C, m) {
     bind_exchange(m);
     bind_low_latency(m);
     bind_gpu(m);
+    bind_dense_routing(m);
     bind_gate(m);
     bind_gpu_gate(m);
     bind_gpu_low_latency(m);

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import os
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from deepep_moe.low_latency.select import BACKENDS, make_backend
 
 logger = logging.getLogger("deepep_moe")
 _numbers = itertools.count()
+_Error = TypeVar("_Error", bound=BaseException)
 MAX_IN_FLIGHT = 2
 """Calls in a row of which none has been received: what a rank's workspace has room for."""
 
@@ -400,6 +401,12 @@ class LowLatencyBuffer(Sizes):
         except (EPError, ValueError) as error:
             self._earlier_failure = self._earlier_failure or error
         return backend
+
+    def refuse(self, error: _Error) -> _Error:
+        """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
+        `error`, to be raised. Raises ValueError where the call before last was not received: then the peers learn nothing."""
+        self._begin().refuse(f"{type(error).__name__}: {error}")
+        return error
 
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""

@@ -74,9 +74,9 @@ def row_sources(handle: LowLatencyHandle, sizes: Sizes) -> RowSources:
     """
     num_ranks, num_topk, num_max = sizes.num_ranks, sizes.num_topk, sizes.num_max_tokens_per_rank
     num_local, capacity, state = sizes.num_local_experts, sizes.num_ranks * sizes.num_max_tokens_per_rank, handle.state
-    # LowLatencyHandleLayout of csrc/common/low_latency.h; behind a rank's number of tokens nothing was written.
-    first_count = 16
-    first_row = -(-(first_count + 4 * _C.LOW_LATENCY_MAX_RANKS + 4 * num_max) // 16) * 16
+    first_count, first_row = _C.low_latency_handle_offsets(
+        num_ranks=num_ranks, num_experts=sizes.num_experts, num_topk=num_topk, hidden=sizes.hidden, num_max_tokens=num_max
+    )  # behind a rank's number of tokens nothing was written
     counts = state[first_count : first_count + 4 * num_ranks].view(torch.int32)
     rows = state[first_row : first_row + 8 * capacity * num_topk].view(torch.int32).view(num_ranks, num_max, num_topk, 2)[..., 0]
     tokens = torch.arange(num_max, dtype=torch.int32, device=state.device)

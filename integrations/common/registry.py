@@ -5,17 +5,17 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.elastic import ElasticBuffer
+from deepep_moe.exchange.growing import GrowingBuffer
 
 
 class BufferRegistry:
-    """Elastic buffers by key, such as a group and sizes. Layers that share one run one after another."""
+    """Growing buffers by key, such as a group and sizes. Layers that share one run one after another."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Hashable, ElasticBuffer] = {}
+        self._buffers: dict[Hashable, GrowingBuffer] = {}
         _registries.add(self)
 
-    def get(self, key: Hashable, construct: Callable[[], ElasticBuffer]) -> ElasticBuffer:
+    def get(self, key: Hashable, construct: Callable[[], GrowingBuffer]) -> GrowingBuffer:
         """Return the buffer of `key`. The first call for a key constructs it, so all ranks of its group must make that call together."""
         found = self._buffers.get(key)
         if found is None:
@@ -24,7 +24,7 @@ class BufferRegistry:
 
     def buffers(self) -> list[Buffer]:
         """Return the buffers in use."""
-        return [elastic.buffer for elastic in self._buffers.values()]
+        return [growing.buffer for growing in self._buffers.values()]
 
     def destroy(self) -> None:
         """Destroy all buffers. May be called any number of times; the next `get` constructs a new one."""

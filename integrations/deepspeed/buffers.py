@@ -14,7 +14,7 @@ from deepep_moe import config, torch_module
 from deepep_moe._C import ROW_ALIGNMENT
 from deepep_moe.errors import EPTimeoutError
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.elastic import ElasticBuffer
+from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.common.warn_once import warn_once
@@ -73,17 +73,17 @@ def groups_of(layer: Any) -> tuple[Any, ...]:
     return layer.ep_group, groups._EXPERT_DATA_PARALLEL_GROUP.get(layer.ep_group_name)
 
 
-def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBuffer:
+def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffer:
     """Return the plan's buffer for x [num_tokens, hidden]. Collective over `group` where it constructs one. Raises as `Buffer`."""
-    return plan.buffers.get((group, x.shape[1], x.device.type), lambda: _elastic(group, x, plan))
+    return plan.buffers.get((group, x.shape[1], x.device.type), lambda: _growing(group, x, plan))
 
 
 @torch.compiler.disable  # constructions cannot be traced
-def _elastic(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> ElasticBuffer:
+def _growing(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffer:
     _check_same_plan(group, plan)
     # It keeps the plan's numbers and not the plan: buffers go at once with the last layer, not with a collection of cycles.
     construct = functools.partial(_construct, group, x.shape[1], plan.options, plan.num_local_experts, plan.num_topk)
-    return ElasticBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
+    return GrowingBuffer(group, x.shape[0], x.device, construct, plan.options.num_max_tokens_per_rank, _OPTION)
 
 
 def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:

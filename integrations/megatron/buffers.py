@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import deepep_moe
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.exchange.elastic import ElasticBuffer
+from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.integrations.common.registry import BufferRegistry
 from deepep_moe.integrations.megatron.cuda_graphs import holds_calls
 from deepep_moe.integrations.megatron.metrics import Metrics
@@ -46,7 +46,7 @@ class LayerBuffers(BufferRegistry):
         num_sms: int | None = None,
         is_bounded: bool = False,
         allows_excess: bool = False,
-    ) -> ElasticBuffer:
+    ) -> GrowingBuffer:
         """Return the buffer for these numbers. The first call for them constructs it, so every rank of `group` must make it together.
 
         `num_sms` None stands for that of the options. `is_bounded`: agree on a bound on tokens also where memory needs none.
@@ -69,15 +69,15 @@ class LayerBuffers(BufferRegistry):
                 buffer.allow_excess()
             return buffer
 
-        def construct_elastic() -> ElasticBuffer:
+        def construct_growing() -> GrowingBuffer:
             if _is_capturing():
                 raise ValueError(
                     "the first forward of a MoE layer is captured in a CUDA graph, but it has to construct a buffer; run a step without a "
                     "graph first (cuda_graph_warmup_steps of 1 or more)"
                 )
-            return ElasticBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION, is_bounded=is_bounded)
+            return GrowingBuffer(group, num_tokens, device, construct, self.options.num_max_tokens_per_rank, _OPTION, is_bounded=is_bounded)
 
-        return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded, allows_excess), construct_elastic)
+        return self.get((group, hidden, num_experts, num_topk, num_sms, is_bounded, allows_excess), construct_growing)
 
     def capacity_for(self, config: Any) -> RecvCapacity | None:
         """Return the room for rows of a layer, or None where its host waits for their number."""

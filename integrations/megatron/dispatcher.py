@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.exchange.failures import notify_peers
+from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
@@ -80,8 +80,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
         self._shared: SharedExperts | None = None
         self.metrics: LayerMetrics | None = None
-        self._asked: tuple[Any, ...] = ()  # for which `_elastic` was found
-        self._elastic: ElasticBuffer | None = None  # it replaces `buffer` when a rank has more tokens
+        self._asked: tuple[Any, ...] = ()  # for which `_growing` was found
+        self._growing: GrowingBuffer | None = None  # it replaces `buffer` when a rank has more tokens
         self._handle: Any = None
         self._hidden = getattr(config, "moe_latent_size", None) or config.hidden_size  # width of a row, as far as the config tells
         self._tokens_per_expert: torch.Tensor | None = None
@@ -158,9 +158,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
         These are methods of the layer. A recomputation of it, and the 1F1B schedule, run its parts only, so `run_layer` cannot tell them.
         """
-        if self._elastic is None:
+        if self._growing is None:
             return part(*args, **kwargs)
-        buffer = self._elastic.buffer
+        buffer = self._growing.buffer
         num_calls = buffer.num_calls
         try:
             return part(*args, **kwargs)
@@ -179,19 +179,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         it failed outside of a call, and the peers have to be told."""
         self.buffer, self._num_calls = buffer, buffer.num_calls
 
-    def _find(self, num_tokens: int, hidden: int, device: torch.device) -> ElasticBuffer:
+    def _find(self, num_tokens: int, hidden: int, device: torch.device) -> GrowingBuffer:
         """Return the buffer that the layers share. Collective where it is constructed."""
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
         asked = hidden, device, num_sms, self._notes_excess
-        if self._elastic is not None and asked == self._asked and not self.buffers.is_closed:
-            return self._elastic  # several calls of each forward come here
+        if self._growing is not None and asked == self._asked and not self.buffers.is_closed:
+            return self._growing  # several calls of each forward come here
         num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
-        self._elastic = self.buffers.ready(
+        self._growing = self.buffers.ready(
             self.tp_ep_group, num_tokens, hidden, num_experts, num_topk, device=device, num_sms=num_sms,
             is_bounded=self._capacity is not None, allows_excess=asked[-1],
         )  # fmt: skip
         self._asked = asked
-        return self._elastic
+        return self._growing
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -239,7 +239,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def _dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[Buffer, DispatchOutput]:
         num_tokens, self._hidden = hidden_states.shape
-        elastic = self._find(num_tokens, self._hidden, hidden_states.device)
+        growing = self._find(num_tokens, self._hidden, hidden_states.device)
         x, topk_idx, alignment = hidden_states.contiguous(), self.topk_idx, self.buffers.options.expert_alignment
         assert topk_idx is not None  # dispatch_preprocess has set it
         notes_excess = self._notes_excess
@@ -259,10 +259,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             return out
 
         try:
-            return elastic.dispatch(num_tokens, send)
+            return growing.dispatch(num_tokens, send)
         except ValueError as error:
             # This is not checked before the call, because the call tells the peers, which would otherwise wait for this rank.
-            if bool((topk_idx >= elastic.buffer.num_experts).any()):
+            if bool((topk_idx >= growing.buffer.num_experts).any()):
                 raise ValueError(self._explain_excess()) from error
             raise
 

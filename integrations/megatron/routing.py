@@ -1,12 +1,8 @@
 """Convert Megatron-Core's dense routing to `topk_idx` and `topk_weights`."""
 
-import functools
-import logging
-from typing import Any
-
 import torch
 
-_log = logging.getLogger(__name__)
+from deepep_moe.ops.lanes import topk_from_map, triton_kernels, weights_at
 
 
 def topk_from_dense(routing_map: torch.Tensor, probs: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,46 +11,11 @@ def topk_from_dense(routing_map: torch.Tensor, probs: torch.Tensor, num_topk: in
     routing_map [num_tokens, num_experts] bool, probs the same -> topk_idx [num_tokens, num_topk] int64, as `topk_from_map`;
     topk_weights fp32, as `weights_at`.
     """
-    kernels = _kernels() if probs.is_cuda else None
+    kernels = triton_kernels() if probs.is_cuda else None
     if kernels is not None:
         return kernels.TopkFromDense.apply(routing_map, probs, num_topk)
     topk_idx = topk_from_map(routing_map, num_topk)
     return topk_idx, weights_at(probs, topk_idx)
-
-
-@functools.cache
-def _kernels() -> Any:
-    """Return the module of Triton kernels, or None where Triton is not installed, which one log line says."""
-    try:
-        from deepep_moe.integrations.megatron import routing_kernels
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        _log.info("Triton is not installed: PyTorch's operators convert dense routing to top-k lists, in a dozen launches instead of one")
-        return None
-    return routing_kernels
-
-
-def topk_from_map(routing_map: torch.Tensor, num_topk: int) -> torch.Tensor:
-    """Return the experts of each token in ascending order, followed by -1 where a token has fewer than `num_topk`.
-
-    routing_map [num_tokens, num_experts] bool -> topk_idx [num_tokens, num_topk] int64. The experts are read from the map and not from
-    the largest probs, because a chosen expert's prob can be exactly 0. A token with more than `num_topk` experts gets `num_experts` in
-    lane 0, which is no expert. The dispatch refuses that and tells the peers, who would wait for a rank that raised here.
-    """
-    num_experts = routing_map.shape[1]
-    # Chosen experts get distinct positive keys, larger for lower experts, and the rest get 0. So top-k has one answer, in ascending order.
-    keys = routing_map * torch.arange(num_experts, 0, -1, device=routing_map.device)
-    largest = keys.topk(min(num_topk, num_experts), dim=1).values
-    topk_idx = torch.where(largest > 0, num_experts - largest, -1)
-    topk_idx[:, :1].masked_fill_(routing_map.sum(dim=1, keepdim=True) > num_topk, num_experts)
-    return torch.nn.functional.pad(topk_idx, (0, num_topk - topk_idx.shape[1]), value=-1)
-
-
-def weights_at(probs: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-    """Return the probs of the chosen experts: probs [num_tokens, num_experts], topk_idx -> [num_tokens, num_topk] fp32, 0 at -1.
-    Differentiable."""
-    return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
 
 
 def repeat_for_tp(

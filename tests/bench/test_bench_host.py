@@ -16,7 +16,14 @@ OPS = [
 ]  # fmt: skip
 
 
-DROP_IN_OPS = [f"host drop-in {op}" for op in ("dispatch", "dispatch cached", "combine", "combine with weights")]
+DROP_IN_OPS = [
+    f"host drop-in {op}"
+    for op in (
+        "dispatch", "dispatch cached", "combine", "combine with weights",
+        "V2 dispatch", "V2 dispatch expanded", "V2 dispatch cached", "V2 combine", "V2 combine with weights",
+        "HybridEP dispatch", "HybridEP dispatch cached", "HybridEP combine", "HybridEP combine with probs",
+    )
+]  # fmt: skip
 
 
 def test_time_is_that_of_one_call(monkeypatch):

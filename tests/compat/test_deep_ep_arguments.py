@@ -1,6 +1,7 @@
 """DeepEP's settings, events and memory without a call, and what bad arguments of a call raise."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.distributed as dist
 from deep_ep_cases import make_buffer
 from exchange_cases import device_of
 
-from deepep_moe.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap, packed_scales
 from deepep_moe.compat.deep_ep.arguments import one_bias, senders_of
+from deepep_moe.compat.deep_ep.runtime import Runtime
 from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
@@ -64,6 +66,30 @@ def test_memory(group):
     buffer.destroy()
 
 
+def test_runtime(group):
+    """What callers ask of DeepEP's native object."""
+    buffer = Buffer(group, num_nvl_bytes=64)
+    runtime = buffer.runtime
+    assert runtime.is_available() and not runtime.is_internode_available()
+    assert (runtime.get_num_rdma_ranks(), runtime.get_rdma_rank(), runtime.get_root_rdma_rank(True)) == (1, 0, 0)
+    assert runtime.get_local_buffer_tensor(torch.int8, 4).shape == (60,) and runtime.get_comm_stream() is not None
+    assert (runtime.get_local_device_id() >= 0) == torch.cuda.is_available()
+    buffer.destroy()
+    assert buffer.runtime is None
+    with_nodes = Runtime(SimpleNamespace(rank=5, group_size=8), lambda: 4)
+    assert with_nodes.is_internode_available() and with_nodes.get_rdma_rank() == 2
+    assert (with_nodes.get_root_rdma_rank(True), with_nodes.get_root_rdma_rank(False)) == (1, 0)
+
+
+@pytest.mark.parametrize("num_scales", (1, 3, 4, 56))
+def test_packed_scales(num_scales):
+    exponents = torch.randint(0, 256, (5, num_scales), generator=torch.Generator().manual_seed(num_scales))
+    words = torch.nn.functional.pad(exponents.to(torch.uint8), (0, -num_scales % 4)).contiguous().view(torch.int32)
+    scales = packed_scales.unpack(words, num_scales)
+    assert torch.equal(torch.where(exponents > 0, 2.0 ** (exponents - 127), 0.0)[exponents < 255], scales[exponents < 255])
+    assert torch.equal(packed_scales.pack(scales), words)
+
+
 def test_what_is_refused(group):
     with pytest.raises(NotImplementedError, match=r"deep_ep\.Buffer's comm"):
         Buffer(None, comm=object())
@@ -79,11 +105,15 @@ IDX = torch.tensor([[0, 3], [2, 1]])
 BAD_DISPATCHES = [
     ({"topk_idx": IDX}, ValueError, "num_tokens_per_expert is missing"),
     ({"num_tokens_per_expert": COUNTS}, ValueError, "topk_idx and is_token_in_rank are missing"),
+    ({"topk_idx": IDX[0], "num_tokens_per_expert": COUNTS}, ValueError, r"topk_idx has shape \[2\]; it must be \[num_tok"),
+    ({"topk_idx": IDX, "num_tokens_per_expert": 4}, ValueError, "num_tokens_per_expert is 4; it must be a tensor"),
+    ({"is_token_in_rank": IDX, "num_tokens_per_expert": COUNTS}, ValueError, "is_token_in_rank has .* dtype torch.int64; it must be"),
     ({"handle": (X,)}, TypeError, "handle is a tuple; it must be the object that dispatch returned"),
     ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "previous_event": 1}, TypeError, "previous_event is a int; it must be"),
     ({"x": [1, 2, 3], "topk_idx": IDX}, TypeError, "x holds a list; it must be a torch.Tensor, or a pair"),
     ({"x": X[:, ::2], "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, ValueError, "is not contiguous; pass x.contiguous"),
-    ({"x": (X.to(FP8), COUNTS[:2, None]), "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, TypeError, "x_scales has dtype"),
+    ({"x": (X.to(FP8), IDX[:, :1]), "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, TypeError, "x_scales has dtype"),
+    ({"x": (X.to(FP8), IDX.int()), "topk_idx": IDX}, ValueError, r"x_scales of int32 has shape \[2, 2\]; it must"),
     ({"topk_idx": IDX + 2, "num_tokens_per_expert": COUNTS}, ValueError, r"topk_idx\[0, 1\] is 5; it must be -1 \(no expert\) or 0 to 3"),
     ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "expert_alignment": 0}, ValueError, "expert_alignment is 0"),
 ]  # fmt: skip

@@ -193,6 +193,25 @@ def test_two_batches(backend):
     run_ranks(two_batches, 3, backend)
 
 
+def beside_large_batches(rank, _, backend):
+    """One buffer serves both kinds of calls by turns, as servers use it."""
+    buffer = make_buffer(backend, rank)
+    x, idx, weights = inputs(buffer, SMALL, rank)
+    for _ in range(2):
+        *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, SMALL.num_experts)
+        routing = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert, "topk_idx": idx, "topk_weights": weights}
+        recv_x, *_, handle, _ = buffer.dispatch(x, **routing)
+        run_case(buffer, SMALL, rank)
+        y, _, _ = buffer.combine(recv_x, handle)
+        assert_same("sums", y, (x.float() * in_rank.sum(1, keepdim=True)).bfloat16())
+    dist.barrier()  # what a rank sends would end with it
+
+
+@on_every_backend
+def test_beside_large_batches(backend):
+    run_ranks(beside_large_batches, 3, backend)
+
+
 # ---- what is counted ----
 
 

@@ -9,7 +9,7 @@ from deep_ep_cases import ALIGNMENT, Expected, given, make_buffer
 from exchange_cases import Case, assert_same, poison_outputs
 
 from deepep_moe import reference
-from deepep_moe.compat.deep_ep import Buffer, Config
+from deepep_moe.compat.deep_ep import Buffer, Config, packed_scales
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -35,7 +35,12 @@ def scenario(rank, num_ranks, backend, case, fp8, with_topk, is_async, with_prev
     routing = check_layout(buffer, want, device)
     if with_topk:
         routing |= {"topk_idx": want.topk_idx.to(device), "topk_weights": want.topk_weights.to(device)}
-    how = {"async_finish": is_async, "config": Config(num_sms=8), "expert_alignment": ALIGNMENT}
+    how = {
+        "async_finish": is_async,
+        "allocate_on_comm_stream": is_async and with_previous,
+        "config": Config(num_sms=8),
+        "expert_alignment": ALIGNMENT,
+    }
 
     def dispatch(**more):
         previous = {"previous_event": Buffer.capture()} if with_previous else {}
@@ -139,6 +144,30 @@ def plain_dispatch(buffer, want, device, **more):
     *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(want.topk_idx.to(device), want.case.num_experts)
     routing = {"topk_idx": want.topk_idx.to(device), "topk_weights": want.topk_weights.to(device)}
     return buffer.dispatch(given(want.x, device), num_tokens_per_expert=per_expert, is_token_in_rank=in_rank, **routing, **more)
+
+
+def packed(rank, _, backend):
+    """Scales as four exponents to an int32, which come as they were sent, beside the rows of fp32 scales."""
+    buffer, device = make_buffer(backend, rank)
+    want = Expected(Case([13, 0, 30], **(SIZES | {"hidden": 640})), rank, fp8=True)
+    rows, _ = want.x
+    exponents = torch.randint(0, 255, (len(rows), 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+    exponents[:, 5:] = 0  # of a word whose columns do not exist
+    scales = exponents.view(torch.int32)
+    want.x = rows, packed_scales.unpack(scales, 5)
+    told = plain_dispatch(buffer, want, device)
+    want.x = rows, scales
+    (recv_x, recv_scales), *_, handle, _ = plain_dispatch(buffer, want, device)
+    assert recv_scales.dtype == torch.int32 and recv_scales.shape == (len(recv_x), 2)
+    assert_same("scales", packed_scales.unpack(recv_scales, 5), told[0][1])
+    assert_same("rows", recv_x, told[0][0])
+    again = buffer.dispatch(given(want.x, device), handle)[0]
+    assert_same("scales", again[1], recv_scales)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_scales(backend):
+    run_ranks(packed, 3, backend)
 
 
 def grows(rank, num_ranks, backend):

@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> None:
     shape = measure.Shape(*(getattr(options, name) for name in measure.Shape._fields))
     records = run(shape, options.repeats)
     for r in records:
-        print(f"{r['op']:26} {r['us_median']:7.1f} us (p10 {r['us_p10']:.1f}, p90 {r['us_p90']:.1f})", end="")
+        print(f"{r['op']:40} {r['us_median']:7.1f} us (p10 {r['us_p10']:.1f}, p90 {r['us_p90']:.1f})", end="")
         print(f"; {r['rival']} {r['rival_us']:.1f} us; {r['num_tokens']} tokens; {r['hardware']}", flush=True)
     write_json(options.json, records)
 
@@ -51,7 +51,10 @@ def run(shape: measure.Shape, repeats: int) -> list[dict[str, Any]]:
         theirs = measure.gate_us(router, shape, repeats)
         ours = measure.gate_us(measure.own_gate(shape, dense), shape, repeats)
         records.append(record(op, settings, ours, 0, baseline="Transformer Engine", baseline_times=theirs, hardware=hardware))
-    by_rank = settings | {"layout": "rank"}
     for op, (theirs, ours) in drop_in.times(shape, repeats).items():
-        records.append(record(op, by_rank, theirs, 0, baseline=drop_in.NATIVE, baseline_times=ours, hardware=hardware))
+        records.append(
+            record(
+                op, settings | {"layout": drop_in.layout_of(op)}, theirs, 0, baseline=drop_in.NATIVE, baseline_times=ours, hardware=hardware
+            )
+        )
     return records

@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepep_moe._C import SCALE_BLOCK
+from deepep_moe.compat.deep_ep import packed_scales
+
 _DEFAULT_NUM_SMS = 20
 
 
@@ -14,22 +17,60 @@ def senders_of(num_sms: int) -> int | None:
 
 
 def rows_and_scales(x: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the rows and the scales of `x`, rows or a pair, without gradient. Raises TypeError for anything else. DeepEP's callers keep
-    scales in column order, which `in_rows` turns, on the stream of the call."""
+    """Return the rows [num_tokens, hidden] and the scales of `x`, rows or a pair, without gradient. DeepEP's callers keep scales in column
+    order, which `in_rows` turns, on the stream of the call. Raises TypeError, or ValueError for rows of another shape."""
     x, x_scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
     if not isinstance(x, Tensor) or not isinstance(x_scales, (Tensor, type(None))):
         given = type(x if not isinstance(x, Tensor) else x_scales).__name__
         raise TypeError(f"x holds a {given}; it must be a torch.Tensor, or a pair of fp8 rows and their scales")
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, hidden]")
+    if x_scales is not None and x_scales.dtype == torch.int32:
+        shape = [len(x), packed_scales.num_words(_num_scales(x))]
+        if list(x_scales.shape) != shape:
+            raise ValueError(f"x_scales of int32 has shape {list(x_scales.shape)}; it must be {shape}, four exponents to a number")
     return detached(x), x_scales
 
 
-def in_rows(x_scales: Tensor | None) -> Tensor | None:
-    return None if x_scales is None else x_scales.contiguous()
+def _num_scales(x: Tensor) -> int:
+    return -(-x.shape[1] // SCALE_BLOCK)
+
+
+def checked_routing(topk_idx: Any) -> Tensor:
+    """Return `topk_idx` [num_tokens, num_topk]. Raises TypeError, or ValueError for another shape; the dispatch checks the rest."""
+    if not isinstance(topk_idx, Tensor):
+        raise TypeError(f"topk_idx is a {type(topk_idx).__name__}; it must be a torch.Tensor")
+    if topk_idx.dim() != 2:
+        raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}; it must be [num_tokens, num_topk]")
+    return topk_idx
+
+
+def in_rows(x_scales: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the scales of the rows `x` as they travel: fp32, row by row."""
+    if x_scales is None:
+        return None
+    if x_scales.dtype == torch.int32:
+        return packed_scales.unpack(x_scales.contiguous(), _num_scales(x))
+    return x_scales.contiguous()
+
+
+def as_given(recv_scales: Tensor | None, x_scales: Tensor | None) -> Tensor | None:
+    """Return scales that were received in the format of those that were sent."""
+    return recv_scales if recv_scales is None or x_scales is None or x_scales.dtype != torch.int32 else packed_scales.pack(recv_scales)
 
 
 def detached(tensor: Tensor) -> Tensor:
     """Return `tensor` without gradient: DeepEP's calls are not differentiable."""
     return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
+
+
+def combine_arguments(x: Any, topk_weights: Any, bias: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the rows, the weights to come back and the bias of a combine, without gradient. Raises TypeError or ValueError for what is no
+    tensor; the combine checks the rest."""
+    for name, tensor in (("x", x), ("topk_weights", topk_weights)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name == "x"):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    return detached(x), None if topk_weights is None else detached(topk_weights).contiguous(), one_bias(bias)
 
 
 def one_bias(bias: Any) -> Tensor | None:

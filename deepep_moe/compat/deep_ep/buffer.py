@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.compat.deep_ep.arguments import detached, in_rows, one_bias, rows_and_scales, senders_of
+from deepep_moe.compat.deep_ep.arguments import as_given, combine_arguments, in_rows, rows_and_scales, senders_of
 from deepep_moe.compat.deep_ep.config import Config
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
@@ -14,6 +14,7 @@ from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.layout import dispatch_layout
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
 from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
+from deepep_moe.compat.deep_ep.runtime import Runtime
 from deepep_moe.compat.deep_ep.sends import Routing, checked, send, send_along
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.exchange.lanes import combine_with_lanes
@@ -64,6 +65,8 @@ class Buffer(LowLatencyCalls):
         self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
         self._stream = CommStream()
         self._low_latency = LowLatencyBuffers(group, enable_shrink)
+        self.runtime: Runtime | None = Runtime(self, lambda: self._buffers.num_nodes)
+        """For callers that ask it; None once the buffer was destroyed."""
 
     # ---- settings ----
 
@@ -119,6 +122,7 @@ class Buffer(LowLatencyCalls):
 
     def destroy(self) -> None:
         """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again."""
+        self.runtime = None
         self._buffers.destroy()
         self._low_latency.destroy()
 
@@ -166,7 +170,8 @@ class Buffer(LowLatencyCalls):
         """Send every token to the ranks of its experts, one row per (token, rank). Collective.
 
         Args:
-            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32.
+            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
+                [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
             handle: of an earlier dispatch, to send along its routing. Nothing else about the routing may be given beside it.
             num_tokens_per_expert: [num_experts]; its length says how many experts there are. The numbers, like num_tokens_per_rank,
                 are counted anew, except without `topk_idx`.
@@ -184,23 +189,27 @@ class Buffer(LowLatencyCalls):
 
         Raises: as `deepep_moe.Buffer.dispatch`.
         """
-        x, x_scales = rows_and_scales(x)
         num_sms = senders_of(Buffer.num_sms if config is None else config.num_sms)
-        callers = self._stream.begin(x, previous_event, async_finish)
+        try:
+            x, x_scales = rows_and_scales(x)
+            callers = self._stream.begin(x, previous_event, async_finish)
+        except (TypeError, ValueError) as error:
+            raise self._buffers.refuse(error) from None
         told: tuple[Any, ...] = (None, None, None, None)
         try:
             if handle is not None:
-                out = send_along(x, in_rows(x_scales), handle, topk_idx, num_sms)
+                out = send_along(self._buffers, x, in_rows(x_scales, x), handle, topk_idx, num_sms)
             else:
                 routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
-                out, told = send(self._buffers, x, in_rows(x_scales), routing, num_sms)
+                out, told = send(self._buffers, x, in_rows(x_scales, x), routing, num_sms)
         except BaseException:
             self._stream.abort(callers)
             raise
         given = x, x_scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
-        event = self._stream.end(callers, async_finish, given, (out.recv_x, out.recv_x_scales, *told[:2]))
+        recv_scales = as_given(out.recv_x_scales, x_scales)
+        event = self._stream.end(callers, async_finish, given, (out.recv_x, recv_scales, *told[:2]))
         recv_topk_idx, recv_topk_weights, counts, made = told
-        recv_x = out.recv_x if x_scales is None else (out.recv_x, out.recv_x_scales)
+        recv_x = out.recv_x if x_scales is None else (out.recv_x, recv_scales)
         return recv_x, recv_topk_idx, recv_topk_weights, counts, made, event
 
     def combine(
@@ -227,21 +236,22 @@ class Buffer(LowLatencyCalls):
         Raises: as `deepep_moe.Buffer.combine`.
         """
         num_sms = senders_of(Buffer.num_sms if config is None else config.num_sms)
-        buffer, along = checked(handle).buffer, handle.along
-        callers, weights = self._stream.begin(x, previous_event, async_finish), None
+        buffer, along, back = checked(self._buffers, handle).buffer, handle.along, None
         try:
-            refuse_on_failure = buffer.calls.refuse_on_failure
-            x, added = refuse_on_failure(detached, x), refuse_on_failure(one_bias, bias)
-            if topk_weights is None:
-                combined_x = buffer.combine(x, along, bias=added, num_sms=num_sms)
+            callers = self._stream.begin(x, previous_event, async_finish)
+        except TypeError as error:
+            raise buffer.refuse(error) from None
+        try:
+            rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
+            if weights is None:
+                combined_x = buffer.combine(rows, along, bias=added, num_sms=num_sms)
             else:
-                lanes = refuse_on_failure(detached, topk_weights).contiguous()
-                combined_x, weights = combine_with_lanes(buffer, x, along, lanes, added, num_sms)
+                combined_x, back = combine_with_lanes(buffer, rows, along, weights, added, num_sms)
         except BaseException:
             self._stream.abort(callers)
             raise
         given = (x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)))
-        return combined_x, weights, self._stream.end(callers, async_finish, given, (combined_x, weights))
+        return combined_x, back, self._stream.end(callers, async_finish, given, (combined_x, back))
 
     # ---- what DeepEP has beside ----
 

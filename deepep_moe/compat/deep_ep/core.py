@@ -1,7 +1,8 @@
 """The buffers behind a DeepEP buffer: DeepEP's constructor names no sizes, so they are made at the first call that shows some."""
 
+import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,12 +10,15 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.device import is_gpu
+from deepep_moe.errors import EPError, EPPeerError
 from deepep_moe.exchange.buffer import Buffer
-from deepep_moe.exchange.elastic import ElasticBuffer
+from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import gather_objects, host_id
 
 _Result = TypeVar("_Result")
+_Error = TypeVar("_Error", bound=Exception)
 _OPTION = "num_max_tokens_per_rank of the DeepEP buffer"
+_MAX_WORDS = 1000  # of an error that peers are told
 
 
 class GrowingBuffers:
@@ -30,7 +34,8 @@ class GrowingBuffers:
         self.num_ranks = dist.get_world_size(group)
         self._num_max_tokens, self._ranks_per_node = num_max_tokens_per_rank, ranks_per_node
         self._num_hosts: int | None = None
-        self._buffers: dict[tuple[int, int, int, torch.device], ElasticBuffer] = {}
+        self._buffers: dict[tuple[int, int, int, torch.device], GrowingBuffer] = {}
+        self._latest: GrowingBuffer | None = None
 
     def dispatch(
         self, x: Tensor, num_experts: int, num_topk: int, send: Callable[[Buffer], _Result], num_least_tokens: int = 0
@@ -40,21 +45,42 @@ class GrowingBuffers:
         `num_least_tokens`: the same on every rank; a buffer with less room is replaced first. Raises what the construction of a Buffer and
         its dispatch raise.
         """
-        if x.dim() != 2:
-            raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, hidden]")
-        key = (x.shape[1], num_experts, num_topk, x.device)
-        elastic = self._buffers.get(key)
-        if elastic is None:
-            elastic = self._buffers[key] = self._make(key, max(x.shape[0], num_least_tokens))
-        elif elastic.num_max_tokens < num_least_tokens and self._num_max_tokens is None:
-            elastic.grow(num_least_tokens)
-        return elastic.dispatch(x.shape[0], send)
+        num_tokens, hidden = x.shape
+        key = (hidden, num_experts, num_topk, x.device)
+        growing = self._buffers.get(key)
+        if growing is None:
+            growing = self._buffers[key] = self._make(key, max(num_tokens, num_least_tokens))
+        elif growing.num_max_tokens < num_least_tokens and self._num_max_tokens is None:
+            growing.grow(num_least_tokens)
+        self._latest = growing
+        return growing.dispatch(num_tokens, send)
+
+    def meet(self) -> None:
+        """Wait until all ranks are here, in a call that makes a buffer or agrees on something. Collective. Raises EPPeerError where a peer
+        has refused the call, which `refuse` tells either way."""
+        if self._latest is None:
+            self._num_hosts = len(set(greet(self.group)))
+        else:
+            self._latest.meet()
+
+    def refuse(self, error: _Error) -> _Error:
+        """Tell the peers, which are or will be in the same call, that this rank does not make it: they raise EPPeerError with the reason.
+        Return `error`, to be raised.
+
+        Arguments that say nothing of sizes do not say in which buffer the peers are: the one of the latest dispatch is taken, and where
+        there is none, this rank meets them in their first call.
+        """
+        with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+            if self._latest is not None:
+                self._latest.buffer.refuse(error)
+            else:
+                greet(self.group, error)
+        return error
 
     def backend_name(self, device: torch.device) -> str:
         """Return the backend that serves tensors on `device`. Collective the first time."""
         if self._num_hosts is None:
-            told = gather_objects(host_id(), self.group, self.num_ranks, "hosts of a DeepEP buffer", config.timeout_s(), str)
-            self._num_hosts = len(set(told))
+            self._num_hosts = len(set(greet(self.group)))
         if is_gpu(device):
             return "nvlink" if self.num_nodes == 1 else "nvshmem"
         return "shm" if self._num_hosts == 1 else "collective"
@@ -68,14 +94,37 @@ class GrowingBuffers:
 
     def destroy(self) -> None:
         """Destroy all buffers. Not collective."""
+        self._latest = None
         while self._buffers:
             self._buffers.popitem()[1].destroy()
 
-    def _make(self, key: tuple[int, int, int, torch.device], num_tokens: int) -> ElasticBuffer:
+    def _make(self, key: tuple[int, int, int, torch.device], num_tokens: int) -> GrowingBuffer:
         hidden, num_experts, num_topk, device = key
+        self.meet()
         backend, group, ranks_per_node = self.backend_name(device), self.group, self._ranks_per_node
 
         def construct(bound: int) -> Buffer:
             return Buffer(group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=ranks_per_node)
 
-        return ElasticBuffer(self.group, num_tokens, device, construct, self._num_max_tokens, _OPTION, is_bounded=is_gpu(device))
+        return GrowingBuffer(self.group, num_tokens, device, construct, self._num_max_tokens, _OPTION, is_bounded=is_gpu(device))
+
+
+def greet(group: dist.ProcessGroup, error: Exception | None = None) -> list[str]:
+    """Return the host of every rank, before they make a buffer together. Collective.
+
+    error: why this rank does not make the call that needs the buffer. Its peers raise EPPeerError with the reason.
+    """
+    reason = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_WORDS]
+    num_ranks = dist.get_world_size(group)
+    told = gather_objects([host_id(), reason], group, num_ranks, "first call of a DeepEP buffer", config.timeout_s(), _greeting)
+    for rank, (_, theirs) in enumerate(told):
+        if theirs is not None and error is None:
+            raise EPPeerError(f"rank {rank} did not make its call: {theirs}", rank=rank)
+    return [host for host, _ in told]
+
+
+def _greeting(told: Any) -> tuple[str, str | None]:
+    host, reason = told
+    if not isinstance(host, str) or not isinstance(reason, (str, type(None))):
+        raise TypeError("greeting")
+    return host, reason

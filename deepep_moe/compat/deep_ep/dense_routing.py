@@ -44,11 +44,6 @@ def to_lanes(routing_map: Tensor, num_topk: int) -> Tensor:
     return torch.full((num_tokens, num_topk + 1), -1, device=routing_map.device).scatter_(1, lane, experts)[:, :num_topk].contiguous()
 
 
-def lane_values(topk_idx: Tensor, dense: Tensor) -> Tensor:
-    """Return [num_tokens, num_topk] fp32: the values of `dense` [num_tokens, num_experts] at the experts of each lane; 0 without one."""
-    return dense.float().gather(1, topk_idx.clamp(min=0)).masked_fill_(topk_idx < 0, 0)
-
-
 class Share(NamedTuple):
     """What `keep_within` leaves of a routing."""
 

@@ -133,7 +133,6 @@ class ElasticBuffer(_BufferOfGroup):
         self.deterministic, self.allow_multiple_reduction = deterministic, allow_multiple_reduction
         self.prefer_overlap_with_compute, self.explicitly_destroy = prefer_overlap_with_compute, explicitly_destroy
 
-    @torch.no_grad()
     def dispatch(
         self,
         x: Any,
@@ -159,7 +158,8 @@ class ElasticBuffer(_BufferOfGroup):
         """Send every token to the ranks of its experts. Collective.
 
         Args:
-            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32.
+            x: [num_tokens, hidden] bf16 (fp32 and fp16 too), or a pair of fp8 rows and scales [num_tokens, hidden / 128] fp32, or
+                [num_tokens, ceil(hidden / 512)] int32 of four biased exponents each.
             topk_idx, topk_weights: [num_tokens, num_topk] int64 or int32, -1 = no expert; and fp32. Along a handle, weights only.
             cumulative_local_expert_recv_stats: [num_local_experts] int32; the tokens of each local expert are added to it.
             num_experts: of all ranks together; needed without a handle.
@@ -190,7 +190,6 @@ class ElasticBuffer(_BufferOfGroup):
             x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode
         )
 
-    @torch.no_grad()
     def combine(
         self,
         x: Tensor,
@@ -267,7 +266,6 @@ class EPBuffer(_BufferOfGroup):
         self.deterministic, self.allow_multiple_reduction = deterministic, allow_multiple_reduction
         self.prefer_overlap_with_compute, self.explicitly_destroy = prefer_overlap_with_compute, explicitly_destroy
 
-    @torch.no_grad()
     def dispatch(
         self,
         x: Any,
@@ -304,10 +302,9 @@ class EPBuffer(_BufferOfGroup):
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         sync = do_cpu_sync is None or do_cpu_sync
         routing = Routing(topk_idx, topk_weights, num_experts, most, expert_alignment or 1, do_expand, sync, False)
-        mode = Mode(num_sms, (previous_event,), async_with_compute_stream, defer_epilogue)
+        mode = Mode(num_sms, (previous_event, None), async_with_compute_stream, defer_epilogue)
         return self._calls.dispatch(x, routing, handle, cumulative_local_expert_recv_stats, use_tma_aligned_col_major_sf, mode)
 
-    @torch.no_grad()
     def combine(
         self,
         x: Tensor,
@@ -325,7 +322,7 @@ class EPBuffer(_BufferOfGroup):
 
         defer_epilogue: return an event only, whose `current_stream_wait` returns the sums and the weights.
         """
-        mode = Mode(num_sms, (previous_event,), async_with_compute_stream, defer_epilogue)
+        mode = Mode(num_sms, (previous_event, None), async_with_compute_stream, defer_epilogue)
         return self._calls.combine(x, handle, topk_weights, bias, mode)
 
     lb_prefetch_weights = refused("EPBuffer", "lb_prefetch_weights")

@@ -1,22 +1,23 @@
 """Dispatch and combine of DeepEP 2 and 2.5 on `deepep_moe.Buffer`: compact rows are its rank layout, expanded rows its expert layout."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.compat.deep_ep.arguments import in_rows, one_bias, rows_and_scales
+from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
-from deepep_moe.compat.deep_ep.events import EventOverlap, recorded_of
+from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.exchange.lanes import combine_with_lanes
 
 _SCALE_BYTES = 4
+_NO_EVENT = EventOverlap()
 _COLUMN_ALIGNMENT = 16  # bytes: bulk copies of a GPU want it
 
 
@@ -47,8 +48,8 @@ class Mode(NamedTuple):
     """How a call runs."""
 
     num_sms: int
-    after: tuple[Any, ...]
-    """Events that it begins after: the first as `CommStream.begin` has it."""
+    after: tuple[Any, Any]
+    """Events that it begins after, as `CommStream.begin` has them."""
     is_async: bool
     is_deferred: bool = False
 
@@ -79,97 +80,117 @@ class ElasticCalls:
         self, x: Any, routing: Routing, handle: EPHandle | None, stats: Tensor | None, by_column: bool, mode: Mode
     ) -> tuple[Any, ...] | DeferredResults:
         """Return what DeepEP's dispatch does."""
-        rows, scales = rows_and_scales(x)
-        callers = self.stream.begin(rows, mode.after[0], mode.is_async)
         try:
-            _follow(rows, mode.after[1:])
+            rows, scales = rows_and_scales(x)
+            callers = self.stream.begin(rows, mode.after[0], mode.is_async, mode.after[1])
+        except (TypeError, ValueError) as error:
+            raise self.buffers.refuse(error) from None
+        try:
             if handle is None:
-                out, handle = self._send(rows, in_rows(scales), routing, mode)
+                out, handle = self._send(rows, in_rows(scales, rows), routing, mode)
             else:
-                out = _send_along(rows, in_rows(scales), routing, handle, mode)
+                out = self._send_along(rows, in_rows(scales, rows), routing, handle, mode)
             if stats is not None:
                 stats.add_(out.num_recv_tokens_per_expert)
         except BaseException:
             self.stream.abort(callers)
             raise
-
-        def received() -> tuple[Any, ...]:
-            assert handle is not None
-            recv_scales = out.recv_x_scales if out.recv_x_scales is None or not by_column else columns_of(out.recv_x_scales)
-            recv_x = out.recv_x if recv_scales is None else (out.recv_x, recv_scales)
-            return recv_x, out.recv_topk_idx, out.recv_topk_weights, handle
-
+        if not (mode.is_async or mode.is_deferred):
+            return *_results(out, handle, scales, by_column), _NO_EVENT
         given = rows, scales, routing.topk_idx, routing.topk_weights, stats
         made = out.recv_x, out.recv_x_scales, out.recv_topk_idx, out.recv_topk_weights, *handle.native.tensors
         if mode.is_deferred:
-            return DeferredResults(self.stream.end(callers, mode.is_async, given, made), _after(out.hook, received))
-        results = received()
+            event = self.stream.end(callers, mode.is_async, given, made)
+            return DeferredResults(event, _after(out.hook, partial(_results, out, handle, scales, by_column)))
+        results = _results(out, handle, scales, by_column)
         return *results, self.stream.end(callers, mode.is_async, given, (*made, *(results[0] if scales is not None else ())))
 
     def combine(
         self, x: Tensor, handle: EPHandle, topk_weights: Tensor | None, bias: Any, mode: Mode
     ) -> tuple[Tensor, Tensor | None, EventOverlap] | DeferredResults:
         """Return what DeepEP's combine does."""
-        callers = self.stream.begin(x, mode.after[0], mode.is_async)
-        senders, weights, hook = mode.num_sms or handle.num_sms or None, None, None
+        buffer = self._checked(handle).buffer
+        senders, back, hook = mode.num_sms or handle.num_sms or None, None, None
         try:
-            _follow(x, mode.after[1:])
-            added = one_bias(bias)
-            if topk_weights is not None:
-                combined, weights = combine_with_lanes(handle.buffer, x, handle.native, topk_weights.contiguous(), added, senders)
+            callers = self.stream.begin(x, mode.after[0], mode.is_async, mode.after[1])
+        except TypeError as error:
+            raise buffer.refuse(error) from None
+        try:
+            rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
+            if weights is not None:
+                combined, back = combine_with_lanes(buffer, rows, handle.native, weights, added, senders)
             elif mode.is_deferred:
-                combined, hook = handle.buffer.combine(x, handle.native, bias=added, num_sms=senders, return_hook=True)
+                combined, hook = buffer.combine(rows, handle.native, bias=added, num_sms=senders, return_hook=True)
             else:
-                combined = handle.buffer.combine(x, handle.native, bias=added, num_sms=senders)
+                combined = buffer.combine(rows, handle.native, bias=added, num_sms=senders)
         except BaseException:
             self.stream.abort(callers)
             raise
+        if not (mode.is_async or mode.is_deferred):
+            return combined, back, _NO_EVENT
         given = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)), *handle.native.tensors
-        event = self.stream.end(callers, mode.is_async, given, (combined, weights))
+        event = self.stream.end(callers, mode.is_async, given, (combined, back))
         if mode.is_deferred:
-            return DeferredResults(event, _after(hook, lambda: (combined, weights)))
-        return combined, weights, event
+            return DeferredResults(event, _after(hook, lambda: (combined, back)))
+        return combined, back, event
 
     def _send(self, rows: Tensor, scales: Tensor | None, routing: Routing, mode: Mode) -> tuple[DispatchOutput, EPHandle]:
-        topk_idx, num_experts, most = routing.topk_idx, routing.num_experts, routing.num_max_tokens_per_rank
-        if topk_idx is None or num_experts is None:
-            raise ValueError("topk_idx and num_experts are needed without a handle; give both, or the handle of an earlier dispatch")
-        bound = None if routing.do_cpu_sync else _most_rows(routing, topk_idx.shape[-1], self.buffers.num_ranks)
+        most, buffers = routing.num_max_tokens_per_rank, self.buffers
+        try:
+            topk_idx, topk_weights, num_experts = _lanes_of(routing)
+            bound = None if routing.do_cpu_sync else _most_rows(routing, topk_idx.shape[1], num_experts, buffers.num_ranks)
+        except (TypeError, ValueError) as error:
+            raise buffers.refuse(error) from None
 
         def send(buffer: Buffer) -> DispatchOutput:
             return buffer.dispatch(
-                rows, topk_idx, routing.topk_weights, x_scales=scales, layout="expert" if routing.do_expand else "rank",
+                rows, topk_idx, topk_weights, x_scales=scales, layout="expert" if routing.do_expand else "rank",
                 expert_alignment=routing.expert_alignment, num_recv_rows=bound, num_sms=mode.num_sms or None, return_hook=mode.is_deferred,
             )  # fmt: skip
 
-        buffer, out = self.buffers.dispatch(rows, num_experts, topk_idx.shape[-1], send, most)
-        kept = topk_idx.clone() if routing.do_handle_copy else topk_idx
-        return out, EPHandle(
-            self.group, buffer, out.handle, kept, num_max_tokens_per_rank=most, num_sms=mode.num_sms, do_cpu_sync=routing.do_cpu_sync
-        )
+        buffer, out = buffers.dispatch(rows, num_experts, topk_idx.shape[1], send, most)
+        kept = None if routing.do_handle_copy else topk_idx
+        return out, EPHandle(self.group, buffer, out.handle, kept, topk_idx.dtype, most, mode.num_sms, routing.do_cpu_sync)
+
+    def _send_along(self, rows: Tensor, scales: Tensor | None, routing: Routing, handle: EPHandle, mode: Mode) -> DispatchOutput:
+        buffer = self._checked(handle).buffer
+        if routing.topk_idx is not None:
+            raise buffer.refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
+        if routing.do_expand != handle.do_expand:
+            told = f"do_expand is {routing.do_expand}, and the handle's dispatch had {handle.do_expand}; pass do_expand=handle.do_expand"
+            raise buffer.refuse(ValueError(told))
+        weights, num_sms = routing.topk_weights, mode.num_sms or handle.num_sms or None
+        return buffer.dispatch(
+            rows, None, None if weights is None else detached(weights), x_scales=scales, handle=handle.native, num_sms=num_sms,
+            return_hook=mode.is_deferred,
+        )  # fmt: skip
+
+    def _checked(self, handle: object) -> EPHandle:
+        if not isinstance(handle, EPHandle):
+            told = f"handle is a {type(handle).__name__}; it must be the EPHandle that a dispatch returned"
+            raise self.buffers.refuse(TypeError(told))
+        return handle
 
 
-def _send_along(rows: Tensor, scales: Tensor | None, routing: Routing, handle: EPHandle, mode: Mode) -> DispatchOutput:
-    if not isinstance(handle, EPHandle):
-        raise TypeError(f"handle is a {type(handle).__name__}; it must be the EPHandle that a dispatch returned")
-    refuse = handle.buffer.refuse
-    if routing.topk_idx is not None:
-        raise refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
-    if routing.do_expand != handle.do_expand:
-        raise refuse(
-            ValueError(
-                f"do_expand is {routing.do_expand}, and the handle's dispatch had {handle.do_expand}; pass do_expand=handle.do_expand"
-            )
-        )
-    num_sms = mode.num_sms or handle.num_sms or None
-    return handle.buffer.dispatch(
-        rows, None, routing.topk_weights, x_scales=scales, handle=handle.native, num_sms=num_sms, return_hook=mode.is_deferred
-    )
+def _lanes_of(routing: Routing) -> tuple[Tensor, Tensor | None, int]:
+    """Return topk_idx, topk_weights and the number of experts. Raises TypeError or ValueError where something is missing or wrong."""
+    if routing.topk_idx is None or routing.num_experts is None:
+        raise ValueError("topk_idx and num_experts are needed without a handle; give both, or the handle of an earlier dispatch")
+    weights = routing.topk_weights
+    return checked_routing(routing.topk_idx), None if weights is None else detached(weights), routing.num_experts
 
 
-def _most_rows(routing: Routing, num_topk: int, num_ranks: int) -> int:
+def _results(out: DispatchOutput, handle: EPHandle, x_scales: Tensor | None, by_column: bool) -> tuple[Any, ...]:
+    """Return recv_x, recv_topk_idx, recv_topk_weights and the handle."""
+    scales = as_given(out.recv_x_scales, x_scales)
+    if scales is None:
+        return out.recv_x, out.recv_topk_idx, out.recv_topk_weights, handle
+    return (out.recv_x, columns_of(scales) if by_column else scales), out.recv_topk_idx, out.recv_topk_weights, handle
+
+
+def _most_rows(routing: Routing, num_topk: int, num_experts: int, num_ranks: int) -> int:
     """Return the rows that come at most, of a call whose host does not wait to learn how many come."""
-    most, num_experts = routing.num_max_tokens_per_rank, routing.num_experts
+    most = routing.num_max_tokens_per_rank
     if most < 1:
         raise ValueError(
             f"do_cpu_sync is False and num_max_tokens_per_rank is {most}; give num_max_tokens_per_rank to the call or to the buffer, the "
@@ -177,26 +198,17 @@ def _most_rows(routing: Routing, num_topk: int, num_ranks: int) -> int:
         )
     if not routing.do_expand:
         return num_ranks * most
-    assert num_experts is not None  # checked
     num_local_experts, alignment = num_experts // num_ranks, routing.expert_alignment
     num_rows = num_ranks * most * min(num_topk, num_local_experts) + num_local_experts * (alignment - 1)
     return num_rows // alignment * alignment
 
 
 def columns_of(scales: Tensor) -> Tensor:
-    """Return `scales` [num_rows, num_columns] fp32 with each column in one piece that begins at a multiple of 16 bytes."""
+    """Return `scales` [num_rows, num_columns] fp32 or int32 with each column in one piece that begins at a multiple of 16 bytes."""
     num_rows, num_columns = scales.shape
     unit = _COLUMN_ALIGNMENT // _SCALE_BYTES
     columns = scales.new_empty(num_columns, -(-num_rows // unit) * unit)[:, :num_rows]
     return columns.copy_(scales.t()).t()
-
-
-def _follow(x: Tensor, events: tuple[Any, ...]) -> None:
-    """Let the stream of a call wait for more events."""
-    for event in events:
-        recorded = recorded_of(event)
-        if recorded is not None and x.is_cuda:
-            torch.cuda.current_stream(x.device).wait_event(recorded)
 
 
 def _after(hook: Callable[[], None] | None, results: Callable[[], Any]) -> Callable[[], Any]:

@@ -22,23 +22,38 @@ class EPHandle:
     channel_linked_list: None = None
 
     def __init__(
-        self, group: dist.ProcessGroup, buffer: Buffer, native: DispatchHandle, topk_idx: Tensor, *, num_max_tokens_per_rank: int,
-        num_sms: int, do_cpu_sync: bool,
+        self, group: dist.ProcessGroup, buffer: Buffer, native: DispatchHandle, topk_idx: Tensor | None, index_dtype: torch.dtype,
+        num_max_tokens_per_rank: int, num_sms: int, do_cpu_sync: bool,
     ) -> None:  # fmt: skip
+        """topk_idx: the caller's tensor, where the handle is to refer to it, of dtype `index_dtype`."""
         self._group = group
+        self._topk_idx, self._index_dtype = topk_idx, index_dtype
         self.buffer = buffer
         """The native buffer that made the dispatch."""
         self.native = native
         """Its handle there."""
-        self.topk_idx = topk_idx
-        """[num_tokens, num_topk], as the caller gave it, or a copy."""
         self.do_expand = native.layout == "expert"
-        self.num_experts = buffer.num_experts
-        self.expert_alignment = native.expert_alignment
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_sms = num_sms
         self.has_counts_on_host = do_cpu_sync
         """Did the dispatch wait for its counts?"""
+
+    @property
+    def topk_idx(self) -> Tensor:
+        """[num_tokens, num_topk], as the caller gave it, or a copy."""
+        if self._topk_idx is None:
+            self._topk_idx = self.native.topk_idx.to(self._index_dtype, copy=True)  # the dispatch has kept it
+        return self._topk_idx
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return self.buffer.num_experts
+
+    @property
+    def expert_alignment(self) -> int:
+        """The multiple to which rows of each expert are padded."""
+        return self.native.expert_alignment
 
     @cached_property
     def num_recv_tokens_per_expert_list(self) -> list[int]:

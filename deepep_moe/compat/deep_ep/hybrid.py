@@ -7,26 +7,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config as library_config
+from deepep_moe.arguments import check_is_tensor, check_tensor
+from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
-from deepep_moe.compat.deep_ep.dense_routing import keep_within, lane_values, to_dense, to_lanes
+from deepep_moe.compat.deep_ep.dense_routing import keep_within, to_dense, to_lanes
 from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, HybridHandle
-from deepep_moe.device import is_gpu
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.exchange.lanes import combine_with_lanes
 from deepep_moe.group.rendezvous import gather_objects
+from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
 
 _FP8 = torch.float8_e4m3fn
-
-
-class WiderRoutingError(ValueError):
-    """A token chooses more experts than any token has chosen before."""
-
-    @classmethod
-    def caused(cls, error: Exception) -> bool:
-        """Return whether `error` is this error, or the EPPeerError of a rank whose peer raised it."""
-        return isinstance(error, cls) or (isinstance(error, EPPeerError) and error.cause == cls.__name__)
+_PROBS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 class _Routing(NamedTuple):
@@ -38,16 +32,17 @@ class _Routing(NamedTuple):
     probs: Tensor | None
     topk_weights: Tensor | None
     """Not read beside a map, nor beside probs."""
-    num_experts: int
+    num_experts: int | None
+    """Not read beside a map."""
     num_rows: int | None = None
     """The bound on the rows of this rank."""
     alignment: int = 1
 
     def weights(self, topk_idx: Tensor) -> Tensor | None:
-        """Return the weights of the lanes `topk_idx` [num_tokens, num_topk], fp32."""
+        """Return the weights of the lanes `topk_idx` [num_tokens, num_topk], fp32, without gradient."""
         if self.probs is not None:
-            return lane_values(topk_idx, self.probs)
-        return None if self.topk_weights is None or self.routing_map is not None else self.topk_weights.float()
+            return weights_at(detached(self.probs), topk_idx)
+        return None if self.topk_weights is None or self.routing_map is not None else detached(self.topk_weights).float()
 
 
 class HybridEPBuffer:
@@ -124,7 +119,6 @@ class HybridEPBuffer:
 
     # ---- one row per (token, local expert), grouped by expert ----
 
-    @torch.no_grad()
     def dispatch_with_permute(
         self,
         *,
@@ -168,22 +162,22 @@ class HybridEPBuffer:
 
         Raises: ValueError for missing or contradicting arguments; else as `deepep_moe.Buffer.dispatch`.
         """
-        is_bounded = _checked(handle).is_bounded if handle is not None else num_permuted_tokens is not None
+        is_bounded = self._checked(handle).is_bounded if handle is not None else num_permuted_tokens is not None
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         elif handle is not None and is_bounded:
             non_blocking = True  # Megatron-Core's backward has no use for the counts, and says nothing
         if non_blocking and not is_bounded:
-            raise ValueError("non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it")
+            told = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
+            raise self._refuse(ValueError(told), handle)
         bound = None if num_permuted_tokens is None or handle is not None else int(num_permuted_tokens)
-        num_experts = self._num_experts(routing_map, num_of_experts)
-        routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_experts, bound, pad_multiple or 1)
-        rows, scales = _rows_of(hidden, scaling_factor)
-        out, handle = self._send(rows, scales, routing, handle, "expert")
-        counts = handle.native.num_rows_per_expert.long() if non_blocking else torch.tensor(handle.native.num_rows_per_expert_list)
-        return out.recv_x.view(hidden.dtype), out.recv_topk_weights, out.recv_x_scales, counts, handle
+        routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_of_experts, bound, pad_multiple or 1)
+        out, handle = self._send(hidden, scaling_factor, routing, handle, "expert")
+        native = handle.native
+        counts = native.num_rows_per_expert.long() if non_blocking else torch.tensor(native.num_rows_per_expert_list, dtype=torch.int64)
+        recv_x = out.recv_x if out.recv_x.dtype == hidden.dtype else out.recv_x.view(hidden.dtype)
+        return recv_x, out.recv_topk_weights, out.recv_x_scales, counts, handle
 
-    @torch.no_grad()
     def combine_with_unpermute(
         self,
         *,
@@ -205,11 +199,10 @@ class HybridEPBuffer:
 
         Raises: ValueError without a handle; else as `deepep_moe.Buffer.combine`.
         """
-        return self._combine(hidden, probs, _checked(handle))
+        return self._combine(hidden, probs, self._checked(handle))
 
     # ---- one row per (token, rank) ----
 
-    @torch.no_grad()
     def dispatch(
         self,
         hidden: Tensor,
@@ -228,86 +221,113 @@ class HybridEPBuffer:
         Returns rows [num_rows, hidden] by source rank, then token; probs [num_rows, experts of the node] fp32 or None, 0 but for this
         rank's experts; scaling_factor or None; the handle.
         """
-        routing = _Routing(routing_map, topk_idx, probs, topk_weights, self._num_experts(routing_map, num_of_experts))
-        rows, scales = _rows_of(hidden, scaling_factor)
-        out, handle = self._send(rows, scales, routing, handle, "rank")
+        routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_of_experts)
+        out, handle = self._send(hidden, scaling_factor, routing, handle, "rank")
         dense = None
         if out.recv_topk_weights is not None:
             dense = to_dense(self._of_node(handle), out.recv_topk_weights, handle.buffer.num_local_experts * handle.buffer.ranks_per_node)
         return out.recv_x.view(hidden.dtype), dense, out.recv_x_scales, handle
 
-    @torch.no_grad()
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None) -> tuple[Tensor, Tensor | None]:
         """Sum the rows of each token at its source. Collective; as `combine_with_unpermute`, probs as `dispatch` returns them."""
-        handle = _checked(handle)
-        return self._combine(hidden, None if probs is None else lane_values(self._of_node(handle), probs), handle)
+        handle = self._checked(handle)
+        return self._combine(hidden, None if probs is None else weights_at(detached(probs), self._of_node(handle)), handle)
 
     # ---- how ----
 
-    def _num_experts(self, routing_map: Tensor | None, num_of_experts: int | None) -> int:
-        if routing_map is not None:
-            return routing_map.shape[-1]
-        return num_of_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
-
     def _send(
-        self, rows: Tensor, scales: Tensor | None, routing: _Routing, handle: HybridHandle | None, layout: str
+        self, hidden: Any, scaling_factor: Tensor | None, routing: _Routing, handle: HybridHandle | None, layout: str
     ) -> tuple[DispatchOutput, HybridHandle]:
         if handle is not None:
-            buffer, native = _checked(handle).buffer, handle.native
-            weights = routing.weights(handle.topk_idx)
+            buffer, native = self._checked(handle).buffer, handle.native
+            rows, scales = buffer.calls.refuse_on_failure(_rows_of, hidden, scaling_factor)
+            weights = buffer.calls.refuse_on_failure(routing.weights, handle.topk_idx)
             return buffer.dispatch(rows, None, weights, x_scales=scales, handle=native, num_sms=self._num_sms[0]), handle
+        try:
+            rows, scales = _rows_of(hidden, scaling_factor)
+            num_experts = self._check_routing(routing, rows)
+        except (TypeError, ValueError) as error:
+            raise self._buffers.refuse(error) from None
         if routing.routing_map is not None:
             return self._send_map(rows, scales, routing, routing.routing_map, layout)
-        if routing.topk_idx is None:
+        assert routing.topk_idx is not None  # as `_check_routing` has seen
+        topk_idx, has_dropped = routing.topk_idx.long(), None
+        if routing.num_rows is not None:
+            topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group)
+        return self._send_lanes(rows, scales, routing, (topk_idx, routing.weights(topk_idx)), num_experts, layout, has_dropped)
+
+    def _check_routing(self, routing: _Routing, rows: Tensor) -> int:
+        """Return the number of experts. Raises TypeError or ValueError for a routing of another shape."""
+        routing_map, probs = routing.routing_map, routing.probs
+        num_experts = routing.num_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        if routing_map is not None:
+            check_is_tensor("routing_map", routing_map)
+            num_experts = routing_map.shape[-1]
+            check_tensor("routing_map", routing_map, (len(rows), num_experts), (torch.bool,), rows.device, any_strides=True)
+        elif routing.topk_idx is None:
             raise ValueError("routing_map and topk_idx are missing; give one of them, or the handle of an earlier dispatch")
-        return self._send_lanes(rows, scales, routing, routing.topk_idx.long(), None, layout)
+        else:
+            checked_routing(routing.topk_idx)
+        if probs is not None:
+            check_tensor("probs", probs, (len(rows), num_experts), _PROBS, rows.device, any_strides=True)
+        return num_experts
 
     def _send_map(
         self, rows: Tensor, scales: Tensor | None, routing: _Routing, routing_map: Tensor, layout: str
     ) -> tuple[DispatchOutput, HybridHandle]:
         """Dispatch with as many lanes as any token of any rank needs. The ranks agree on the number in the first call, and again where a
-        token needs more: its rank refuses the dispatch, and all meet and dispatch again. With a bound on the rows of a GPU nobody looks
-        after the first call, and lanes behind the last count as dropped."""
-        chosen = routing_map.sum(1)
-        is_seen = routing.num_rows is None or not is_gpu(rows.device) or self._num_lanes == 0
-        needed = int(chosen.max()) if is_seen and len(chosen) else 0
+        token needs more: the dispatch refuses such a token on all ranks, and all meet and dispatch again. With a bound on the rows nobody
+        looks after the first call, and lanes behind the last count as dropped."""
+        num_experts, probs = routing_map.shape[1], None if routing.probs is None else detached(routing.probs)
         if self._num_lanes == 0:
-            self._num_lanes = self._agreed_lanes(needed)
+            self._buffers.meet()
+            self._num_lanes = self._agreed_lanes(routing_map)
+        if routing.num_rows is not None:
+            topk_idx, is_lost = to_lanes(routing_map, self._num_lanes), (routing_map.sum(1) > self._num_lanes).any()
+            topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group, is_lost)
+            return self._send_lanes(rows, scales, routing, (topk_idx, routing.weights(topk_idx)), num_experts, layout, has_dropped)
         for _ in range(2):
-            topk_idx, lost = to_lanes(routing_map, self._num_lanes), (chosen > self._num_lanes).any()
+            lanes = lanes_of_map(routing_map, probs, self._num_lanes)
             try:
-                return self._send_lanes(rows, scales, routing, topk_idx, lost, layout, needed)
-            except (WiderRoutingError, EPPeerError) as error:
-                if not WiderRoutingError.caused(error):
+                return self._send_lanes(rows, scales, routing, lanes, num_experts, layout)
+            except (ValueError, EPPeerError) as error:
+                if not _is_wider(error, num_experts):
                     raise
-            self._meet(rows, routing.num_experts)
-            self._num_lanes = self._agreed_lanes(max(needed, self._num_lanes))
+            self._buffers.meet()
+            self._num_lanes = self._agreed_lanes(routing_map)
         raise AssertionError("the ranks agreed on too few lanes")
 
     def _send_lanes(
-        self, rows: Tensor, scales: Tensor | None, routing: _Routing, topk_idx: Tensor, lost: Tensor | None, layout: str, needed: int = 0
-    ) -> tuple[DispatchOutput, HybridHandle]:
-        num_topk, bound, has_dropped = topk_idx.shape[-1], routing.num_rows, None
-        if bound is not None:
-            topk_idx, has_dropped = keep_within(topk_idx, routing.num_experts, bound, routing.alignment, self.group, lost)
+        self, rows: Tensor, scales: Tensor | None, routing: _Routing, lanes: tuple[Tensor, Tensor | None], num_experts: int, layout: str,
+        has_dropped: Tensor | None = None,
+    ) -> tuple[DispatchOutput, HybridHandle]:  # fmt: skip
+        topk_idx, topk_weights = lanes
 
         def send(buffer: Buffer) -> DispatchOutput:
-            if needed > num_topk:
-                raise buffer.refuse(WiderRoutingError(f"a token chooses {needed} experts, and the ranks have agreed on {num_topk} at most"))
             return buffer.dispatch(
-                rows, topk_idx, routing.weights(topk_idx), x_scales=scales, layout=layout, expert_alignment=routing.alignment,
-                num_recv_rows=bound, num_sms=self._num_sms[0],
+                rows, topk_idx, topk_weights, x_scales=scales, layout=layout, expert_alignment=routing.alignment,
+                num_recv_rows=routing.num_rows, num_sms=self._num_sms[0],
             )  # fmt: skip
 
-        buffer, out = self._buffers.dispatch(rows, routing.num_experts, num_topk, send, self._num_max_tokens)
+        buffer, out = self._buffers.dispatch(rows, num_experts, topk_idx.shape[1], send, self._num_max_tokens)
         return out, HybridHandle(buffer, out.handle, topk_idx, self.configurer.buffer_config, has_dropped)
 
-    def _combine(self, rows: Tensor, values: Tensor | None, handle: HybridHandle) -> tuple[Tensor, Tensor | None]:
+    def _combine(self, hidden: Any, probs: Tensor | None, handle: HybridHandle) -> tuple[Tensor, Tensor | None]:
         buffer, num_sms = handle.buffer, self._num_sms[1]
+        rows, values, _ = buffer.calls.refuse_on_failure(combine_arguments, hidden, probs, None)
         if values is None:
             return buffer.combine(rows, handle.native, num_sms=num_sms), None
-        combined, lanes = combine_with_lanes(buffer, rows, handle.native, values.float().contiguous(), num_sms=num_sms)
-        return combined, to_dense(handle.topk_idx, lanes, buffer.num_experts)
+        combined, lanes = combine_with_lanes(buffer, rows, handle.native, values.float(), num_sms=num_sms)
+        return combined, dense_of_lanes(handle.topk_idx, lanes, buffer.num_experts)
+
+    def _checked(self, handle: Any) -> HybridHandle:
+        if not isinstance(handle, HybridHandle):
+            told = f"handle is a {type(handle).__name__}; it must be the handle that a dispatch of HybridEPBuffer returned"
+            raise self._buffers.refuse(TypeError(told))
+        return handle
+
+    def _refuse(self, error: ValueError, handle: HybridHandle | None) -> ValueError:
+        return self._buffers.refuse(error) if handle is None else handle.buffer.refuse(error)
 
     def _of_node(self, handle: HybridHandle) -> Tensor:
         """Return recv_topk_idx of a dispatch by rank, with the experts of this node counted through."""
@@ -315,27 +335,21 @@ class HybridEPBuffer:
         assert idx is not None  # of the rank layout
         return torch.where(idx >= 0, idx + buffer.rank % buffer.ranks_per_node * buffer.num_local_experts, -1)
 
-    def _meet(self, rows: Tensor, num_experts: int) -> None:
-        """Dispatch nothing. A peer that refused for a reason of its own does not come, and this raises what tells of it."""
-        topk_idx = torch.empty(0, self._num_lanes, dtype=torch.int64, device=rows.device)
-        self._buffers.dispatch(
-            rows[:0], num_experts, self._num_lanes, lambda buffer: buffer.dispatch(rows[:0].float(), topk_idx, layout="rank")
-        )
+    def _agreed_lanes(self, routing_map: Tensor) -> int:
+        """Return the most experts that a token of any rank has in this call or had in one before, at least 1. Collective."""
+        needed = int(routing_map.sum(1).max()) if len(routing_map) else 0
+        own = max(needed, self._num_lanes, 1)
+        return max(gather_objects(own, self.group, self.group_size, "experts of a token", library_config.timeout_s(), int))
 
-    def _agreed_lanes(self, needed: int) -> int:
-        """Return the largest `needed` of all ranks, at least 1. Collective."""
-        told = gather_objects(max(needed, 1), self.group, self.group_size, "experts of a token", library_config.timeout_s(), int)
-        return max(told)
+
+def _is_wider(error: Exception, num_experts: int) -> bool:
+    """Return whether a dispatch of `lanes_of_map` has refused a token with more experts than lanes, here or on a peer."""
+    return f" is {num_experts}; it must be -1 (no expert)" in str(error)
 
 
 def _rows_of(hidden: Tensor, scaling_factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return rows, and scales where rows are fp8. HybridEP's callers pass scales beside any rows, and fp8 as bytes."""
+    hidden, _ = rows_and_scales(hidden)
     if hidden.dtype == torch.uint8:
         return hidden.view(_FP8), scaling_factor
     return hidden, scaling_factor if hidden.dtype == _FP8 else None
-
-
-def _checked(handle: Any) -> HybridHandle:
-    if not isinstance(handle, HybridHandle):
-        raise TypeError(f"handle is a {type(handle).__name__}; it must be the handle that a dispatch of HybridEPBuffer returned")
-    return handle

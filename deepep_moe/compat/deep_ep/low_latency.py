@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_tensor
+from deepep_moe.arguments import check_is_tensor, check_tensor
+from deepep_moe.compat.deep_ep import packed_scales
 from deepep_moe.compat.deep_ep.arguments import detached
 from deepep_moe.compat.deep_ep.events import EventOverlap
-from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits
+from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, check_matrices
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.low_latency.handle import LowLatencyOutput
 
 Hook = Callable[[], None]
 _Made = TypeVar("_Made")
-_NUM_TURNS, _REASON_BYTES = 4, 240
-"""As csrc/common/low_latency.h has them."""
 _REFUSED = {
     "x_global_scale": "as rows do not travel in NVFP4; pass use_fp8=True",
     "use_nvfp4": "as rows do not travel in NVFP4; pass use_fp8=True",
@@ -78,11 +77,19 @@ class LowLatencyCalls:
         Raises:
             NotImplementedError: NVFP4. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.dispatch`.
         """
-        _refuse("low_latency_dispatch", x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4)
-        _check_mode(async_finish, return_recv_hook)
-        if use_ue8m0 and not round_scale:
-            raise ValueError("use_ue8m0 is True without round_scale; exponents are those of rounded scales, pass round_scale=True")
-        buffer = self._low_latency.get(x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
+        try:
+            check_matrices(x=x, topk_idx=topk_idx)
+        except ValueError as error:
+            raise self._low_latency.refuse(error) from None
+        arguments = x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts
+        try:
+            _check_served("low_latency_dispatch", x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4)
+            _check_mode(async_finish, return_recv_hook)
+            if use_ue8m0 and not round_scale:
+                raise ValueError("use_ue8m0 is True without round_scale; exponents are those of rounded scales, pass round_scale=True")
+        except (NotImplementedError, ValueError) as error:
+            raise self._low_latency.refuse_dispatch(error, *arguments) from None
+        buffer = self._low_latency.get(*arguments)
         stats = cumulative_local_expert_recv_stats
         waits = Waits("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, buffer)
         is_unpacked = use_fp8 and round_scale and not use_ue8m0
@@ -163,10 +170,17 @@ class LowLatencyCalls:
             NotImplementedError: LogFMT, signals. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.combine`.
         """
         signals = (packed_recv_count, comp_signal, src_signals)
-        _refuse("low_latency_combine", use_logfmt=use_logfmt, overlap=overlap, signals=any(signal is not None for signal in signals))
-        _check_mode(async_finish, return_recv_hook)
-        native, buffer = _handle(handle).native, handle.buffer
-        check_tensor("topk_idx", topk_idx, (native.num_tokens, buffer.num_topk), (torch.int64, torch.int32))
+        native, buffer = self._checked(handle).native, handle.buffer
+        try:
+            _check_served(
+                "low_latency_combine", use_logfmt=use_logfmt, overlap=overlap, signals=any(signal is not None for signal in signals)
+            )
+            _check_mode(async_finish, return_recv_hook)
+            check_tensor("topk_idx", topk_idx, (native.num_tokens, buffer.num_topk), (torch.int64, torch.int32))
+            for name, tensor in (("x", x), ("topk_weights", topk_weights)):
+                check_is_tensor(name, tensor)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise buffer.refuse(error) from None
         waits = Waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, buffer)
         rows = buffer.combine_input(torch.bfloat16) if zero_copy else detached(x)
         weights = detached(topk_weights)
@@ -189,7 +203,7 @@ class LowLatencyCalls:
         """Return the tensor that a combine with `zero_copy=True` reads, [num_local_experts, num_ranks * max, hidden] bf16.
 
         There is one, not two as in V1. It may be written once the last combine that read it has sent, on the stream that sent."""
-        return _handle(handle).buffer.combine_input(torch.bfloat16)
+        return self._checked(handle).buffer.combine_input(torch.bfloat16)
 
     # ---- ranks that are gone ----
 
@@ -225,10 +239,16 @@ class LowLatencyCalls:
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
         """Return the bytes of a rank's low-latency workspace on a GPU, for any number of experts a token; docs/design/low_latency.md has
         the formula. `Buffer` allocates by the sizes of the calls, whatever it is given."""
-        line, num_tokens = 128, num_ranks * num_max_dispatch_tokens_per_rank
-        lines = -(-_C.MAX_TOPK // 15) - (-hidden // 28)
-        words = -(-8 * (num_ranks + num_experts) // line) * line
-        return -(-(16 + _REASON_BYTES) * num_ranks // line) * line + _NUM_TURNS * (words + line * lines * num_tokens)
+        return _C.gpu_low_latency_workspace_bytes(
+            num_ranks=num_ranks, num_experts=num_experts, num_topk=_C.MAX_TOPK, hidden=hidden,
+            num_max_tokens=num_max_dispatch_tokens_per_rank,
+        )  # fmt: skip
+
+    def _checked(self, handle: Any) -> DispatchHandle:
+        if not isinstance(handle, DispatchHandle):
+            told = f"handle is a {type(handle).__name__}; pass what low_latency_dispatch returned, not a copy of its elements"
+            raise self._low_latency.refuse(TypeError(told))
+        return handle
 
     def _run(
         self, x: Tensor, is_async: bool, send: Callable[[], _Made], given: Iterable[Any], tensors_of: Callable[[_Made], Iterable[Any]]
@@ -247,7 +267,7 @@ class LowLatencyCalls:
 # ---- arguments ----
 
 
-def _refuse(call: str, **used: bool) -> None:
+def _check_served(call: str, **used: bool) -> None:
     for name, is_used in used.items():
         if is_used:
             raise NotImplementedError(f"{call}: {name} is not served, {_REFUSED[name]}")
@@ -256,12 +276,6 @@ def _refuse(call: str, **used: bool) -> None:
 def _check_mode(async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         raise ValueError("async_finish and return_recv_hook are both True; choose one")
-
-
-def _handle(handle: Any) -> DispatchHandle:
-    if not isinstance(handle, DispatchHandle):
-        raise TypeError(f"handle is a {type(handle).__name__}; pass what low_latency_dispatch returned, not a copy of its elements")
-    return handle
 
 
 # ---- the end of a call ----
@@ -275,7 +289,4 @@ def _empty_scales(out: LowLatencyOutput, hidden: int) -> Tensor:
 def _unpack_scales(out: LowLatencyOutput, scales: Tensor | None) -> None:
     """Write the powers of two whose exponents were received."""
     assert out.recv_x_scales is not None and scales is not None
-    words = out.recv_x_scales.transpose(1, 2)
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)[:, None]
-    exponents = (words[:, :, None] >> shifts & 0xFF).flatten(1, 2)[:, : scales.shape[2]]
-    scales.transpose(1, 2).copy_((exponents << 23).view(torch.float32))
+    scales.copy_(packed_scales.unpack(out.recv_x_scales, scales.shape[2]))

@@ -1,16 +1,22 @@
 """The low-latency buffers behind a DeepEP buffer, and what calls of them leave: handles, and how long ranks were waited for."""
 
+import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe.arguments import check_tensor
+from deepep_moe.compat.deep_ep.core import greet
 from deepep_moe.device import is_gpu
+from deepep_moe.errors import EPError, EPTimeoutError
 from deepep_moe.low_latency.buffer import LowLatencyBuffer
 from deepep_moe.low_latency.handle import LowLatencyHandle, row_sources
+
+_Error = TypeVar("_Error", bound=Exception)
+_SIZES = "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk"
 
 
 class LowLatencyBuffers:
@@ -23,24 +29,48 @@ class LowLatencyBuffers:
     def __init__(self, group: dist.ProcessGroup, enable_shrink: bool) -> None:
         self._group, self._enable_shrink = group, enable_shrink
         self._buffers: dict[tuple[int, int, int, int], LowLatencyBuffer] = {}
+        self._latest: LowLatencyBuffer | None = None
         self._masked_early: set[int] = set()
         """Ranks that were masked before there was a buffer."""
 
     def get(self, x: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> LowLatencyBuffer:
-        """Return the buffer for a dispatch of `x`. Collective for new sizes.
-
-        Raises ValueError for what is no matrix, and what the construction of a LowLatencyBuffer raises.
-        """
-        for name, tensor in (("x", x), ("topk_idx", topk_idx)):
-            if not isinstance(tensor, Tensor) or tensor.dim() != 2:
-                raise ValueError(f"{name} is {tensor!r:.80}; it must be a tensor of two dimensions")
-        sizes = num_max_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
+        """Return the buffer for a dispatch of the matrices `x` and `topk_idx`. Collective for new sizes. Raises what the construction of a
+        LowLatencyBuffer raises."""
+        sizes = _sizes(x, topk_idx, num_max_tokens_per_rank, num_experts)
         buffer = self._buffers.get(sizes)
-        return self._make(sizes, x.device) if buffer is None else buffer
+        self._latest = self._make(sizes, x.device) if buffer is None else buffer
+        return self._latest
+
+    def refuse_dispatch(self, error: _Error, *arguments: Any) -> _Error:
+        """Tell the peers that this rank does not make the dispatch for which they call `get` with these arguments. Return `error`."""
+        return self._refuse(error, self._buffers.get(_sizes(*arguments)))
+
+    def refuse(self, error: _Error) -> _Error:
+        """Tell the peers that this rank does not make its call, which does not say in which buffer they are: that of the latest dispatch is
+        taken, and where there is none, their first call. Return `error`, to be raised."""
+        return self._refuse(error, self._latest)
+
+    def _refuse(self, error: _Error, buffer: LowLatencyBuffer | None) -> _Error:
+        with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
+            if buffer is not None:
+                buffer.refuse(error)
+            else:
+                greet(self._group, error)
+        return error
 
     def _make(self, sizes: tuple[int, int, int, int], device: torch.device) -> LowLatencyBuffer:
         masked, backend = self.masked_ranks(), "nvlink" if is_gpu(device) else "shm"
-        buffer = LowLatencyBuffer(self._group, *sizes, backend=backend, mask_stalled=self._enable_shrink)
+        try:
+            greet(self._group)
+            buffer = LowLatencyBuffer(self._group, *sizes, backend=backend, mask_stalled=self._enable_shrink)
+        except EPTimeoutError as error:
+            if not masked:
+                raise
+            raise EPTimeoutError(
+                f"the sizes {dict(zip(_SIZES, sizes, strict=True))} are new, so all ranks make a buffer for them, and ranks "
+                f"{sorted(masked)} are masked; dispatch once with all sizes before a rank may be gone, or take these ranks back",
+                rank=error.rank, phase=error.phase,
+            ) from error  # fmt: skip
         for rank in masked:
             buffer.mask_rank(rank)
         self._masked_early.clear()
@@ -65,8 +95,20 @@ class LowLatencyBuffers:
 
     def destroy(self) -> None:
         """Destroy all buffers. Not collective."""
+        self._latest = None
         while self._buffers:
             self._buffers.popitem()[1].destroy()
+
+
+def _sizes(x: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> tuple[int, int, int, int]:
+    return num_max_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
+
+
+def check_matrices(**tensors: Any) -> None:
+    """Raise ValueError for what is no tensor of two dimensions."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+            raise ValueError(f"{name} is {tensor!r:.80}; it must be a tensor of two dimensions")
 
 
 class DispatchHandle(tuple[Any, ...]):

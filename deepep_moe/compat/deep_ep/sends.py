@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.compat.deep_ep.arguments import detached
+from deepep_moe.compat.deep_ep.arguments import checked_routing, detached
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.layout import lanes_of_ranks
@@ -32,13 +32,11 @@ def send(
     buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, routing: Routing, num_sms: int | None
 ) -> tuple[DispatchOutput, _Told]:
     """Dispatch by new routing. Return what came, and recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle."""
-    topk_idx, topk_weights, bound = routing.topk_idx, routing.topk_weights, routing.num_worst_tokens or None
-    num_experts = _num_experts(routing)
-    if topk_idx is None:
-        assert routing.is_token_in_rank is not None  # as `_num_experts` has seen
-        topk_idx, topk_weights = lanes_of_ranks(routing.is_token_in_rank, num_experts), None
-    elif topk_weights is not None:
-        topk_weights = detached(topk_weights)
+    bound = routing.num_worst_tokens or None
+    try:
+        num_experts, topk_idx, topk_weights = _lanes_of(routing)
+    except (TypeError, ValueError) as error:
+        raise buffers.refuse(error) from None
 
     def dispatch(buffer: Buffer) -> DispatchOutput:
         return buffer.dispatch(
@@ -54,22 +52,36 @@ def send(
     return out, (out.recv_topk_idx, out.recv_topk_weights, [] if bound else out.handle.num_rows_per_expert_list, handle)
 
 
-def send_along(x: Tensor, x_scales: Tensor | None, handle: Handle, topk_idx: Tensor | None, num_sms: int | None) -> DispatchOutput:
+def send_along(
+    buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, handle: Handle, topk_idx: Tensor | None, num_sms: int | None
+) -> DispatchOutput:
     """Dispatch along a handle. Raises TypeError for what is not a handle, ValueError for routing beside it."""
-    buffer = checked(handle).buffer
+    buffer = checked(buffers, handle).buffer
     if topk_idx is not None:
         raise buffer.refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
     return buffer.dispatch(x, x_scales=x_scales, handle=handle.along, num_sms=num_sms)
 
 
-def checked(handle: object) -> Handle:
-    """Return `handle`. Raises TypeError for what no dispatch has returned."""
+def checked(buffers: GrowingBuffers, handle: object) -> Handle:
+    """Return `handle`. Raises TypeError for what no dispatch has returned, and tells the peers."""
     if not isinstance(handle, Handle):
-        raise TypeError(
-            f"handle is a {type(handle).__name__}; it must be the object that dispatch returned: its tensors alone do not say which buffer "
-            "made them"
+        raise buffers.refuse(
+            TypeError(
+                f"handle is a {type(handle).__name__}; it must be the object that dispatch returned: its tensors alone do not say which "
+                "buffer made them"
+            )
         )
     return handle
+
+
+def _lanes_of(routing: Routing) -> tuple[int, Tensor, Tensor | None]:
+    """Return the number of experts, topk_idx and topk_weights. Raises TypeError or ValueError where something is missing or wrong."""
+    num_experts = _num_experts(routing)
+    if routing.topk_idx is not None:
+        weights = routing.topk_weights
+        return num_experts, checked_routing(routing.topk_idx), None if weights is None else detached(weights)
+    assert routing.is_token_in_rank is not None  # as `_num_experts` has seen
+    return num_experts, lanes_of_ranks(routing.is_token_in_rank, num_experts), None
 
 
 def _num_experts(routing: Routing) -> int:
@@ -78,6 +90,8 @@ def _num_experts(routing: Routing) -> int:
         raise ValueError("num_tokens_per_expert is missing; give what get_dispatch_layout returned, or the handle of an earlier dispatch")
     if routing.topk_idx is None and routing.is_token_in_rank is None:
         raise ValueError("topk_idx and is_token_in_rank are missing; give one of them, or the handle of an earlier dispatch")
+    if not isinstance(routing.num_tokens_per_expert, Tensor) or routing.num_tokens_per_expert.dim() != 1:
+        raise ValueError(f"num_tokens_per_expert is {routing.num_tokens_per_expert!r:.80}; it must be a tensor [num_experts]")
     return routing.num_tokens_per_expert.shape[0]
 
 

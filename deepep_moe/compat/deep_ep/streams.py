@@ -27,22 +27,24 @@ class CommStream:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def begin(self, x: Tensor, previous_event: Any, is_async: bool) -> "torch.cuda.Stream | None":
-        """Let what follows run where the call on `x` runs. Return what `end` and `abort` want: the caller's stream of an asynchronous call,
-        else None."""
+    def begin(self, x: Any, previous_event: Any, is_async: bool, also: Any = None) -> "torch.cuda.Stream | None":
+        """Let what follows run where the call on `x` runs, after the events `previous_event` and `also`. Return what `end` and `abort`
+        want: the caller's stream of an asynchronous call, else None. Raises TypeError for what is no event."""
         event = None if previous_event is None else recorded_of(previous_event)
-        if not x.is_cuda:
+        later = None if also is None else recorded_of(also)
+        if not isinstance(x, Tensor) or not x.is_cuda:
             return None
-        if not is_async:
-            if event is not None:
-                torch.cuda.current_stream(x.device).wait_event(event)
-            return None
-        callers, own = torch.cuda.current_stream(x.device), self.get(x.device)
-        if event is None:
-            own.wait_stream(callers)
-        else:
-            own.wait_event(event)
-        torch.cuda.set_stream(own)
+        callers: torch.cuda.Stream | None = None
+        stream = torch.cuda.current_stream(x.device)
+        if is_async:
+            callers, stream = stream, self.get(x.device)
+            if event is None:
+                stream.wait_stream(callers)
+        for reached in (event, later):
+            if reached is not None:
+                stream.wait_event(reached)
+        if callers is not None:
+            torch.cuda.set_stream(stream)
         return callers
 
     def end(self, callers: "torch.cuda.Stream | None", is_async: bool, given: "Iterable[Any]", made: "Iterable[Any]") -> EventOverlap:

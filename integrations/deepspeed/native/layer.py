@@ -14,8 +14,8 @@ from torch import Tensor
 from deepep_moe._C import MAX_TOPK
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
-from deepep_moe.exchange.elastic import ElasticBuffer
 from deepep_moe.exchange.failures import notify_peers_on_failure
+from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.deepspeed.buffers import Plan, default_plan, groups_of, ready, why_not_rows
@@ -54,12 +54,12 @@ class PackedMOELayer(MOELayer):
         used_token = inputs[1] if len(inputs) > 1 else kwargs.get("used_token")
         with self._timed(MOE_TIMER, "time_moe"):
             x = with_gradient(inputs[0].reshape(-1, inputs[0].shape[-1]))
-            elastic = ready(self.ep_group, x, plan_of(self))
-            routing = notify_peers_on_failure(elastic.buffer, route, self.gate, x, used_token)
+            growing = ready(self.ep_group, x, plan_of(self))
+            routing = notify_peers_on_failure(growing.buffer, route, self.gate, x, used_token)
             # As `self.l_aux = ...`, in less time.
             self.__dict__.update(l_aux=routing.l_aux, exp_counts=routing.exp_counts, deepep_moe_topk_idx=routing.topk_idx)
             exchange = self._exchange_exact if plan_of(self).options.exact else self._exchange_fast
-            return exchange(elastic, x, routing).view(inputs[0].shape)
+            return exchange(growing, x, routing).view(inputs[0].shape)
 
     def nodes_per_token(self, num_nodes: int) -> Tensor:
         """Return how many of `num_nodes` nodes, which have consecutive ranks of the layer's group, the tokens of the last forward went to.
@@ -71,20 +71,20 @@ class PackedMOELayer(MOELayer):
             raise ValueError("this layer has not run through deepep_moe yet; call it first")
         return nodes_per_token(self.deepep_moe_topk_idx.t(), self.num_local_experts * self.ep_size, num_nodes)
 
-    def _exchange_exact(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_exact(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
         """Send a row per (lane, token) there and back, copied as it is, and weight and sum the rows here as DeepSpeed does.
 
         Gates fill an expert's slots in the order (lane, token) for k = 1 and 2, so experts see rows in DeepSpeed's order.
         """
-        return self._exchange(elastic, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
+        return self._exchange(growing, x, routing.topk_idx.reshape(-1, 1), None, routing.topk_weights)
 
-    def _exchange_fast(self, elastic: ElasticBuffer, x: Tensor, routing: Routing) -> Tensor:
+    def _exchange_fast(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
         """Send a row per (rank, token) there and back. The experts' rank weights and sums the rows of a token."""
         idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
-        return self._exchange(elastic, x, idx, weights, None)
+        return self._exchange(growing, x, idx, weights, None)
 
     def _exchange(
-        self, elastic: ElasticBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
+        self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
     ) -> Tensor:
         """x [num_tokens, hidden] -> the weighted sums of the experts' outputs, shaped as x. topk_idx, topk_weights and source_weights are
         those of `dispatch_by_expert`."""
@@ -95,7 +95,7 @@ class PackedMOELayer(MOELayer):
             return dispatch_by_expert(buffer, x, idx, topk_weights, (1, 1), source_weights)
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
-            buffer, (parts, recv_topk_weights, handle) = elastic.dispatch(x.shape[0], send)
+            buffer, (parts, recv_topk_weights, handle) = growing.dispatch(x.shape[0], send)
         outputs = notify_peers_on_failure(buffer, self._run_experts, parts)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return combine_by_expert(buffer, outputs, recv_topk_weights, handle, source_weights)

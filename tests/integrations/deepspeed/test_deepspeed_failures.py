@@ -12,7 +12,7 @@ from events import tell, wait_for
 from torch import nn
 
 from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
-from deepep_moe.exchange import elastic
+from deepep_moe.exchange import growing
 from deepep_moe.integrations.common import registry
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers
 from deepep_moe.testing.launch import run_ranks
@@ -75,7 +75,7 @@ def test_peers_learn_what_failed(device):
 def _refusing_worker(rank: int, num_ranks: int) -> None:
     """Rank 0 has more tokens than there is room for in a forward that rank 1 refuses, and then makes another or leaves."""
     os.environ["DEEPEP_MOE_TIMEOUT_S"] = "2"
-    elastic._is_bounded = lambda device: True
+    growing._is_bounded = lambda device: True
     plan = buffers.Plan(buffers.Options(exact=True), 2, 1)
     dispatch = buffers.ready(dist.group.WORLD, torch.empty(0, HIDDEN), plan).dispatch
 

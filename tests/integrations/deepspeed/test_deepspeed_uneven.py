@@ -16,7 +16,7 @@ from deepspeed_cases import (
 from torch import nn
 
 from deepep_moe.errors import EPPeerError
-from deepep_moe.exchange import elastic
+from deepep_moe.exchange import growing
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
@@ -149,9 +149,7 @@ def _bound_worker(rank: int, num_ranks: int) -> None:
         for exact in (True, False):
             replace_moe_layers(layer, exact=exact, num_max_tokens_per_rank=16)
             layer(torch.randn(16, HIDDEN))
-            message = (
-                "a forward has 17 tokens, but MoE layers have room for 16; set num_max_tokens_per_rank, an argument of replace_moe_layers"
-            )
+            message = "a rank dispatches 17 tokens, but its buffer has room for 16; set num_max_tokens_per_rank, an argument of replace_"
             with pytest.raises(EPPeerError if rank else ValueError, match=message):
                 layer(torch.randn(16 if rank else 17, HIDDEN))
             layer(torch.randn(16, HIDDEN))
@@ -163,7 +161,7 @@ def test_more_tokens_than_the_bound():
 
 def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
     """Without a bound room grows with the first forward that needs more, while backwards of earlier ones are to come."""
-    elastic._is_bounded = lambda device: True
+    growing._is_bounded = lambda device: True
     with engine_ready(device_type) as device:
         layer = make_moe(4, k=2, drop_tokens=False).to(device)
         layer.set_deepspeed_parallelism()
@@ -186,8 +184,8 @@ def _growing_worker(rank: int, num_ranks: int, device_type: str) -> None:
             assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
         assert room == [2 * bound for bound in (128, 128, 256, 512, 256 * 2)], room
         assert_equal({"outputs": runs[1]}, {"outputs": runs[0]}, f"rank {rank}", tolerance=1e-5)
-        grown = [line.split(":")[0] for line in messages if "make room" in line]
-        assert grown == [f"MoE layers make room for {bound} tokens of a rank" for bound in (256, 512)] * (rank == 0), messages
+        grown = [line.split(",")[0] for line in messages if "make room" in line]
+        assert grown == [f"a buffer makes room for {bound} tokens of a rank" for bound in (256, 512)] * (rank == 0), messages
         assert restore_moe_layers(layer) == 1 and not all_buffers()
 
 
@@ -197,16 +195,16 @@ def test_room_grows_with_the_tokens(device):
 
 
 def _growing_in_double_worker(rank: int, num_ranks: int) -> None:
-    elastic._is_bounded = lambda device: True
+    growing._is_bounded = lambda device: True
     torch.set_default_dtype(torch.float64)
-    growing = elastic.ElasticBuffer(
+    grown = growing.GrowingBuffer(
         dist.group.WORLD, 10, torch.device("cpu"), lambda room: Buffer(None, room, HIDDEN, 4, 1), None, "the option"
     )
     x = torch.ones(10 + 200 * rank, HIDDEN, dtype=torch.float32)
     topk_idx = torch.arange(len(x)).view(-1, 1) % 4
-    buffer, out = growing.dispatch(len(x), lambda buffer: buffer.dispatch(x, topk_idx))
+    buffer, out = grown.dispatch(len(x), lambda buffer: buffer.dispatch(x, topk_idx))
     assert buffer.num_max_tokens_per_rank == 256 and torch.equal(buffer.combine(out.recv_x, out.handle), x)
-    growing.destroy()
+    grown.destroy()
 
 
 def test_room_grows_whatever_the_default_dtype_is():

@@ -33,7 +33,7 @@ ON_GPUS = pytest.mark.parametrize("num_ranks", (pytest.param(1, marks=pytest.mar
 
 def check_kernels(device: str) -> None:
     """The kernels against the operators; a token of each routing has probs of 0, another one expert too many."""
-    from deepep_moe.integrations.megatron.routing_kernels import TopkFromDense
+    from deepep_moe.ops.routing_kernels import TopkFromDense
 
     for num_tokens, num_experts, num_topk, dtype in ROUTINGS:
         generator = torch.Generator().manual_seed(num_tokens)

@@ -191,7 +191,7 @@ def _growth_worker(rank: int, num_ranks: int) -> None:
         with model_parallel(ep=2, **SYNC_FREE) as sizes:
             model = make_model(sizes)
             if rank < 2:
-                with pytest.raises(ValueError if rank == 1 else EPPeerError, match="a forward has 13 tokens"):
+                with pytest.raises(ValueError if rank == 1 else EPPeerError, match="a rank dispatches 13 tokens"):
                     model(inputs(rank, 0, 13 if rank == 1 else 3)[0])
             else:
                 model(inputs(rank, 0)[0])

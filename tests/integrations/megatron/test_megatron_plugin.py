@@ -12,7 +12,7 @@ import torch
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
 
 from deepep_moe.errors import BufferDestroyedError
-from deepep_moe.exchange import elastic
+from deepep_moe.exchange import growing
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -172,7 +172,7 @@ def test_refusals_and_other_configurations():
 
 def _bound_worker(rank: int, num_ranks: int, chosen: int | None) -> str:
     """300 tokens after 140; without a bound as on GPUs, where buffers have one."""
-    elastic._is_bounded = lambda device: chosen is None
+    growing._is_bounded = lambda device: chosen is None
     with model_parallel(ep=num_ranks) as sizes:
         if chosen is not None:
             disable()
@@ -201,7 +201,7 @@ def test_more_tokens_than_the_bound_name_the_option():
     peer, culprit = run_ranks(_bound_worker, 2, 256)
     assert peer.startswith("EPPeerError") and "300 tokens" in peer
     assert culprit.startswith(
-        "OutgrownError: a forward has 300 tokens, but MoE layers have room for 256; set num_max_tokens_per_rank of "
+        "OutgrownError: a rank dispatches 300 tokens, but its buffer has room for 256; set num_max_tokens_per_rank of "
         "deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank, to the most tokens that a rank ever has"
     )
 

@@ -22,13 +22,13 @@ _MANY = 2**20  # the bound in tokens where memory does not depend on it
 class OutgrownError(ValueError):
     """A rank has more tokens than the buffer has room for."""
 
-    @classmethod
-    def caused(cls, error: Exception) -> bool:
-        """Return whether `error` is this error, or the EPPeerError of a rank whose peer raised it."""
-        return isinstance(error, cls) or (isinstance(error, EPPeerError) and error.cause == cls.__name__)
+
+def is_caused_by(error: Exception, kind: type[Exception]) -> bool:
+    """Return whether `error` is of this kind, or the EPPeerError of a rank whose peer raised such an error."""
+    return isinstance(error, kind) or (isinstance(error, EPPeerError) and error.cause == kind.__name__)
 
 
-class ElasticBuffer:
+class GrowingBuffer:
     """A `Buffer` of a group that is replaced by a larger one when a rank has more tokens than it has room for."""
 
     def __init__(
@@ -45,10 +45,10 @@ class ElasticBuffer:
         """Construct the first buffer. Collective over `group`.
 
         Args:
-            num_tokens: the tokens of this rank in the first forward.
+            num_tokens: the tokens of this rank in the first dispatch.
             device: where the tokens are. Buffers that move CPU tensors need no bound; a chosen bound holds there too.
             construct: returns a buffer with room for that many tokens of a rank.
-            chosen: the user's bound in tokens, which is kept. None: the largest number of the first forward over all ranks, and more when
+            chosen: the user's bound in tokens, which is kept. None: the largest number of the first dispatch over all ranks, and more when
                 a rank has more.
             option: what the user sets to choose the bound, for messages.
             is_bounded: agree on a bound for CPU tensors too.
@@ -70,9 +70,9 @@ class ElasticBuffer:
                 raise self.buffer.refuse(self._too_many(num_tokens))
             return self.buffer, send(self.buffer)
         except (OutgrownError, EPPeerError) as error:
-            if self._chosen is not None or not OutgrownError.caused(error):
+            if self._chosen is not None or not is_caused_by(error, OutgrownError):
                 raise
-        self._meet()
+        self.meet()
         self.grow(num_tokens)
         return self.buffer, send(self.buffer)
 
@@ -82,10 +82,10 @@ class ElasticBuffer:
         while self._outgrown:
             self._outgrown.pop().destroy()
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """Dispatch nothing, in the layout that no layer uses.
 
-        A peer that refused the forward for a reason of its own does not come. Then this raises EPTimeoutError or EPMismatchError, which
+        A peer that refused the dispatch for a reason of its own does not come. Then this raises EPTimeoutError or EPMismatchError, which
         name its rank and the call that it is in. The agreement that follows does not know the call.
         """
         x = torch.empty(0, self.buffer.hidden, dtype=torch.float32, device=self._device)
@@ -98,7 +98,7 @@ class ElasticBuffer:
         bound = self._agree_on_bound(max(num_tokens, int(_GROWTH * self.num_max_tokens)))
         if dist.get_rank(self._group) == 0:
             _log.warning(
-                f"MoE layers make room for {bound} tokens of a rank: a rank has more than before. To make room only once, set "
+                f"a buffer makes room for {bound} tokens of a rank, as a rank has more than before. To make room only once, set "
                 f"{self._option} to the most tokens that a rank ever has"
             )
         self.buffer, self.num_max_tokens = self._construct(bound), bound
@@ -111,8 +111,8 @@ class ElasticBuffer:
 
     def _too_many(self, num_tokens: int) -> OutgrownError:
         return OutgrownError(
-            f"a forward has {num_tokens} tokens, but MoE layers have room for {self.num_max_tokens}; set {self._option} to the most tokens "
-            "that a rank ever has, or leave it out"
+            f"a rank dispatches {num_tokens} tokens, but its buffer has room for {self.num_max_tokens}; set {self._option} to the most "
+            "tokens that a rank ever has, or leave it out"
         )
 
 

@@ -7,7 +7,7 @@ from fault_cases import inputs
 
 from deepep_moe import Buffer
 from deepep_moe.errors import EPPeerError
-from deepep_moe.exchange.elastic import ElasticBuffer
+from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.testing import run_ranks
 
 
@@ -15,9 +15,9 @@ def make(backend, timeout_s=60.0):
     def construct(num_tokens):
         return Buffer(None, num_tokens, 16, 4, 2, backend=backend, timeout_s=timeout_s)
 
-    elastic = ElasticBuffer(dist.group.WORLD, 4, torch.device("cpu"), construct, None, "the option")
-    elastic.num_max_tokens = 4
-    return elastic
+    growing = GrowingBuffer(dist.group.WORLD, 4, torch.device("cpu"), construct, None, "the option")
+    growing.num_max_tokens = 4
+    return growing
 
 
 def send(buffer):
@@ -25,10 +25,10 @@ def send(buffer):
 
 
 def grows(rank, _, backend):
-    elastic = make(backend)
-    first = elastic.buffer
-    buffer, out = elastic.dispatch(5 if rank == 1 else 4, send)
-    assert buffer is elastic.buffer is not first and elastic.num_max_tokens == 128 and len(out.recv_x) == 8
+    growing = make(backend)
+    first = growing.buffer
+    buffer, out = growing.dispatch(5 if rank == 1 else 4, send)
+    assert buffer is growing.buffer is not first and growing.num_max_tokens == 128 and len(out.recv_x) == 8
 
 
 @pytest.mark.parametrize("backend", ["shm", "collective"])
@@ -38,16 +38,16 @@ def test_a_peer_with_more_tokens(backend):
 
 def stays(rank, _, backend):
     """A peer's error that tells of an earlier lack of room is not one."""
-    elastic = make(backend, timeout_s=10.0)
-    first, error = elastic.buffer, ValueError("no rows, after OutgrownError: a forward has 5 tokens")
+    growing = make(backend, timeout_s=10.0)
+    first, error = growing.buffer, ValueError("no rows, after OutgrownError: a rank dispatches 5 tokens")
 
     def refuse(buffer):
         raise buffer.refuse(error)
 
     with pytest.raises(ValueError if rank == 1 else EPPeerError, match="no rows, after OutgrownError") as caught:
-        elastic.dispatch(4, refuse if rank == 1 else send)
+        growing.dispatch(4, refuse if rank == 1 else send)
     assert caught.value is error if rank == 1 else caught.value.cause == "ValueError"
-    assert elastic.buffer is first and len(elastic.dispatch(4, send)[1].recv_x) == 8
+    assert growing.buffer is first and len(growing.dispatch(4, send)[1].recv_x) == 8
 
 
 @pytest.mark.parametrize("backend", ["shm", "collective"])

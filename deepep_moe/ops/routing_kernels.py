@@ -1,7 +1,7 @@
-"""Convert Megatron-Core's dense routing to `topk_idx` and `topk_weights` in one Triton kernel, and back in another.
+"""Convert a dense routing to `topk_idx` and `topk_weights` in one Triton kernel, and back in another.
 
-The results are those of `routing.topk_from_map` and `routing.weights_at`, which take a dozen launches. One program serves a few tokens. A
-chosen expert's lane is the number of chosen experts before it.
+PyTorch's operators take a dozen launches for it. One program serves a few tokens. A chosen expert's lane is the number of chosen experts
+before it.
 """
 
 from typing import Any
@@ -65,23 +65,47 @@ def _scatter(
     tl.store(grad_probs_ptr + tokens * E + experts, grad_probs, mask=(tokens < num_tokens) & (experts < E))
 
 
+def gather(routing_map: torch.Tensor, probs: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return topk_idx [num_tokens, num_topk] int64 and topk_weights fp32 of `routing_map` [num_tokens, num_experts] bool and `probs`."""
+    num_tokens, num_experts = probs.shape
+    topk_idx = torch.empty(num_tokens, num_topk, dtype=torch.int64, device=probs.device)
+    topk_weights = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=probs.device)
+    if num_tokens:
+        _gather[(triton.cdiv(num_tokens, _TOKENS),)](
+            routing_map.contiguous().view(torch.uint8), probs.contiguous(), topk_idx, topk_weights, num_tokens, num_experts, num_topk,
+            triton.next_power_of_2(num_experts), triton.next_power_of_2(num_topk), _TOKENS,
+        )  # fmt: skip
+    return topk_idx, topk_weights
+
+
+def scatter(topk_idx: torch.Tensor, values: torch.Tensor, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return [num_tokens, num_experts] of `dtype`: `values` [num_tokens, num_topk] fp32 in the columns of their experts, 0 elsewhere."""
+    num_tokens, num_topk = topk_idx.shape
+    dense = torch.empty(num_tokens, num_experts, dtype=dtype, device=topk_idx.device)
+    if num_tokens:
+        _scatter[(triton.cdiv(num_tokens, _TOKENS),)](
+            topk_idx.contiguous(),
+            values.contiguous(),
+            dense,
+            num_tokens,
+            num_experts,
+            num_topk,
+            triton.next_power_of_2(num_experts),
+            _TOKENS,
+        )
+    return dense
+
+
 class TopkFromDense(torch.autograd.Function):
     """routing_map [num_tokens, num_experts] bool, probs the same -> topk_idx [num_tokens, num_topk] int64, topk_weights fp32."""
 
     @staticmethod
     def forward(ctx: Any, routing_map: torch.Tensor, probs: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        num_tokens, num_experts = probs.shape
-        topk_idx = torch.empty(num_tokens, num_topk, dtype=torch.int64, device=probs.device)
-        topk_weights = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=probs.device)
-        if num_tokens:
-            _gather[(triton.cdiv(num_tokens, _TOKENS),)](
-                routing_map.contiguous().view(torch.uint8), probs.contiguous(), topk_idx, topk_weights, num_tokens, num_experts, num_topk,
-                triton.next_power_of_2(num_experts), triton.next_power_of_2(num_topk), _TOKENS,
-            )  # fmt: skip
+        topk_idx, topk_weights = gather(routing_map, probs, num_topk)
         ctx.mark_non_differentiable(topk_idx)
         ctx.save_for_backward(topk_idx)
-        ctx.shape, ctx.dtype = probs.shape, probs.dtype
+        ctx.num_experts, ctx.dtype = probs.shape[1], probs.dtype
         return topk_idx, topk_weights
 
     @staticmethod
@@ -89,11 +113,4 @@ class TopkFromDense(torch.autograd.Function):
         if grad_topk_weights is None:
             return None, None, None
         (topk_idx,) = ctx.saved_tensors
-        (num_tokens, num_experts), num_topk = ctx.shape, topk_idx.shape[1]
-        grad_probs = torch.empty(ctx.shape, dtype=ctx.dtype, device=topk_idx.device)
-        if num_tokens:
-            _scatter[(triton.cdiv(num_tokens, _TOKENS),)](
-                topk_idx, grad_topk_weights.contiguous(), grad_probs, num_tokens, num_experts, num_topk,
-                triton.next_power_of_2(num_experts), _TOKENS,
-            )  # fmt: skip
-        return None, grad_probs, None
+        return None, scatter(topk_idx, grad_topk_weights, ctx.num_experts, ctx.dtype), None

@@ -1,0 +1,57 @@
+#include "cpu/dense_routing.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace deepep_moe {
+namespace {
+
+// Calls `visit` with each chosen expert, ascending. Most experts are not chosen, so eight are looked at together.
+template <class Visit>
+void for_each_chosen(const uint8_t* row, int64_t num_experts, const Visit& visit) {
+    int64_t expert = 0;
+    for (; expert + 8 <= num_experts; expert += 8) {
+        uint64_t word;
+        std::memcpy(&word, row + expert, sizeof(word));
+        if constexpr (std::endian::native == std::endian::big) word = __builtin_bswap64(word);
+        for (; word != 0; word &= word - 1) visit(expert + std::countr_zero(word) / 8);
+    }
+    for (; expert < num_experts; ++expert)
+        if (row[expert] != 0) visit(expert);
+}
+
+}  // namespace
+
+void lanes_of_map(const LanesOfMapParams& p) {
+    const auto [num_tokens, num_experts, num_topk] = p.sizes;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        int64_t* const lanes = p.topk_idx + token * num_topk;
+        float* const weights = p.topk_values == nullptr ? nullptr : p.topk_values + token * num_topk;
+        int64_t count = 0;
+        for_each_chosen(p.routing_map + token * num_experts, num_experts, [&](int64_t expert) {
+            if (count < num_topk) {
+                lanes[count] = expert;
+                if (weights != nullptr) weights[count] = p.values[token * num_experts + expert];
+            }
+            ++count;
+        });
+        if (count > num_topk && num_topk > 0) lanes[0] = num_experts;
+        for (int64_t lane = std::min(count, num_topk); lane < num_topk; ++lane) {
+            lanes[lane] = -1;
+            if (weights != nullptr) weights[lane] = 0;
+        }
+    }
+}
+
+void dense_of_lanes(const DenseOfLanesParams& p) {
+    const auto [num_tokens, num_experts, num_topk] = p.sizes;
+    std::fill_n(p.values, num_tokens * num_experts, 0.0f);
+    for (int64_t token = 0; token < num_tokens; ++token)
+        for (int64_t lane = 0; lane < num_topk; ++lane) {
+            const int64_t expert = p.topk_idx[token * num_topk + lane];
+            if (expert >= 0 && expert < num_experts) p.values[token * num_experts + expert] = p.topk_values[token * num_topk + lane];
+        }
+}
+
+}  // namespace deepep_moe

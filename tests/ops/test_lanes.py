@@ -1,0 +1,53 @@
+"""Dense routing to lanes of top-k and back, against operators of PyTorch."""
+
+import pytest
+import torch
+
+from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, topk_from_map, weights_at
+
+SIZES = [(0, 4, 2), (5, 1, 1), (7, 13, 3), (33, 64, 8), (4, 20, 20), (3, 8, 0)]
+
+
+def routing(num_tokens, num_experts, most, seed=0):
+    """A map of 0 to `most` experts a token, and values that are not 0 elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, most + 1, (num_tokens, 1), generator=generator)
+    order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
+    return order < counts, torch.rand(num_tokens, num_experts, generator=generator)
+
+
+def test_by_hand():
+    routing_map = torch.tensor([[False, True, False, True], [False] * 4, [True, True, True, False]])
+    values = torch.tensor([[1.0, 0.0, 2.0, 3.0], [4.0] * 4, [5.0, 6.0, 7.0, 8.0]])
+    topk_idx, weights = lanes_of_map(routing_map, values, 2)
+    assert topk_idx.tolist() == [[1, 3], [-1, -1], [4, 1]]  # the last token has too many, which 4 says
+    assert weights[:2].tolist() == [[0.0, 3.0], [0.0, 0.0]]
+    assert dense_of_lanes(topk_idx[:2], weights[:2], 4).tolist() == [[0.0, 0.0, 0.0, 3.0], [0.0] * 4]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_equals_operators(sizes):
+    num_tokens, num_experts, num_topk = sizes
+    routing_map, values = routing(num_tokens, num_experts, num_topk)
+    topk_idx, weights = lanes_of_map(routing_map, values, num_topk)
+    assert topk_idx.dtype == torch.int64 and weights.dtype == torch.float32
+    assert torch.equal(topk_idx, topk_from_map(routing_map, num_topk)) and torch.equal(weights, weights_at(values, topk_idx))
+    assert torch.equal(lanes_of_map(routing_map, None, num_topk)[0], topk_idx)
+    assert torch.equal(dense_of_lanes(topk_idx, weights, num_experts), torch.where(routing_map, values, 0.0))
+
+
+def test_strides_and_dtypes():
+    routing_map, values = routing(12, 16, 4)
+    want = lanes_of_map(routing_map, values.bfloat16().float(), 4)
+    got = lanes_of_map(routing_map.T.contiguous().T, values.bfloat16().T.contiguous().T, 4)
+    assert all(map(torch.equal, got, want))
+    dense = dense_of_lanes(want[0].T.contiguous().T, want[1].T.contiguous().T, 16)
+    assert torch.equal(dense, dense_of_lanes(*want, 16))
+
+
+def test_too_many_experts():
+    """Also where they are all behind the last lane; a dispatch refuses what comes out."""
+    routing_map = torch.ones(2, 9, dtype=torch.bool)
+    for num_topk in (1, 8):
+        topk_idx = lanes_of_map(routing_map, None, num_topk)[0]
+        assert topk_idx[:, 0].tolist() == [9, 9] and torch.equal(topk_idx, topk_from_map(routing_map, num_topk))
