@@ -183,6 +183,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda device=None: stream
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.get_device_name = lambda device=None: "emulated GPU"
     device.GPU = "cpu"
     nvlink.torch = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
     nvlink.torch.device = lambda *_: torch.device("cpu")
@@ -190,6 +191,7 @@ def install() -> None:
         current_device=torch.cuda.current_device,
         current_stream=torch.cuda.current_stream,
         is_current_stream_capturing=torch.cuda.is_current_stream_capturing,
+        get_device_name=torch.cuda.get_device_name,
         Stream=lambda device: stream,
         Event=lambda: event,
     )
