@@ -81,8 +81,9 @@ def _fastest(best: Values, others: list[Values], meter: Meter) -> Values:
     contenders, num_samples = list(times), _SAMPLES
     while len(contenders) > 1 and not meter.is_over(_SEARCH_SHARE):
         for values in contenders:
-            times[values] += meter.sample(values, num_samples)
-        contenders = sorted(contenders, key=lambda values: statistics.median(times[values]))
+            if not meter.is_over(_SEARCH_SHARE):
+                times[values] += meter.sample(values, num_samples)
+        contenders = sorted((values for values in contenders if times[values]), key=lambda values: statistics.median(times[values]))
         fastest = contenders[0]
         meter.report(f"{_difference(best, fastest)}: {statistics.median(times[fastest]):.1f} us, fastest of {len(contenders)}")
         contenders, num_samples = contenders[: (len(contenders) + 1) // 2], 2 * num_samples

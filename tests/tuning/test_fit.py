@@ -1,10 +1,15 @@
 """How many SMs send on a machine without a profile: csrc/runtime/nvlink/fit.cpp."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from deepep_moe import _C
 
-pytestmark = pytest.mark.skipif(not _C.build_info()["nvlink"], reason="compiled with nvcc only")
+if not _C.build_info()["nvlink"]:
+    pytest.skip("compiled with nvcc only", allow_module_level=True)
 BF16, FP8 = 2 * 7168, 7168 + 4 * 56
 
 
@@ -42,3 +47,35 @@ def test_unknown_link(capability):
     """What was not measured keeps the number that was."""
     assert fit(108, capability=capability) == fit(108, capability=capability, row_bytes=64) == (12, 14)
     assert _C.gpu_fit_tuning(num_multiprocessors=108, capability_major=capability, row_bytes=64).uses_bulk_copies == (capability >= 9)
+
+
+# ---- docs/tuning.md ----
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tuning.md").read_text()
+
+
+def test_table_of_the_sweep():
+    """Its figures are those of the record."""
+    records = json.loads((ROOT / "benchmarks" / "results" / "h200-nvlink-2026-11-22.json").read_text())
+    rows = re.findall(r"^\| EP(\d) (\w+), (\w+)(?: .)? \| ([\d |]+) \|$", PAGE, flags=re.MULTILINE)
+    assert len(rows) == 6
+    for num_ranks, op, layout, cells in rows:
+        what = {"num_ranks": int(num_ranks), "op": op, "layout": layout, "dtype": "bfloat16", "num_tokens": 4096}
+        found = {r["num_sms"]: r["gbps"] for r in records if {name: r[name] for name in what} == what}
+        assert [f"{found[num_sms]:.0f}" for num_sms in (4, 8, 12, 16, 24, 32)] == cells.split(" | ")
+
+
+@pytest.mark.parametrize(
+    ("machine", "found"),
+    [
+        ("H100, H200: 132 SMs, hidden 4096 or more", fit(132, row_bytes=8192)),
+        ("the same, hidden 2048", fit(132, row_bytes=4096)),
+        ("B200: 148 SMs, hidden 4096 or more; not measured", fit(148, capability=10, row_bytes=8192)),
+        ("half of an H100 (66 SMs, MPS)", fit(66)),
+        ("a quarter of an H100 (33 SMs, MPS)", fit(33)),
+        ("GPUs before sm_90 (no bulk copies), and others whose link is not known", fit(108, capability=8)),
+    ],
+)
+def test_table_of_machines(machine, found):
+    assert f"| {machine} | {found[0]} | {found[1]} |" in PAGE
