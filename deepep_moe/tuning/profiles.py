@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 FORMAT = 1
 _MOST_BLOCKS = 4096
-_Record = TypeVar("_Record", bound="Machine | Shape | Values")
+_Record = TypeVar("_Record", "Machine", "Shape", "Values")
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def _profile(what: str, told: Any) -> Profile:
         raise ValueError(f"{what}: 'gain' is {gain!r}, not a number above 0 and below 1")
     if not isinstance(source, str):
         raise ValueError(f"{what}: 'source' is {source!r}, not a text")
-    machine, shape, values = (
-        _record(f"{what}: {cls.__name__.lower()}", cls, told[cls.__name__.lower()]) for cls in (Machine, Shape, Values)
-    )
+    machine = _record(f"{what}: machine", Machine, told["machine"])
+    shape = _record(f"{what}: shape", Shape, told["shape"])
+    values = _record(f"{what}: values", Values, told["values"])
     if shape.num_tokens & (shape.num_tokens - 1):
         raise ValueError(f"{what}: 'num_tokens' is {shape.num_tokens}, not a power of two")
     for name in ("num_sms", "num_sms_of_sums"):
