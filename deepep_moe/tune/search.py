@@ -84,8 +84,8 @@ def _fastest(best: Values, others: list[Values], meter: Meter) -> Values:
             if not meter.is_over(_SEARCH_SHARE):
                 times[values] += meter.sample(values, num_samples)
         contenders = sorted((values for values in contenders if times[values]), key=lambda values: statistics.median(times[values]))
-        fastest = contenders[0]
-        meter.report(f"{_difference(best, fastest)}: {statistics.median(times[fastest]):.1f} us, fastest of {len(contenders)}")
+        us, before_us = (statistics.median(times[values]) for values in (contenders[0], best))
+        meter.report(f"best so far {us:.1f} us: {_difference(best, contenders[0])} (of {len(contenders)}; before: {before_us:.1f} us)")
         contenders, num_samples = contenders[: (len(contenders) + 1) // 2], 2 * num_samples
     winner = contenders[0]
     if not times[winner] or winner == best:
@@ -96,7 +96,7 @@ def _fastest(best: Values, others: list[Values], meter: Meter) -> Values:
 
 def _difference(best: Values, other: Values) -> str:
     changed = [f"{name} {value}" for name, value in vars(other).items() if value != getattr(best, name)]
-    return ", ".join(changed) or "as before"
+    return ", ".join(changed) or "no change"
 
 
 def compare(default: Values, best: Values, meter: Meter) -> Verdict | None:

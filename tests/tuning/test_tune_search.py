@@ -38,8 +38,8 @@ def test_search_finds_the_best():
     best = Values(24, 20, 8, 4, 96, 66)
     made_up = MadeUp(best, noise=0.02)
     assert search(DEFAULT, MACHINE, made_up.meter) == best
-    assert made_up.lines and all(line.startswith("[") and " us, fastest of " in line for line in made_up.lines)
-    assert any("num_sms 24: " in line for line in made_up.lines)
+    assert made_up.lines and all(line.startswith("[") and "] best so far " in line for line in made_up.lines)
+    assert any(" us: num_sms 24 (of 13; before: " in line for line in made_up.lines)
 
 
 def test_search_keeps_a_default_that_is_best():
