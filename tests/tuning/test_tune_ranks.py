@@ -12,6 +12,7 @@ from deepep_moe import Buffer
 from deepep_moe.errors import EPError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
+from deepep_moe.tune import __main__ as command
 from deepep_moe.tune import rank as rank_module
 from deepep_moe.tune import search
 from deepep_moe.tune.rank import Outcome, tune
@@ -76,6 +77,24 @@ def loads(rank: int, num_ranks: int, file: Path) -> Values | None:
         buffer = Buffer(None, 20, 128, 4 * num_ranks, 2, backend="nvlink", timeout_s=60)
         assert buffer.profile is not None and buffer.calls.backend.tuning.num_sms == buffer.profile.values.num_sms
         return buffer.profile.values
+
+
+def through_the_command(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:
+    given.on_gpu = not emulated_gpu.is_chosen()
+    return tuned(rank, num_ranks, given)[0]
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    """From the command line to a buffer that uses the profile."""
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command, "tune", through_the_command)
+    monkeypatch.delenv("RANK", raising=False)
+    file = tmp_path / "profiles.json"
+    sizes = ["--tokens", "24", "--hidden", "128", "--experts", "8", "--topk", "2", "--expert-alignment", "4"]
+    assert command.main(["--backend", "nvlink", "--num-ranks", "2", *sizes, "--output", str(file)]) == 0
+    found, wrote = capsys.readouterr().out.splitlines()
+    assert found.startswith("EP2: faster: num_sms 2, ") and wrote.startswith("EP2: wrote a profile for ") and wrote.endswith(str(file))
+    assert [values.num_sms for values in run_ranks(loads, 2, file)] == [2, 2]
 
 
 def without_a_difference(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:
