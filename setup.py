@@ -319,5 +319,5 @@ with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
             *(f"deepep_moe.{name}" for name in find_packages(str(ROOT), include=["integrations", "integrations.*"])),
         ],
         package_dir={"deepep_moe": "deepep_moe", "deepep_moe.integrations": "integrations"},
-        package_data={"deepep_moe": ["py.typed", "_C.pyi", "_torch.pyi", "_nvshmem.pyi"]},
+        package_data={"deepep_moe": ["py.typed", "_C.pyi", "_torch.pyi", "_nvshmem.pyi", "tuning/defaults/*.json"]},
     )

@@ -221,6 +221,7 @@ class GpuTuning:
     num_rail_sms: int
     rail_gbps: float
 
+def gpu_fit_tuning(*, num_multiprocessors: int, capability_major: int, row_bytes: int, link_gbps: float | None = None) -> GpuTuning: ...
 def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, dtype: DType, stream: int) -> None: ...
 
 class ExpertRows:

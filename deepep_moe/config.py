@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 _DEFAULT_TIMEOUT_S = 300.0
 _MAX_THREADS = 64
@@ -65,6 +66,19 @@ def num_threads(num_ranks_on_host: int | None = None) -> int:
 def timeout_s() -> float:
     """Deadline of every wait for a peer, seconds: `DEEPEP_MOE_TIMEOUT_S`, else 300."""
     return _number("DEEPEP_MOE_TIMEOUT_S", _DEFAULT_TIMEOUT_S, 0.01, 1e6)
+
+
+def profile_path() -> Path | None:
+    """File of profiles with the highest priority (`DEEPEP_MOE_PROFILE`), else None."""
+    name = os.environ.get("DEEPEP_MOE_PROFILE")
+    return Path(name) if name else None
+
+
+def cache_folder() -> Path | None:
+    """Folder of what this library keeps for the user: in `XDG_CACHE_HOME`, else in ~/.cache; None where the user has no home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given if os.path.isabs(given) else os.path.expanduser("~/.cache"))  # by its specification a relative one does not count
+    return base / "deepep_moe" if base.is_absolute() else None
 
 
 def nvshmem_home() -> str | None:

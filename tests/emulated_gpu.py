@@ -26,6 +26,7 @@ SUITES = {
     "exchange": ("tests/exchange", "tests/faults", "tests/compat"),
     "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py"),
     "gate": ("tests/gate", "tests/nn/test_router.py", "tests/ops", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
+    "tuning": ("tests/tuning",),
 }
 # Some tests of each kind, which `make test` runs; the suites go without them where it has.
 SLICE = (
@@ -44,6 +45,8 @@ SLICE = (
     "tests/low_latency/test_low_latency_masks.py::test_masked_by_hand", "tests/low_latency/test_low_latency_errors.py::test_bad_arguments",
     "tests/gate/test_gate.py", "tests/gate/test_gate_errors.py",
     "tests/compat/test_deep_ep_normal.py::test_scenarios[nvlink-fp8-topk-async-previous",
+    "tests/tuning/test_profile_of_buffer.py", "tests/tuning/test_tune_ranks.py::test_command",
+    "tests/tuning/test_tune_ranks.py::test_nothing_is_faster",
 )  # fmt: skip
 # What calls from C++ make, made from Python, as it is for a PyTorch that the module `deepep_moe._torch` was not built for.
 IN_PYTHON = (
@@ -183,6 +186,7 @@ def install() -> None:
     torch.cuda.current_stream = lambda device=None: stream
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.get_device_name = lambda device=None: "emulated GPU"
     device.GPU = "cpu"
     nvlink.torch = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
     nvlink.torch.device = lambda *_: torch.device("cpu")
@@ -190,6 +194,7 @@ def install() -> None:
         current_device=torch.cuda.current_device,
         current_stream=torch.cuda.current_stream,
         is_current_stream_capturing=torch.cuda.is_current_stream_capturing,
+        get_device_name=torch.cuda.get_device_name,
         Stream=lambda device: stream,
         Event=lambda: event,
     )

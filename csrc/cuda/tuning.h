@@ -11,14 +11,15 @@ struct GpuRing {
     int warps, stages;
 };
 
-// Settings of a buffer, fitted to the device when it is made; a benchmark may vary them between calls.
+// Settings of a buffer, fitted to the device when it is made (runtime/nvlink/fit.h); a profile or a benchmark may change them between
+// calls.
 struct GpuTuning {
     GpuRing ring{6, 4};            // of one block, as far as its rows are to be on their way at once
     bool uses_bulk_copies = true;  // false: 16-byte loads and stores, the only way before sm_90
     int num_receive_blocks = 64;   // of a dispatch
     int num_work_blocks = 0;       // of a combine; 0: all SMs that do not send
-    int num_sms = 12;              // SMs that send, where the caller does not say
-    int num_sms_of_sums = 14;      // of a combine that sums rows for several peers
+    int num_sms = 1;               // SMs that send, where the caller does not say
+    int num_sms_of_sums = 1;       // of a combine that sums rows for several peers
     int max_sms = 0;               // that a call takes, those that send among them; 0: all
     int num_rail_sms = 4;          // that send to other nodes, and look for what comes from there
     double rail_gbps = 0;          // that these send at most, as a slower network would; 0: what the network takes

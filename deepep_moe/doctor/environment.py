@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepep_moe import config
+from deepep_moe import config, tuning
 
 VARIABLES = (
     "CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES",
@@ -95,7 +95,8 @@ def _space(path: Path) -> tuple[int, int] | None:
 @dataclass(frozen=True)
 class Environment:
     """The machine. `root`: the folder that has /proc, /sys and /dev; `variables`: those of the environment; `run`: runs a command;
-    `version`: of an installed package, or None; `space`: total and free bytes at a path, or None; `which`: the path of a program, or None.
+    `version`: of an installed package, or None; `space`: total and free bytes at a path, or None; `which`: the path of a program, or None;
+    `profiles`: what the files of tuned settings say.
     """
 
     root: Path = Path("/")
@@ -104,6 +105,7 @@ class Environment:
     version: Callable[[str], str | None] = _version
     space: Callable[[Path], tuple[int, int] | None] = _space
     which: Callable[[str], str | None] = shutil.which
+    profiles: Callable[[], tuning.Loaded] = tuning.load
     _cuda_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _library_lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

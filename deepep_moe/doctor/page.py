@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from deepep_moe.doctor import build, exchange_test, gpus, host, network, versions
+from deepep_moe.doctor import build, exchange_test, gpus, host, network, profiles, versions
 from deepep_moe.doctor.environment import Environment
 from deepep_moe.doctor.findings import FAULT, OK, WARNING, Finding, fault
 
@@ -14,7 +14,7 @@ Check = Callable[[Environment], Finding | list[Finding]]
 CHECKS: tuple[Check, ...] = (
     versions.python, versions.torch, build.library, versions.driver, versions.nvidia_packages, versions.nvshmem, build.gpu_kernels,
     build.torch_module, versions.integrations,
-    gpus.gpus, gpus.peer_access, gpus.ipc, gpus.mps, gpus.clocks, gpus.variables,
+    gpus.gpus, gpus.peer_access, gpus.ipc, gpus.mps, gpus.clocks, gpus.variables, profiles.profiles,
     host.shared_memory, host.memory_files, host.open_files, host.locked_memory, host.container,
     network.rdma, network.gpu_memory, network.ibgda, network.gdrcopy,
 )  # fmt: skip

@@ -22,11 +22,13 @@ from deepep_moe.exchange.checks import (
     check_tensors,
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
+from deepep_moe.exchange.profile import agree_on_profile
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.ops.quant import quantize_fp8
+from deepep_moe.tuning import Loaded, Profile, load
 
 logger = logging.getLogger("deepep_moe")
 _Error = TypeVar("_Error", bound=BaseException)
@@ -50,9 +52,9 @@ class Buffer(Sizes):
             host, CPU tensors). If the one so chosen cannot serve, "auto" takes `collective` (`all_to_all_single` of the group, over
             several nodes in two hops) and says why in one log line on rank 0. `buffer.backend` says which it is.
         num_sms: SMs of a GPU that send rows, 1 to all. 0 moves rows with the copy engines, so no SM is busy during the transfer. The host
-            first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: 12, or 14 in a combine
-            from the expert layout among three ranks or more, or all where there are fewer. A call may say otherwise. Results never depend
-            on it. CPU backends ignore it.
+            first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: what the profile of
+            this machine says, else as many as fit the GPU (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from the expert
+            layout among three ranks or more. A call may say otherwise. Results never depend on it. CPU backends ignore it.
         max_sms: most SMs of a GPU that a call takes, at least 2, those that send among them; other kernels may run on the rest meanwhile.
             None: all. Results never depend on it. CPU backends ignore it.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
@@ -61,9 +63,9 @@ class Buffer(Sizes):
             of any ranks, to have on one host the bits of several.
 
     Raises:
-        ValueError: a bad argument. The peers raise EPPeerError. Or, on all ranks, hosts with different numbers of ranks, or ranks that are
-            not consecutive, and no `ranks_per_node`.
-        EPMismatchError: ranks gave different settings; the message names them.
+        ValueError: a bad argument, or a file of `DEEPEP_MOE_PROFILE` that cannot be read. The peers raise EPPeerError. Or, on all ranks,
+            hosts with different numbers of ranks, or ranks that are not consecutive, and no `ranks_per_node`.
+        EPMismatchError: ranks gave different settings, or have different profiles; the message names them.
         BackendUnavailableError: the named backend cannot serve here; the message says why and what to do.
     """
 
@@ -84,17 +86,21 @@ class Buffer(Sizes):
         group, num_ranks, rank = join(group, "Buffer")
         self._settings = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
         num_threads: int = 1
+        loaded = Loaded()
         error: Exception | None = None
         try:
             self._settings = check_settings(self._settings, backend, BACKENDS, timeout_s, ranks_per_node)
             check_num_sms(num_sms)
             check_max_sms(max_sms)
             num_threads = config.num_threads(num_ranks)
+            loaded = load()
         except Exception as refused:
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
         self._settings = find_nodes(self._settings, peers)
         made = make_backend(backend, self._settings, peers, group)
+        self.profile: Profile | None = agree_on_profile(made, self._settings, loaded, group)
+        """The tuned settings in use on GPUs, which num_sms and max_sms override; None: the settings are fitted to the GPU."""
         if max_sms is not None:
             made.limit_sms(max_sms)
         self._group = group

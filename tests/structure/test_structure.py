@@ -13,8 +13,9 @@ from deepep_moe import nvshmem_module
 ROOT = Path(__file__).parents[2]
 # A room may import itself and those after it, but not the one beside it.
 PYTHON_ROOMS = [
-    ("examples",), ("deepep_moe.bench", "deepep_moe.doctor", "deepep_moe.launch"), ("deepep_moe.integrations", "deepep_moe.compat"),
-    ("deepep_moe.nn",), ("deepep_moe.exchange", "deepep_moe.low_latency"), ("deepep_moe.ops",), ("deepep_moe.group", "deepep_moe.topology"),
+    ("examples",), ("deepep_moe.tune",), ("deepep_moe.bench", "deepep_moe.doctor", "deepep_moe.launch"),
+    ("deepep_moe.integrations", "deepep_moe.compat"), ("deepep_moe.nn",), ("deepep_moe.exchange", "deepep_moe.low_latency"),
+    ("deepep_moe.ops",), ("deepep_moe.group", "deepep_moe.topology", "deepep_moe.tuning"),
 ]  # fmt: skip
 # Every room may import these, and they import nothing but each other.
 FOUNDATION = {
@@ -86,7 +87,7 @@ def test_python_arrows(path, module):
         if module.startswith("examples"):
             continue
         if imported.startswith(APART):
-            assert module.startswith((*APART, "deepep_moe.bench", "deepep_moe.doctor")), f"{module} imports {imported}"
+            assert module.startswith((*APART, "deepep_moe.bench", "deepep_moe.doctor", "deepep_moe.tune")), f"{module} imports {imported}"
         foreign = {"megatron", "deepspeed", "transformer_engine", "apex", "nvidia"}
         if imported.split(".")[0] in foreign:
             assert module.startswith("deepep_moe.integrations"), f"{module} imports {imported}; frameworks live in integrations"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from deepep_moe.doctor.environment import Environment, Ran
+from deepep_moe.tuning import Files, load
 
 GIB = 1 << 30
 FEATURES = {"version": "0.1.0", "compiler": "12.2.0", "shm": True, "nvlink": True, "nvshmem": True, "autograd": True}
@@ -36,6 +37,7 @@ class Machine:
         self.gpus = [{"name": "NVIDIA H100 80GB HBM3", "capability": [9, 0], "num_sms": 132} for _ in range(2)]
         self.cuda = {"driver": [13, 0], "reach": PAIRS, "atomics": PAIRS}
         self.ran: dict[str, Ran] = {}
+        self.profiles = Files(None, None)
         for path, text in FILES.items():
             self.write(path, text)
 
@@ -58,4 +60,5 @@ class Machine:
 
     @property
     def environment(self) -> Environment:
-        return Environment(self.root, self.variables, self._run, self.versions.get, lambda path: self.space, self.programs.get)
+        of_machine = self.variables, self._run, self.versions.get, lambda path: self.space, self.programs.get
+        return Environment(self.root, *of_machine, lambda: load(self.profiles))

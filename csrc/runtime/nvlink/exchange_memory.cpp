@@ -7,6 +7,7 @@
 #include "cuda/launch.h"
 #include "runtime/nvlink/device.h"
 #include "runtime/nvlink/exchange.h"
+#include "runtime/nvlink/fit.h"
 
 namespace deepep_moe {
 
@@ -32,7 +33,9 @@ void NvlinkExchange::allocate() {
     const DeviceGuard guard(device_);
     num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
     shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
-    has_early_launch_ = tuning.uses_bulk_copies = attribute(cudaDevAttrComputeCapabilityMajor, device_) >= 9;
+    const int capability_major = attribute(cudaDevAttrComputeCapabilityMajor, device_);
+    tuning = fit_tuning({num_multiprocessors_, capability_major, config_.hidden * int64_t{2}, link_gbps_of(capability_major)});
+    has_early_launch_ = tuning.uses_bulk_copies;
     if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
         throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " +
                                     std::to_string(kRefused - 1));

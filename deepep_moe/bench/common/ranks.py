@@ -41,7 +41,8 @@ def resolve_ranks(options: argparse.Namespace) -> None:
         options.num_ranks = [world]
     elif options.num_ranks is None:
         options.num_ranks = [n for n in NUM_RANKS if n <= num_gpus] or [2] if options.on_gpu else [2]
-    if options.on_gpu and num_gpus < (1 if options.launched else max(options.num_ranks)):
+    needed = 1 if options.launched or getattr(options, "shares_gpus", False) else max(options.num_ranks)
+    if options.on_gpu and num_gpus < needed:
         raise BackendUnavailableError(
             f"backend {options.backend!r} needs a GPU for each of {max(options.num_ranks)} ranks, this machine has {num_gpus}; "
             "give --num-ranks, or --backend shm, which needs none"
@@ -71,10 +72,12 @@ class Rank:
         self.shape = Shape(*sizes, getattr(options, "ranks_per_node", None))
         self.device = torch.device("cuda", device_idx) if options.on_gpu else torch.device("cpu")
         self.group: dist.ProcessGroup | None = None
+        shares_gpus = getattr(options, "shares_gpus", False)
         if options.on_gpu:
             torch.cuda.set_device(self.device)
+        if options.on_gpu and not shares_gpus:
             self.group = dist.new_group(backend="nccl")
-        self.timer = Timer(self.device, self.group)
+        self.timer = Timer(self.device, self.group, meets_on_host=shares_gpus)
         self.failures: list[str] = []
 
     def say(self, text: str) -> None:

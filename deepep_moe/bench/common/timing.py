@@ -86,16 +86,20 @@ class Timer:
     time until the first launch counts. On the CPU both are the wall time of the call.
     """
 
-    def __init__(self, device: torch.device, group: "dist.ProcessGroup | None" = None):
+    def __init__(self, device: torch.device, group: "dist.ProcessGroup | None" = None, *, meets_on_host: bool = False):
         """Take an NCCL `group` for a GPU, by default the default group. `call` and `slowest` move CPU tensors over the default group, whose
-        ranks must be processes of one host."""
-        self.device, self.group = device, group
+        ranks must be processes of one host.
+
+        `meets_on_host`: ranks start by their hosts' clock instead of NCCL, which has no groups of ranks that share a GPU.
+        """
+        self.device, self.group, self.meets_on_host = device, group, meets_on_host
         self.is_gpu = device.type == "cuda"
         if self.is_gpu:
             self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._marked = [torch.cuda.Event(enable_timing=True) for _ in range(_MAX_MARKS)]
             self._token = torch.zeros(1, device=device)
-            dist.all_reduce(self._token, group=group)
+            if not meets_on_host:
+                dist.all_reduce(self._token, group=group)
             self._cycles_per_us = _cycles_per_us(torch.cuda.current_device())
 
     def stream(self, call: Callable[[], Any], iterations: int) -> list[float]:
@@ -130,8 +134,13 @@ class Timer:
         torch.cuda._sleep(int(us * self._cycles_per_us))
 
     def _line_up(self) -> None:
+        if self.meets_on_host:
+            torch.cuda.synchronize(self.device)
+            _meet()
         self.sleep(_SLEEP_US)
-        dist.all_reduce(self._token, group=self.group)  # after the sleep, so that GPUs leave it together, however late their hosts were
+        if not self.meets_on_host:
+            # After the sleep, so that GPUs leave it together, however late their hosts were.
+            dist.all_reduce(self._token, group=self.group)
 
     def _stream_once(self, call: Callable[[], Any]) -> float:
         self._line_up()

@@ -25,6 +25,7 @@ from deepep_moe.exchange.backends.base import (
 )
 from deepep_moe.exchange.handle import DispatchHandle, HandleShape, PackedHandle
 from deepep_moe.group.settings import Settings
+from deepep_moe.tuning import SETTINGS, Machine, Values
 
 
 def _nothing() -> None:
@@ -61,6 +62,8 @@ class NvlinkBackend:
             num_handle_numbers=1 + 2 * settings.num_ranks + settings.num_local_experts,
         )  # fmt: skip
         self.workspace_bytes: int = self._exchange.workspace_bytes
+        self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
+        """Settings as the native code has fitted them to the device, before any profile."""
         self._own_stream: torch.cuda.Stream | None = None
         self._allows_excess = False
         self._handle_shape: HandleShape | None = None  # of the latest dispatch
@@ -73,6 +76,17 @@ class NvlinkBackend:
     def tuning(self) -> Any:
         """How kernels divide the GPU (`_C.GpuTuning`); for benchmarks and tests."""
         return self._exchange.tuning
+
+    def use(self, values: Values) -> None:
+        """Divide the GPU so from now on. Between two calls it may change; results stay the same."""
+        for name in SETTINGS:
+            setattr(self._exchange.tuning, name, getattr(values, name))
+
+    @property
+    def machine(self) -> Machine:
+        """The machine, as profiles name it."""
+        name = torch.cuda.get_device_name(torch.cuda.current_device())
+        return Machine(name, self._exchange.num_multiprocessors, self.settings.num_ranks, self.settings.num_nodes)
 
     def limit_sms(self, max_sms: int) -> None:
         self._exchange.tuning.max_sms = max_sms

@@ -1,0 +1,1 @@
+"""The tuner: `python -m deepep_moe.tune`."""

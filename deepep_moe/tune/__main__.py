@@ -1,0 +1,113 @@
+"""Find the settings of dispatch and combine that are fastest on this machine, and keep them in a profile that `Buffer` uses.
+
+It starts its own ranks, one for each GPU, or uses those that torchrun started. Results never depend on a profile.
+Exit code: 0 where a profile was written or nothing is faster, 1 after a failure, 2 for wrong arguments.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from deepep_moe import config
+from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
+from deepep_moe.errors import EPError
+from deepep_moe.testing.launch import RankFailedError
+from deepep_moe.tune.rank import Outcome, tune
+from deepep_moe.tuning import Files, write
+from deepep_moe.tuning.profiles import parse
+
+NOTHING_TO_TUNE = (
+    "backend 'shm' moves rows with threads of the CPU and has none of these settings, so there is nothing to tune; "
+    "DEEPEP_MOE_NUM_THREADS sets its threads (docs/tuning.md)"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser("python -m deepep_moe.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--backend", choices=("nvlink", "shm"), help="default nvlink where there is a GPU, else shm")
+    add_ranks_and_tokens(found, "4096, one size")
+    for name, short, default in (("hidden", None, 7168), ("num-experts", "experts", 256), ("num-topk", "topk", 8)):
+        found.add_argument(f"--{name}", *([f"--{short}"] if short else []), type=int, default=default, help=f"default {default}")
+    found.add_argument("--expert-alignment", type=int, default=128, help="default 128")
+    found.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
+    found.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
+    found.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
+    return found
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Fill in the defaults that depend on the machine. Raises EPError for what cannot run, ValueError for values that do not fit."""
+    num_gpus = torch.cuda.device_count()
+    options.on_gpu, options.shares_gpus = options.backend == "nvlink", True
+    sizes = options.num_tokens or [4096]
+    if len(sizes) > 1:
+        raise ValueError(f"--tokens {' '.join(map(str, sizes))} are {len(sizes)} sizes; run the tuner once for each")
+    resolve_ranks(options)
+    options.num_tokens = sizes[0]
+    for name in ("num_tokens", "hidden", "num_topk", "num_experts", "expert_alignment", "time_limit"):
+        if not 0 < getattr(options, name) < 1e9:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0 and below 1e9")
+    for num_ranks in options.num_ranks:
+        if num_ranks < 2 or options.num_experts % num_ranks:
+            raise ValueError(f"--num-ranks {num_ranks} must be at least 2 and divide --num-experts {options.num_experts}")
+    if options.launched and config.local_world_size() != config.world_size():
+        raise ValueError(
+            f"this launcher has started {config.local_world_size()} of {config.world_size()} ranks on this host; the tuner compares clocks "
+            "of one host: start all ranks on one"
+        )
+    if max(options.num_ranks) > num_gpus and options.output is None:
+        raise ValueError(
+            f"{max(options.num_ranks)} ranks share {num_gpus} GPUs, so no link is measured, and other buffers must not find the profile by "
+            "themselves; give --output FILE, and that file in DEEPEP_MOE_PROFILE where it is to be used"
+        )
+
+
+def target_of(options: argparse.Namespace) -> Path:
+    """Return the file for the profile. Raises ValueError where there is none, or where it holds something else."""
+    file: Path | None = options.output or Files.of_environment().user
+    if file is None:
+        raise ValueError("this user has no home for a profile; give --output FILE")
+    if file.exists():
+        try:
+            parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"a profile cannot be added to {file}: {error}; repair or delete it, or give --output FILE") from None
+    return file
+
+
+def finish(outcomes: list[Outcome], num_ranks: list[int], file: Path) -> None:
+    """Print what was found, and write the profiles."""
+    for size, outcome in zip(num_ranks, outcomes, strict=True):
+        print(f"EP{size}: {outcome.text}")
+        if outcome.profile is not None:
+            write(outcome.profile, file)
+            print(f"EP{size}: wrote a profile for {outcome.profile.machine}, {outcome.profile.shape} to {file}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    words = parser()
+    options = words.parse_args(arguments)
+    options.backend = options.backend or ("nvlink" if torch.cuda.device_count() else "shm")
+    if options.backend == "shm":
+        if not config.launched_rank():
+            print(NOTHING_TO_TUNE)
+        return 0
+    try:
+        resolve(options)
+        file = target_of(options)
+    except (EPError, ValueError) as error:
+        words.error(str(error))
+    try:
+        outcomes = start(tune, options)
+        if not config.launched_rank():  # rank 0 reports
+            finish(outcomes, options.num_ranks, file)
+    except (EPError, OSError, RankFailedError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

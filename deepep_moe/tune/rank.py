@@ -1,0 +1,113 @@
+"""The work of one rank: time settings of one buffer, and make a profile of the fastest."""
+
+import argparse
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import deepep_moe
+from deepep_moe import Buffer
+from deepep_moe.bench.common.ranks import Rank
+from deepep_moe.bench.common.records import commit
+from deepep_moe.bench.common.timing import Mark, slowest
+from deepep_moe.bench.common.verify import compare as compare_bits
+from deepep_moe.bench.common.workload import Operation
+from deepep_moe.bench.exchange.operations import operations
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
+from deepep_moe.tune.intervals import Verdict
+from deepep_moe.tune.search import Meter, compare, search
+from deepep_moe.tuning import Machine, Profile, Shape, Values
+
+LEAST_GAIN = 0.005
+"""A profile that gains less is not worth a file."""
+_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has found. `profile`: None where nothing is faster, which `text` says."""
+
+    text: str
+    profile: Profile | None
+
+
+class TuneRank(Rank):
+    """One rank of one run, with one buffer. Every method is collective."""
+
+    def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
+        super().__init__(rank, num_ranks, device_idx, options)
+        self._elapsed_s = 0.0
+
+    def run(self) -> Outcome:
+        gc.collect()
+        gc.freeze()  # collections stay short
+        o = self.options
+        buffer = self.new_buffer(o.num_tokens)
+        backend = buffer.calls.backend
+        assert isinstance(backend, NvlinkBackend)  # options name it
+        default, machine = backend.fitted, backend.machine
+        self.say(f"{machine}; {Shape.of(o.num_tokens, o.hidden, o.num_topk)}; default: {default}")
+        try:
+            calls = self._calls(buffer)
+            meter = Meter(lambda values, count: self._sample(backend, calls, values, count), lambda: self._elapsed_s, o.limit_s, self.say)
+            best = search(default, machine, meter)
+            if best == default:
+                return Outcome("nothing is faster than the default settings; no profile is written", None)
+            self._check_bits(backend, calls, default, best)
+            return self._outcome(machine, best, compare(default, best, meter))
+        finally:
+            self.timer.synchronize()
+            buffer.destroy()
+
+    def _calls(self, buffer: Buffer) -> list[Operation]:
+        """Return the dispatch in the dtype that was asked for, and the combine, which has bf16 rows."""
+        inputs = self.everyones_inputs(self.options.num_tokens)[self.rank]
+        made = {(o.op, o.dtype): o for o in operations(buffer, self.shape, inputs, None) if o.layout == "expert"}
+        return [made["dispatch", _DTYPES[self.options.dtype]], made["combine", "bfloat16"]]
+
+    def _sample(self, backend: NvlinkBackend, calls: list[Operation], values: Values, count: int) -> list[float]:
+        """Return `count` times of a dispatch and the combine after it, with `values`."""
+        backend.use(values)
+
+        def both(mark: Mark) -> Any:
+            results = [operation.call() for operation in calls]
+            mark()
+            return results
+
+        times = [self.timer.marks_once(both)[-1] for _ in range(1 + count)][1:]  # the first finds nothing in its caches
+        *times, self._elapsed_s = slowest([*times, time.monotonic() - self.started])
+        return times
+
+    def _check_bits(self, backend: NvlinkBackend, calls: list[Operation], default: Values, best: Values) -> None:
+        """Make sure that the results do not depend on the settings. Raises EPError."""
+        results = []
+        for values in (default, best):
+            backend.use(values)
+            out, combined = (operation.call() for operation in calls)
+            results.append((out.recv_x.clone(), combined.clone()))
+        for what, expected, found in zip(("recv_x", "combined_x"), *results, strict=True):
+            compare_bits(f"{what} with {best}", found, expected, "that with the default settings")
+
+    def _outcome(self, machine: Machine, best: Values, verdict: Verdict | None) -> Outcome:
+        if verdict is None:
+            return Outcome("there was no time to compare the best settings with the default; give a longer --time-limit", None)
+        if not verdict.is_faster or verdict.gain < LEAST_GAIN:
+            return Outcome(f"nothing is faster than the default settings for sure ({best}: {verdict}); no profile is written", None)
+        o = self.options
+        source = (
+            f"python -m deepep_moe.tune, {time.strftime('%Y-%m-%d')}, deepep_moe {deepep_moe.__version__} {commit() or ''}, torch "
+            f"{torch.__version__}: dispatch in {o.dtype} and combine in bf16, {o.num_tokens} tokens, {o.num_experts} experts; {verdict}"
+        )
+        profile = Profile(machine, Shape.of(o.num_tokens, o.hidden, o.num_topk), best, round(verdict.gain, 4), source)
+        return Outcome(f"faster: {best}: {verdict}", profile)
+
+
+def tune(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Outcome:
+    """Run one rank, in a process whose default group moves CPU tensors. `device_idx` is its GPU, by default the rank; ranks share those
+    that there are."""
+    index, num_gpus = rank if device_idx is None else device_idx, max(1, torch.cuda.device_count())
+    options = argparse.Namespace(**vars(options) | {"limit_s": options.time_limit / len(options.num_ranks)})
+    return TuneRank(rank, num_ranks, index % num_gpus, options).run()

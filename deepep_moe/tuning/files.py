@@ -1,0 +1,111 @@
+"""The files that profiles lie in: what comes with the package, then the user's own, then the one that `DEEPEP_MOE_PROFILE` names."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepep_moe import config
+from deepep_moe.tuning.profiles import Machine, Profile, Shape, as_text, parse
+
+_PACKAGED = Path(__file__).parent / "defaults"
+_NAME = "profiles.json"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where to look. `user`: None where the user has no home; `given`: None where `DEEPEP_MOE_PROFILE` is not set."""
+
+    user: Path | None
+    given: Path | None
+    packaged: Sequence[Path] = ()
+
+    @classmethod
+    def of_environment(cls) -> "Files":
+        folder = config.cache_folder()
+        return cls(None if folder is None else folder / _NAME, config.profile_path(), tuple(sorted(_PACKAGED.glob("*.json"))))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A profile and the file that it is from."""
+
+    profile: Profile
+    file: Path
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the files say. Later ones of `found` have priority; `own`: the files of the user that were read; `damaged`: what is wrong."""
+
+    found: tuple[Found, ...] = ()
+    own: tuple[Path, ...] = ()
+    damaged: tuple[str, ...] = ()
+    files: Files = field(default_factory=lambda: Files(None, None))
+
+    def of_other_machines(self, machine: Machine) -> list[str]:
+        """Return a sentence for each of the user's files that has profiles, and none of `machine`."""
+        told = []
+        for file in self.own:
+            machines = {found.profile.machine for found in self.found if found.file == file}
+            if machines and machine not in machines:
+                others = "; ".join(sorted(map(str, machines)))
+                told.append(
+                    f"{file} has no profile of this machine ({machine}), only of: {others}. The default settings are used; "
+                    "`python -m deepep_moe.tune` makes a profile"
+                )
+        return told
+
+
+def load(files: Files | None = None) -> Loaded:
+    """Read all files. What is damaged is left out and told in `Loaded.damaged`.
+
+    Raises ValueError where the file that `DEEPEP_MOE_PROFILE` names cannot be read.
+    """
+    files = files or Files.of_environment()
+    found: list[Found] = []
+    own: list[Path] = []
+    damaged: list[str] = []
+    for file in (*files.packaged, *(path for path in (files.user, files.given) if path is not None)):
+        try:
+            profiles = parse(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            if file == files.given:
+                raise ValueError(
+                    f"environment variable DEEPEP_MOE_PROFILE={str(file)!r} names a file that cannot be read ({error.strerror}); "
+                    "give the path of a file of profiles, or unset it"
+                ) from None
+            if not isinstance(error, FileNotFoundError):
+                damaged.append(f"{file} cannot be read ({error.strerror}). Its profiles are not used; change its permissions or delete it")
+            continue
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+            damaged.append(f"{file} is no file of profiles: {error}. Its profiles are not used; repair or delete it")
+            continue
+        found += [Found(profile, file) for profile in profiles]
+        own += [file] if file not in files.packaged else []
+    return Loaded(tuple(found), tuple(own), tuple(damaged), files)
+
+
+def choose(loaded: Loaded, machine: Machine, shape: Shape) -> Found | None:
+    """Return the profile for a buffer of `shape` on `machine`, of the file with the highest priority, or None."""
+    fitting = [found for found in loaded.found if found.profile.key == (machine, shape)]
+    return fitting[-1] if fitting else None
+
+
+def write(profile: Profile, file: Path) -> None:
+    """Add `profile` to `file`, in place of one for the same machine and shape. Other processes see the old file or the new one.
+
+    Raises ValueError where the file is damaged, OSError where it cannot be written.
+    """
+    profiles: list[Profile] = []
+    with contextlib.suppress(FileNotFoundError):
+        profiles = parse(file.read_text(encoding="utf-8"))
+    profiles = [other for other in profiles if other.key != profile.key] + [profile]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(as_text(profiles), encoding="utf-8")
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,166 @@
+"""The profile that a buffer of GPUs takes: agreed on by all ranks, overridden by arguments, without effect on results."""
+
+import logging
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import Case, assert_same, check_case, device_of
+
+from deepep_moe import Buffer, reference
+from deepep_moe.errors import EPMismatchError
+from deepep_moe.exchange import profile as profile_module
+from deepep_moe.testing import run_ranks
+from deepep_moe.tuning import Profile, Shape, Values
+from deepep_moe.tuning.profiles import as_text
+
+pytestmark = pytest.mark.gpu
+VALUES = Values(2, 5, 4, 3, 7, 3)
+HIDDEN, NUM_EXPERTS, NUM_TOPK = 72, 12, 3
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("deepep_moe").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def set_files(user: Path | None, given: Path | None) -> None:
+    """In this rank. `user`: the folder of the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(user or "/nonexistent")
+    os.environ.pop("DEEPEP_MOE_PROFILE", None)
+    if given is not None:
+        os.environ["DEEPEP_MOE_PROFILE"] = str(given)
+
+
+def new_buffer(rank: int, **arguments) -> Buffer:
+    device_of("nvlink", rank)
+    return Buffer(None, 200, HIDDEN, NUM_EXPERTS, NUM_TOPK, backend="nvlink", timeout_s=60, **arguments)
+
+
+def tuning_of(buffer: Buffer) -> Values:
+    tuning = buffer.calls.backend.tuning
+    return Values(**{name: getattr(tuning, name) for name in asdict(VALUES)})
+
+
+def profile_here(buffer: Buffer, values: Values = VALUES) -> Profile:
+    """A profile for the machine and shape of `buffer`."""
+    return Profile(buffer.calls.backend.machine, Shape(256, HIDDEN, NUM_TOPK), values, 0.1, "a test")
+
+
+def prepare(rank: int, folder: Path) -> tuple[Profile, Values]:
+    """Make a profile of this machine; `other.json` has one of another. Return it and the settings without a profile."""
+    set_files(None, None)
+    buffer = new_buffer(rank)
+    assert buffer.profile is None
+    mine, fitted = profile_here(buffer), tuning_of(buffer)
+    other = replace(mine, machine=replace(mine.machine, gpu="another GPU"))
+    texts = {
+        "other.json": [other],
+        "given.json": [mine],
+        "cache/deepep_moe/profiles.json": [replace(mine, values=replace(VALUES, num_sms=1))],
+    }
+    if rank == 0:
+        for name, profiles in texts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(as_text(profiles))
+        (folder / "damaged.json").write_text('{"format": 7}')
+    dist.barrier()
+    return mine, fitted
+
+
+def order_of_files(rank, num_ranks, folder):
+    mine, fitted = prepare(rank, folder)
+    assert fitted != VALUES
+    heard = Warnings()
+    set_files(folder / "cache", None)
+    assert tuning_of(new_buffer(rank)) == replace(VALUES, num_sms=1)
+    set_files(folder / "cache", folder / "given.json")
+    buffer = new_buffer(rank, num_sms=6, max_sms=9)
+    assert buffer.profile == mine and tuning_of(buffer) == VALUES
+    assert buffer.calls.own_mode.num_sms == 6 and buffer.calls.backend.tuning.max_sms == 9  # which native code puts before it
+    set_files(folder / "cache", folder / "other.json")
+    assert tuning_of(new_buffer(rank)) == replace(VALUES, num_sms=1)
+    set_files(None, folder / "damaged.json")
+    for _ in range(2):
+        buffer = new_buffer(rank)
+        assert buffer.profile is None and tuning_of(buffer) == fitted
+    names = [text.split()[1] for text in heard.texts]
+    assert names == ([str(folder / "other.json"), str(folder / "damaged.json")] if rank == 0 else [])
+    assert rank or ("has no profile of this machine (" in heard.texts[0] and "another GPU with" in heard.texts[0])
+    assert rank or "its format is 7, this version of deepep_moe reads 1. Its profiles are not used" in heard.texts[1]
+
+
+def test_order_of_files(tmp_path):
+    run_ranks(order_of_files, 2, tmp_path)
+
+
+def disagree(rank, num_ranks, folder):
+    prepare(rank, folder)
+    set_files(None, folder / "given.json" if rank != 1 else None)
+    with pytest.raises(EPMismatchError) as error:
+        new_buffer(rank)
+    told = str(error.value)
+    assert "ranks disagree on num_sms of the profile (rank 0: 2, rank 1: None, rank 2: 2); give every rank the same files" in told
+    set_files(folder / "cache" if rank == 0 else None, None if rank == 0 else folder / "given.json")
+    with pytest.raises(EPMismatchError, match=r"num_sms of the profile \(rank 0: 1, rank 1: 2, rank 2: 2\)"):
+        new_buffer(rank)
+    set_files(None, folder / "given.json")
+    assert new_buffer(rank).profile is not None  # nothing is left behind
+
+
+def test_ranks_that_disagree(tmp_path):
+    run_ranks(disagree, 3, tmp_path)
+
+
+def same_bits(rank, num_ranks, folder, case):
+    """`check_case` compares with the reference, with and without a profile."""
+    prepare(rank, folder)
+    profile_module._warned.clear()
+    set_files(None, folder / "given.json")
+    heard: list[Values] = []
+    use = profile_module.NvlinkBackend.use
+    profile_module.NvlinkBackend.use = lambda self, values: (heard.append(values), use(self, values))[1]
+    check_case(rank, num_ranks, case)
+    assert heard == [VALUES]
+
+
+@pytest.mark.parametrize("layout", ("expert", "rank"))
+@pytest.mark.parametrize("mode", ("now", "hook"))
+def test_same_bits(layout, mode, tmp_path):
+    case = Case([140, 37, 200], layout=layout, mode=mode, dtype=torch.bfloat16, with_bias=True, backends=("nvlink",))
+    run_ranks(same_bits, 3, tmp_path, case)
+
+
+def settings_between_calls(rank, num_ranks, layout):
+    """One handle; the dispatch with some senders, each combine and cached dispatch with others, and with another division of the GPU."""
+    case = Case([60, 0, 33], layout=layout, dtype=torch.bfloat16, expert_alignment=4)
+    xs, idxs, weights = (list(column) for column in zip(*map(case.inputs, range(num_ranks)), strict=True))
+    received = reference.dispatch(xs, idxs, weights, case.num_experts, layout=layout, expert_alignment=4)
+    outputs = [case.expert_outputs(r, len(received[r].recv_x)) for r in range(num_ranks)]
+    combined = reference.combine(outputs, received, case.num_tokens, None, None)
+    device = device_of("nvlink", rank)
+    x, idx, weight, output = (tensor.to(device) for tensor in (xs[rank], idxs[rank], weights[rank], outputs[rank]))
+    buffer = Buffer(None, 60, case.hidden, case.num_experts, case.num_topk, backend="nvlink", timeout_s=60)
+    backend, fitted = buffer.calls.backend, tuning_of(buffer)
+    most = backend.machine.num_sms
+    for num_sms in (5, most):
+        out = buffer.dispatch(x, idx, weight, layout=layout, expert_alignment=4, num_sms=num_sms)
+        assert_same("recv_x", out.recv_x, received[rank].recv_x)
+        for other, values in ((1, fitted), (0, fitted), (most, VALUES), (None, VALUES), (3, Values(1, 1, 11, 6, 1, 1)), (None, fitted)):
+            backend.use(values)
+            assert_same(f"combined_x, {other} SMs", buffer.combine(output, out.handle, num_sms=other), combined[rank])
+            again = buffer.dispatch(x, topk_weights=weight, handle=out.handle, num_sms=other)
+            assert_same(f"recv_x, {other} SMs", again.recv_x, received[rank].recv_x)
+
+
+@pytest.mark.parametrize("layout", ("expert", "rank"))
+def test_settings_may_change_between_calls(layout):
+    run_ranks(settings_between_calls, 3, layout)

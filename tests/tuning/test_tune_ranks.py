@@ -1,0 +1,164 @@
+"""The tuner on GPUs, or on the emulated one: one buffer in each rank's process, whatever settings are tried."""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import emulated_gpu
+import pytest
+from exchange_cases import device_of
+
+from deepep_moe import Buffer
+from deepep_moe.errors import EPError
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
+from deepep_moe.testing import run_ranks
+from deepep_moe.tune import __main__ as command
+from deepep_moe.tune import rank as rank_module
+from deepep_moe.tune import search
+from deepep_moe.tune.rank import Outcome, tune
+from deepep_moe.tuning import Shape, Values, write
+
+pytestmark = pytest.mark.gpu
+SLOW = 40.0
+"""By so many milliseconds is every other setting slower than `BEST` in the tests that find something."""
+BEST = {"num_sms": 2, "num_work_blocks": 0}
+
+
+def options(num_ranks: int, time_limit: float = 60.0, **changes) -> argparse.Namespace:
+    sizes = {"num_tokens": 24, "hidden": 64, "num_experts": 4 * num_ranks, "num_topk": 2, "expert_alignment": 4}
+    how = {"backend": "nvlink", "on_gpu": not emulated_gpu.is_chosen(), "shares_gpus": True, "dtype": "bf16"}
+    return argparse.Namespace(**sizes | how | {"num_ranks": [num_ranks], "time_limit": time_limit} | changes)
+
+
+def few_candidates() -> None:
+    """So that a test is short: two settings, two or three candidates each."""
+    search.SENDERS, search.RECEIVERS, search.RINGS = (2, 3), (64,), ((6, 4),)
+    search._SAMPLES = 1
+
+
+def tuned(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome, int]:
+    """Tune with times of which all but those of `BEST` are longer; return what was found and the number of buffers."""
+    device_of("nvlink", rank)
+    few_candidates()
+    buffers = []
+    new, sample = rank_module.TuneRank.new_buffer, rank_module.TuneRank._sample
+
+    def counted(self, num_tokens):
+        buffers.append(new(self, num_tokens))
+        return buffers[-1]
+
+    def skewed(self, backend, calls, values, count):
+        off = sum(getattr(values, name) != best for name, best in BEST.items())
+        times = sample(self, backend, calls, values, count)
+        return [min(us, 2e4) + 1e3 * SLOW * off for us in times]  # a busy machine may be late by more than the difference
+
+    rank_module.TuneRank.new_buffer, rank_module.TuneRank._sample = counted, skewed
+    return tune(rank, num_ranks, given), len(buffers)
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, "bf16"), (3, "fp8")])
+def test_finds_and_writes_what_a_buffer_loads(num_ranks, dtype, tmp_path):
+    given = options(num_ranks, dtype=dtype, hidden=128)
+    outcomes = run_ranks(tuned, num_ranks, given)
+    (outcome, num_buffers), *others = outcomes
+    assert num_buffers == 1 and all(other.profile == outcome.profile for other, _ in others)
+    profile = outcome.profile
+    assert profile is not None and outcome.text.startswith("faster: num_sms 2, ") and "interval" in outcome.text
+    assert profile.shape == Shape(32, 128, 2) and profile.machine.num_ranks == num_ranks and 0.5 < profile.gain < 1
+    assert profile.values.num_sms == 2 and f"dispatch in {dtype} and combine in bf16, 24 tokens" in profile.source
+    write(profile, tmp_path / "profiles.json")
+    assert run_ranks(loads, num_ranks, tmp_path / "profiles.json") == [profile.values] * num_ranks
+
+
+def loads(rank: int, num_ranks: int, file: Path) -> Values | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEPEP_MOE_PROFILE", str(file))
+        device_of("nvlink", rank)
+        buffer = Buffer(None, 20, 128, 4 * num_ranks, 2, backend="nvlink", timeout_s=60)
+        assert buffer.profile is not None and buffer.calls.backend.tuning.num_sms == buffer.profile.values.num_sms
+        return buffer.profile.values
+
+
+def through_the_command(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:
+    given.on_gpu = not emulated_gpu.is_chosen()
+    return tuned(rank, num_ranks, given)[0]
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    """From the command line to a buffer that uses the profile."""
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command, "tune", through_the_command)
+    monkeypatch.delenv("RANK", raising=False)
+    file = tmp_path / "profiles.json"
+    sizes = ["--tokens", "24", "--hidden", "128", "--experts", "8", "--topk", "2", "--expert-alignment", "4"]
+    assert command.main(["--backend", "nvlink", "--num-ranks", "2", *sizes, "--output", str(file)]) == 0
+    found, wrote = capsys.readouterr().out.splitlines()
+    assert found.startswith("EP2: faster: num_sms 2, ") and wrote.startswith("EP2: wrote a profile for ") and wrote.endswith(str(file))
+    assert [values.num_sms for values in run_ranks(loads, 2, file)] == [2, 2]
+
+
+def without_a_difference(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:
+    device_of("nvlink", rank)
+    few_candidates()
+    sample = rank_module.TuneRank._sample
+    rank_module.TuneRank._sample = lambda self, *arguments: [100.0 for _ in sample(self, *arguments)]
+    return tune(rank, num_ranks, given)
+
+
+def test_nothing_is_faster():
+    for outcome in run_ranks(without_a_difference, 2, options(2)):
+        assert outcome == Outcome("nothing is faster than the default settings; no profile is written", None)
+
+
+def within_a_limit(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome, float]:
+    device_of("nvlink", rank)
+    made = []
+    init = rank_module.TuneRank.__init__
+    rank_module.TuneRank.__init__ = lambda self, *arguments: (made.append(self), init(self, *arguments))[1]
+    outcome = tune(rank, num_ranks, given)
+    return outcome, made[0]._elapsed_s
+
+
+def test_time_limit():
+    """The real clock, all candidates: it ends soon after the limit, on all ranks at the same sample, whatever it found."""
+    outcomes = run_ranks(within_a_limit, 2, options(2, time_limit=8.0))
+    elapsed = {seconds for _, seconds in outcomes}
+    assert len(elapsed) == 1 and elapsed.pop() < 8 + 20  # a sample of a busy machine may take seconds
+    assert len({outcome.profile for outcome, _ in outcomes}) == 1
+    assert all((outcome.profile is None) == ("faster: " not in outcome.text) for outcome, _ in outcomes)
+
+
+def wrong_results(rank: int, num_ranks: int, given: argparse.Namespace) -> str:
+    """A setting with other results, which there must not be, ends the run."""
+    device_of("nvlink", rank)
+    use, combine, in_use = NvlinkBackend.use, Buffer.combine, []
+    NvlinkBackend.use = lambda self, values: (in_use.append(values), use(self, values))[1]
+    Buffer.combine = lambda self, *args, **kwargs: combine(self, *args, **kwargs) + (in_use[-1].num_sms if in_use else 0)
+    with pytest.raises(EPError) as error:
+        tuned(rank, num_ranks, given)
+    return str(error.value)
+
+
+def test_other_bits_end_the_run():
+    for told in run_ranks(wrong_results, 2, options(2)):
+        assert told.startswith("combined_x with num_sms 2, ") and "differs from that with the default settings in 24 of 24 rows" in told
+
+
+def slowest_counts(rank: int, num_ranks: int, given: argparse.Namespace) -> list[float]:
+    """Rank 1 is late by 50 ms in each call."""
+    device_of("nvlink", rank)
+    tuner = rank_module.TuneRank(rank, num_ranks, 0, given)
+    buffer = tuner.new_buffer(given.num_tokens)
+    backend = buffer.calls.backend
+    if rank == 1:
+        marks = tuner.timer.marks_once
+        tuner.timer.marks_once = lambda call: [us + 5e4 for us in marks(call)]
+    times = tuner._sample(backend, tuner._calls(buffer), backend.fitted, 3)
+    assert backend.tuning.num_sms == backend.fitted.num_sms
+    buffer.destroy()
+    return times
+
+
+def test_times_are_of_the_slowest_rank():
+    first, second = run_ranks(slowest_counts, 2, options(2))
+    assert first == second and len(first) == 3 and statistics.median(first) > 5e4

@@ -1,0 +1,220 @@
+"""The tuner's search and statistics, on made-up times; its command line. No GPU."""
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deepep_moe.bench.common import timing
+from deepep_moe.tune import __main__ as command
+from deepep_moe.tune.intervals import CONFIDENCE, LOOKS, judge, median_interval
+from deepep_moe.tune.search import Meter, axes, compare, search
+from deepep_moe.tuning import Files, Machine, Profile, Shape, Values, load, write
+
+MACHINE = Machine("made up", 132, 4, 1)
+DEFAULT = Values(12, 14, 6, 4, 64, 0)
+
+
+class MadeUp:
+    """Times of a machine whose best settings are `best`: each setting that is off costs a share. A sample takes `seconds`."""
+
+    def __init__(self, best: Values, noise: float = 0.0, seconds: float = 0.0, limit_s: float = 1e9):
+        self.best, self.noise, self.seconds, self.now, self.random = best, noise, seconds, 0.0, random.Random(3)
+        self.lines: list[str] = []
+        self.measured: list[Values] = []
+        self.meter = Meter(self.sample, lambda: self.now, limit_s, self.lines.append)
+
+    def sample(self, values: Values, count: int) -> list[float]:
+        self.measured.append(values)
+        self.now += self.seconds * count
+        off = sum(abs(math.log2((getattr(values, name) + 1) / (best + 1))) for name, best in vars(self.best).items())
+        return [500 * (1 + 0.05 * off) * (1 + self.noise * self.random.random()) for _ in range(count)]
+
+
+def test_search_finds_the_best():
+    best = Values(24, 20, 8, 4, 96, 66)
+    made_up = MadeUp(best, noise=0.02)
+    assert search(DEFAULT, MACHINE, made_up.meter) == best
+    assert made_up.lines and all(line.startswith("[") and "] best so far " in line for line in made_up.lines)
+    assert any(" us: num_sms 24 (of 13; before: " in line for line in made_up.lines)
+
+
+def test_search_keeps_a_default_that_is_best():
+    """It stops after one round that changes nothing."""
+    made_up = MadeUp(DEFAULT, noise=0.02)
+    assert search(DEFAULT, MACHINE, made_up.meter) == DEFAULT
+    first = [values for values, _ in itertools.groupby(made_up.measured)]
+    assert len({values.num_sms for values in first}) == 13 and len(set(first)) < 45
+
+
+def test_small_differences_change_nothing():
+    made_up = MadeUp(replace(DEFAULT, num_sms=16))
+    made_up.sample = lambda values, count: [500.0 if values == DEFAULT else 499.5] * count
+    made_up.meter.sample = made_up.sample
+    assert search(DEFAULT, MACHINE, made_up.meter) == DEFAULT
+
+
+def test_search_leaves_time_to_compare():
+    made_up = MadeUp(Values(24, 20, 8, 4, 96, 66), seconds=1.0, limit_s=100)  # 8 s a setting
+    search(DEFAULT, MACHINE, made_up.meter)
+    assert 70 < made_up.now <= 78
+    assert made_up.lines[-1].startswith("[##############")
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 4), (4, 5)])
+def test_axes(num_ranks, count):
+    """Candidates fit the machine, and differ from where they start in one setting, or in the two of the ring."""
+    machine = Machine("made up", 33, num_ranks, 1)
+    found = axes(machine)
+    assert len(found) == count
+    for axis in found:
+        for values in axis(DEFAULT):
+            changed = {name for name, value in vars(values).items() if value != getattr(DEFAULT, name)}
+            assert changed and (len(changed) == 1 or changed <= {"ring_warps", "ring_stages"})
+            assert max(values.num_sms, values.num_sms_of_sums) <= 16 and values.num_work_blocks < 33
+
+
+# ---- statistics ----
+
+
+def test_interval_by_hand():
+    """Of 8 values, the ends cover the median but with 2 / 256, the second ones but with 18 / 256."""
+    values = [float(n) for n in (5, 3, 8, 1, 7, 2, 6, 4)]
+    assert median_interval(values, 0.99) == (1, 8) and median_interval(values, 0.92) == (2, 7)
+    assert median_interval(values, 0.995) == (-math.inf, math.inf)
+
+
+def test_intervals_cover():
+    """The true median, 0, lies outside of few intervals of skewed values. The seed is fixed."""
+    source = random.Random(11)
+    missed = 0
+    for _ in range(2000):
+        low, high = median_interval([source.expovariate(1) - math.log(2) for _ in range(32)], 0.95)
+        missed += not low <= 0 <= high
+    assert 0 < missed <= 100
+
+
+def test_equal_settings_are_seldom_told_apart():
+    """Over all looks together, with the confidence that is promised."""
+    source, told = random.Random(5), 0
+    for _ in range(500):
+        pairs = [(100 + source.random(), 100 + source.random()) for _ in range(max(LOOKS))]
+        told += any(judge(pairs[:look]).is_settled for look in LOOKS)
+    assert told <= 500 * (1 - CONFIDENCE) + 5
+
+
+def test_compare_stops_early_and_alternates():
+    """After the first look where all pairs say the same; who goes first changes from pair to pair."""
+    best = replace(DEFAULT, num_sms=24)
+    made_up = MadeUp(best)
+    verdict = compare(DEFAULT, best, made_up.meter)
+    assert verdict is not None and verdict.is_faster and verdict.num_pairs == LOOKS[0] and verdict.gain == pytest.approx(0.0451, abs=1e-3)
+    assert made_up.measured[:4] == [DEFAULT, best, best, DEFAULT]
+    slower = compare(best, DEFAULT, MadeUp(best).meter)
+    assert slower is not None and not slower.is_faster and slower.num_pairs == LOOKS[0]
+
+
+def test_compare_without_a_difference():
+    equal = MadeUp(DEFAULT, noise=0.02)
+    equal.meter.sample = lambda values, count: [500 * (1 + 0.02 * equal.random.random()) for _ in range(count)]
+    verdict = compare(DEFAULT, replace(DEFAULT, num_sms=24), equal.meter)
+    assert verdict is not None and not verdict.is_settled and verdict.num_pairs == LOOKS[-1]
+
+
+def test_compare_without_time():
+    made_up = MadeUp(DEFAULT, seconds=1.0, limit_s=10)
+    assert compare(DEFAULT, replace(DEFAULT, num_sms=24), made_up.meter) is None and 10 < made_up.now < 14
+
+
+@pytest.mark.parametrize(("meets_on_host", "expected"), [(True, ["synchronize", "meet", "sleep"]), (False, ["sleep", "all_reduce"])])
+def test_how_ranks_line_up(monkeypatch, meets_on_host, expected):
+    """Ranks that share a GPU meet on the host before their GPU sleeps; others meet by NCCL behind the sleep."""
+    done: list[str] = []
+    timer = timing.Timer(torch.device("cpu"), meets_on_host=meets_on_host)
+    timer._token = torch.zeros(1)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda device: done.append("synchronize"))
+    monkeypatch.setattr(timing, "_meet", lambda: done.append("meet"))
+    monkeypatch.setattr(timer, "sleep", lambda us: done.append("sleep"))
+    monkeypatch.setattr(timing.dist, "all_reduce", lambda token, group: done.append("all_reduce"))
+    timer._line_up()
+    assert done == expected
+
+
+# ---- command line ----
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "deepep_moe.tune", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", ([], ["--backend", "shm"]))
+def test_nothing_to_tune(arguments):
+    """Without a GPU the backend is shm."""
+    done = run(*arguments)
+    assert done.returncode == 0 and done.stdout == command.NOTHING_TO_TUNE + "\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "8", "16"], "--tokens 8 16 are 2 sizes; run the tuner once for each"),
+        (["--num-ranks", "3"], "--num-ranks 3 must be at least 2 and divide --num-experts 256"),
+        (["--num-ranks", "1"], "--num-ranks 1 must be at least 2"),
+        (["--hidden", "0"], "--hidden 0 must be above 0"),
+        (["--time-limit", "nan"], "--time-limit nan must be above 0"),
+        (["--num-ranks", "2"], "2 ranks share 1 GPUs, so no link is measured"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as end:
+        command.main(["--backend", "nvlink", *arguments])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_no_gpu(capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--backend", "nvlink", "--output", "profiles.json"])
+    assert end.value.code == 2 and "needs a GPU for each of 2 ranks, this machine has 0" in capsys.readouterr().err
+
+
+def test_damaged_target(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    file = tmp_path / "profiles.json"
+    file.write_text("{}")
+    with pytest.raises(SystemExit) as end:
+        command.main(["--output", str(file)])
+    assert end.value.code == 2 and f"a profile cannot be added to {file}: its format is None" in capsys.readouterr().err
+
+
+def test_outcomes_are_written(tmp_path, capsys, monkeypatch):
+    """Each EP size has its own; where nothing is faster, nothing is written."""
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
+    profile = Profile(MACHINE, Shape(4096, 7168, 8), DEFAULT, 0.04, "a test")
+    outcomes = [command.Outcome("nothing is faster", None), command.Outcome("faster: all", profile)]
+    monkeypatch.setattr(command, "start", lambda measure, options: outcomes)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+    assert command.main([]) == 0
+    file = tmp_path / "deepep_moe" / "profiles.json"
+    assert [found.profile for found in load(Files(file, None)).found] == [profile]
+    assert capsys.readouterr().out.splitlines() == [
+        "EP2: nothing is faster", "EP4: faster: all", f"EP4: wrote a profile for {MACHINE}, {profile.shape} to {file}",
+    ]  # fmt: skip
+
+
+def test_failed_rank(capsys, monkeypatch, tmp_path):
+    def fail(measure, options):
+        raise command.RankFailedError(1, "no such luck")
+
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(command, "start", fail)
+    file = tmp_path / "profiles.json"
+    assert command.main(["--output", str(file)]) == 1 and "rank 1 failed: no such luck" in capsys.readouterr().err
+    assert not file.exists()
+    write(Profile(MACHINE, Shape(1, 1, 1), DEFAULT, 0.5, ""), file)  # the same path is writable
