@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -194,7 +195,7 @@ class Exchange:
         self._num_ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._rows = own.repeat(self._num_ranks, 1)
         self._peers = [(self._rank + offset) % self._num_ranks for offset in range(1, self._num_ranks)]
-        self._works: list[Any] = []  # of the sends to them, then of the receives
+        self._works: list[Any] = []  # for each of them a send and a receive
 
     def wait(self) -> Tensor:
         """Return [num_ranks, n]. May be called again where an exception of a signal's handler has ended it.
@@ -217,7 +218,7 @@ class Exchange:
             if is_of_handler(error):
                 raise
             failed = num_over if len(self._works) == 2 * len(self._peers) else len(self._works)
-            peer = self._peers[failed % len(self._peers)]
+            peer = self._peers[failed // 2]
             why = f"did not deliver within {self._timeout_s:g} s" if "Timed out" in str(error) else _HUNG_UP
             raise EPTimeoutError(
                 f"rank {self._rank}: rank {peer} {why}; phase '{self._phase}', expected 1 message, seen 0; "
@@ -227,12 +228,11 @@ class Exchange:
         return self._rows
 
     def _post(self) -> None:
-        """Post all messages. The loops run in C, where no signal's handler raises: what was posted is known also after an interrupt."""
-        tags = itertools.repeat(_TAG + self._own.nbytes)
+        """Post all messages. The loop runs in C, where no signal's handler raises: what was posted is known also after an interrupt."""
+        send, receive, tag = self._group.send, self._group.recv, _TAG + self._own.nbytes
         if not self._works:
-            self._works.extend(map(self._group.send, itertools.repeat([self._own]), self._peers, tags))
-        if len(self._works) == len(self._peers):
-            self._works.extend(map(self._group.recv, [[self._rows[peer]] for peer in self._peers], self._peers, tags))
+            posts = [(partial(send, [self._own], peer, tag), partial(receive, [self._rows[peer]], peer, tag)) for peer in self._peers]
+            self._works.extend(map(partial.__call__, itertools.chain.from_iterable(posts)))
 
 
 def gather_objects(
