@@ -33,7 +33,7 @@ void bind_low_latency(py::module_& m) {
         },
         py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
     m.def(
-        "gpu_low_latency_workspace_bytes",
+        "low_latency_gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {
             return GpuLowLatencyLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}).total_bytes;
         },

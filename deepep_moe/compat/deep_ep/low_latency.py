@@ -239,7 +239,7 @@ class LowLatencyCalls:
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
         """Return the bytes of a rank's low-latency workspace on a GPU, for any number of experts a token; docs/design/low_latency.md has
         the formula. `Buffer` allocates by the sizes of the calls, whatever it is given."""
-        return _C.gpu_low_latency_workspace_bytes(
+        return _C.low_latency_gpu_workspace_bytes(
             num_ranks=num_ranks, num_experts=num_experts, num_topk=_C.MAX_TOPK, hidden=hidden,
             num_max_tokens=num_max_dispatch_tokens_per_rank,
         )  # fmt: skip
