@@ -47,6 +47,15 @@ def local_world_size() -> int:
     return int(_number("LOCAL_WORLD_SIZE", 1, 1, 1e6))
 
 
+def names_no_local_rank() -> str:
+    """Return why the local rank is unknown where Slurm or Open MPI started several processes and nobody set `LOCAL_RANK`, else ""."""
+    for rank, size in (("SLURM_LOCALID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")):
+        if "LOCAL_RANK" not in os.environ and rank in os.environ and os.environ.get(size, "1") != "1":
+            told = f"{size}={os.environ[size]} and LOCAL_RANK is not set"
+            return f"{told}; set LOCAL_RANK to {rank}, and LOCAL_WORLD_SIZE to the ranks of this host"
+    return ""
+
+
 def num_threads(num_ranks_on_host: int | None = None) -> int:
     """Threads one rank's CPU kernels may use: `DEEPEP_MOE_NUM_THREADS`, else an equal share of the CPUs, 8 at most.
 

@@ -40,6 +40,7 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
 
     Raises ValueError where the numbers do not fit each other.
     """
+    unknown = config.names_no_local_rank() if local_rank is None else ""
     local_rank = config.local_rank() if local_rank is None else local_rank
     num_ranks = config.local_world_size() if num_ranks is None else num_ranks
     if not 0 <= local_rank < num_ranks:
@@ -47,6 +48,8 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     topology = read(root)
     places = place(topology, num_ranks, config.given(["CUDA_VISIBLE_DEVICES"]).get("CUDA_VISIBLE_DEVICES"))
     own = places[local_rank]
+    if unknown:  # every process would take the place of rank 0
+        return Binding(own, (), (unknown,))
     if config.mark_bound():  # what this process may use is its own share already
         return Binding(own, (), ("this process was bound before",))
     done: list[str] = []

@@ -200,6 +200,27 @@ def test_share_that_another_launcher_gave(cpus, of_parent, num_ranks, keeps, tmp
     assert any(what.startswith("NCCL_IB_HCA=") for what in found.done)
 
 
+@pytest.mark.parametrize(
+    ("variables", "left"),
+    [
+        ({"SLURM_LOCALID": "3", "SLURM_NTASKS": "8"}, "SLURM_NTASKS=8 and LOCAL_RANK is not set; set LOCAL_RANK to SLURM_LOCALID, and"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_SIZE=2 and LOCAL_RANK is not set;"),
+        ({"SLURM_LOCALID": "3", "SLURM_NTASKS": "8", "LOCAL_RANK": "0"}, None),
+        ({"SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, None),
+    ],
+)
+def test_processes_of_launchers_that_name_no_local_rank(variables, left, tmp_path, monkeypatch):
+    machine_trees.azure_h100(tmp_path)
+    for name in ("SLURM_LOCALID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(binding, "set_affinity", lambda cpus: "")
+    monkeypatch.setattr(binding, "prefer_memory", lambda node: "")
+    found = bind(root=tmp_path)
+    assert bool(found.done) is (left is None) and (left is None or found.left[0].startswith(left))
+
+
 def test_bound_once(tmp_path, monkeypatch):
     machine_trees.azure_h100(tmp_path)
     bound_to = []

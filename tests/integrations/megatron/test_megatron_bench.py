@@ -22,7 +22,7 @@ TINY = {"num_tokens": 12, "hidden": 32, "ffn_hidden": 16, "num_topk": 3, "num_ex
 def options_of(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     megatron.add_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments, argparse.Namespace(bind=False))  # as `python -m deepep_moe.bench` adds it
     megatron.resolve(options)
     return options
 
