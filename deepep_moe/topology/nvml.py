@@ -10,6 +10,8 @@ from typing import Any
 from deepep_moe.topology.machine import Gpu
 from deepep_moe.topology.sysfs import Tree
 
+_P2P_READ = 0  # NVML's NVML_P2P_CAPS_INDEX_READ; nvidia-ml-py's constant of that name is a tuple, which its own call does not take
+
 
 def find() -> Any:
     """Return the module pynvml, None where nvidia-ml-py is not installed."""
@@ -74,7 +76,7 @@ def _with_links(gpu: Gpu, gpus: tuple[Gpu, ...], handles: dict[str, Any], nvml: 
 
 
 def _reaches(handle: Any, other: Any, nvml: Any) -> bool:
-    return bool(nvml.nvmlDeviceGetP2PStatus(handle, other, nvml.NVML_P2P_CAPS_INDEX_READ) == nvml.NVML_P2P_STATUS_OK)
+    return bool(nvml.nvmlDeviceGetP2PStatus(handle, other, _P2P_READ) == nvml.NVML_P2P_STATUS_OK)
 
 
 def _nvlinks(handle: Any, nvml: Any) -> tuple[tuple[str, int], ...]:

@@ -167,10 +167,14 @@ def fake_nvml(gpus: dict[str, dict[str, int]], *, start_error: str = "") -> Simp
     def as_nvml(bus_id: str) -> SimpleNamespace:
         return SimpleNamespace(busId=f"0000{bus_id}".upper().encode())
 
+    def p2p(one: str, other: str, capability: int) -> int:
+        assert capability == 0, "reads of memory; the constant of nvidia-ml-py is a tuple, which it does not take"
+        return 0 if set(remotes[one]) & {*remotes[other], other} else 5
+
     return SimpleNamespace(
-        NVMLError=NvmlError, NVML_NVLINK_MAX_LINKS=18, NVML_FEATURE_ENABLED=1, NVML_P2P_CAPS_INDEX_READ=0, NVML_P2P_STATUS_OK=0,
+        NVMLError=NvmlError, NVML_NVLINK_MAX_LINKS=18, NVML_FEATURE_ENABLED=1, NVML_P2P_CAPS_INDEX_READ=(0,), NVML_P2P_STATUS_OK=0,
         nvmlInit=start, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: len(bus_ids), nvmlDeviceGetHandleByIndex=bus_ids.__getitem__,
         nvmlDeviceGetPciInfo=as_nvml, nvmlDeviceGetName=lambda handle: "H100", nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
         nvmlDeviceGetNvLinkState=state, nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: as_nvml(remotes[handle][link]),
-        nvmlDeviceGetP2PStatus=lambda one, other, _: 0 if set(remotes[one]) & {*remotes[other], other} else 5,
+        nvmlDeviceGetP2PStatus=p2p,
     )  # fmt: skip

@@ -31,12 +31,11 @@ void bind_tuning(py::module_& m) {
         .def_readwrite("rail_gbps", &GpuTuning::rail_gbps);
     m.def(
         "gpu_fit_tuning",
-        [](int num_multiprocessors, int capability_major, int64_t row_bytes, std::optional<double> link_gbps) {
+        [](int num_multiprocessors, int capability_major, std::optional<double> link_gbps) {
             const double link = link_gbps.value_or(link_gbps_of(capability_major));
-            return fit_tuning({num_multiprocessors, capability_major, row_bytes, link});
+            return fit_tuning({num_multiprocessors, capability_major, link});
         },
-        py::kw_only(), py::arg("num_multiprocessors"), py::arg("capability_major"), py::arg("row_bytes"),
-        py::arg("link_gbps") = py::none());
+        py::kw_only(), py::arg("num_multiprocessors"), py::arg("capability_major"), py::arg("link_gbps") = py::none());
 }
 
 // Of ranks and experts of all nodes, and of tokens of one rank; what the kernels know are those of one node, and the tokens that a rank

@@ -34,7 +34,7 @@ void NvlinkExchange::allocate() {
     num_multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
     shared_bytes_ = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device_);
     const int capability_major = attribute(cudaDevAttrComputeCapabilityMajor, device_);
-    tuning = fit_tuning({num_multiprocessors_, capability_major, config_.hidden * int64_t{2}, link_gbps_of(capability_major)});
+    tuning = fit_tuning({num_multiprocessors_, capability_major, link_gbps_of(capability_major)});
     has_early_launch_ = tuning.uses_bulk_copies;
     if (config_.num_max_tokens >= static_cast<int64_t>(kRefused))
         throw std::invalid_argument("num_max_tokens_per_rank is " + std::to_string(config_.num_max_tokens) + "; this backend counts to " +

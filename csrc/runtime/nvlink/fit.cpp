@@ -14,11 +14,6 @@ constexpr double kNsOnTheirWay = 5.9;  // of link time whose bytes are on their 
 constexpr int kSmsPerSender = 4;       // the others receive and sum, and touch each row more often than senders do
 constexpr int kSendersPerExtra = 6;    // a sender of sums waits for them now and then; one more for so many makes up for it
 
-// Of a sender, before the bytes of its ring bound it.
-int64_t ring_bytes(const GpuRing& ring, int64_t row_bytes) {
-    return std::min<int64_t>(tuning::kRingBytes, ring.warps * ring.stages * std::max<int64_t>(row_bytes, 1));
-}
-
 }  // namespace
 
 double link_gbps_of(int capability_major) {
@@ -32,7 +27,7 @@ GpuTuning fit_tuning(const GpuMachine& machine) {
     int wanted = kMeasuredSms;
     if (fitted.uses_bulk_copies && machine.link_gbps > 0) {
         const double on_their_way = machine.link_gbps * kNsOnTheirWay * 1e3;  // bytes
-        wanted = static_cast<int>(std::ceil(on_their_way / static_cast<double>(ring_bytes(fitted.ring, machine.row_bytes))));
+        wanted = static_cast<int>(std::ceil(on_their_way / tuning::kRingBytes));
     }
     fitted.num_sms = std::clamp(wanted, 1, std::max(1, machine.num_multiprocessors / kSmsPerSender));
     fitted.num_sms_of_sums = fitted.num_sms + static_cast<int>(divide_up(fitted.num_sms, kSendersPerExtra));

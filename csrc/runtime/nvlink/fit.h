@@ -1,8 +1,6 @@
 // How many SMs send on a machine that nobody has tuned. docs/tuning.md has the reasoning and what was measured.
 #pragma once
 
-#include <cstdint>
-
 #include "cuda/tuning.h"
 
 namespace deepep_moe {
@@ -10,8 +8,7 @@ namespace deepep_moe {
 struct GpuMachine {
     int num_multiprocessors;  // that this process may use
     int capability_major;
-    int64_t row_bytes;  // of a row of bf16
-    double link_gbps;   // that SMs can push to the peers, in one direction; 0: unknown
+    double link_gbps;  // that SMs can push to the peers, in one direction; 0: unknown
 };
 
 // 0 where nobody has measured or published it.
