@@ -133,7 +133,10 @@ def _step(model: torch.nn.Module, data_iterator: list[Any], **_: Any) -> dict[st
 
 
 def _full_iteration(rank: int, num_ranks: int) -> None:
-    full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph")
+    from megatron.core import full_cuda_graph
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    initialize_rng_tracker(use_cudagraphable_rng=True)
     with model_parallel("cuda", ep=num_ranks, backend="nvlink", grouped_experts=True, sync_free=True) as sizes:
         switches = {"bf16": True, "params_dtype": torch.bfloat16, "cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
         try:
@@ -168,6 +171,7 @@ def test_outputs_and_gradients_equal_alltoall_on_gpus(backend):
 @pytest.mark.multi_gpu(2)
 def test_example_on_gpus(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("PYTHONSAFEPATH", None)  # the example finds the files beside it
     command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "megatron" / "train.py"), "--device", "cuda", "--num-ranks", "2"]
     command += ["--steps", "8", "--compare", "alltoall", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
