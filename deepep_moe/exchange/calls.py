@@ -203,8 +203,12 @@ class Calls:
         context manager takes longer.)"""
         try:
             return function(*args, **kwargs)
-        except BaseException as error:
+        except Exception as error:
             raise self.refuse(error) from None
+        except BaseException as error:
+            with contextlib.suppress(EPError):  # of an earlier call: an interrupt says more
+                self.refuse(error)
+            raise
 
     def refuse_on_any_failure(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """Return the function's result. It makes one call: where it fails before that, with whatever error, refuse the call."""

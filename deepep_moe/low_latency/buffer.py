@@ -405,7 +405,7 @@ class LowLatencyBuffer(Sizes):
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
         `error`, to be raised. Raises ValueError where the call before last was not received: then the peers learn nothing."""
-        self._begin().refuse(f"{type(error).__name__}: {error}")
+        self._begin().refuse(told(error))
         return error
 
     def _refuse(self, error: BaseException) -> NoReturn:

@@ -14,6 +14,7 @@ from deepep_moe import config
 from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
+from deepep_moe.topology.option import add_bind, bind_this_rank
 from deepep_moe.tune.rank import Outcome, tune
 from deepep_moe.tuning import Files, write
 from deepep_moe.tuning.profiles import parse
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
     found.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
     found.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
+    add_bind(found)
     return found
 
 
@@ -99,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
         file = target_of(options)
     except (EPError, ValueError) as error:
         words.error(str(error))
+    if options.bind and options.launched:
+        bind_this_rank()
     try:
         outcomes = start(tune, options)
         if not config.launched_rank():  # rank 0 reports

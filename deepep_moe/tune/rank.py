@@ -55,11 +55,13 @@ class TuneRank(Rank):
             meter = Meter(lambda values, count: self._sample(backend, calls, values, count), lambda: self._elapsed_s, o.limit_s, self.say)
             best = search(default, machine, meter)
             if best == default:
+                self.timer.synchronize()
                 return Outcome("nothing is faster than the default settings; no profile is written", None)
             self._check_bits(backend, calls, default, best)
-            return self._outcome(machine, best, compare(default, best, meter))
+            outcome = self._outcome(machine, best, compare(default, best, meter))
+            self.timer.synchronize()  # a rank that fails meets nobody there
+            return outcome
         finally:
-            self.timer.synchronize()
             buffer.destroy()
 
     def _calls(self, buffer: Buffer) -> list[Operation]:

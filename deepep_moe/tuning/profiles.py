@@ -1,7 +1,6 @@
 """What a profile says, and its form as JSON, which is checked to the last field."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
@@ -126,7 +125,7 @@ def _check_names(what: str, told: Any, names: Sequence[str]) -> None:
 def _profile(what: str, told: Any) -> Profile:
     _check_names(what, told, [field.name for field in fields(Profile)])
     gain, source = told["gain"], told["source"]
-    if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not math.isfinite(gain) or not 0 < gain < 1:
+    if isinstance(gain, bool) or not isinstance(gain, (int, float)) or not 0 < gain < 1:
         raise ValueError(f"{what}: 'gain' is {gain!r}, not a number above 0 and below 1")
     if not isinstance(source, str):
         raise ValueError(f"{what}: 'source' is {source!r}, not a text")

@@ -76,7 +76,8 @@ def test_runtime(group):
     assert (runtime.get_local_device_id() >= 0) == torch.cuda.is_available()
     buffer.destroy()
     assert buffer.runtime is None
-    with_nodes = Runtime(SimpleNamespace(rank=5, group_size=8), lambda: 4)
+    buffer.rank, buffer.group_size = 5, 8
+    with_nodes = Runtime(buffer, SimpleNamespace(num_nodes=4))
     assert with_nodes.is_internode_available() and with_nodes.get_rdma_rank() == 2
     assert (with_nodes.get_root_rdma_rank(True), with_nodes.get_root_rdma_rank(False)) == (1, 0)
 

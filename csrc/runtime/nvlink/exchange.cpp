@@ -185,8 +185,9 @@ void NvlinkExchange::complete(GpuRouting& routing) const {
     complete.is_int64 = routing.is_int64;
     complete.num_tokens = routing.num_tokens;
     const int node_tokens = config_.num_nodes == 1 ? routing.num_tokens : config_.node_tokens();
-    complete.tokens_per_warp = tokens_per_warp(node_tokens, max_segments() / config_.num_nodes);
-    complete.node_segments = node_segments(node_tokens, max_segments() / config_.num_nodes);
+    const int segments = std::max(1, max_segments() / config_.num_nodes);
+    complete.tokens_per_warp = tokens_per_warp(node_tokens, segments);
+    complete.node_segments = node_segments(node_tokens, segments);
     complete.narrow_topk_idx = routing.narrow_topk_idx;
     routing = complete;
 }

@@ -8,11 +8,12 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kMeasuredSms = 12;       // the best of a sweep on 2 and on 4 H200s
-constexpr double kLinkOfSm90 = 357;    // what their SMs push at most, GB/s
-constexpr double kNsOnTheirWay = 5.9;  // of link time whose bytes are on their way where the link carries most: 12 rings of 184 KiB at 357
-constexpr int kSmsPerSender = 4;       // the others receive and sum, and touch each row more often than senders do
-constexpr int kSendersPerExtra = 6;    // a sender of sums waits for them now and then; one more for so many makes up for it
+constexpr int kMeasuredSms = 12;     // the best of a sweep on 2 and on 4 H200s
+constexpr double kLinkOfSm90 = 357;  // what their SMs push at most, GB/s
+constexpr double kUsOnTheirWay =
+    5.9;                          // of link time whose bytes are on their way where the link carries most: 11 to 12 rings of 184 KiB at 357
+constexpr int kSmsPerSender = 4;  // the others receive and sum, and touch each row more often than senders do
+constexpr int kSendersPerExtra = 6;  // a sender of sums waits for them now and then; one more for so many makes up for it
 
 }  // namespace
 
@@ -26,7 +27,7 @@ GpuTuning fit_tuning(const GpuMachine& machine) {
     fitted.uses_bulk_copies = machine.capability_major >= 9;
     int wanted = kMeasuredSms;
     if (fitted.uses_bulk_copies && machine.link_gbps > 0) {
-        const double on_their_way = machine.link_gbps * kNsOnTheirWay * 1e3;  // bytes
+        const double on_their_way = machine.link_gbps * kUsOnTheirWay * 1e3;  // bytes
         wanted = static_cast<int>(std::ceil(on_their_way / tuning::kRingBytes));
     }
     fitted.num_sms = std::clamp(wanted, 1, std::max(1, machine.num_multiprocessors / kSmsPerSender));

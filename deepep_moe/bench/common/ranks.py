@@ -14,6 +14,7 @@ from deepep_moe.bench.common.records import cpu_name
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.common.workload import Inputs, Shape, make_inputs
 from deepep_moe.errors import BackendUnavailableError, EPError
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
 
 NUM_RANKS = (2, 4)
@@ -55,7 +56,10 @@ def start(measure: Callable[..., Any], options: argparse.Namespace) -> list[Any]
     Returns what it returns on rank 0 of each EP size; under a launcher, what it returns on this rank.
     """
     if not options.launched:
-        return [run_ranks(measure, num_ranks, options, timeout_s=900, bind=options.bind)[0] for num_ranks in options.num_ranks]
+        return [
+            run_ranks(measure, num_ranks, options, timeout_s=max(900, getattr(options, "time_limit", 0) + 300), bind=options.bind)[0]
+            for num_ranks in options.num_ranks
+        ]
     dist.init_process_group("gloo")
     try:
         return [measure(dist.get_rank(), dist.get_world_size(), options, config.local_rank())]
@@ -96,6 +100,9 @@ class Rank:
         group = self.group if o.backend == "collective" else None
         sizes = num_tokens, o.hidden, o.num_experts, o.num_topk
         buffer = Buffer(group, *sizes, backend=o.backend, timeout_s=TIMEOUT_S, ranks_per_node=self.shape.ranks_per_node)
+        backend = buffer.calls.backend
+        if isinstance(backend, NvlinkBackend):
+            backend.use(backend.fitted)  # records of two machines are not to differ by a user's profile
         if getattr(o, "num_rail_sms", None) is not None:
             buffer.calls.backend.tuning.num_rail_sms = o.num_rail_sms  # type: ignore[attr-defined]
         return buffer

@@ -65,7 +65,7 @@ class Buffer(LowLatencyCalls):
         self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
         self._stream = CommStream()
         self._low_latency = LowLatencyBuffers(group, enable_shrink)
-        self.runtime: Runtime | None = Runtime(self, lambda: self._buffers.num_nodes)
+        self.runtime: Runtime | None = Runtime(self, self._buffers)
         """For callers that ask it; None once the buffer was destroyed."""
 
     # ---- settings ----
@@ -194,7 +194,7 @@ class Buffer(LowLatencyCalls):
             x, x_scales = rows_and_scales(x)
             callers = self._stream.begin(x, previous_event, async_finish)
         except (TypeError, ValueError) as error:
-            raise self._buffers.refuse(error) from None
+            raise (handle.buffer if isinstance(handle, Handle) else self._buffers).refuse(error) from None
         told: tuple[Any, ...] = (None, None, None, None)
         try:
             if handle is not None:
@@ -202,11 +202,11 @@ class Buffer(LowLatencyCalls):
             else:
                 routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
                 out, told = send(self._buffers, x, in_rows(x_scales, x), routing, num_sms)
+            recv_scales = as_given(out.recv_x_scales, x_scales)
         except BaseException:
             self._stream.abort(callers)
             raise
         given = x, x_scales, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
-        recv_scales = as_given(out.recv_x_scales, x_scales)
         event = self._stream.end(callers, async_finish, given, (out.recv_x, recv_scales, *told[:2]))
         recv_topk_idx, recv_topk_weights, counts, made = told
         recv_x = out.recv_x if x_scales is None else (out.recv_x, recv_scales)

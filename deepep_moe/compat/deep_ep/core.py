@@ -11,6 +11,7 @@ from torch import Tensor
 from deepep_moe import config
 from deepep_moe.device import is_gpu
 from deepep_moe.errors import EPError, EPPeerError
+from deepep_moe.errors import told as told_of
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.group.rendezvous import gather_objects, host_id
@@ -51,6 +52,7 @@ class GrowingBuffers:
         if growing is None:
             growing = self._buffers[key] = self._make(key, max(num_tokens, num_least_tokens))
         elif growing.num_max_tokens < num_least_tokens and self._num_max_tokens is None:
+            self.meet()  # a rank that refuses the call does so in the buffer that was
             growing.grow(num_least_tokens)
         self._latest = growing
         return growing.dispatch(num_tokens, send)
@@ -114,7 +116,7 @@ def greet(group: dist.ProcessGroup, error: Exception | None = None) -> list[str]
 
     error: why this rank does not make the call that needs the buffer. Its peers raise EPPeerError with the reason.
     """
-    reason = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_WORDS]
+    reason = None if error is None else told_of(error)[:_MAX_WORDS]
     num_ranks = dist.get_world_size(group)
     told = gather_objects([host_id(), reason], group, num_ranks, "first call of a DeepEP buffer", config.timeout_s(), _greeting)
     for rank, (_, theirs) in enumerate(told):

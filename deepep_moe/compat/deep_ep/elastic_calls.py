@@ -84,7 +84,7 @@ class ElasticCalls:
             rows, scales = rows_and_scales(x)
             callers = self.stream.begin(rows, mode.after[0], mode.is_async, mode.after[1])
         except (TypeError, ValueError) as error:
-            raise self.buffers.refuse(error) from None
+            raise (handle.buffer if isinstance(handle, EPHandle) else self.buffers).refuse(error) from None
         try:
             if handle is None:
                 out, handle = self._send(rows, in_rows(scales, rows), routing, mode)

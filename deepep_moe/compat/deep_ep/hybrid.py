@@ -232,7 +232,18 @@ class HybridEPBuffer:
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: HybridHandle | None = None) -> tuple[Tensor, Tensor | None]:
         """Sum the rows of each token at its source. Collective; as `combine_with_unpermute`, probs as `dispatch` returns them."""
         handle = self._checked(handle)
-        return self._combine(hidden, None if probs is None else weights_at(detached(probs), self._of_node(handle)), handle)
+        lanes = handle.buffer.calls.refuse_on_failure(self._lanes_of_node, probs, handle)
+        return self._combine(hidden, lanes, handle)
+
+    def _lanes_of_node(self, probs: Any, handle: HybridHandle) -> Tensor | None:
+        """Return `probs` of `dispatch` by lane of top-k. Raises TypeError or ValueError for others."""
+        if probs is None:
+            return None
+        topk_idx, buffer = self._of_node(handle), handle.buffer
+        check_is_tensor("probs", probs)
+        shape = len(topk_idx), buffer.num_local_experts * buffer.ranks_per_node
+        check_tensor("probs", probs, shape, _PROBS, topk_idx.device, any_strides=True)
+        return weights_at(detached(probs), topk_idx)
 
     # ---- how ----
 

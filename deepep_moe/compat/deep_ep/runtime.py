@@ -1,5 +1,6 @@
 """`Buffer.runtime`: what callers ask of DeepEP's native object beside the calls, which `Buffer` makes itself."""
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,13 +8,15 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from deepep_moe.compat.deep_ep.buffer import Buffer
+    from deepep_moe.compat.deep_ep.core import GrowingBuffers
 
 
 class Runtime:
     """Answers about a buffer. Nodes are those that its calls have found: one until the first."""
 
-    def __init__(self, buffer: "Buffer", num_nodes: "Any") -> None:
-        self._buffer, self._num_nodes = buffer, num_nodes
+    def __init__(self, buffer: "Buffer", buffers: "GrowingBuffers") -> None:
+        self._buffer: Buffer = weakref.proxy(buffer)  # which keeps this one, and must go with its memory when it is dropped
+        self._buffers = buffers
 
     def is_available(self) -> bool:
         """Return True: memory is made by the calls."""
@@ -25,7 +28,7 @@ class Runtime:
 
     def get_num_rdma_ranks(self) -> int:
         """Return the number of nodes."""
-        return int(self._num_nodes())
+        return self._buffers.num_nodes
 
     def get_rdma_rank(self) -> int:
         """Return this rank's node."""

@@ -33,7 +33,7 @@ class Entry:
             extras.insert(0, f", with the handle of call {self.handle_call}")
         name = sorted(set(DTYPE_NAMES.values()))[self.dtype]
         return (
-            f"{_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
+            f"call {self.call}: {_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
             f"expert_alignment {self.expert_alignment}" + "".join(extras)
         )
 
