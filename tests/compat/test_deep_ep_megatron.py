@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("num_ranks", (2, pytest.param(4, marks=pytest.mark.slow)))
-@pytest.mark.parametrize("mode", ("deepep", "hybridep", "hybridep to capacity"))
+@pytest.mark.parametrize("mode", ("deepep", "hybridep", pytest.param("hybridep to capacity", marks=pytest.mark.slow)))
 def test_stock_backend_equals_alltoall(mode, num_ranks, tmp_path):
     from megatron.core.transformer.transformer_config import TransformerConfig
 

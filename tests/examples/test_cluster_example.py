@@ -47,7 +47,7 @@ def run_script(*arguments: str, **changes: str) -> list[str]:
 # ---- as users start them ----
 
 
-@pytest.mark.parametrize("backend", ["auto", "collective"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("collective", marks=pytest.mark.slow)])
 def test_correctness(backend):
     lines = run_script("correctness", *COMMON, "--backend", backend)
     chosen = {"auto": "shm", "collective": "collective"}[backend]
@@ -55,6 +55,7 @@ def test_correctness(backend):
     assert sum(line.endswith("| the same bits |") for line in lines) == 16 and lines[-1] == "all results have the reference's bits"
 
 
+@pytest.mark.slow
 def test_bandwidth():
     sizes = ("--num-tokens", "64", "--hidden", "256", "--iterations", "2", "--topk-groups", "1")
     lines = run_script("bandwidth", *COMMON, "--backend", "collective", *sizes)
@@ -74,6 +75,7 @@ def start_node(node: int, arguments: tuple[str, ...], variables: dict[str, str])
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=where)
 
 
+@pytest.mark.slow
 def test_a_launcher_on_each_of_two_nodes():
     """Both are this host, so its ranks are two nodes only because --ranks-per-node says so."""
     variables = environment()
@@ -93,6 +95,7 @@ wait $first && wait $second
 """
 
 
+@pytest.mark.slow
 def test_slurm(tmp_path):
     """With an srun that starts both nodes here, and a scontrol that names them."""
     for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\n[ "$3" = "node[0-1]" ] && printf "127.0.0.1\\nnowhere\\n"\n')):

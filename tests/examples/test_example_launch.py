@@ -50,6 +50,7 @@ def test_megatron(tmp_path):
     assert ours["num_ranks"] == ours["ep"] == 4 and ours["nodes_per_token_last_10"] == 1.0 and "nodes_per_token_last_10" not in theirs
 
 
+@pytest.mark.slow
 def test_deepspeed(tmp_path):
     pytest.importorskip("deepspeed")
     text = train("deepspeed", "--no-compare", "--backend", "collective", "--out", str(tmp_path))

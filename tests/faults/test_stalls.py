@@ -86,7 +86,7 @@ def held_up(rank, num_ranks, kind):
     assert not is_late or time.monotonic() - began > 1.3 * deadline_s
 
 
-@pytest.mark.parametrize("kind", ("shm", "low latency"))
+@pytest.mark.parametrize("kind", ("shm", pytest.param("low latency", marks=pytest.mark.slow)))
 def test_held_up_by_itself(kind):
     run_ranks(held_up, 3, kind)
 

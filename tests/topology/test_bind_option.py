@@ -44,6 +44,7 @@ def test_ranks_of_this_host():
     assert run_ranks(affinity, 2) == [everything, everything]
 
 
+@pytest.mark.slow
 def test_benchmark():
     sizes = ("--num-tokens", "8", "--hidden", "128", "--num-experts", "4", "--num-topk", "2", "--repeats", "1")
     assert lines_of(run("-m", "deepep_moe.bench", "exchange", "--bind", *sizes).stderr) == expected(0, 1)
@@ -70,6 +71,7 @@ def test_launcher_of_megatron(tmp_path):
     assert done.stdout.strip().endswith(f"['--bind'] {list(OWN[1])}") and lines_of(done.stderr) == expected(1)
 
 
+@pytest.mark.slow
 def test_overlap_example(tmp_path):
     pytest.importorskip("matplotlib")
     sizes = ("--num-layers", "1", "--hidden", "64", "--num-tokens", "4", "--context", "4", "--repeats", "1")
