@@ -35,7 +35,7 @@ def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group
         backend.destroy()
         raise
     if settings.rank % settings.ranks_per_node == 0:  # the ranks of a host read the same files
-        for text in (*loaded.damaged, *(loaded.of_other_machines(machine) if found is None else ())):
+        for text in (*loaded.damaged, *loaded.of_other_machines(machine)):
             if text not in _warned:
                 _warned.add(text)
                 logger.warning("Buffer: %s", text)

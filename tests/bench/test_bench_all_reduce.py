@@ -18,6 +18,7 @@ def options_of(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.slow
 def test_records(tmp_path):
     sizes = ("--num-bytes", "8", "4096", "--turns", "2", "--repeats", "3", "--json", str(tmp_path / "out.json"))
     done = subprocess.run(

@@ -200,6 +200,7 @@ def test_records_of_one_host():
         assert us == pytest.approx(r["us_median"], rel=0.035 if r["layout"] == "rank" else 0.095), r["name"]
 
 
+@pytest.mark.slow
 def test_published_figures_are_off_as_documented():
     text = (ROOT / "docs" / "model.md").read_text()
     rows = re.findall(

@@ -49,6 +49,7 @@ def test_pytorch_that_does_not_import(tmp_path):
     assert page["backends"]["shm"] == "PyTorch, deepep_moe" and findings["deepep_moe"]["state"] == ABSENT
 
 
+@pytest.mark.slow
 def test_library_that_is_not_built(tmp_path):
     """In the root of a clone, as `pip install .` leaves it."""
     shutil.copytree(ROOT / "deepep_moe", tmp_path / "deepep_moe", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -61,6 +62,7 @@ def test_library_that_is_not_built(tmp_path):
     assert findings["deepep_moe"]["state"] == FAULT and page["backends"]["shm"] == "deepep_moe" and findings["PyTorch"]["state"] == OK
 
 
+@pytest.mark.slow
 def test_import_that_ends_the_process(tmp_path):
     (tmp_path / "deepspeed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n")
     _, findings = doctor(tmp_path, PYTHONPATH=str(tmp_path))

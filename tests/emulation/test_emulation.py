@@ -20,6 +20,7 @@ def test_some_of_each_kind():
     check_some(emulated_gpu.SLICE)
 
 
+@pytest.mark.slow
 def test_calls_from_python():
     """The same bits without the module `deepep_moe._torch`."""
     check_some(emulated_gpu.IN_PYTHON, with_torch=False)

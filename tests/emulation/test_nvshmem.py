@@ -99,6 +99,7 @@ def test_nothing_is_wrong_with_the_rest(ranks):
     assert result.returncode == 0 and result.stdout.count("nobody minds") == 2, result
 
 
+@pytest.mark.slow
 def test_a_lost_rank(ranks):
     """The others go on without it; of what is put from or to it, some arrives before."""
     result = ranks("lost", 2, "lose=1,lose_after=12")

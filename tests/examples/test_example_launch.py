@@ -41,6 +41,7 @@ def row(text: str, name: str) -> list[str]:
     return cells
 
 
+@pytest.mark.slow
 def test_megatron(tmp_path):
     pytest.importorskip("megatron.core")
     text = train("megatron", "--compare", "alltoall", "--out", str(tmp_path))

@@ -63,6 +63,7 @@ def test_benchmark_of_one_process_and_of_a_launcher(monkeypatch):
         assert len(bound) == count, (command, rank)
 
 
+@pytest.mark.slow
 def test_launcher_of_megatron(tmp_path):
     pytest.importorskip("megatron.core")
     (tmp_path / "script.py").write_text("import os, sys; print(sys.argv[1:], sorted(os.sched_getaffinity(0)))")

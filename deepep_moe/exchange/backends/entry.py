@@ -26,14 +26,14 @@ class Entry:
     def signature(self) -> tuple[int, ...]:
         return (self.call, self.operation, self.dtype, self.layout, self.expert_alignment, self.flags, self.handle_call)
 
-    def describe(self) -> str:
+    def describe(self, with_number: bool = False) -> str:
         extras = [", with topk_weights", ", with x_scales", ", with gradients of topk_weights"]
         extras = [text for bit, text in enumerate(extras) if self.flags >> bit & 1]
         if self.handle_call:
             extras.insert(0, f", with the handle of call {self.handle_call}")
         name = sorted(set(DTYPE_NAMES.values()))[self.dtype]
         return (
-            f"call {self.call}: {_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
+            f"{f'call {self.call}: ' if with_number else ''}{_OPERATIONS[self.operation]} of {name} rows, layout {LAYOUTS[self.layout]}, "
             f"expert_alignment {self.expert_alignment}" + "".join(extras)
         )
 
@@ -49,5 +49,6 @@ def find_difference(entries: list[Entry], rank: int) -> str:
         buffers = "; ".join(f"rank {peer}: buffer {entries[peer].buffer}" for peer in [rank, *others])
         return f"ranks are in calls of different buffers of one group: {buffers} (as rank 0 counts them); call them in the same order"
     others = [peer for peer, entry in enumerate(entries) if entry.signature() != own.signature()]
-    calls = "; ".join(f"rank {peer}: {entries[peer].describe()}" for peer in [rank, *others])
+    numbers = {entry.call for entry in entries}
+    calls = "; ".join(f"rank {peer}: {entries[peer].describe(with_number=len(numbers) > 1)}" for peer in [rank, *others])
     return f"ranks make different calls: {calls}" if others else ""

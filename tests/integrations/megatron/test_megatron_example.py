@@ -76,6 +76,7 @@ def _sizes_worker(rank: int, num_ranks: int) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_tensor_parallel_training_equals_alltoall():
     losses = run_ranks(_sizes_worker, 2)[0]
     for ours, theirs in (losses[:2], losses[2:]):
