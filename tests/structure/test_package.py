@@ -46,7 +46,8 @@ def test_isolated_build(tmp_path):
         for path in (ROOT / folder).rglob("*.py")
     }
     packed = {name for name in names if ".dist-info/" not in name and not name.endswith(".so")}
-    assert packed == sources | {"deepep_moe/py.typed", "deepep_moe/_C.pyi", "deepep_moe/_torch.pyi", "deepep_moe/_nvshmem.pyi"}
+    others = {"py.typed", "_C.pyi", "_torch.pyi", "_nvshmem.pyi", "tuning/defaults/nvlink.json"}
+    assert packed == sources | {f"deepep_moe/{name}" for name in others}
     found = deepep_moe.features()
     assert set(modules) == {"_C"} | ({"_torch"} if found["found_nvcc"] else set()) | ({"_nvshmem"} if found["nvshmem"] else set())
     linked = subprocess.run(["ldd", str(modules["_C"])], capture_output=True, text=True, check=True).stdout
