@@ -1,6 +1,7 @@
 // Launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA refuses.
 #pragma once
 
+#include "common/dense_routing.h"
 #include "common/gate.h"
 #include "cuda/low_latency.h"
 #include "cuda/params.h"
@@ -24,6 +25,8 @@ void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
 void launch_top2(const GpuTop2Params& params, void* stream);
 void launch_top2_backward(const GpuTop2BackwardParams& params, void* stream);
+void launch_lanes_of_map(const LanesOfMapParams& params, void* stream);
+void launch_dense_of_lanes(const DenseOfLanesParams& params, void* stream);
 void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
 
 // Sets the flags of the `num_slots` slots from `first_slot` on that a copy engine has filled in the inbox of `peer`.
