@@ -23,11 +23,11 @@ FILE = Path(__file__).resolve()
 LISTED = {
     "torchao 0.18 blockwise": "its grouped products are DeepGEMM's, or emulated in bf16 "
     "(prototype/blockwise_fp8_training/{deepgemm_grouped_kernels,grouped_kernels}.py); its Triton kernels are dense",
-    "flashinfer 0.7": "group_gemm_fp8_nt_groupwise serves Blackwell (sm_100, sm_120); Hopper has the forward alone, inside cutlass_fused_moe",
+    "flashinfer 0.7": "group_gemm_fp8_nt_groupwise serves Blackwell (sm_100, sm_120); on Hopper cutlass_fused_moe has the forward alone",
     "quack 0.6.5": "gemm_sm90 has no block scales; its block-scaled operands are for sm_120 (quack/gemm_sm90.py)",
     "CUTLASS DSL 4.8": "has no such kernel; grouped fp8 with block scales on Hopper is an open pull request (NVIDIA/cutlass#3194)",
     "TransformerEngine 2.20": "loops over experts with counts on the host; its grouped fp8 block product needs cuBLASLt 13.6",
-    "sgl-kernel, vLLM": "fp8_blockwise_scaled_grouped_mm (CUTLASS, forward only) is in wheels of 300 MB and more",
+    "sgl-kernel, vLLM": "fp8_blockwise_scaled_grouped_mm (CUTLASS, forward only) is in wheels of 355 MB and more",
 }
 
 
