@@ -158,11 +158,18 @@ __device__ void store_row(const float (&sums)[64], int which, __nv_bfloat16* to,
     }
 }
 
+// In fp32 neighbors exchange, so that a quad stores 16 columns of two 8-column blocks.
 __device__ void store_row(const float (&sums)[64], int which, float* to, bool is_inside) {
-    if (!is_inside) return;
+    const int lane = threadIdx.x % 4;
+    const bool is_odd = lane % 2 == 1;
 #pragma unroll
-    for (int j = 0; j < 16; ++j)
-        *reinterpret_cast<float2*>(to + 8 * j + 2 * (threadIdx.x % 4)) = make_float2(sums[4 * j + 2 * which], sums[4 * j + 2 * which + 1]);
+    for (int j = 0; j < 16; j += 2) {
+        const float *const first = sums + 4 * j + 2 * which, *const second = first + 4;
+        const float x = __shfl_xor_sync(kFullWarp, is_odd ? first[0] : second[0], 1);
+        const float y = __shfl_xor_sync(kFullWarp, is_odd ? first[1] : second[1], 1);
+        const float four[4] = {is_odd ? x : first[0], is_odd ? y : first[1], is_odd ? second[0] : x, is_odd ? second[1] : y};
+        if (is_inside) *pieces(to + 8 * (j + lane % 2) + lane / 2 * 4) = Piece<DType::kFloat32>::store(four);
+    }
 }
 
 template <bool kOfWeights, class Out>
@@ -240,10 +247,14 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_product(const __grid_constant
 
 template <auto kKernel>
 void start(const char* name, const Launch& launched, void* stream) {
-    int device = 0, num_multiprocessors = 0;
+    int device = 0, num_multiprocessors = 0, generation = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
     if (status != cudaSuccess) throw std::runtime_error(std::string("cudaDeviceGetAttribute: ") + cudaGetErrorString(status));
+    if (generation != 9)
+        throw std::runtime_error("the GPU has compute capability " + std::to_string(generation) +
+                                 ".x; fp8 products in CUDA need a Hopper GPU");
     launch<kKernel>(name, num_multiprocessors, kThreads, kSharedBytes, launched, stream);
 }
 

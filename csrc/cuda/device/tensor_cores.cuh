@@ -30,7 +30,11 @@ using TileMap = CUtensorMap;
 inline TileMap tile_map(const void* matrix, int64_t num_rows, int64_t num_columns, int tile_rows) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
     const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
     if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
         throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12 or newer");
     const cuuint64_t sizes[] = {static_cast<cuuint64_t>(num_columns), static_cast<cuuint64_t>(num_rows)};
