@@ -41,15 +41,16 @@ def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, 
     """Fill and return out [num_experts, n, k]: for each expert the product of its columns of dy_t with those of x_t."""
     if out.dtype not in (torch.float32, torch.bfloat16) or not out.is_contiguous():
         raise ValueError(f"out has dtype {out.dtype} and strides {list(out.stride())}; pass contiguous float32 or bfloat16")
-    operands = tuple(map(_ready, (dy_t, dy_t_scales, x_t, x_t_scales)))
+    dy_t, dy_t_scales, x_t, x_t_scales = map(_ready, (dy_t, dy_t_scales, x_t, x_t_scales))
     if not _is_hopper(out.device):
         from deepep_moe.ops import fp8_product_kernels
 
-        return fp8_product_kernels.weight_gradient(*operands, offsets, out)
+        return fp8_product_kernels.weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out)
     if dy_t.shape[1] == 0:
         return out.zero_()
     with on_device(out):
-        _C.gpu_fp8_weight_gradient(*operands, offsets, out, out.dtype == torch.float32, current_stream(out.device))
+        is_fp32 = out.dtype == torch.float32
+        _C.gpu_fp8_weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out, is_fp32, current_stream(out.device))
     return out
 
 
