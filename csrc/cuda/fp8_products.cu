@@ -110,21 +110,29 @@ struct Scales {
     }
 };
 
-// sums += part * scales of its rows and columns. column_scales: of this half, for weights' gradients.
-template <bool kOfWeights>
-__device__ void add_scaled(float (&sums)[64], const float (&part)[64], const float (&rows)[2], float half, const float* column_scales) {
-    const int lane = threadIdx.x % 32;
-    const float first = __fmul_rn(rows[0], half), second = __fmul_rn(rows[1], half);
+// Do 128 columns share a scale? They do in what `rescale_transpose` makes.
+__device__ bool are_equal(const float* column_scales) {
+    const float4 four = *reinterpret_cast<const float4*>(column_scales + 4 * (threadIdx.x % 32));
+    const float first = *column_scales;
+    return __all_sync(kFullWarp, four.x == first && four.y == first && four.z == first && four.w == first) != 0;
+}
+
+// sums += part * scales of its rows.
+__device__ void add_scaled(float (&sums)[64], const float (&part)[64], float first, float second) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i] = __fmaf_rn(part[i], i % 4 < 2 ? first : second, sums[i]);
+}
+
+// The same with a scale for each column.
+__device__ void add_scaled(float (&sums)[64], const float (&part)[64], const float (&rows)[2], const float* column_scales) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
-        float2 columns = make_float2(1.0f, 1.0f);
-        if (kOfWeights) columns = *reinterpret_cast<const float2*>(column_scales + 8 * j + 2 * (lane % 4));
-        float* const to = sums + 4 * j;
-        const float* const from = part + 4 * j;
-        to[0] = __fmaf_rn(from[0], kOfWeights ? __fmul_rn(rows[0], columns.x) : first, to[0]);
-        to[1] = __fmaf_rn(from[1], kOfWeights ? __fmul_rn(rows[0], columns.y) : first, to[1]);
-        to[2] = __fmaf_rn(from[2], kOfWeights ? __fmul_rn(rows[1], columns.x) : second, to[2]);
-        to[3] = __fmaf_rn(from[3], kOfWeights ? __fmul_rn(rows[1], columns.y) : second, to[3]);
+        const float2 columns = *reinterpret_cast<const float2*>(column_scales + 8 * j + 2 * (threadIdx.x % 4));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float& sum = sums[4 * j + i];
+            sum = __fmaf_rn(part[4 * j + i], __fmul_rn(rows[i / 2], i % 2 == 0 ? columns.x : columns.y), sum);
+        }
     }
 }
 
@@ -210,10 +218,17 @@ __device__ void multiply_tiles(const Params& p, Shared& shared) {
             pipe_wait(&shared.full[stage], step / kStages % 2);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                const float* const column_scales = shared.column_scales[stage] + half * kHalf;
                 float part[64];
-                multiply(part, shared.a[stage] + warp / 4 * 64 * kDepth, shared.b[stage] + half * kHalf * kDepth);
+                begin_products(part, shared.a[stage] + warp / 4 * 64 * kDepth, shared.b[stage] + half * kHalf * kDepth);
+                const bool has_one_scale = !kOfWeights || are_equal(column_scales);
+                const float scale = kOfWeights ? *column_scales : scales.halves[half];
+                end_products(part);
                 if (!kOfWeights && half == 1 && lane == 0) pipe_arrive(&shared.empty[stage]);
-                add_scaled<kOfWeights>(sums[half], part, scales.rows, scales.halves[half], shared.column_scales[stage] + half * kHalf);
+                if (has_one_scale)
+                    add_scaled(sums[half], part, __fmul_rn(scales.rows[0], scale), __fmul_rn(scales.rows[1], scale));
+                else
+                    add_scaled(sums[half], part, scales.rows, column_scales);
             }
             if (kOfWeights) {
                 __syncwarp();  // all lanes have read the columns' scales
@@ -227,8 +242,9 @@ __device__ void multiply_tiles(const Params& p, Shared& shared) {
 template <bool kOfWeights, class Out>
 __global__ void __launch_bounds__(kThreads, 1) fp8_product(const __grid_constant__ Launch launch) {
 #if DEEPEP_MOE_TENSOR_CORES
-    const auto begin = reinterpret_cast<uintptr_t>(shared_memory<unsigned char>());
-    Shared& shared = *reinterpret_cast<Shared*>((begin + kTileAlignment - 1) / kTileAlignment * kTileAlignment);
+    unsigned char* const begin = shared_memory<unsigned char>();
+    const auto before = reinterpret_cast<uintptr_t>(begin) % kTileAlignment;
+    Shared& shared = *reinterpret_cast<Shared*>(begin + (kTileAlignment - before) % kTileAlignment);
     if (threadIdx.x == 0) {
         prefetch_map(launch.a), prefetch_map(launch.b);
         for (int i = 0; i < kStages; ++i) pipe_init(&shared.full[i], 1), pipe_init(&shared.empty[i], kMathThreads / 32);

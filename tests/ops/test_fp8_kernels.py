@@ -51,9 +51,11 @@ def product_case(counts, n, k, num_rows):
 
 
 def gradient_case(counts, n, k, num_rows):
+    """Scales of x are those of 128 columns each, as `rescale_transpose` makes them, but for the first 130 columns."""
     generator = torch.Generator().manual_seed(n + k)
     dy, dy_scales = operand(generator, n, num_rows), scales(generator, num_rows // BLOCK, n)
-    x, x_scales = operand(generator, k, num_rows), scales(generator, num_rows // BLOCK, k)
+    x, x_scales = operand(generator, k, num_rows), scales(generator, num_rows // BLOCK, k // BLOCK).repeat_interleave(BLOCK, 1)
+    x_scales[:, :130] = scales(generator, num_rows // BLOCK, min(130, k))
     for values, of_values in ((dy, dy_scales), (x, x_scales)):
         values[:, sum(counts) :], of_values[sum(counts) // BLOCK :] = NAN, NAN
     grads, rows = (v.float() * s.t().repeat_interleave(BLOCK, 1) for v, s in ((dy, dy_scales), (x, x_scales)))

@@ -121,21 +121,27 @@ __device__ __forceinline__ void multiply_32(float (&d)[64], Operand a, Operand b
         : "memory");
 }
 
-// d = the products of 64 rows of one tile with 128 rows of another, over their 128 bytes. A warp group calls it. Element i of d is in row
-// 16 * (warp of the group) + lane / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
-__device__ __forceinline__ void multiply(float (&d)[64], const uint8_t* a, const uint8_t* b) {
+__device__ __forceinline__ void keep_order(float (&d)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Begins to compute d, the products of 64 rows of one tile with 128 rows of another, over their 128 bytes. A warp group calls it. Element i
+// of d is in row 16 * (warp of the group) + lane / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+__device__ __forceinline__ void begin_products(float (&d)[64], const uint8_t* a, const uint8_t* b) {
+    keep_order(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     const Operand first = operand(a), second = operand(b);
 #pragma unroll
     for (int k = 0; k < kTileBytes / 32; ++k) multiply_32(d, first + 2 * k, second + 2 * k, k != 0);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    keep_order(d);
+}
+
+// d may be used once this has returned.
+__device__ __forceinline__ void end_products(float (&d)[64]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");  // no use of d before the wait
+    keep_order(d);
 }
 
 #endif

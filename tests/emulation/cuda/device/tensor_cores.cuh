@@ -10,6 +10,10 @@
 
 #define DEEPEP_MOE_TENSOR_CORES 1
 
+struct float4 {
+    float x, y, z, w;
+};
+
 namespace deepep_moe {
 
 constexpr int kTileBytes = 128;
@@ -97,7 +101,7 @@ inline const float* e4m3_values() {
     return values.data();
 }
 
-inline void multiply(float (&d)[64], const uint8_t* a, const uint8_t* b) {
+inline void begin_products(float (&d)[64], const uint8_t* a, const uint8_t* b) {
     const float* const values = e4m3_values();
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
     for (int i = 0; i < 64; ++i) {
@@ -107,5 +111,6 @@ inline void multiply(float (&d)[64], const uint8_t* a, const uint8_t* b) {
         d[i] = sum;
     }
 }
+inline void end_products(float (&)[64]) {}
 
 }  // namespace deepep_moe
