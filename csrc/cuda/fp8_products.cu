@@ -16,10 +16,8 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kRows = 128, kColumns = 256, kDepth = kTileBytes;  // of a tile
-constexpr int kHalf = kColumns / 2;                              // columns that have an accumulator
 constexpr int kStages = 4;
 constexpr int kMathThreads = 256, kThreads = kMathThreads + 128;
-constexpr int kScaleBlock = 128;
 
 using Params = GpuFp8ProductParams;
 
@@ -35,6 +33,11 @@ struct Shared {
 };
 constexpr int64_t kSharedBytes = sizeof(Shared) + kTileAlignment;
 static_assert(kSharedBytes + kStaticSharedBytes <= 232448, "a block of an H100");
+
+#if DEEPEP_MOE_TENSOR_CORES
+
+constexpr int kHalf = kColumns / 2;  // columns that have an accumulator
+constexpr int kScaleBlock = 128;
 
 __device__ int divide(int x, int by) { return (x + by - 1) / by; }
 
@@ -238,6 +241,8 @@ __device__ void multiply_tiles(const Params& p, Shared& shared) {
         store_tile<kOfWeights, Out>(p, tiles, row, sums);
     }
 }
+
+#endif
 
 template <bool kOfWeights, class Out>
 __global__ void __launch_bounds__(kThreads, 1) fp8_product(const __grid_constant__ Launch launch) {
