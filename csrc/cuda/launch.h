@@ -21,6 +21,9 @@ void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
 void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);
 void launch_swiglu(const GpuSwigluParams& params, void* stream);
 void launch_swiglu_backward(const GpuSwigluParams& params, void* stream);
+// Rows after the last group's are not set. For GPUs of compute capability 9.0.
+void launch_fp8_product(const GpuFp8ProductParams& params, void* stream);
+void launch_fp8_weight_gradient(const GpuFp8ProductParams& params, void* stream);
 void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
 void launch_top2(const GpuTop2Params& params, void* stream);
