@@ -16,7 +16,8 @@ class DType:
     float32: DType
     bfloat16: DType
     float16: DType
-    float8: DType
+    float8_e4m3fn: DType
+    float8_e5m2: DType
 
 class Process:
     def is_gone(self) -> bool: ...
@@ -222,7 +223,10 @@ class GpuTuning:
     rail_gbps: float
 
 def gpu_fit_tuning(*, num_multiprocessors: int, capability_major: int, link_gbps: float | None = None) -> GpuTuning: ...
-def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, dtype: DType, stream: int) -> None: ...
+def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, is_rounded: bool, dtype: DType, stream: int) -> None: ...
+def gpu_quantize_weights(
+    w: Tensor, matrix_stride: int, is_transposed: bool, y: Tensor, scales: Tensor, dtype: DType, stream: int
+) -> None: ...
 
 class ExpertRows:
     @staticmethod
