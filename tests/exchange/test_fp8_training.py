@@ -187,9 +187,9 @@ def refusals(rank, num_ranks, backend):
         ((rows, good.handle, torch.ones(len(rows), device=rows.device)), {}, 'topk_weights and fp8="blockwise" were both given'),
         ((rows, good.handle), {"fp8": True}, "fp8 is True; combine takes False, or 'blockwise' for its gradient"),
         ((good.recv_x, good.handle), {}, "x is QuantizedRows, the experts' input; combine takes their outputs"),
-        ((good.recv_x, good.handle), {"fp8": False}, "x is QuantizedRows, the experts' input; combine takes their outputs"),
+        ((good.recv_x, good.handle), {"fp8": False}, "was called with fp8 rows, which only grouped_mlp takes; pass x.dequantized"),
     ):
-        with pytest.raises((ValueError, TypeError) if rank == 0 else EPPeerError, match=message):
+        with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=message):
             buffer.combine(*arguments, **{"fp8": "blockwise", **how}) if rank == 0 else buffer.combine(rows, good.handle, fp8="blockwise")
     assert_same("after refusals", buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise").recv_x.values, good.recv_x.values)
 
