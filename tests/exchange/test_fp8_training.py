@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import emulated_gpu
 import pytest
 import torch
 from exchange_cases import assert_same, device_of
@@ -113,6 +114,8 @@ def whole_layers(rank, num_ranks, backend):
         ("bf16", False, {}), ("fp8", "blockwise", {}), ("bounded", "blockwise", {"num_recv_rows": bound}),
         ("async", "blockwise", {"async_op": True}), ("hook", "blockwise", {"return_hook": True}),
     ):  # fmt: skip
+        if name == "bf16" and emulated_gpu.is_chosen() and backend == "nvlink":
+            continue  # an emulated GPU has no such products
         leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, w1, w2)]
         combined, out = layer(buffer, leaves[0], idx, *leaves[1:], fp8, **how)
         combined.float().square().sum().backward()
@@ -122,7 +125,7 @@ def whole_layers(rank, num_ranks, backend):
     for name in ("bounded", "async", "hook"):
         for ours, theirs in zip(results[name], results["fp8"], strict=True):
             assert_same(name, ours, theirs)
-    for ours, theirs in zip(results["fp8"], results["bf16"], strict=True):
+    for ours, theirs in zip(results["fp8"], results.get("bf16", ()), strict="bf16" in results):
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
         assert 0.005 < error < 0.15, error
     with torch.no_grad():
@@ -165,7 +168,8 @@ def test_recomputation(backend):
 
 
 def refusals(rank, num_ranks, backend):
-    buffer, (x, idx, _) = buffer_of(backend), inputs(rank, device_of(backend, rank))
+    x, idx, _ = inputs(rank, device_of(backend, rank))
+    buffer = buffer_of(backend)
     good = buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise")
     other = buffer.dispatch(x, idx)
     _, scales = quantize_fp8(x)
