@@ -17,6 +17,7 @@ from deepep_moe.ops.fp8_products import (
     grouped_fp8_weight_gradient,
     rescale_transpose,
 )
+from deepep_moe.ops.fp8_swiglu import swiglu_backward_fp8, swiglu_fp8
 from deepep_moe.ops.grouped_products import Groups
 from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights
 from deepep_moe.ops.quantized import QuantizedRows
@@ -30,7 +31,7 @@ def fp8_mlp(
     x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None], probs: Tensor | None,
     act: Any, recompute: bool, zero_tail: bool, delay: Any,
 ) -> Tensor:  # fmt: skip
-    """See `grouped_mlp`, which has checked the shapes. act: the activation, an object with `forward` and `backward`."""
+    """See `grouped_mlp`, which has checked the shapes. act: the activation, an object with `forward` and `backward`; None for SwiGLU."""
     _check(x, counts, w1, w2, biases)
     groups = Groups(counts, len(w1), x)
     inner = _Linear.apply(x, w1, groups, zero_tail, delay)
@@ -73,6 +74,10 @@ def _quantized(rows: Tensor) -> _Fp8:
     return (rows.values, rows.scales) if isinstance(rows, QuantizedRows) else quantize_fp8(rows.contiguous(), power_of_two=True)
 
 
+def _activated(act: Any, inner: Tensor, probs: Tensor | None, groups: Groups) -> _Fp8:
+    return swiglu_fp8(inner, probs, groups) if act is None else _quantized(act.forward(inner, probs, groups))
+
+
 def now_or_later(name: str, compute: Callable[[], Tensor], delay: Any) -> Tensor | None:
     """Return the gradient, or None once `delay` has been given what computes it."""
     if delay is None:
@@ -109,13 +114,12 @@ class _ActivatedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, act: Any, recompute: bool, zero_tail: bool, delay: Any
     ) -> Tensor:
-        activated = act.forward(inner, probs, groups)
-        if activated.shape[1] != w.shape[2]:
+        rows = _activated(act, inner, probs, groups)
+        if rows[0].shape[1] != w.shape[2]:
             raise ValueError(
-                f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {activated.shape[1]}; "
+                f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {rows[0].shape[1]}; "
                 "the last dimension of w2 must be this"
             )
-        rows = _quantized(activated)
         ctx.save_for_backward(inner, probs, w, *((None, None) if recompute else rows))
         ctx.groups, ctx.act, ctx.delay = groups, act, delay
         result = _product(rows, w, groups)
@@ -126,10 +130,11 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inner, probs, w, values, scales), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
+        rows = _activated(ctx.act, inner, probs, groups) if values is None and needs[2] else (values, scales)
         grad_activated = _product(grads, w, groups, transposed=True)
-        grad_inner, grad_probs, again = ctx.act.backward(grad_activated, inner, probs, groups, values is None)
-        grad_w = None
-        if needs[2]:
-            rows = (values, scales) if again is None else _quantized(again)
-            grad_w = now_or_later("w2", partial(_weight_gradient, grads, rows, w, groups), ctx.delay)
+        if ctx.act is None:
+            grad_inner, grad_probs = swiglu_backward_fp8(grad_activated, inner, probs, groups)
+        else:
+            grad_inner, grad_probs, _ = ctx.act.backward(grad_activated, inner, probs, groups, False)
+        grad_w = now_or_later("w2", partial(_weight_gradient, grads, rows, w, groups), ctx.delay) if needs[2] else None
         return grad_inner, grad_probs, grad_w, None, None, None, None, None

@@ -82,7 +82,8 @@ def grouped_mlp(
     act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
     if isinstance(x, QuantizedRows):
         _check(x, w1, w2, b1, b2, probs)
-        return fp8_mlp(x, counts, w1, w2, (b1, b2), probs, act, recompute_activation, zero_tail, delay)
+        own = None if activation == "swiglu" else act
+        return fp8_mlp(x, counts, w1, w2, (b1, b2), probs, own, recompute_activation, zero_tail, delay)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check(x, w1, w2, b1, b2, probs)
     groups = Groups(counts, len(w1), x)

@@ -195,6 +195,9 @@ def refusals(rank, num_ranks, backend):
     ):
         with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=message):
             buffer.combine(*arguments, **{"fp8": "blockwise", **how}) if rank == 0 else buffer.combine(rows, good.handle, fp8="blockwise")
+            if backend == "nvlink":  # whose host does not wait for a combine
+                torch.cuda.synchronize()
+                buffer.check()
     assert_same("after refusals", buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise").recv_x.values, good.recv_x.values)
 
 

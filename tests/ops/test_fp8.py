@@ -156,6 +156,22 @@ def test_mlp_is_near_that_of_bf16():
         assert 0.01 < error < 0.1, f"{name}: {error}"
 
 
+def test_another_activation_than_swiglu():
+    """The same function, given as one: the same bits in its own products, as it runs in PyTorch's operators either way."""
+    counts, x, grad = [128, 128], randn(256, HIDDEN), randn(256, HIDDEN, seed=2)
+    w1, w2 = randn(2, 2 * WIDTH, HIDDEN, seed=3) * 0.06, randn(2, HIDDEN, WIDTH, seed=4) * 0.09
+    results = []
+    for activation in ("swiglu", lambda inner: torch.nn.functional.silu(inner[:, :WIDTH]) * inner[:, WIDTH:]):
+        for recompute in (False, True):
+            rows, leaves = QuantizedRows.of(x).requires_grad_(), [leaf.clone().requires_grad_() for leaf in (w1, w2)]
+            y = ops.grouped_mlp(rows, counts, *leaves, activation=activation, recompute_activation=recompute)
+            y.backward(grad)
+            results.append((y.detach(), rows.grad, *(leaf.grad for leaf in leaves)))
+    for other in results[1:]:
+        for ours, theirs in zip(other, results[0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=float(theirs.abs().max()) * 2**-7)
+
+
 def test_delayed_gradients_and_no_rows():
     due = {}
     w1, w2 = torch.ones(2, 2 * WIDTH, HIDDEN).requires_grad_(), torch.ones(2, HIDDEN, WIDTH).requires_grad_()
