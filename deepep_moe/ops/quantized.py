@@ -18,7 +18,7 @@ class QuantizedRows(Tensor):
     NotImplementedError, because a tensor of twice the size would come into being unseen: call `dequantized()`.
     """
 
-    values: Tensor
+    values: Tensor  # type: ignore[assignment]  # a method of sparse tensors has this name
     scales: Tensor
 
     @staticmethod
@@ -33,8 +33,8 @@ class QuantizedRows(Tensor):
                 f"scales is {str(scales.dtype).removeprefix('torch.')} {list(scales.shape)} for values {list(values.shape)}; it must be "
                 f"float32, one for {BLOCK} columns"
             )
-        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16, device=values.device)  # type: ignore[attr-defined]
-        made.values, made.scales = values, scales  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16, device=values.device)
+        made.values, made.scales = values, scales
         return made
 
     @classmethod
@@ -46,13 +46,13 @@ class QuantizedRows(Tensor):
         """Return the rows [num_rows, hidden] in bf16, which holds them exactly. Without gradient."""
         return dequantize_fp8(self.values, self.scales).bfloat16()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedRows({list(self.shape)} on {self.device})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _COPIES:
             return cls(args[0].values, args[0].scales)
         if func is _aten.view.default and tuple(args[1]) in (tuple(args[0].shape), (-1, args[0].shape[1])):
