@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Rows
+from deepep_moe.exchange import native
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Mode
 from deepep_moe.exchange.backward import watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import check_beside_handle, check_blockwise, check_owner, check_routing, check_tensors
@@ -72,6 +73,9 @@ def _send(
     _x: Tensor, topk_weights: Tensor | None, topk_idx: Any, sent: QuantizedRows, calls: Calls, mode: Mode, handle: DispatchHandle | None,
     how: Any,
 ) -> tuple[QuantizedRows, Tensor | None, DispatchHandle]:  # fmt: skip
+    if (made := _send_in_cpp(topk_weights, topk_idx, sent, calls, mode, handle, how)) is not None:
+        assert made.recv_x_scales is not None  # they were sent
+        return QuantizedRows(made.recv_x, made.recv_x_scales), made.recv_topk_weights, made.handle
     if handle is None:
         layout, alignment, bound = how
         rows, handle = calls.dispatch(
@@ -81,12 +85,20 @@ def _send(
         )
     else:
         rows = calls.dispatch_cached(CachedDispatchArgs(mode, sent.values, sent.scales, topk_weights, handle))
-    return _as_quantized(rows), rows.recv_topk_weights, handle
-
-
-def _as_quantized(rows: Rows) -> QuantizedRows:
     assert rows.recv_x_scales is not None  # they were sent
-    return QuantizedRows(rows.recv_x, rows.recv_x_scales)
+    return QuantizedRows(rows.recv_x, rows.recv_x_scales), rows.recv_topk_weights, handle
+
+
+def _send_in_cpp(
+    topk_weights: Tensor | None, topk_idx: Any, sent: QuantizedRows, calls: Calls, mode: Mode, handle: DispatchHandle | None, how: Any
+) -> DispatchOutput | None:
+    """See `deepep_moe.exchange.native`. Gradients are this module's, so there is none to be made here."""
+    if mode is not calls.own_mode:
+        return None
+    weights = None if topk_weights is None else topk_weights.detach()
+    if handle is None:
+        return native.dispatch(calls, sent.values, sent.scales, topk_idx, weights, *how, None)
+    return native.dispatch_along(calls, sent.values, sent.scales, weights, handle, None)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -102,6 +114,10 @@ class _Dispatch(torch.autograd.Function):
 
 
 def _bring_back(x: Tensor, bias: Tensor | None, calls: Calls, mode: Mode, handle: DispatchHandle) -> Tensor:
+    if mode is calls.own_mode:
+        plain = x.detach(), handle, None, None if bias is None else bias.detach(), None
+        if (made := native.combine_rows(calls, *plain)) is not None:
+            return made
     return calls.combine(CombineArgs(mode, x, None, bias, None, handle))[0]
 
 
@@ -120,6 +136,6 @@ class _Combine(torch.autograd.Function):
         handle, _ = kept(ctx, ctx.num_rows)
         calls = calls_of(handle.buffer_id)
         sent = calls.refuse_on_failure(QuantizedRows.of, rows)
-        received = calls.dispatch_cached(CachedDispatchArgs(calls.own_mode, sent.values, sent.scales, None, handle))
+        received, _, _ = _send(rows, None, None, sent, calls, calls.own_mode, handle, None)
         watch_backward(calls)
-        return _as_quantized(received), rows if ctx.with_bias else None, None, None, None
+        return received, rows if ctx.with_bias else None, None, None, None

@@ -20,6 +20,7 @@ GROUP_ALIGNMENT = BLOCK
 _KERNELS = "deepep_moe.ops.fp8_kernels"
 
 
+@functools.cache
 def why_no_products(device: torch.device) -> str | None:
     """Return why products of fp8 rows cannot be made on the device; None if they can."""
     if device.type != "cuda":

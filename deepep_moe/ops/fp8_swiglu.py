@@ -40,9 +40,9 @@ def _contiguous(probs: Tensor | None) -> Tensor | None:
 
 
 def _has_kernels(inner: Tensor, probs: Tensor | None) -> bool:
-    return inner.is_cuda and (probs is None or probs.dtype == torch.float32) and importlib.util.find_spec(_KERNELS) is not None
+    return inner.is_cuda and (probs is None or probs.dtype == torch.float32) and _kernels() is not None
 
 
 @functools.cache
 def _kernels() -> Any:  # it imports Triton
-    return importlib.import_module(_KERNELS)
+    return None if importlib.util.find_spec(_KERNELS) is None else importlib.import_module(_KERNELS)
