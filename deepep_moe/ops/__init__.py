@@ -3,6 +3,7 @@
 torch.compile traces them, except `grouped_mlp`, at which it breaks the graph.
 """
 
+from deepep_moe.ops import ue8m0
 from deepep_moe.ops.balance import global_aux_loss, sequence_aux_loss, update_expert_bias
 from deepep_moe.ops.dense import nodes_per_token, to_dense
 from deepep_moe.ops.gate import FullGateOutput, GateOutput, check_gate, gate, gate_full
@@ -25,5 +26,6 @@ __all__ = [
     "quantize_fp8_weights",
     "sequence_aux_loss",
     "to_dense",
+    "ue8m0",
     "update_expert_bias",
 ]

@@ -149,7 +149,13 @@ def refusals(rank, num_ranks):
     layer, x = make_layer(rank, num_ranks, fp8=True), tokens(rank)
     expected = layer(x)
     stock, why = fp8_products.why_no_products, "GPU 7 has no fp8 products; they need a Hopper GPU or a newer one"
-    for bad, message in ((x.float(), "x has dtype float32; fp8='blockwise' takes bfloat16"), (x, f"fp8 experts cannot run: {why}")):
+    nan = x.detach().clone()
+    nan[3, 100] = torch.nan  # reaches the gate's logits
+    for bad, message in (
+        (x.float(), "x has dtype float32; fp8='blockwise' takes bfloat16"),
+        (x, f"fp8 experts cannot run: {why}"),
+        (nan, "finite"),
+    ):
         fp8_products.why_no_products = (lambda device: why) if bad is x and rank == 0 else stock
         with pytest.raises(Exception, match=re.escape(message)) as caught:
             layer(bad if rank == 0 else x)

@@ -59,6 +59,15 @@ def test_error_of_each_element():
     assert_equal("rows in bf16", QuantizedRows(y, scales).dequantized(), dequantize_fp8(y, scales))
 
 
+def test_scales_as_exponents():
+    """Powers of two fit into UE8M0, four to an int32; the scale 0 of padding stays 0."""
+    _, scales = quantize_fp8(randn(5, 6 * 128) * torch.logspace(-20, 20, 5)[:, None].bfloat16(), power_of_two=True)
+    scales[2] = 0
+    words = ops.ue8m0.pack(scales)
+    assert words.dtype == torch.int32 and words.shape == (5, 2)
+    assert_equal("scales", ops.ue8m0.unpack(words, 6), scales)
+
+
 def test_what_is_not_finite_stays_in_its_block():
     x = randn(128, HIDDEN)
     good = ops.QuantizedRows.of(x)
