@@ -16,7 +16,8 @@ class DType:
     float32: DType
     bfloat16: DType
     float16: DType
-    float8: DType
+    float8_e4m3fn: DType
+    float8_e5m2: DType
 
 class Process:
     def is_gone(self) -> bool: ...
@@ -226,7 +227,10 @@ def gpu_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, gr
 def gpu_fp8_weight_gradient(
     dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, x_t_scales: Tensor, group_ends: Tensor, out: Tensor, is_fp32: bool, stream: int
 ) -> None: ...
-def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, dtype: DType, stream: int) -> None: ...
+def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, is_rounded: bool, dtype: DType, stream: int) -> None: ...
+def gpu_quantize_weights(
+    w: Tensor, matrix_stride: int, is_transposed: bool, y: Tensor, scales: Tensor, dtype: DType, stream: int
+) -> None: ...
 
 class ExpertRows:
     @staticmethod

@@ -15,8 +15,8 @@ DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
-    torch.float8_e4m3fn: "float8",
-    torch.float8_e5m2: "float8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
 }
 DTYPES = {dtype: getattr(_C.DType, name) for dtype, name in DTYPE_NAMES.items()}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

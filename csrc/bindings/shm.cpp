@@ -42,7 +42,8 @@ void bind_types(py::module_& m) {
         .value("float32", DType::kFloat32)
         .value("bfloat16", DType::kBFloat16)
         .value("float16", DType::kFloat16)
-        .value("float8", DType::kFloat8);
+        .value("float8_e4m3fn", DType::kFloat8)
+        .value("float8_e5m2", DType::kFloat8E5M2);
 }
 
 // ---- calls: what tensors and a handle say becomes params, in one step ----

@@ -30,15 +30,15 @@ std::string describe_combine(unsigned long long dispatch) { return "combine with
 
 uint64_t pack(const Signature& s) {
     const uint64_t flags = (s.has_weights ? 1 : 0) | (s.has_scales ? 2 : 0) | (s.has_topk_weight_grads ? 4 : 0);
-    return uint64_t{1} << 63 | static_cast<uint64_t>(s.operation) << 57 | static_cast<uint64_t>(s.dtype) << 55 |
+    return uint64_t{1} << 63 | static_cast<uint64_t>(s.operation) << 58 | static_cast<uint64_t>(s.dtype) << 55 |
            static_cast<uint64_t>(s.layout) << 54 | flags << 51 | static_cast<uint64_t>(s.expert_alignment) << 32 |
            (static_cast<uint64_t>(s.handle_call) & 0xffffffffu);
 }
 
 Signature unpack(uint64_t packed) {
     const auto bits = [&](int first, int count) { return static_cast<int>(packed >> first & ((uint64_t{1} << count) - 1)); };
-    return {static_cast<Operation>(bits(57, 2)),
-            static_cast<DType>(bits(55, 2)),
+    return {static_cast<Operation>(bits(58, 2)),
+            static_cast<DType>(bits(55, 3)),
             static_cast<Layout>(bits(54, 1)),
             bits(32, 19),
             static_cast<int64_t>(packed & 0xffffffffu),

@@ -20,10 +20,11 @@ constexpr int kMaxTopk = 32;
 constexpr int kMaxChannels = 64;
 constexpr int kScaleBlock = 128;                          // columns of an fp8 row that share one fp32 scale
 constexpr float kFp8Largest = 448.0f, kFp8Least = 1e-4f;  // of e4m3; what counts as the largest magnitude of a block at least
+constexpr float kFp8LeastTrained = 0x1p-100f;             // the same of a block whose gradients may be small; its scale is normal
 constexpr int kRowAlignment = 16;                         // bytes a row must be a multiple of
 constexpr int kMaxReasonBytes = 240;                      // of a refusal, as its peers are told
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3 };
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3, kFloat8E5M2 = 4 };  // kFloat8: e4m3
 enum class Layout : int { kRank = 0, kExpert = 1 };
 
 constexpr size_t element_bytes(DType dtype) {
@@ -31,7 +32,8 @@ constexpr size_t element_bytes(DType dtype) {
         case DType::kFloat32: return 4;
         case DType::kBFloat16:
         case DType::kFloat16: return 2;
-        case DType::kFloat8: return 1;
+        case DType::kFloat8:
+        case DType::kFloat8E5M2: return 1;
     }
     return 0;
 }
@@ -41,7 +43,8 @@ constexpr const char* name_of(DType dtype) {
         case DType::kFloat32: return "float32";
         case DType::kBFloat16: return "bfloat16";
         case DType::kFloat16: return "float16";
-        case DType::kFloat8: return "float8";
+        case DType::kFloat8: return "float8_e4m3fn";
+        case DType::kFloat8E5M2: return "float8_e5m2";
     }
     return "?";
 }
@@ -53,7 +56,8 @@ void with_dtype(DType dtype, const char* why_not_fp8, const Launcher& launcher) 
         case DType::kFloat32: return launcher(std::integral_constant<DType, DType::kFloat32>{});
         case DType::kBFloat16: return launcher(std::integral_constant<DType, DType::kBFloat16>{});
         case DType::kFloat16: return launcher(std::integral_constant<DType, DType::kFloat16>{});
-        case DType::kFloat8: throw std::invalid_argument(why_not_fp8);
+        case DType::kFloat8:
+        case DType::kFloat8E5M2: throw std::invalid_argument(why_not_fp8);
     }
 }
 

@@ -76,7 +76,8 @@ void quantize_row(DType dtype, const void* x, int hidden, bool is_rounded, uint8
         case DType::kFloat32: return quantize_float32(x, hidden, is_rounded, y, scales);
         case DType::kBFloat16: return quantize_bfloat16(x, hidden, is_rounded, y, scales);
         case DType::kFloat16: return quantize_float16(x, hidden, is_rounded, y, scales);
-        case DType::kFloat8: throw std::invalid_argument("rows are fp8 already");
+        case DType::kFloat8:
+        case DType::kFloat8E5M2: throw std::invalid_argument("rows are fp8 already");
     }
 }
 
@@ -85,7 +86,8 @@ void sum_fp8_rows(DType dtype, const Fp8Row* rows, int num_rows, int hidden, voi
         case DType::kFloat32: return sum_to_float32(rows, num_rows, hidden, sum);
         case DType::kBFloat16: return sum_to_bfloat16(rows, num_rows, hidden, sum);
         case DType::kFloat16: return sum_to_float16(rows, num_rows, hidden, sum);
-        case DType::kFloat8: throw std::invalid_argument("a sum of fp8 rows is fp32, bf16 or fp16");
+        case DType::kFloat8:
+        case DType::kFloat8E5M2: throw std::invalid_argument("a sum of fp8 rows is fp32, bf16 or fp16");
     }
 }
 

@@ -83,7 +83,8 @@ void sum_rows(DType dtype, const SumParams& params) {
         case DType::kFloat32: return sum_rows_float32(params);
         case DType::kBFloat16: return sum_rows_bfloat16(params);
         case DType::kFloat16: return sum_rows_float16(params);
-        case DType::kFloat8: refuse_fp8();
+        case DType::kFloat8:
+        case DType::kFloat8E5M2: refuse_fp8();
     }
 }
 
@@ -92,7 +93,8 @@ void sum_rows_to_float32(DType dtype, const SumParams& params) {
         case DType::kFloat32: return sum_rows_float32(params);
         case DType::kBFloat16: return sum_rows_bfloat16_to_float32(params);
         case DType::kFloat16: return sum_rows_float16_to_float32(params);
-        case DType::kFloat8: refuse_fp8();
+        case DType::kFloat8:
+        case DType::kFloat8E5M2: refuse_fp8();
     }
 }
 
@@ -101,7 +103,8 @@ void sum_float32_rows(DType dtype, const SumParams& params) {
         case DType::kFloat32: return sum_rows_float32(params);
         case DType::kBFloat16: return sum_float32_rows_to_bfloat16(params);
         case DType::kFloat16: return sum_float32_rows_to_float16(params);
-        case DType::kFloat8: refuse_fp8();
+        case DType::kFloat8:
+        case DType::kFloat8E5M2: refuse_fp8();
     }
 }
 

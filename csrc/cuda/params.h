@@ -243,6 +243,17 @@ struct GpuQuantizeParams {
     const std::byte* x;        // [num_rows, hidden]
     std::byte* y;              // [num_rows, hidden] e4m3
     float* scales;             // [num_rows, ceil(hidden / 128)]
+    bool is_rounded;           // scales are powers of two, also of small gradients
+};
+
+struct GpuQuantizeWeightsParams {
+    int64_t num_matrices, num_rows, num_columns;  // rows and columns: multiples of 128
+    int64_t matrix_stride;                        // elements from one matrix to the next
+    bool is_transposed;
+    DType dtype;         // of w
+    const std::byte* w;  // [num_matrices, num_rows, num_columns]; every matrix contiguous
+    std::byte* y;        // [num_matrices, num_rows, num_columns] e4m3, or [num_matrices, num_columns, num_rows] if transposed
+    float* scales;       // [num_matrices, num_rows / 128, num_columns / 128], or transposed likewise
 };
 
 }  // namespace deepep_moe

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const __grid_constant__ Gpu
     const bool inside = row < p.num_rows && column < p.hidden;
     float x[kColumns] = {};
     if (inside) load_columns<kType>(p.x + (row * p.hidden + column) * (16 / Piece<kType>::kCount), x);
-    const Fp8Block scale(largest_of<kThreadsPerBlock>(x), false);
+    const Fp8Block scale(largest_of<kThreadsPerBlock>(x, p.is_rounded ? kFp8LeastTrained : kFp8Least), p.is_rounded);
     if (!inside) return;
     *reinterpret_cast<uint2*>(p.y + row * p.hidden + column) = scale.store(x).raw;
     if (threadIdx.x % kThreadsPerBlock == 0) p.scales[row * num_blocks + block] = scale.scale;

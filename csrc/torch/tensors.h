@@ -111,6 +111,7 @@ inline DType dtype_of(at::ScalarType type) {
         case at::kFloat: return DType::kFloat32;
         case at::kBFloat16: return DType::kBFloat16;
         case at::kHalf: return DType::kFloat16;
+        case at::kFloat8_e5m2: return DType::kFloat8E5M2;
         default: return DType::kFloat8;
     }
 }

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.arguments import check_tensor
-from deepep_moe.exchange import native, operators
+from deepep_moe.exchange import native, operators, quantized
 from deepep_moe.exchange.backends.select import BACKENDS, make_backend
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import (
+    BLOCKWISE,
     check_beside_handle,
+    check_fp8_mode,
     check_max_sms,
     check_num_sms,
     check_owner,
@@ -168,7 +170,7 @@ class Buffer(Sizes):
         expert_alignment: int = 1,
         handle: DispatchHandle | None = None,
         num_recv_rows: int | None = None,
-        fp8: bool = False,
+        fp8: bool | str = False,
         num_sms: int | None = None,
         async_op: bool = False,
         return_hook: bool = False,
@@ -186,7 +188,10 @@ class Buffer(Sizes):
             handle: of an earlier dispatch of this buffer: repeats its routing, layout and alignment, with no exchange of counts.
             num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest, behind the last group, zero. On a
                 GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
-            fp8: send rows as float8_e4m3fn with one scale for 128 columns, made here (`deepep_moe.ops.quantize_fp8`); without gradient.
+            fp8: True sends rows as float8_e4m3fn with one scale for 128 columns, made here (`deepep_moe.ops.quantize_fp8`), without
+                gradient. "blockwise" is for training: scales are powers of two, and recv_x is `deepep_moe.ops.QuantizedRows`, whose
+                gradient is bf16 and which `deepep_moe.ops.grouped_mlp` multiplies in fp8. It needs bf16 rows, the expert layout,
+                and multiples of 128 for hidden, `expert_alignment` and `num_recv_rows` (docs/design/fp8_training.md).
             num_sms: as the buffer's, for this call; gradients run with the buffer's.
             async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`. Such a call, and one
                 with `return_hook`, breaks the graph of a compiled function.
@@ -204,6 +209,13 @@ class Buffer(Sizes):
                 handle=handle, num_recv_rows=num_recv_rows, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
             )  # fmt: skip
         calls = self.calls
+        if fp8 is not False:
+            calls.refuse_on_failure(check_fp8_mode, fp8)
+        if fp8 == BLOCKWISE:
+            return quantized.dispatch(
+                calls, x, topk_idx, topk_weights, x_scales=x_scales, layout=layout, expert_alignment=expert_alignment, handle=handle,
+                num_recv_rows=num_recv_rows, num_sms=num_sms, async_op=async_op, return_hook=return_hook,
+            )  # fmt: skip
         if fp8:
             calls.refuse_on_failure(check_quantizable, x, x_scales)
             x, x_scales = calls.refuse_on_failure(quantize_fp8, x)
@@ -238,6 +250,7 @@ class Buffer(Sizes):
         topk_weights: Tensor | None = None,
         *,
         bias: Tensor | None = None,
+        fp8: bool | str = False,
         num_sms: int | None = None,
         async_op: bool = False,
         return_hook: bool = False,
@@ -253,6 +266,8 @@ class Buffer(Sizes):
             handle: of a dispatch of this buffer.
             topk_weights: [num_rows] fp32: the weight of each row (`recv_topk_weights` of the expert layout); None: a plain sum.
             bias: [num_tokens, hidden], dtype of `x`: added at the source.
+            fp8: "blockwise": the backward dispatches its gradient as a dispatch with `fp8="blockwise"` does, so that of `x` comes as
+                `QuantizedRows`, which `grouped_mlp` takes. Rows move as they are. For the handle of such a dispatch and no `topk_weights`.
             num_sms: as the buffer's, for this call.
             async_op: return at once with an Event.
             return_hook: return at once with a hook, as `dispatch`.
@@ -265,9 +280,14 @@ class Buffer(Sizes):
         """
         if (async_op or return_hook) and torch.compiler.is_compiling():
             return _asynchronous_call_outside_graph(
-                self.combine, x, handle, topk_weights, bias=bias, num_sms=num_sms, async_op=async_op, return_hook=return_hook
+                self.combine, x, handle, topk_weights, bias=bias, fp8=fp8, num_sms=num_sms, async_op=async_op, return_hook=return_hook
             )
         calls = self.calls
+        if fp8 is not False:
+            calls.refuse_on_failure(check_fp8_mode, fp8)
+            if fp8 != BLOCKWISE:
+                raise calls.refuse(ValueError(f"fp8 is {fp8!r}; combine takes False, or {BLOCKWISE!r} for its gradient"))
+            return quantized.combine(calls, x, handle, topk_weights, bias, num_sms, async_op, return_hook)
         if not (async_op or return_hook or torch.compiler.is_compiling()):
             made = native.combine_rows(calls, x, handle, topk_weights, bias, num_sms)
             if made is not None:

@@ -11,8 +11,12 @@ from deepep_moe.device import DTYPE_NAMES, FLOATS
 from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import MAX_NUMBER, Settings
+from deepep_moe.ops.fp8_products import check_alignment
+from deepep_moe.ops.quantized import QuantizedRows
 
 MAX_ALIGNMENT = 1 << 16
+BLOCKWISE = "blockwise"
+"""The fp8 of training: scales of powers of two, and rows that grouped products take."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALL = tuple(DTYPE_NAMES)
 
@@ -66,6 +70,27 @@ def check_quantizable(x: Any, x_scales: Tensor | None) -> None:
         raise ValueError("fp8 and x_scales were both given; rows with scales are fp8 already")
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("fp8=True has no gradient and x requires one; call it with x.detach()")
+
+
+def check_fp8_mode(fp8: Any) -> None:
+    if not isinstance(fp8, bool) and fp8 != BLOCKWISE:
+        raise ValueError(f"fp8 is {fp8!r}; it must be True, False or {BLOCKWISE!r}")
+
+
+def check_blockwise(x: Tensor, x_scales: Tensor | None, layout: Any, expert_alignment: int, num_recv_rows: int | None) -> None:
+    """Refuse what products of fp8 rows could not take, before anything is sent."""
+    if x_scales is not None:
+        raise ValueError(f"fp8={BLOCKWISE!r} and x_scales were both given; rows with scales are fp8 already")
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; fp8={BLOCKWISE!r} takes bfloat16")
+    if x.dim() != 2 or x.shape[1] % _C.SCALE_BLOCK or not x.is_contiguous():
+        raise ValueError(
+            f"x has shape {list(x.shape)}; fp8={BLOCKWISE!r} takes contiguous [num_tokens, hidden], hidden a multiple of {_C.SCALE_BLOCK}"
+        )
+    if layout != "expert":
+        raise ValueError(f"layout is {layout!r}; fp8={BLOCKWISE!r} needs 'expert', whose rows the products take as they are")
+    for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", num_recv_rows or 0)):
+        check_alignment(name, value)
 
 
 # ---- of a call ----
@@ -180,6 +205,8 @@ def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
 
 def check_combine(args: CombineArgs, s: Settings) -> None:
     handle, x, fusion = args.handle, args.x, args.fusion or NO_FUSION
+    if isinstance(x, QuantizedRows):
+        raise TypeError("x is QuantizedRows, the experts' input; combine takes their outputs, or x.dequantized()")
     if isinstance(x, Tensor) and x.dtype in _FP8:
         raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; combine takes float32, bfloat16 or float16")
     if fusion.expert_rows is not None:  # which have the right shapes

@@ -70,7 +70,7 @@ def _checked_calls(handle: DispatchHandle) -> Calls:
     return calls
 
 
-def _keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
+def keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
     """For the backward: the handle, `more`, and that gradients are expected of these outputs only: PyTorch would fill zeros for each of the
     others, a kernel apiece. `values`: None where there are none."""
     ctx.set_materialize_grads(False)
@@ -91,7 +91,7 @@ def kept(ctx: Any, num_rows: Any) -> tuple[DispatchHandle, tuple[Tensor, ...]]:
     return ctx.rebuild(num_rows, *saved[:num_saved]), saved[num_saved:]
 
 
-def _given(ctx: Any, *grads: Tensor | None) -> list[Any]:
+def given(ctx: Any, *grads: Tensor | None) -> list[Any]:
     """`grads` of the expected outputs, contiguous; zeros for those that nothing has used, so that all ranks make the same calls."""
     return [_or_zeros(grad, like) for grad, like in zip(grads, ctx.expected, strict=True)]
 
@@ -136,18 +136,18 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:  # fmt: skip
         how = layout, expert_alignment, num_recv_rows
         rows, handle = calls.dispatch(DispatchArgs(mode, x, x_scales, topk_idx, topk_weights, *how, calls.number))
-        _keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
+        keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
 
     @staticmethod
     def backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any, _handle: Any) -> tuple[Any, ...]:
-        grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+        grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
         return grad_x, None, None, grad_topk_weights, *[None] * 5
 
 
-def _dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def dispatch_gradients(ctx: Any, grad_recv_x: Tensor | None, grad_recv_topk_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Of x and topk_weights, cached or not."""
-    rows, values = _given(ctx, grad_recv_x, grad_recv_topk_weights)
+    rows, values = given(ctx, grad_recv_x, grad_recv_topk_weights)
     handle, _ = kept(ctx, rows.shape[0])
     calls = calls_of(handle.buffer_id)
     return combine(calls, calls.own_mode, rows, None, None, values, handle)
@@ -215,11 +215,11 @@ def _fake_dispatch(
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, topk_weights, buffer, layout, expert_alignment, *_ = inputs
     recv_x, _, _, recv_topk_weights, *rest = output
-    _keep(ctx, _handle(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
+    keep(ctx, _handle(buffer, layout, expert_alignment, -1, rest), recv_x, None if topk_weights is None else recv_topk_weights)
 
 
 def _dispatch_backward(ctx: Any, grad_recv_x: Any, _scales: Any, _idx: Any, grad_recv_topk_weights: Any, *_: Any) -> tuple[Any, ...]:
-    grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+    grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, None, grad_topk_weights, *[None] * 7
 
 
@@ -246,12 +246,12 @@ class _DispatchCached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, x_scales: Any, topk_weights: Any, calls: Calls, mode: Mode, handle: DispatchHandle) -> tuple[Any, ...]:
         rows = calls.dispatch_cached(CachedDispatchArgs(mode, x, x_scales, topk_weights, handle))
-        _keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
+        keep(ctx, handle, rows.recv_x, rows.recv_topk_weights)
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
 
     @staticmethod
     def backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
-        grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+        grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
         return grad_x, None, grad_topk_weights, None, None, None
 
 
@@ -280,11 +280,11 @@ def _fake_dispatch_cached(
 
 def _save_dispatch_cached(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, topk_weights, *tensors, buffer, layout, expert_alignment = inputs[:-4]
-    _keep(ctx, _handle(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
+    keep(ctx, _handle(buffer, layout, expert_alignment, -1, tensors), output[0], None if topk_weights is None else output[2])
 
 
 def _dispatch_cached_backward(ctx: Any, grad_recv_x: Any, _scales: Any, grad_recv_topk_weights: Any) -> tuple[Any, ...]:
-    grad_x, grad_topk_weights = _dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
+    grad_x, grad_topk_weights = dispatch_gradients(ctx, grad_recv_x, grad_recv_topk_weights)
     return grad_x, None, grad_topk_weights, *[None] * 12
 
 
@@ -323,12 +323,12 @@ def _keep_combine(
     ctx: Any, handle: DispatchHandle, x: Tensor, weights: Tensor | None, bias: Tensor | None, combined_x: Tensor, values: Tensor | None
 ) -> None:
     ctx.with_bias, ctx.num_rows = bias is not None, handle.num_rows
-    _keep(ctx, handle, combined_x, values, *(() if weights is None else (x, weights)))
+    keep(ctx, handle, combined_x, values, *(() if weights is None else (x, weights)))
 
 
 def _combine_gradients(ctx: Any, grad_combined_x: Tensor | None, grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weights, bias and topk_weight_grads."""
-    rows, grads = _given(ctx, grad_combined_x, grad_grads)
+    rows, grads = given(ctx, grad_combined_x, grad_grads)
     handle, scaled = kept(ctx, ctx.num_rows)
     calls, grad_weights, grad_topk_weight_grads = calls_of(handle.buffer_id), None, None
     if scaled:  # by weights, which did not come with gradients of topk_weights

@@ -81,13 +81,14 @@ class GroupedExperts(nn.Module):
         """Return each row's output, times its prob.
 
         Args:
-            x: [num_rows, hidden] grouped by expert, in the dtype of the parameters unless under autocast.
+            x: [num_rows, hidden] grouped by expert, in the dtype of the parameters unless under autocast. Or `QuantizedRows`, which are
+                multiplied in fp8 (`deepep_moe.ops.grouped_mlp` says for which sizes).
             num_rows_per_expert: [num_local_experts], on the device of x or on the host. Their sum is at most num_rows. Rows behind it may
                 hold anything and come out as zeros.
             probs: [num_rows] fp32, or None for ones. A `MoELayer` gives none, as its combine weights the rows.
 
         Returns:
-            [num_rows, hidden] in the dtype of x.
+            [num_rows, hidden] in the dtype of x, which for `QuantizedRows` is bfloat16.
 
         Raises:
             TypeError, ValueError: as `deepep_moe.ops.grouped_mlp`.

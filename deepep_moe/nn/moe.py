@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepep_moe.arguments import check_is_tensor
+from deepep_moe.arguments import check_bool, check_is_tensor
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.checks import BLOCKWISE
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.router import Router
+from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment, check_products, check_widths
 
 
 class SwiGLU(nn.Module):
@@ -65,6 +67,16 @@ def _check_output(who: str, y: Any, x: Tensor) -> None:
         raise ValueError(f"{who} returned shape {list(y.shape)} for rows of shape {list(x.shape)}; the shapes must be the same")
 
 
+def _check_fp8(experts: nn.Module, hidden: int, expert_alignment: int, num_recv_rows: int | None) -> None:
+    if not isinstance(experts, GroupedExperts):
+        raise ValueError(f"fp8 is True, but experts are {type(experts).__name__}; pass GroupedExperts, or leave fp8 out")
+    if experts.up_bias is not None:
+        raise ValueError("fp8 is True, but the experts have biases; pass bias=False to GroupedExperts, or leave fp8 out")
+    check_widths(hidden=hidden, intermediate=experts.intermediate)
+    check_alignment("expert_alignment", expert_alignment)
+    check_alignment("num_recv_rows", num_recv_rows or 0)
+
+
 class MoELayer(nn.Module):
     """Routed experts spread over the ranks of a group, plus an optional shared expert every token passes.
 
@@ -82,14 +94,17 @@ class MoELayer(nn.Module):
         buffer: one made for the router's settings, or None: the layer makes its own from the rest. Layers that run one after another
             should share one: on a GPU, for 4096 tokens, each takes from 0.4 GiB (4 ranks, hidden 4096) to 1.5 GiB (8 ranks, hidden 7168).
         group, num_max_tokens_per_rank (default 4096), backend: as for `Buffer`; only without `buffer`.
-        expert_alignment: rows of an expert are padded with zero rows to a multiple of it.
+        expert_alignment: rows of an expert are padded with zero rows to a multiple of it. None: 1, or 128 with `fp8`.
         num_recv_rows: a bound on the rows that this rank receives in a forward, padding included, as for `Buffer.dispatch`. The host then
             waits for nothing. Not with experts in a sequence, which are called one by one with their counts. None: no bound. Ranks x tokens
             of a rank x min(top-k, experts of a rank) are always enough.
+        fp8: rows travel as fp8 in both passes, quantized once, and the experts' products take them (docs/design/fp8_training.md). For bf16
+            tokens and `GroupedExperts` without biases; `hidden` and `intermediate`, `expert_alignment` and `num_recv_rows` are multiples of
+            128. The experts weight the rows, so the sum of a token's rows is rounded elsewhere than without `fp8`.
 
     Raises:
-        ValueError: the number of experts, or the buffer, does not fit the router, or a buffer was given beside settings of one. And
-            whatever `Buffer` raises.
+        ValueError: the number of experts, or the buffer, does not fit the router, a buffer was given beside settings of one, or fp8 does
+            not serve the experts. And whatever `Buffer` raises.
     """
 
     def __init__(
@@ -102,18 +117,25 @@ class MoELayer(nn.Module):
         group: "dist.ProcessGroup | None" = None,
         num_max_tokens_per_rank: int | None = None,
         backend: str | None = None,
-        expert_alignment: int = 1,
+        expert_alignment: int | None = None,
         num_recv_rows: int | None = None,
+        fp8: bool = False,
     ):
         super().__init__()
         self.router = router
         is_list = not isinstance(experts, nn.Module) or isinstance(experts, (nn.ModuleList, nn.Sequential))
         self.experts: nn.Module = LocalExperts(list(experts)) if is_list else experts  # type: ignore[arg-type, assignment]
         self.shared_expert = shared_expert
+        check_bool("fp8", fp8)
+        self.fp8: str | bool = BLOCKWISE if fp8 else False
+        if expert_alignment is None:
+            expert_alignment = GROUP_ALIGNMENT if fp8 else 1
         self.expert_alignment = expert_alignment
         if num_recv_rows is not None and is_list:
             raise ValueError("num_recv_rows is given, but experts are called one by one, with counts on the host; pass GroupedExperts")
         self.num_recv_rows = num_recv_rows
+        if fp8:
+            _check_fp8(self.experts, router.hidden, self.expert_alignment, num_recv_rows)
         settings = {"group": group, "num_max_tokens_per_rank": num_max_tokens_per_rank, "backend": backend}
         beside = [name for name, value in settings.items() if value is not None]
         if buffer is not None and beside:
@@ -140,7 +162,8 @@ class MoELayer(nn.Module):
         experts' outputs.
 
         Collective over the buffer's group. Raises ValueError for another width or outputs of another shape, TypeError for outputs that are
-        no tensors, as `Buffer.dispatch`, and what router and experts raise. The peers of a rank that raises these raise EPPeerError.
+        no tensors, as `Buffer.dispatch`, and what router and experts raise. With fp8, BackendUnavailableError on a GPU without fp8
+        products. The peers of a rank that raises these raise EPPeerError.
         """
         rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
         return notify_peers_on_failure(self.buffer, self._combine, rows, out).view(x.shape)
@@ -150,19 +173,25 @@ class MoELayer(nn.Module):
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
         topk_idx, topk_weights, _ = self.router(rows, mask)
-        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": self.num_recv_rows}
+        if self.fp8:
+            check_products(rows.device)
+        how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": self.num_recv_rows, "fp8": self.fp8}
         return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
 
     def _combine(self, rows: Tensor, out: DispatchOutput) -> Tensor:
-        is_local = isinstance(self.experts, LocalExperts)
-        y = self.experts(out.recv_x, out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert)
+        is_local, weights = isinstance(self.experts, LocalExperts), out.recv_topk_weights
+        counts = out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert
+        if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
+            y, weights = self.experts(out.recv_x, counts, weights), None
+        else:
+            y = self.experts(out.recv_x, counts)
         _check_output("the experts", y, out.recv_x)
         shared = None
         if self.shared_expert is not None:
             shared = self.shared_expert(rows)
             _check_output("the shared expert", shared, rows)
             shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
-        return self.buffer.combine(y.contiguous(), out.handle, out.recv_topk_weights, bias=shared)
+        return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.

@@ -14,7 +14,9 @@ from torch.autograd.function import once_differentiable
 from deepep_moe import _C, torch_module
 from deepep_moe.arguments import check_is_tensor
 from deepep_moe.device import is_gpu
+from deepep_moe.ops.fp8_mlp import fp8_mlp, now_or_later
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
+from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.swiglu import swiglu, swiglu_backward
 
 Activation = Literal["swiglu"] | Callable[[Tensor], Tensor]
@@ -44,11 +46,14 @@ def grouped_mlp(
     the last expert's, the tail, have no expert. They may hold anything, NaN too: no other row and no gradient of a weight, bias or prob
     reads them.
 
+    `QuantizedRows`, which a dispatch with `fp8="blockwise"` delivers, are multiplied as fp8 (docs/design/fp8_training.md): with groups of
+    multiples of 128 rows, matrices of multiples of 128 rows and columns in fp32 or bf16, and no biases. The result is bf16.
+
     bfloat16 rows on Hopper and Blackwell GPUs use `torch.nn.functional.grouped_mm`. Otherwise the products run one expert after another;
     on GPUs a warning says why, once. Under autocast x, weights and biases are cast first.
 
     Args:
-        x: [num_rows, in], grouped by expert, fp32, bf16 or fp16.
+        x: [num_rows, in], grouped by expert, fp32, bf16 or fp16, or `QuantizedRows`.
         counts: [num_experts] int64 or int32, the rows of each expert: on the device of x, or on the CPU, or a list. Their sum is at most
             num_rows. On a GPU this is not checked: rows that do not exist are not read.
         w1: [num_experts, inner, in] in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first. Each expert's matrix
@@ -74,10 +79,14 @@ def grouped_mlp(
         made: Tensor | None = torch_module.MODULE.grouped_swiglu(x, counts, w1, w2, probs, recompute_activation)  # type: ignore[union-attr]
         if made is not None:
             return made
+    act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
+    if isinstance(x, QuantizedRows):
+        _check(x, w1, w2, b1, b2, probs)
+        own = None if activation == "swiglu" else act
+        return fp8_mlp(x, counts, w1, w2, (b1, b2), probs, own, recompute_activation, zero_tail, delay)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check(x, w1, w2, b1, b2, probs)
     groups = Groups(counts, len(w1), x)
-    act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
     inner = _Linear.apply(x, w1, b1, groups, zero_tail, delay)
     return _ActivatedLinear.apply(inner, probs, w2, b2, groups, act, recompute_activation, zero_tail, delay)
 
@@ -98,7 +107,7 @@ if _IS_BUILT:
 
 def _is_native(x: Tensor, counts: Tensor | Sequence[int]) -> bool:
     """Return whether C++ may take the call; it looks at the tensors itself."""
-    if not _IS_BUILT or torch.compiler.is_compiling():
+    if not _IS_BUILT or torch.compiler.is_compiling() or isinstance(x, QuantizedRows):
         return False
     return isinstance(x, Tensor) and isinstance(counts, Tensor) and is_gpu(x.device) and has_kernels(x.device)
 
@@ -135,7 +144,7 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | No
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
     for name, weight in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
-        if weight is not None and weight.dtype != x.dtype:
+        if weight is not None and weight.dtype != x.dtype and not isinstance(x, QuantizedRows):
             raise TypeError(f"{name} has dtype {weight.dtype} and x {x.dtype}; cast one of them, or use autocast")
         if weight is not None and weight.dim() == 3 and not _has_contiguous_matrices(weight):
             raise ValueError(f"{name} with strides {list(weight.stride())} is not contiguous; pass {name}.contiguous()")
@@ -203,7 +212,7 @@ class _Linear(torch.autograd.Function):
         grad_x = multiply_back(grad, w, groups) if needs[0] else None
         if grad_x is not None and ctx.zero_tail:
             groups.clear_tail(grad_x)
-        grad_w = _now_or_later("w1", partial(weight_gradients, grad, x, groups), ctx.delay) if needs[1] else None
+        grad_w = now_or_later("w1", partial(weight_gradients, grad, x, groups), ctx.delay) if needs[1] else None
         return grad_x, grad_w, group_sums(grad, groups) if needs[2] else None, None, None, None
 
 
@@ -243,20 +252,13 @@ class _ActivatedLinear(torch.autograd.Function):
         (inner, probs, w, b, activated), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grad_inner, grad_probs, again = ctx.act.backward(multiply_back(grad, w, groups), inner, probs, groups, activated is None)
         compute = partial(weight_gradients, grad, again if activated is None else activated, groups)
-        grad_w = _now_or_later("w2", compute, ctx.delay) if needs[2] else None
+        grad_w = now_or_later("w2", compute, ctx.delay) if needs[2] else None
         grad_b = None
         if b is not None:
             grad_b = group_sums(_times(grad, probs), groups)
             if grad_probs is not None:
                 grad_probs += groups.clear_tail((groups.spread(b).to(grad_probs.dtype) * grad).sum(-1))
         return grad_inner, grad_probs, grad_w, grad_b, None, None, None, None, None
-
-
-def _now_or_later(name: str, compute: Callable[[], Tensor], delay: Delay | None) -> Tensor | None:
-    if delay is None:
-        return compute()
-    delay(name, compute)
-    return None
 
 
 def _times(rows: Tensor, probs: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows to fp8 with one scale for every 128 columns."""
+"""Rows and matrices to fp8 with a scale for each block of 128 values, or of 128 x 128."""
 
 import torch
 from torch import Tensor
@@ -6,37 +6,94 @@ from torch import Tensor
 from deepep_moe import _C
 from deepep_moe.device import DTYPES, FLOATS, current_stream, on_device
 
+BLOCK = _C.SCALE_BLOCK
+FP8 = torch.float8_e4m3fn
 _COLUMNS = 8  # that a thread of the kernel loads at once
+_LARGEST = torch.finfo(FP8).max
+_LEAST, _LEAST_TRAINED = 1e-4, 2.0**-100  # kFp8Least and kFp8LeastTrained of csrc/common/types.h
+_FRACTION_BITS = 23  # of fp32
 
 
-def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` as fp8 and its scales: x is about y * scales, a scale for 128 columns of a row.
+def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
+    """Return `x` as fp8 and its scales: x is about y * scales, a scale for 128 columns of a row. Without gradient.
 
     The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): with m the largest magnitude of a block, 1e-4 at least, the scale is
-    m / 448 and y is x * (448 / m) rounded to nearest even. Without gradient.
+    m / 448 and y is x * (448 / m) rounded to nearest even. With `power_of_two` the scale is the next power of two, so that x / scale is
+    exact before it is rounded, and m is 2^-100 at least, so that small gradients keep their bits (docs/design/fp8_training.md).
 
     x: [num_tokens, hidden] contiguous fp32, bf16 or fp16, hidden a multiple of 8.
-    Returns y [num_tokens, hidden] float8_e4m3fn, scales [num_tokens, ceil(hidden / 128)] fp32.
+    Returns y [num_tokens, hidden] float8_e4m3fn, scales [num_tokens, ceil(hidden / 128)] fp32. The scale of a block with NaN or infinity is
+    not finite.
     Raises TypeError for another dtype, ValueError for another shape.
     """
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x has dtype {str(x.dtype).removeprefix('torch.')}; float32, bfloat16 or float16 can be made fp8")
+    _check_dtype("x", x)
     if x.dim() != 2 or x.shape[1] % _COLUMNS or not x.is_contiguous():
         raise ValueError(f"x has shape {list(x.shape)}; it must be contiguous [num_tokens, hidden] with hidden a multiple of {_COLUMNS}")
-    num_scales = -(-x.shape[1] // _C.SCALE_BLOCK)
+    num_scales = -(-x.shape[1] // BLOCK)
     if not (x.is_cuda and hasattr(_C, "gpu_quantize")):
-        return _with_operators(x, num_scales)
+        return _with_operators(x, num_scales, power_of_two)
     x = x.clone() if x.data_ptr() % _C.ROW_ALIGNMENT else x  # the kernel loads whole pieces
-    y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    y = torch.empty(x.shape, dtype=FP8, device=x.device)
     scales = torch.empty(x.shape[0], num_scales, device=x.device)
     with on_device(x):
-        _C.gpu_quantize(x, y, scales, DTYPES[x.dtype], current_stream(x.device))
+        _C.gpu_quantize(x, y, scales, power_of_two, DTYPES[x.dtype], current_stream(x.device))
     return y, scales
 
 
-def _with_operators(x: Tensor, num_scales: int) -> tuple[Tensor, Tensor]:
-    blocks = torch.nn.functional.pad(x.detach().float(), (0, num_scales * _C.SCALE_BLOCK - x.shape[1])).unflatten(1, (num_scales, -1))
-    largest = blocks.abs().amax(2).clamp(min=1e-4)
-    range_ = torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)  # a tensor: division by a number may be a multiplication
-    y = (blocks * (range_ / largest)[:, :, None]).clamp(-range_[:1, :1, None], range_[:1, :1, None]) if len(x) else blocks
-    return y.to(torch.float8_e4m3fn).flatten(1)[:, : x.shape[1]].contiguous(), largest / range_
+def quantize_fp8_weights(w: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Return matrices as fp8 and their scales, powers of two, one for each 128 x 128 block. Without gradient.
+
+    w: [num_experts, n, k] fp32, bf16 or fp16, n and k multiples of 128, each matrix contiguous; there may be memory between them.
+    Returns y [num_experts, n, k] float8_e4m3fn, scales [num_experts, n / 128, k / 128] fp32; with `transposed` the last two dimensions of
+    both are exchanged in memory, with the same values. Rounding is that of `quantize_fp8` with powers of two.
+    Raises TypeError for another dtype, ValueError for another shape.
+    """
+    _check_dtype("w", w)
+    if w.dim() != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK or (w.numel() > 0 and not w[0].is_contiguous()):
+        raise ValueError(
+            f"w has shape {list(w.shape)}; it must be [num_experts, n, k] of contiguous matrices, n and k multiples of {BLOCK}"
+        )
+    num_experts, n, k = w.shape
+    if not (w.is_cuda and hasattr(_C, "gpu_quantize_weights")):
+        blocks = w.detach().float().reshape(num_experts, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
+        scales = _power_of_two_scales(blocks.abs().amax((2, 4)))
+        y = (blocks / scales[:, :, None, :, None]).to(FP8).reshape(num_experts, n, k)
+        return (y.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()) if transposed else (y, scales)
+    if w.data_ptr() % _C.ROW_ALIGNMENT or w.stride(0) * w.element_size() % _C.ROW_ALIGNMENT:
+        w = w.clone(memory_format=torch.contiguous_format)
+    shape = (num_experts, k, n) if transposed else (num_experts, n, k)
+    y, scales = torch.empty(shape, dtype=FP8, device=w.device), torch.empty(shape[0], shape[1] // BLOCK, shape[2] // BLOCK, device=w.device)
+    with on_device(w):
+        _C.gpu_quantize_weights(w, w.stride(0), transposed, y, scales, DTYPES[w.dtype], current_stream(w.device))
+    return y, scales
+
+
+def dequantize_fp8(y: Tensor, scales: Tensor) -> Tensor:
+    """Return [num_rows, columns] fp32, the product of rows y [num_rows, columns] fp8 and their scales [num_rows, ceil(columns / 128)]."""
+    return y.float() * scales.repeat_interleave(BLOCK, dim=1)[:, : y.shape[1]]
+
+
+def _check_dtype(name: str, values: Tensor) -> None:
+    if values.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {str(values.dtype).removeprefix('torch.')}; float32, bfloat16 or float16 can be made fp8")
+
+
+def _with_operators(x: Tensor, num_scales: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    blocks = torch.nn.functional.pad(x.detach().float(), (0, num_scales * BLOCK - x.shape[1])).unflatten(1, (num_scales, -1))
+    largest = blocks.abs().amax(2)
+    if power_of_two:
+        scales = _power_of_two_scales(largest)
+        y = blocks / scales[:, :, None]
+    else:
+        largest = largest.clamp(min=_LEAST)
+        range_ = torch.full_like(largest, _LARGEST)  # a tensor: division by a number may be a multiplication
+        scales = largest / range_
+        y = (blocks * (range_ / largest)[:, :, None]).clamp(-range_[:1, :1, None], range_[:1, :1, None]) if len(x) else blocks
+    return y.to(FP8).flatten(1)[:, : x.shape[1]].contiguous(), scales
+
+
+def _power_of_two_scales(largest: Tensor) -> Tensor:
+    """Return the next powers of two of largest / 448, as rounded_exponent of csrc/common/types.h does; infinity for what is not finite."""
+    scales = largest.clamp(min=_LEAST_TRAINED) / torch.full_like(largest, _LARGEST)
+    exponents = (scales.view(torch.int32).long() + ((1 << _FRACTION_BITS) - 1)) >> _FRACTION_BITS
+    return (exponents.clamp(max=255).int() << _FRACTION_BITS).view(torch.float32)

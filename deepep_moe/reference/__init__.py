@@ -1,6 +1,6 @@
 """What every operation of the library means, in plain PyTorch: slow, short and obviously right."""
 
-from deepep_moe.reference import low_latency
+from deepep_moe.reference import fp8, low_latency
 from deepep_moe.reference.exchange import Received, combine, combine_lane_values, dispatch, layout, rank_of
 from deepep_moe.reference.gate import gate, gate_shares
 from deepep_moe.reference.grouped_mlp import grouped_mlp
@@ -11,6 +11,7 @@ __all__ = [
     "combine",
     "combine_lane_values",
     "dispatch",
+    "fp8",
     "gate",
     "gate_shares",
     "grouped_mlp",

@@ -24,8 +24,8 @@ def grouped_mlp(
         inner = x[rows] @ w1[expert].t()
         if b1 is not None:
             inner = inner + b1[expert]
-        activated = _swiglu(inner) if activation == "swiglu" else activation(inner)  # type: ignore[operator]
-        output = _times(activated, probs, rows) @ w2[expert].t()
+        activated = swiglu(inner) if activation == "swiglu" else activation(inner)  # type: ignore[operator]
+        output = times(activated, probs, rows) @ w2[expert].t()
         if b2 is not None:
             output = (output + (b2[expert] if probs is None else b2[expert] * probs[rows, None])).to(x.dtype)
         outputs.append(output)
@@ -33,10 +33,10 @@ def grouped_mlp(
     return torch.cat([*outputs, x.new_zeros(len(x) - start, w2.shape[1])])
 
 
-def _swiglu(inner: Tensor) -> Tensor:
+def swiglu(inner: Tensor) -> Tensor:
     gate, up = inner.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
-def _times(values: Tensor, probs: Tensor | None, rows: slice) -> Tensor:
+def times(values: Tensor, probs: Tensor | None, rows: slice) -> Tensor:
     return values if probs is None else (values * probs[rows, None]).to(values.dtype)

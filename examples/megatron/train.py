@@ -54,11 +54,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     switch = {"action": argparse.BooleanOptionalAction}
     on_gpus = "(default: on GPUs in bf16)"
     parser.add_argument("--grouped-experts", **switch, help=f"deepep_moe runs the experts too, all of a layer at once {on_gpus}")
+    parser.add_argument(
+        "--fp8-experts", action="store_true", help="rows travel and are multiplied as fp8 (with --grouped-experts, in bf16)"
+    )
     parser.add_argument("--sync-free", **switch, help=f"the host waits for nothing in MoE layers (with --grouped-experts) {on_gpus}")
     parser.add_argument("--cuda-graph", **switch, help=f"a step's forward and backward from a CUDA graph (with --sync-free) {on_gpus}")
     parser.add_argument("--recv-capacity-factor", type=float, help="with --sync-free, room for that many times an even share of all rows")
     parser.add_argument("--shared-overlap", action="store_true", help="the shared expert runs beside dispatch and combine")
     parser.add_argument("--shared-width", type=int, help="columns inside the shared expert, another number than the model's")
+    parser.add_argument("--expert-width", type=int, help="columns inside each expert; --fp8-experts needs a multiple of 128 (tiny has 96)")
     parser.add_argument("--max-sms", type=int, help="on GPUs, the most SMs that a call takes, so that others run beside it (default: all)")
     parser.add_argument("--recompute", action="store_true", help="MoE layers run again in the backward, along their handles")
     parser.add_argument("--interleave", action="store_true", help="1F1B: a micro batch's forward beside the backward of the one before")
@@ -79,7 +83,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     _fill_in(arguments)
     launch.settle_ranks(parser, arguments)
-    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval", "shared_width", "ranks_per_node"):
+    for name in ("num_ranks", "ep", "tp", "etp", "steps", "report_interval", "shared_width", "expert_width", "ranks_per_node"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -126,6 +130,8 @@ def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         parser.error(f"--micro-batches {arguments.micro_batches} must divide the {num_sequences} sequences of a step")
     if arguments.sync_free and not arguments.grouped_experts:
         parser.error("--sync-free needs --grouped-experts: other experts read their counts on the host")
+    if arguments.fp8_experts and not (arguments.grouped_experts and arguments.dtype == "bf16"):
+        parser.error("--fp8-experts needs --grouped-experts and --dtype bf16: their products take fp8 rows made of bf16 ones")
     if arguments.timeline and arguments.device != "cuda":
         parser.error("--timeline needs --device cuda: it is made of kernels")
     if arguments.cuda_graph and (arguments.device != "cuda" or not arguments.sync_free or arguments.interleave):
@@ -145,7 +151,7 @@ def _plain(settings: worker.Settings, dispatcher: str) -> worker.Settings:
     """The same training by one of Megatron-Core's dispatchers, without options of ours. Shared experts stay beside the calls where that
     dispatcher can: it changes the order in which gradients are added."""
     overlaps = settings.shared_overlap and dispatcher == "alltoall"
-    without = dict.fromkeys(("grouped_experts", "sync_free", "interleave", "cuda_graph"), False)
+    without = dict.fromkeys(("grouped_experts", "fp8_experts", "sync_free", "interleave", "cuda_graph"), False)
     return dataclasses.replace(settings, dispatcher=dispatcher, shared_overlap=overlaps, **without)
 
 

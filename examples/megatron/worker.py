@@ -40,10 +40,12 @@ class Settings:
     max_sms: int | None = None
     gate: bool = True
     grouped_experts: bool = False
+    fp8_experts: bool = False
     sync_free: bool = False
     recv_capacity_factor: float | None = None
     shared_overlap: bool = False
     shared_width: int | None = None
+    expert_width: int | None = None
     recompute: bool = False
     interleave: bool = False
     cuda_graph: bool = False
@@ -64,7 +66,7 @@ class Settings:
     @property
     def name(self) -> str:
         """What a table calls the run."""
-        words = {"grouped_experts": "grouped", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
+        words = {"grouped_experts": "grouped", "fp8_experts": "fp8", "sync_free": "sync-free", "shared_overlap": "shared overlap"}
         words |= {"recompute": "recomputed", "interleave": "1F1B", "cuda_graph": "CUDA graph"}
         return " + ".join([self.dispatcher, *(word for field, word in words.items() if getattr(self, field))])
 
@@ -74,7 +76,7 @@ class Settings:
         if self.dispatcher != "deepep_moe":
             return None
         names = ("backend", "ranks_per_node", "max_sms", "gate", "grouped_experts", "sync_free", "recv_capacity_factor")
-        return {name: getattr(self, name) for name in names} | {"metrics": True}
+        return {name: getattr(self, name) for name in names} | {"metrics": True, "fp8": self.fp8_experts}
 
     @property
     def exact(self) -> bool:
@@ -87,6 +89,8 @@ class Settings:
         found: dict[str, Any] = {"moe_shared_expert_overlap": True} if self.shared_overlap else {}
         if self.shared_width is not None:
             found["moe_shared_expert_intermediate_size"] = self.shared_width
+        if self.expert_width is not None:
+            found["moe_ffn_hidden_size"] = self.expert_width
         return found | ({"recompute_granularity": "selective", "recompute_modules": ["moe"]} if self.recompute else {})
 
 

@@ -89,7 +89,7 @@ def _growing(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBu
 def _check_same_plan(group: dist.ProcessGroup, plan: Plan) -> None:
     """Compare what the ranks of `group` were given, in the words of the options. Collective. Raises EPMismatchError, and EPTimeoutError
     for a rank that does not come."""
-    names = ("exact", "backend", "num_max_tokens_per_rank", "ranks_per_node")
+    names = ("exact", "backend", "num_max_tokens_per_rank", "ranks_per_node", "fp8")
     own = {name: getattr(plan.options, name) for name in names}
     own |= {"num_local_experts": plan.num_local_experts, "num_topk": plan.num_topk}
 

@@ -36,13 +36,19 @@ class Options:
     expert_bias_update_rate: float | None = None
     grouped_experts: bool | Reader = False
     ranks_per_node: int | None = None
+    fp8: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("exact", "gate"):
+        for name in ("exact", "gate", "fp8"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         if not isinstance(self.grouped_experts, bool) and not callable(self.grouped_experts):
             raise TypeError(f"grouped_experts is {self.grouped_experts!r}; it must be true or false, or in Python a function of an expert")
+        if self.fp8 and (self.exact or self.grouped_experts is False):
+            raise ValueError(
+                f"fp8 is True with exact={self.exact} and grouped_experts={self.grouped_experts}; it needs exact=False and "
+                "grouped_experts, or leave it out"
+            )
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
         for name, least in (("num_max_tokens_per_rank", 1), ("num_sms", 0), ("ranks_per_node", 1)):

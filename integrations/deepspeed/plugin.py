@@ -33,6 +33,7 @@ def replace_moe_layers(
     expert_bias_update_rate: float | None = None,
     grouped_experts: bool | Reader = False,
     ranks_per_node: int | None = None,
+    fp8: bool = False,
 ) -> int:
     """Let the MoE layers of `model` move packed tokens through deepep_moe, and return how many layers that are.
 
@@ -61,13 +62,16 @@ def replace_moe_layers(
             expert in each forward, and returns its `ExpertWeights`, or None for experts that must be called. Results are equal within
             rounding. Parameters stay the experts' own. Without ZeRO 1 or 2 each forward copies the weights. Where experts cannot be
             grouped, they run one by one, and a log line says why.
+        fp8: with `exact=False` and `grouped_experts`, rows travel as fp8 in both passes and the products of `deepspeed.moe.layer.MoE`'s
+            experts take them (docs/design/fp8_training.md). For bf16 tokens, experts without biases, and widths that are multiples of 128;
+            a forward with others raises ValueError or TypeError before it sends anything. Not for AutoEP's layers.
 
     Raises:
         ValueError, TypeError: an option is wrong, a bias to move is a parameter, or `model` is no engine.
         EPError: DeepSpeed is older than 0.14.5.
         ImportError: DeepSpeed is not installed.
     """
-    options = Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node)
+    options = Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node, fp8)
     return _replace(model, options)
 
 
@@ -81,6 +85,8 @@ def _replace(model: nn.Module, options: Options) -> int:
     native = [layer for layer in found if type(layer) in (MOELayer, PackedMOELayer) and isinstance(layer.gate, TopKGate)]
     native = [layer for layer in native if not _has_own_forward(layer)]
     made = _autoep_layers(model)
+    if made and options.fp8:
+        raise ValueError(f"fp8 is True, but {len(made)} MoE layers are AutoEP's, whose own products take no fp8 rows; leave it out")
     autoep = [layer for layer in made if not _has_own_forward(layer)]
     layers = native + autoep
     plans, before = _plans(layers, options), _plans_of(layers)
@@ -211,8 +217,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize` with the same arguments, and do what the section "deepep_moe" of ds_config asks for.
 
     The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
-    "num_sms", "gate", "expert_bias_update_rate", "grouped_experts" (true or false), "ranks_per_node". With `"enabled": false` nothing else
-    happens than in `deepspeed.initialize`. The same holds without the section, and a log line says so.
+    "num_sms", "gate", "expert_bias_update_rate", "grouped_experts" (true or false), "ranks_per_node", "fp8". With `"enabled": false`
+    nothing else happens than in `deepspeed.initialize`. The same holds without the section, and a log line says so.
 
     Returns what `deepspeed.initialize` returns. Raises what `deepspeed.initialize` and `replace_moe_layers` raise, and ValueError for
     unknown keys of the section.

@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         help="run the experts of a layer at once where Megatron-Core would run one after another (SequentialMLP)",
     )
     parser.add_argument(
+        "--fp8-experts",
+        action="store_true",
+        help="with --grouped-experts, send rows as fp8 in both passes and multiply them so (bf16 models)",
+    )
+    parser.add_argument(
         "--sync-free",
         action="store_true",
         help="let the host wait for nothing in MoE layers: rows get room for every routing, or for --recv-capacity-factor",
@@ -91,6 +96,7 @@ def main() -> None:
         recv_capacity_factor=options.recv_capacity_factor,
         metrics=options.metrics,
         ranks_per_node=options.ranks_per_node,
+        fp8=options.fp8_experts,
     )
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.

@@ -16,11 +16,13 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from deepep_moe._C import MAX_TOPK, ROW_ALIGNMENT
 from deepep_moe.errors import EPCapacityError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.checks import BLOCKWISE
 from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.exchange.growing import GrowingBuffer
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
 from deepep_moe.integrations.megatron.buffers import LayerBuffers
 from deepep_moe.integrations.megatron.cuda_graphs import check_graphs
+from deepep_moe.integrations.megatron.fp8_experts import check_fp8
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.metrics import LayerMetrics
 from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
@@ -68,12 +70,15 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
 
     def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: Any, *, buffers: LayerBuffers, **groups: Any):
         _check_config(config, buffers.options.expert_alignment)
+        if buffers.options.fp8:
+            check_fp8(config)
         # Not the flex dispatcher's own constructor: it would demand DeepEP and build its communication manager.
         MoETokenDispatcher.__init__(self, config=config, **groups)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.buffers = buffers
         self._capacity = buffers.capacity_for(config)
+        self._fp8: str | bool = BLOCKWISE if buffers.options.fp8 else False
         check_graphs(config, buffers.options, self._capacity is not None)
         self.hidden_shape = torch.Size()
         self.topk_idx: torch.Tensor | None = None
@@ -103,6 +108,11 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             raise ValueError(
                 f"sync_free is asked for, but {type(layer.experts).__name__} reads its counts on the host; call "
                 "enable(grouped_experts=True) and leave moe_grouped_gemm out, or leave out sync_free"
+            )
+        if self._fp8 and not getattr(layer.experts, "takes_fp8_rows", False):
+            raise ValueError(
+                f"fp8 is asked for, but {type(layer.experts).__name__} takes no fp8 rows; leave moe_grouped_gemm out, so that "
+                "grouped experts are built, or leave out fp8"
             )
         if self.buffers.metrics is not None:
             self.metrics = self.buffers.metrics.follow(layer)
@@ -248,7 +258,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         def send(buffer: Buffer, every_routing: bool = False) -> DispatchOutput:
             num_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             try:
-                out = buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_rows)
+                out = buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_rows, fp8=self._fp8)
             except EPCapacityError:  # on all ranks of the group, before any row was sent; not on GPUs
                 if not notes_excess or every_routing:
                     raise
@@ -267,9 +277,9 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 raise ValueError(self._explain_excess()) from error
             raise
 
-    @staticmethod
-    def _dispatch_again(hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> tuple[Buffer, DispatchOutput]:
-        return first_run.buffer, first_run.buffer.dispatch(hidden_states.contiguous(), None, probs, handle=first_run.handle)
+    def _dispatch_again(self, hidden_states: torch.Tensor, probs: torch.Tensor, first_run: Dispatched) -> tuple[Buffer, DispatchOutput]:
+        x, buffer = hidden_states.contiguous(), first_run.buffer
+        return buffer, buffer.dispatch(x, None, probs, handle=first_run.handle, fp8=self._fp8)
 
     def _counts_for_experts(self, handle: DispatchHandle) -> torch.Tensor:
         if self._capacity is not None:
@@ -307,7 +317,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         if self._shared is not None:
             self._shared.before_combine()
         with self._timed(hidden_states):
-            combined = self.buffer.combine(hidden_states.contiguous(), handle)
+            combined = self.buffer.combine(hidden_states.contiguous(), handle, fp8=self._fp8)
         self._returned_from(self.buffer)
         # Not in combine_postprocess, which may be a CUDA graph of its own, while the shared experts began outside of it.
         return combined if self._shared is None else self._shared.add_to(combined)

@@ -19,7 +19,7 @@ from deepep_moe.integrations.megatron.stacked_checkpoint import stack_sharded
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
 
 _KINDS = ("weight", "bias")
-_REFUSED = {
+REFUSED = {
     "gradient_accumulation_fusion": "set it to False (--no-gradient-accumulation-fusion)",
     "fp8": "leave it out",
     "fp4": "leave it out",
@@ -49,8 +49,10 @@ class GroupedMLP(SequentialMLP):
     takes_counts_on_device = True
     """For `sync_free`."""
 
+    takes_fp8_rows = False
+
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any):
-        _check_config(config)
+        self.check_config(config)
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.linear_fc1 = _Stacked([expert.linear_fc1 for expert in self.local_experts])
         self.linear_fc2 = _Stacked([expert.linear_fc2 for expert in self.local_experts])
@@ -63,6 +65,11 @@ class GroupedMLP(SequentialMLP):
             weight: Any = linear.weight
             weight.skip_backward_post_hook = True  # Megatron's DDP then registers its hook with the layer
         self.register_load_state_dict_post_hook(_collapse)
+
+    @staticmethod
+    def check_config(config: Any) -> None:
+        """Raise ValueError for settings that these experts do not honour."""
+        check_config(config, REFUSED)
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | list[int], permuted_probs: Tensor
@@ -202,8 +209,9 @@ def _stack(parameters: list[Any]) -> torch.nn.Parameter | None:
 # ---- configuration ----
 
 
-def _check_config(config: Any) -> None:
-    found = [(name, fix) for name, fix in _REFUSED.items() if getattr(config, name, None)]
+def check_config(config: Any, refused: dict[str, str]) -> None:
+    """Raise ValueError for settings among `refused`, which says what to do, and for some values of others."""
+    found = [(name, fix) for name, fix in refused.items() if getattr(config, name, None)]
     for name, fix in found:
         raise ValueError(f"{name} is {getattr(config, name)!r}, which grouped experts do not support; {fix}, or leave out grouped_experts")
     if (size := config.expert_tensor_parallel_size or 1) > 1:
@@ -231,8 +239,8 @@ def _gated(inner: Tensor, *, function: Callable[[Tensor], Tensor], clamp: float 
     return function(gate) * (up + offset)
 
 
-def serve_experts(patches: Patches, is_ours: Callable[[Any], bool]) -> None:
-    """Let `SequentialMLP(...)` construct a GroupedMLP for the configs of which `is_ours` is true.
+def serve_experts(patches: Patches, is_ours: Callable[[Any], bool], experts: type[GroupedMLP] = GroupedMLP) -> None:
+    """Let `SequentialMLP(...)` construct `experts` for the configs of which `is_ours` is true.
 
     Layer specs have the class in several forms and were often made before. All of them call it. Its `__init__` is replaced and not its
     `__new__`, because Python does not forget a `__new__` that is taken back.
@@ -242,8 +250,8 @@ def serve_experts(patches: Patches, is_ours: Callable[[Any], bool]) -> None:
     @functools.wraps(stock)
     def __init__(self: Any, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
         if type(self) is SequentialMLP and is_ours(config):
-            self.__class__ = GroupedMLP
-            GroupedMLP.__init__(self, num_local_experts, config, *args, **kwargs)
+            self.__class__ = experts
+            experts.__init__(self, num_local_experts, config, *args, **kwargs)
         else:
             stock(self, num_local_experts, config, *args, **kwargs)
 

@@ -7,6 +7,7 @@ from typing import Any
 from deepep_moe.arguments import as_int
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.exchange.checks import check_max_sms, check_num_sms
+from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Options:
     metrics: bool = False
     ranks_per_node: int | None = None
     max_sms: int | None = None
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         _check_positive("expert_alignment", self.expert_alignment)
@@ -32,15 +34,26 @@ class Options:
                 _check_positive(name, getattr(self, name))
         check_num_sms(self.num_sms)
         check_max_sms(self.max_sms)
-        for name in ("gate", "grouped_experts", "sync_free", "metrics"):
+        for name in ("gate", "grouped_experts", "sync_free", "metrics", "fp8"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {list(BACKENDS)}")
+        if self.fp8:
+            self._check_fp8()
         if self.recv_capacity_factor is not None:
             check_capacity_factor("recv_capacity_factor", self.recv_capacity_factor)
             if not self.sync_free:
                 raise ValueError("recv_capacity_factor is given without sync_free; pass sync_free=True, or leave it out")
+
+    def _check_fp8(self) -> None:
+        if not self.grouped_experts:
+            raise ValueError(
+                "fp8 is True without grouped_experts, whose products take fp8 rows; pass grouped_experts=True, or leave fp8 out"
+            )
+        if self.expert_alignment == 1:
+            object.__setattr__(self, "expert_alignment", GROUP_ALIGNMENT)
+        check_alignment("expert_alignment", self.expert_alignment)
 
 
 def check_capacity_factor(name: str, value: Any) -> None:

@@ -122,6 +122,12 @@ def _checking_the_layer(stock: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _experts_class(options: Options) -> type:
+    from deepep_moe.integrations.megatron import fp8_experts, grouped_experts
+
+    return fp8_experts.Fp8GroupedMLP if options.fp8 else grouped_experts.GroupedMLP
+
+
 def _widen_choices() -> Any:
     """Add our name to the choices that Megatron-LM's command line reads from the config's annotation. Return the previous annotation."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -148,6 +154,7 @@ def enable(
     metrics: bool = False,
     ranks_per_node: int | None = None,
     max_sms: int | None = None,
+    fp8: bool = False,
 ) -> None:
     """Let Megatron-Core's MoE layers route and dispatch through deepep_moe. Call it before arguments are parsed and models are built.
 
@@ -191,6 +198,9 @@ def enable(
             them too.
         ranks_per_node: as for `deepep_moe.Buffer`; ranks are those of the expert-parallel group. None: those of a host are a node.
         max_sms: as for `deepep_moe.Buffer`: what a call leaves free is for the shared experts, or for the other micro batch, beside it.
+        fp8: with `grouped_experts`, rows travel as fp8 in both passes and the experts' products take them (docs/design/fp8_training.md);
+            nothing is padded or quantized again. For bf16 models, alone or beside `--fp8-recipe blockwise`, which then is for the other
+            layers. `expert_alignment` 1 becomes 128. docs/megatron.md says what it does not go with, which is ValueError.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or deepep_moe is enabled already with other arguments.
@@ -210,6 +220,7 @@ def enable(
         metrics,
         ranks_per_node,
         max_sms,
+        fp8,
     )
     if _enabled is not None:
         if _enabled.options != options:
@@ -247,7 +258,7 @@ def enable(
         if grouped_experts:
             from deepep_moe.integrations.megatron.grouped_experts import serve_experts
 
-            serve_experts(patches, _is_ours)
+            serve_experts(patches, _is_ours, _experts_class(options))
         _enabled = _Enabled(options, buffers, patches, _widen_choices())
     except BaseException:
         patches.restore()

@@ -28,12 +28,14 @@ class RecvCapacity:
         has said so yet."""
 
     def num_rows(self, buffer: Buffer, expert_alignment: int, *, every_routing: bool = False) -> int:
-        """Return `num_recv_rows` for a dispatch, padding included. The same in every step, as CUDA graphs need."""
+        """Return `num_recv_rows` for a dispatch, padding included, a multiple of the alignment. The same in every step, as CUDA graphs
+        need."""
         num_tokens, num_local_experts = buffer.num_max_tokens_per_rank, buffer.num_local_experts
         num_rows = buffer.num_ranks * num_tokens * min(buffer.num_topk, num_local_experts)
         if self.factor is not None and not every_routing:
             num_rows = min(num_rows, math.ceil(self.factor * num_tokens * buffer.num_topk))
-        return num_rows + num_local_experts * (expert_alignment - 1)
+        num_rows += num_local_experts * (expert_alignment - 1)
+        return -(-num_rows // expert_alignment) * expert_alignment
 
     def grow(self, times: float) -> None:
         if self.factor is not None:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from deep_ep_cases import make_buffer
 from exchange_cases import device_of
 
-from deepep_moe.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap, packed_scales
+from deepep_moe.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from deepep_moe.compat.deep_ep.arguments import one_bias, senders_of
 from deepep_moe.compat.deep_ep.runtime import Runtime
 from deepep_moe.errors import EPPeerError
+from deepep_moe.ops import ue8m0
 from deepep_moe.testing import run_ranks
 
 
@@ -86,9 +87,9 @@ def test_runtime(group):
 def test_packed_scales(num_scales):
     exponents = torch.randint(0, 256, (5, num_scales), generator=torch.Generator().manual_seed(num_scales))
     words = torch.nn.functional.pad(exponents.to(torch.uint8), (0, -num_scales % 4)).contiguous().view(torch.int32)
-    scales = packed_scales.unpack(words, num_scales)
+    scales = ue8m0.unpack(words, num_scales)
     assert torch.equal(torch.where(exponents > 0, 2.0 ** (exponents - 127), 0.0)[exponents < 255], scales[exponents < 255])
-    assert torch.equal(packed_scales.pack(scales), words)
+    assert torch.equal(ue8m0.pack(scales), words)
 
 
 def test_what_is_refused(group):

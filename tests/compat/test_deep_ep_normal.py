@@ -9,7 +9,8 @@ from deep_ep_cases import ALIGNMENT, Expected, given, make_buffer
 from exchange_cases import Case, assert_same, poison_outputs
 
 from deepep_moe import reference
-from deepep_moe.compat.deep_ep import Buffer, Config, packed_scales
+from deepep_moe.compat.deep_ep import Buffer, Config
+from deepep_moe.ops import ue8m0
 from deepep_moe.testing import run_ranks
 
 BACKENDS = ("shm", pytest.param("nvlink", marks=pytest.mark.gpu))
@@ -154,12 +155,12 @@ def packed(rank, _, backend):
     exponents = torch.randint(0, 255, (len(rows), 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     exponents[:, 5:] = 0  # of a word whose columns do not exist
     scales = exponents.view(torch.int32)
-    want.x = rows, packed_scales.unpack(scales, 5)
+    want.x = rows, ue8m0.unpack(scales, 5)
     told = plain_dispatch(buffer, want, device)
     want.x = rows, scales
     (recv_x, recv_scales), *_, handle, _ = plain_dispatch(buffer, want, device)
     assert recv_scales.dtype == torch.int32 and recv_scales.shape == (len(recv_x), 2)
-    assert_same("scales", packed_scales.unpack(recv_scales, 5), told[0][1])
+    assert_same("scales", ue8m0.unpack(recv_scales, 5), told[0][1])
     assert_same("rows", recv_x, told[0][0])
     again = buffer.dispatch(given(want.x, device), handle)[0]
     assert_same("scales", again[1], recv_scales)

@@ -6,8 +6,8 @@ from exchange_cases import assert_same, device_of
 
 from deepep_moe import _C, Buffer, reference
 from deepep_moe.device import DTYPE_NAMES
-from deepep_moe.errors import EPPeerError
-from deepep_moe.ops import quantize_fp8
+from deepep_moe.errors import EPMismatchError, EPPeerError
+from deepep_moe.ops import quantize_fp8, quantize_fp8_weights
 from deepep_moe.testing import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,19 +70,39 @@ def test_bad_rows():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("power_of_two", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernel_equals_operators(dtype):
+def test_kernel_equals_operators(dtype, power_of_two):
     device = device_of("nvlink", 0)
-    for scale in (1.0, 1e-6, 1e4):
+    for scale in (1.0, 1e-6, 1e4, 1e-30):
         x = (torch.randn(33, 1024 + 8, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
         on_device, y, scales = (
             x.to(device),
             torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(33, 9, device=device),
         )
-        _C.gpu_quantize(on_device, y, scales, getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream)
-        for ours, theirs in zip((y, scales), reference.quantize_fp8(x), strict=True):
+        how = getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream
+        _C.gpu_quantize(on_device, y, scales, power_of_two, *how)
+        for ours, theirs in zip((y, scales), quantize_fp8(x, power_of_two=power_of_two), strict=True):
             assert_same(f"scale {scale}", ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernel_of_weights(dtype, transposed):
+    device, (num_experts, n, k) = device_of("nvlink", 0), (3, 256, 384)
+    memory = (torch.randn(num_experts, n * k + 64, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype).to(device)
+    w = memory[:, : n * k].view(num_experts, n, k)  # with other memory between the matrices
+    w[1, 200, 300] = torch.inf
+    shape = (num_experts, k, n) if transposed else (num_experts, n, k)
+    y, scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device), torch.full((3, shape[1] // 128, shape[2] // 128), -1.0)
+    how = getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream
+    scales = scales.to(device)
+    _C.gpu_quantize_weights(w, w.stride(0), transposed, y, scales, *how)
+    expected = quantize_fp8_weights(w.cpu(), transposed=transposed)
+    for name, ours, theirs in zip(("y", "scales"), (y, scales), expected, strict=True):
+        torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.gpu
@@ -110,6 +130,8 @@ def quantized_dispatch(rank, num_ranks, backend):
         buffer.dispatch(y, idx, x_scales=scales, fp8=rank == 0)
     with pytest.raises(TypeError if rank == 0 else EPPeerError, match="x must be a torch.Tensor, not list"):
         buffer.dispatch(x.tolist() if rank == 0 else x, idx, fp8=True)
+    with pytest.raises(EPMismatchError, match="float8_e5m2 rows"):
+        buffer.dispatch(y if rank == 0 else y.float().to(torch.float8_e5m2), idx, x_scales=scales)
     with pytest.raises(ValueError if rank == 0 else EPPeerError, match="fp8=True has no gradient and x requires one"):
         buffer.dispatch(x.float().requires_grad_() if rank == 0 else x.float(), idx, fp8=True)
 

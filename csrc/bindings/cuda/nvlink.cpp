@@ -78,8 +78,8 @@ void weighted_sum_backward(const TensorArg& rows, const TensorArg& weights, bool
     launch_weighted_sum_backward(params, as_pointer(stream));
 }
 
-void quantize(const TensorArg& x, const TensorArg& y, const TensorArg& scales, DType dtype, uintptr_t stream) {
-    launch_quantize({x.num_rows, x.num_columns, dtype, x.as<const std::byte*>(), y.as<std::byte*>(), scales.as<float*>()},
+void quantize(const TensorArg& x, const TensorArg& y, const TensorArg& scales, bool is_rounded, DType dtype, uintptr_t stream) {
+    launch_quantize({x.num_rows, x.num_columns, dtype, x.as<const std::byte*>(), y.as<std::byte*>(), scales.as<float*>(), is_rounded},
                     as_pointer(stream));
 }
 
@@ -110,6 +110,13 @@ void fp8_weight_gradient(const TensorArg& dy, const TensorArg& dy_scales, const 
     params.n = static_cast<int>(dy.num_rows), params.k = static_cast<int>(x.num_rows);
     params.is_fp32 = is_fp32;
     launch_fp8_weight_gradient(params, as_pointer(stream));
+}
+
+void quantize_weights(const TensorArg& w, int64_t matrix_stride, bool is_transposed, const TensorArg& y, const TensorArg& scales,
+                      DType dtype, uintptr_t stream) {
+    launch_quantize_weights({w.num_leading, w.inner_rows, w.num_columns, matrix_stride, is_transposed, dtype, w.as<const std::byte*>(),
+                             y.as<std::byte*>(), scales.as<float*>()},
+                            as_pointer(stream));
 }
 
 GpuSwigluParams swiglu_of(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype) {
@@ -165,7 +172,9 @@ void bind_rows(py::module_& m) {
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);
-    m.def("gpu_quantize", &quantize, py::arg("x"), py::arg("y"), py::arg("scales"), dtype, stream);
+    m.def("gpu_quantize", &quantize, py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("is_rounded"), dtype, stream);
+    m.def("gpu_quantize_weights", &quantize_weights, py::arg("w"), py::arg("matrix_stride"), py::arg("is_transposed"), py::arg("y"),
+          py::arg("scales"), dtype, stream);
 }
 
 }  // namespace

@@ -17,10 +17,9 @@ __device__ __forceinline__ void load_columns(const std::byte* from, float (&x)[k
     for (int i = 0; i < kColumns / Values::kCount; ++i) Values::load(pieces(from)[i], x + i * Values::kCount);
 }
 
-// The largest magnitude of the columns that kThreads neighbouring lanes hold.
+// The largest magnitude of the columns that kThreads neighbouring lanes hold, or `largest` if that is larger.
 template <int kThreads, int kColumns>
-__device__ __forceinline__ float largest_of(const float (&x)[kColumns]) {
-    float largest = kFp8Least;
+__device__ __forceinline__ float largest_of(const float (&x)[kColumns], float largest = kFp8Least) {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) largest = max_or_nan(largest, fabsf(x[i]));
 #pragma unroll

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe._C import SCALE_BLOCK
-from deepep_moe.compat.deep_ep import packed_scales
+from deepep_moe.ops import ue8m0
 
 _DEFAULT_NUM_SMS = 20
 
@@ -26,7 +26,7 @@ def rows_and_scales(x: Any) -> tuple[Tensor, Tensor | None]:
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [num_tokens, hidden]")
     if x_scales is not None and x_scales.dtype == torch.int32:
-        shape = [len(x), packed_scales.num_words(_num_scales(x))]
+        shape = [len(x), ue8m0.num_words(_num_scales(x))]
         if list(x_scales.shape) != shape:
             raise ValueError(f"x_scales of int32 has shape {list(x_scales.shape)}; it must be {shape}, four exponents to a number")
     return detached(x), x_scales
@@ -50,13 +50,13 @@ def in_rows(x_scales: Tensor | None, x: Tensor) -> Tensor | None:
     if x_scales is None:
         return None
     if x_scales.dtype == torch.int32:
-        return packed_scales.unpack(x_scales.contiguous(), _num_scales(x))
+        return ue8m0.unpack(x_scales.contiguous(), _num_scales(x))
     return x_scales.contiguous()
 
 
 def as_given(recv_scales: Tensor | None, x_scales: Tensor | None) -> Tensor | None:
     """Return scales that were received in the format of those that were sent."""
-    return recv_scales if recv_scales is None or x_scales is None or x_scales.dtype != torch.int32 else packed_scales.pack(recv_scales)
+    return recv_scales if recv_scales is None or x_scales is None or x_scales.dtype != torch.int32 else ue8m0.pack(recv_scales)
 
 
 def detached(tensor: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.arguments import check_is_tensor, check_tensor
-from deepep_moe.compat.deep_ep import packed_scales
 from deepep_moe.compat.deep_ep.arguments import detached
 from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, check_matrices
 from deepep_moe.compat.deep_ep.streams import CommStream
 from deepep_moe.low_latency.handle import LowLatencyOutput
+from deepep_moe.ops import ue8m0
 
 Hook = Callable[[], None]
 _Made = TypeVar("_Made")
@@ -289,4 +289,4 @@ def _empty_scales(out: LowLatencyOutput, hidden: int) -> Tensor:
 def _unpack_scales(out: LowLatencyOutput, scales: Tensor | None) -> None:
     """Write the powers of two whose exponents were received."""
     assert out.recv_x_scales is not None and scales is not None
-    scales.copy_(packed_scales.unpack(out.recv_x_scales, scales.shape[2]))
+    scales.copy_(ue8m0.unpack(out.recv_x_scales, scales.shape[2]))

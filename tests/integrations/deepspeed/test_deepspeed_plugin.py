@@ -53,7 +53,7 @@ def test_section():
             {"exakt": True, "enable": True},
             ValueError,
             r"has unknown keys \['enable', 'exakt'\]; the known keys are \['enabled', 'exact', 'backend', 'num_max_tokens_per_rank', "
-            r"'num_sms', 'gate', 'expert_bias_update_rate', 'grouped_experts', 'ranks_per_node'\]",
+            r"'num_sms', 'gate', 'expert_bias_update_rate', 'grouped_experts', 'ranks_per_node', 'fp8'\]",
         ),
         ({"enabled": "yes"}, TypeError, "enabled is 'yes'; it must be true or false"),
         ({"exact": 1}, TypeError, '"deepep_moe" of ds_config: exact is 1; it must be true or false'),

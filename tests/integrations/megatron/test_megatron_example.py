@@ -57,6 +57,21 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "40", "--dtype", "bf16"]
+    curves = []
+    for name, options in (("bf16", []), ("fp8", ["--fp8-experts"])):
+        how = ["--grouped-experts", "--expert-width", "128", *options, "--out", str(tmp_path / name)]
+        done = subprocess.run([*command, *how], capture_output=True, text=True, env=environment, timeout=800)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        curves.append(torch.tensor([json.loads(line)["loss"] for line in lines]))
+    assert curves[0][-1] < 0.7 * curves[0][0] and not torch.equal(*curves)
+    torch.testing.assert_close(curves[1].view(-1, 10).mean(1), curves[0].view(-1, 10).mean(1), rtol=0.005, atol=0)
+
+
 def _import_example(*names: str) -> list:
     sys.path.insert(0, str(EXAMPLE))
     try:
@@ -146,6 +161,7 @@ def test_sweep_and_tensorboard(monkeypatch, tmp_path):
 
 REFUSED = [
     (["--sync-free"], "--sync-free needs --grouped-experts"),
+    (["--fp8-experts", "--grouped-experts"], "--fp8-experts needs --grouped-experts and --dtype bf16"),
     (["--interleave", "--recompute"], "--interleave and --recompute exclude each other"),
     (["--interleave", "--shared-overlap"], "--interleave and --shared-overlap exclude each other"),
     (["--micro-batches", "3"], "--micro-batches 3 must divide the 8 sequences"),

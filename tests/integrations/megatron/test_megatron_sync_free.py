@@ -71,7 +71,7 @@ def _rows_worker(rank: int, num_ranks: int) -> None:
     local = NUM_EXPERTS // num_ranks
     for alignment, factor, num_rows in (
         (1, None, num_ranks * 12 * min(TOPK, local)),
-        (16, None, num_ranks * 12 * min(TOPK, local) + 15 * local),
+        (16, None, (num_ranks * 12 * min(TOPK, local) + 15 * local + 15) // 16 * 16),
         (1, 1.5, 72),
         (1, 1.51, 73),
         (1, 100, num_ranks * 12 * min(TOPK, local)),

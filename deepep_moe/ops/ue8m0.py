@@ -1,4 +1,4 @@
-"""Scales that are powers of two, as DeepEP packs them: biased exponents of fp32 (UE8M0), four to an int32, the first in the lowest byte."""
+"""Scales that are powers of two as UE8M0: biased exponents of fp32, four to an int32, the first in the lowest byte, as DeepEP has them."""
 
 import torch
 from torch import Tensor

@@ -1,0 +1,140 @@
+"""`grouped_mlp` of fp8 rows: both products, and all four of the backward, take fp8 (docs/design/fp8_training.md)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepep_moe.ops.fp8_products import (
+    GROUP_ALIGNMENT,
+    check_alignment,
+    check_products,
+    check_widths,
+    grouped_fp8_product,
+    grouped_fp8_weight_gradient,
+    rescale_transpose,
+)
+from deepep_moe.ops.fp8_swiglu import swiglu_backward_fp8, swiglu_fp8
+from deepep_moe.ops.grouped_products import Groups
+from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights
+from deepep_moe.ops.quantized import QuantizedRows
+
+_GRADIENTS = (torch.float32, torch.bfloat16)
+_Fp8 = tuple[Tensor, Tensor]  # values and scales
+
+
+@torch._disable_dynamo
+def fp8_mlp(
+    x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None], probs: Tensor | None,
+    act: Any, recompute: bool, zero_tail: bool, delay: Any,
+) -> Tensor:  # fmt: skip
+    """See `grouped_mlp`, which has checked the shapes. act: the activation, an object with `forward` and `backward`; None for SwiGLU."""
+    _check(x, counts, w1, w2, biases)
+    groups = Groups(counts, len(w1), x)
+    inner = _Linear.apply(x, w1, groups, zero_tail, delay)
+    return _ActivatedLinear.apply(inner, probs, w2, groups, act, recompute, zero_tail, delay)
+
+
+def _check(x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None]) -> None:
+    check_products(x.device)
+    check_widths(**{"inner, the rows of w1,": w1.shape[1], "out, the rows of w2,": w2.shape[1], "the columns of w2": w2.shape[2]})
+    check_alignment("the number of rows", len(x))
+    for name, weight in (("w1", w1), ("w2", w2)):
+        if weight.dtype not in _GRADIENTS:
+            raise TypeError(f"{name} has dtype {str(weight.dtype).removeprefix('torch.')}; fp8 experts take float32 or bfloat16 weights")
+    if any(bias is not None for bias in biases):
+        raise ValueError("b1 or b2 is given, but fp8 experts have no biases; leave them out, or switch fp8 off")
+    if isinstance(counts, Tensor) and counts.is_cuda:
+        return  # they are not waited for
+    sizes = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+    if any(size % GROUP_ALIGNMENT for size in sizes):
+        raise ValueError(
+            f"counts is {sizes}; fp8 experts need multiples of {GROUP_ALIGNMENT}: dispatch with expert_alignment={GROUP_ALIGNMENT}"
+        )
+
+
+def _product(rows: _Fp8, w: Tensor, groups: Groups, *, transposed: bool = False) -> Tensor:
+    matrices = quantize_fp8_weights(w, transposed=transposed)
+    if len(rows[0]) == 0:
+        return rows[0].new_empty(0, matrices[0].shape[1], dtype=torch.bfloat16)
+    return grouped_fp8_product(*rows, *matrices, groups.offsets)
+
+
+def _weight_gradient(grads: _Fp8, rows: _Fp8, w: Tensor, groups: Groups) -> Tensor:
+    out = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+    if len(rows[0]) == 0:
+        return out.zero_()
+    return grouped_fp8_weight_gradient(*rescale_transpose(*grads), *rescale_transpose(*rows), groups.offsets, out)
+
+
+def _quantized(rows: Tensor) -> _Fp8:
+    return (rows.values, rows.scales) if isinstance(rows, QuantizedRows) else quantize_fp8(rows.contiguous(), power_of_two=True)
+
+
+def _activated(act: Any, inner: Tensor, probs: Tensor | None, groups: Groups) -> _Fp8:
+    return swiglu_fp8(inner, probs, groups) if act is None else _quantized(act.forward(inner, probs, groups))
+
+
+def now_or_later(name: str, compute: Callable[[], Tensor], delay: Any) -> Tensor | None:
+    """Return the gradient, or None once `delay` has been given what computes it."""
+    if delay is None:
+        return compute()
+    delay(name, compute)
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w.T in bf16. The tail of the result is not set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: QuantizedRows, w: Tensor, groups: Groups, zero_tail: bool, delay: Any) -> Tensor:
+        ctx.save_for_backward(x.values, x.scales, w)
+        ctx.groups, ctx.zero_tail, ctx.delay = groups, zero_tail, delay
+        return _product((x.values, x.scales), w, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (values, scales, w), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
+        grads = _quantized(grad)
+        grad_x = _product(grads, w, groups, transposed=True) if needs[0] else None
+        if grad_x is not None and ctx.zero_tail:
+            groups.clear_tail(grad_x)
+        compute = partial(_weight_gradient, grads, (values, scales), w, groups)
+        return grad_x, now_or_later("w1", compute, ctx.delay) if needs[1] else None, None, None, None
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    """act(inner) * prob @ w.T, with the activation as fp8. Its gradient may come as `QuantizedRows`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, act: Any, recompute: bool, zero_tail: bool, delay: Any
+    ) -> Tensor:
+        rows = _activated(act, inner, probs, groups)
+        if rows[0].shape[1] != w.shape[2]:
+            raise ValueError(
+                f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {rows[0].shape[1]}; "
+                "the last dimension of w2 must be this"
+            )
+        ctx.save_for_backward(inner, probs, w, *((None, None) if recompute else rows))
+        ctx.groups, ctx.act, ctx.delay = groups, act, delay
+        result = _product(rows, w, groups)
+        return groups.clear_tail(result) if zero_tail else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (inner, probs, w, values, scales), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
+        grads = _quantized(grad)
+        rows = _activated(ctx.act, inner, probs, groups) if values is None and needs[2] else (values, scales)
+        grad_activated = _product(grads, w, groups, transposed=True)
+        if ctx.act is None:
+            grad_inner, grad_probs = swiglu_backward_fp8(grad_activated, inner, probs, groups)
+        else:
+            grad_inner, grad_probs, _ = ctx.act.backward(grad_activated, inner, probs, groups, False)
+        grad_w = now_or_later("w2", partial(_weight_gradient, grads, rows, w, groups), ctx.delay) if needs[2] else None
+        return grad_inner, grad_probs, grad_w, None, None, None, None, None

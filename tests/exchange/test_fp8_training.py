@@ -1,0 +1,209 @@
+"""Dispatch and combine of fp8 experts: what arrives, what autograd gets, the bytes on the wire, refusals before anything is sent."""
+
+from functools import partial
+
+import emulated_gpu
+import pytest
+import torch
+from exchange_cases import assert_same, device_of
+
+from deepep_moe import Buffer, ops
+from deepep_moe.errors import EPPeerError
+from deepep_moe.ops import QuantizedRows, quantize_fp8
+from deepep_moe.testing import run_ranks
+
+HIDDEN, WIDTH, NUM_EXPERTS, NUM_TOKENS = 256, 128, 8, 100
+BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+
+
+def inputs(rank, device):
+    generator = torch.Generator().manual_seed(rank)
+    num_tokens = NUM_TOKENS + 3 * rank
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16().to(device)
+    idx = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(1)[:, :2].contiguous().to(device)
+    return x, idx, torch.rand(num_tokens, 2, generator=generator).to(device)
+
+
+def buffer_of(backend, **settings):
+    return Buffer(None, NUM_TOKENS + 16, HIDDEN, NUM_EXPERTS, 2, backend=backend, timeout_s=60, **settings)
+
+
+def sent_bytes(buffer):
+    """Note the bytes of a row that each call of the buffer sends from now on."""
+    noted, calls = [], buffer.calls
+    for name in ("dispatch", "dispatch_cached"):
+        setattr(calls, name, partial(_noting, getattr(calls, name), noted))
+    return noted
+
+
+def _noting(stock, noted, args):
+    noted.append((args.x.nbytes + (0 if args.x_scales is None else args.x_scales.nbytes)) // len(args.x))
+    return stock(args)
+
+
+# ---- what arrives ----
+
+
+def rows_and_gradients(rank, num_ranks, backend):
+    device = device_of(backend, rank)
+    buffer, (x, idx, weights) = buffer_of(backend), inputs(rank, device)
+    x.requires_grad_(), weights.requires_grad_()
+    noted = sent_bytes(buffer)
+    out = buffer.dispatch(x, idx, weights, expert_alignment=128, fp8="blockwise")
+    plain = buffer.dispatch(*quantize_fp8(x.detach(), power_of_two=True)[:1], idx, x_scales=out_scales(x), expert_alignment=128)
+    assert isinstance(out.recv_x, QuantizedRows) and out.recv_x.dtype == torch.bfloat16 and out.recv_x_scales is out.recv_x.scales
+    assert_same("values", out.recv_x.values, plain.recv_x)
+    assert_same("scales", out.recv_x.scales, plain.recv_x_scales)
+    padding = out.recv_topk_weights == 0
+    assert padding.any() and not out.recv_x.values[padding].float().any() and not out.recv_x.scales[padding].any()
+
+    y = out.recv_x.detach().dequantized().requires_grad_()
+    combined = buffer.combine(y, out.handle, fp8="blockwise")
+    assert_same("combined", combined, buffer.combine(y.detach(), out.handle))
+    grad = torch.randn(combined.shape, generator=torch.Generator().manual_seed(5)).bfloat16().to(device) * 1e-7
+    caught = []
+    y.register_hook(lambda gradient: caught.append(gradient) or gradient.dequantized())
+    combined.backward(grad)
+    expected = buffer.dispatch(*quantize_fp8(grad, power_of_two=True)[:1], x_scales=out_scales(grad), handle=out.handle)
+    assert_same("the gradient's values", caught[0].values, expected.recv_x)
+    assert_same("the gradient's scales", caught[0].scales, expected.recv_x_scales)
+
+    grad_rows = torch.randn(out.recv_x.shape, generator=torch.Generator().manual_seed(6)).bfloat16().to(device)
+    torch.autograd.backward([out.recv_x, out.recv_topk_weights], [grad_rows, torch.ones_like(out.recv_topk_weights)])
+    assert_same("the gradient of x", x.grad, buffer.combine(grad_rows, out.handle))
+    assert_same("the gradient of topk_weights", weights.grad, torch.ones_like(weights))
+    row = HIDDEN + HIDDEN // 128 * 4
+    assert row / (2 * HIDDEN) < 0.52
+    for rows in (out.recv_x, caught[0]):  # those of dispatch, and of combine's gradient
+        assert rows.values.nbytes + rows.scales.nbytes == row * len(rows)
+    assert set(noted) == {row} or (backend == "nvlink" and not noted)  # C++ makes plain calls on GPUs
+
+
+def out_scales(x):
+    return quantize_fp8(x.detach(), power_of_two=True)[1]
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 3))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_and_gradients(backend, num_ranks):
+    if NUM_EXPERTS % num_ranks:
+        num_ranks = 4
+    run_ranks(rows_and_gradients, num_ranks, backend)
+
+
+# ---- a whole layer, and calls of other forms ----
+
+
+def experts_of(rank, num_local_experts, device):
+    generator = torch.Generator().manual_seed(50 + rank)
+    shapes = (num_local_experts, 2 * WIDTH, HIDDEN), (num_local_experts, HIDDEN, WIDTH)
+    return [(torch.randn(shape, generator=generator) * 0.07).bfloat16().to(device) for shape in shapes]
+
+
+def layer(buffer, x, idx, weights, w1, w2, fp8, **how):
+    out = buffer.dispatch(x, idx, weights, expert_alignment=128, fp8=fp8, **how)
+    if out.event is not None:
+        out.event.wait()
+    y = ops.grouped_mlp(out.recv_x, out.handle.num_rows_per_expert, w1, w2, probs=out.recv_topk_weights)
+    return buffer.combine(y, out.handle, fp8=fp8), out
+
+
+def whole_layers(rank, num_ranks, backend):
+    device = device_of(backend, rank)
+    buffer, (x, idx, weights) = buffer_of(backend), inputs(rank, device)
+    w1, w2 = experts_of(rank, buffer.num_local_experts, device)
+    results, bound = {}, 128 * (buffer.num_local_experts + 6)
+    for name, fp8, how in (
+        ("bf16", False, {}), ("fp8", "blockwise", {}), ("bounded", "blockwise", {"num_recv_rows": bound}),
+        ("async", "blockwise", {"async_op": True}), ("hook", "blockwise", {"return_hook": True}),
+    ):  # fmt: skip
+        if name == "bf16" and emulated_gpu.is_chosen() and backend == "nvlink":
+            continue  # an emulated GPU has no such products
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, w1, w2)]
+        combined, out = layer(buffer, leaves[0], idx, *leaves[1:], fp8, **how)
+        combined.float().square().sum().backward()
+        results[name] = combined.detach(), *(leaf.grad for leaf in leaves)
+        if name == "bounded":
+            assert len(out.recv_x) == bound
+    for name in ("bounded", "async", "hook"):
+        for ours, theirs in zip(results[name], results["fp8"], strict=True):
+            assert_same(name, ours, theirs)
+    for ours, theirs in zip(results["fp8"], results.get("bf16", ()), strict="bf16" in results):
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert 0.005 < error < 0.15, error
+    with torch.no_grad():
+        assert_same("without gradient", layer(buffer, x, idx, weights, w1, w2, "blockwise")[0], results["fp8"][0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers(backend):
+    run_ranks(whole_layers, 2, backend)
+
+
+def recomputed(rank, num_ranks, backend):
+    """A checkpoint runs dispatch again along the handle of the first run, as adapters do, or with its routing."""
+    device = device_of(backend, rank)
+    buffer, (x, idx, weights) = buffer_of(backend), inputs(rank, device)
+    w1, w2 = experts_of(rank, buffer.num_local_experts, device)
+    grads = []
+    for checkpointed in (False, True):
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, w1, w2)]
+
+        def run(x, weights, w1, w2):
+            return layer(buffer, x, idx, weights, w1, w2, "blockwise")[0]
+
+        result = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False) if checkpointed else run(*leaves)
+        result.float().square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    for ours, theirs in zip(*grads, strict=True):
+        assert_same("gradients", ours, theirs)
+    first = buffer.dispatch(x, idx, weights, expert_alignment=128, fp8="blockwise")
+    again = buffer.dispatch(x, None, weights, handle=first.handle, fp8="blockwise")
+    assert_same("values along the handle", again.recv_x.values, first.recv_x.values)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_recomputation(backend):
+    run_ranks(recomputed, 2, backend)
+
+
+# ---- refusals ----
+
+
+def refusals(rank, num_ranks, backend):
+    x, idx, _ = inputs(rank, device_of(backend, rank))
+    buffer = buffer_of(backend)
+    good = buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise")
+    other = buffer.dispatch(x, idx)
+    _, scales = quantize_fp8(x)
+    for arguments, how, message in (
+        ((x.float(), idx), {}, "x has dtype float32; fp8='blockwise' takes bfloat16"),
+        ((x, idx), {"expert_alignment": 64}, "expert_alignment is 64, but fp8 experts need a multiple of 128; pass 128"),
+        ((x, idx), {"num_recv_rows": 1000}, "num_recv_rows is 1000, but fp8 experts need a multiple of 128; pass 1024"),
+        ((x, idx), {"layout": "rank"}, "layout is 'rank'; fp8='blockwise' needs 'expert'"),
+        ((x, idx), {"fp8": "mxfp8"}, "fp8 is 'mxfp8'; it must be True, False or 'blockwise'"),
+        ((x, idx), {"x_scales": scales}, "fp8='blockwise' and x_scales were both given"),
+        ((x,), {"handle": other.handle, "expert_alignment": 1}, "expert_alignment is 1, but fp8 experts need a multiple of 128"),
+        ((x[:, :200].contiguous(), idx), {}, r"hidden a multiple of 128"),
+    ):
+        how = {"fp8": "blockwise", **({} if "handle" in how or "expert_alignment" in how else {"expert_alignment": 128}), **how}
+        with pytest.raises((ValueError, TypeError) if rank == 0 else EPPeerError, match=message):
+            buffer.dispatch(*arguments, **how) if rank == 0 else buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise")
+    rows = good.recv_x.dequantized()
+    for arguments, how, message in (
+        ((rows, good.handle, torch.ones(len(rows), device=rows.device)), {}, 'topk_weights and fp8="blockwise" were both given'),
+        ((rows, good.handle), {"fp8": True}, "fp8 is True; combine takes False, or 'blockwise' for its gradient"),
+        ((good.recv_x, good.handle), {}, "x is QuantizedRows, the experts' input; combine takes their outputs"),
+        ((good.recv_x, good.handle), {"fp8": False}, "was called with fp8 rows, which only grouped_mlp takes; pass x.dequantized"),
+    ):
+        with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=message):
+            buffer.combine(*arguments, **{"fp8": "blockwise", **how}) if rank == 0 else buffer.combine(rows, good.handle, fp8="blockwise")
+            if backend == "nvlink":  # whose host does not wait for a combine
+                torch.cuda.synchronize()
+                buffer.check()
+    assert_same("after refusals", buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise").recv_x.values, good.recv_x.values)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_refusals(backend):
+    run_ranks(refusals, 2, backend)

@@ -1,0 +1,193 @@
+"""`enable(fp8=True)`: a layer against the one in bf16, its other modes against itself, training steps, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_cases import build_layer, expert_biases, forward_backward, layer_config, model_parallel
+
+from deepep_moe.integrations.megatron import disable, enable
+from deepep_moe.integrations.megatron.options import Options
+from deepep_moe.integrations.megatron.plugin import selection
+from deepep_moe.ops import QuantizedRows
+from deepep_moe.testing.launch import run_ranks
+
+pytest.importorskip("megatron.core")
+
+HIDDEN, WIDTH = 128, 128
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp32", "hidden_size": HIDDEN, "moe_ffn_hidden_size": WIDTH}
+BF16["moe_shared_expert_intermediate_size"] = None  # which Megatron-Core does not build beside fp8 without TransformerEngine
+RECIPE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+CASES: dict[str, dict] = {
+    "recipe": RECIPE,
+    "padding of the recipe": {**RECIPE, "moe_router_padding_for_quantization": True},
+    "recomputed layer": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "recomputed activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True},
+}
+
+
+def config_of(sizes: dict, changes: dict) -> Any:
+    """Fields of fp8 are set afterwards: without TransformerEngine Megatron-Core builds no such config."""
+    later = {name: value for name, value in changes.items() if "fp8" in name or "quantization" in name or name.startswith("first_last")}
+    config = layer_config(**sizes, **selection(), **(BF16 | {name: value for name, value in changes.items() if name not in later}))
+    vars(config).update(later)
+    return config
+
+
+def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x, grad = (torch.randn(24 + rank, 2, HIDDEN, generator=generator).bfloat16() for _ in range(2))
+    return x, grad * 1e-6
+
+
+def result(sizes: dict, rank: int, changes: dict) -> dict[str, torch.Tensor]:
+    return forward_backward(build_layer(config_of(sizes, changes)), *inputs(rank))
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], name: str) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    assert not different, f"{name}: {different}"
+
+
+def compare(rank: int, num_ranks: int) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fields = set(TransformerConfig.__dataclass_fields__)
+    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
+        exact = result(sizes, rank, {})
+    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+        ours = result(sizes, rank, {})
+        for name, changes in CASES.items():
+            if set(changes) <= fields:
+                assert_equal(result(sizes, rank, changes), ours, name)
+        shared = result(sizes, rank, {"moe_shared_expert_intermediate_size": 40})
+        assert any("shared" in key and value.any() for key, value in shared.items())
+        experts = [key for key in ours if ".linear_fc" in key]
+        assert_equal({key: shared[key] for key in experts}, {key: ours[key] for key in experts}, "beside shared experts")
+    for options in ({"sync_free": True}, {"sync_free": True, "recv_capacity_factor": 3.7, "expert_alignment": 256}):
+        with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True, **options) as sizes:
+            assert_equal(result(sizes, rank, {}), ours, str(options))
+    for name, want in exact.items():
+        error = float((ours[name].float() - want.float()).norm() / want.float().norm())
+        assert error < 0.12, f"{name}: {error}"
+        assert error > 0.005 or "experts.linear" not in name, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_layer(num_ranks):
+    run_ranks(compare, num_ranks, timeout_s=300)
+
+
+def experts_get_fp8_rows(rank: int, num_ranks: int) -> None:
+    """Nothing between dispatch and products makes other rows of them; weights and their names are those without fp8."""
+    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
+        names = build_layer(config_of(sizes, {})).state_dict().keys()
+    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+        layer = build_layer(config_of(sizes, RECIPE))
+        assert layer.state_dict().keys() == names
+        seen: list[Any] = []
+        layer.experts.register_forward_pre_hook(lambda _, arguments: seen.extend(arguments[:2]))
+        gradients: list[Any] = []
+
+        def watch(_: Any, __: Any, outputs: Any) -> None:
+            outputs[0].register_hook(lambda grad: gradients.append(type(grad)))
+
+        layer.experts.register_forward_hook(watch)
+        x, grad = inputs(rank)
+        layer(x.requires_grad_())[0].backward(grad)
+        assert type(seen[0]) is QuantizedRows and gradients == [QuantizedRows]
+        assert not any(count % 128 for count in seen[1].tolist())
+
+
+def test_experts_get_fp8_rows():
+    run_ranks(experts_get_fp8_rows, 2)
+
+
+def checkpoint(rank: int, num_ranks: int) -> None:
+    """A state dict of a layer in bf16 is one of a layer in fp8, and steps of an optimizer between two forwards count."""
+    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes:
+        state = build_layer(config_of(sizes, {})).state_dict()
+    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+        layers = [build_layer(config_of(sizes, {})) for _ in range(2)]
+        with torch.no_grad():
+            for parameter in layers[1].experts.parameters():
+                parameter.zero_()
+        layers[1].load_state_dict(state)
+        x, grad = inputs(rank)
+        for _ in range(2):
+            results = [forward_backward(layer, x, grad * 1e6) for layer in layers]
+            assert_equal(*results, "after loading")
+            for layer in layers:
+                torch.optim.SGD(layer.parameters(), lr=0.5).step()
+        assert not torch.equal(forward_backward(layers[0], x, grad)["output"], results[0]["output"])
+
+
+def test_checkpoint():
+    run_ranks(checkpoint, 2)
+
+
+# ---- refusals ----
+
+
+def test_options():
+    assert Options(grouped_experts=True, fp8=True).expert_alignment == 128
+    with pytest.raises(ValueError, match="fp8 is True without grouped_experts"):
+        Options(fp8=True)
+    with pytest.raises(ValueError, match="expert_alignment is 16, but fp8 experts need a multiple of 128; pass 128"):
+        Options(grouped_experts=True, fp8=True, expert_alignment=16)
+    with pytest.raises(ValueError, match="fp8 is 'e4m3'; it must be True or False"):
+        Options(fp8="e4m3")
+
+
+REFUSED: dict[str, tuple[dict, str]] = {
+    "recipe": ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "fp8_recipe is 'mxfp8', but deepep_moe's experts have scales of blocks"),
+    "fp32": ({"bf16": False, "params_dtype": torch.float32}, "params_dtype is torch.float32, but fp8 experts take bf16 rows"),
+    "hidden": ({"hidden_size": 192}, "hidden_size is 192, but fp8 experts need multiples of 128"),
+    "width": ({"moe_ffn_hidden_size": 100}, "moe_ffn_hidden_size is 100, but fp8 experts need multiples of 128"),
+    "fp8 parameters": ({**RECIPE, "fp8_param": True}, "fp8_param is True, which grouped experts do not support"),
+    "bf16 layers": ({**RECIPE, "first_last_layers_bf16": True}, "first_last_layers_bf16 is True, but fp8 of enable"),
+}
+
+
+def refusals(rank: int, num_ranks: int) -> None:
+    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+        for changes, message in (*REFUSED.values(), (expert_biases(), "add_bias_linear is True, which grouped experts do not support")):
+            if changes:
+                with pytest.raises(ValueError, match=message):
+                    build_layer(config_of(sizes, changes))
+        config = config_of(sizes, {})
+        config.overlap_moe_expert_parallel_comm = True
+        with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm is True, whose schedule frees rows"):
+            build_layer(config)
+    with model_parallel(ep=num_ranks, grouped_experts=True) as sizes, pytest.raises(ValueError, match="fp8 is 'e4m3', which grouped"):
+        build_layer(config_of(sizes, RECIPE))
+
+
+def test_refusals():
+    run_ranks(refusals, 1)
+
+
+def other_experts(rank: int, num_ranks: int) -> None:
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+        layer = build_layer(config_of(sizes, {}))
+        layer.experts = torch.nn.Module()
+        with pytest.raises(ValueError, match="fp8 is asked for, but Module takes no fp8 rows"):
+            layer.token_dispatcher.join(layer)
+    assert dist.is_initialized() and SequentialMLP.__init__.__qualname__.startswith("SequentialMLP")
+
+
+def test_other_experts():
+    run_ranks(other_experts, 1)
+
+
+def test_enable_says_what_it_has():
+    enable(grouped_experts=True, fp8=True)
+    try:
+        with pytest.raises(ValueError, match="fp8=True"):
+            enable(grouped_experts=True)
+    finally:
+        disable()
