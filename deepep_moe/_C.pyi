@@ -99,6 +99,7 @@ class ShmExchange:
 # low latency (csrc/common/low_latency.h, csrc/runtime/shm/low_latency.h)
 LOW_LATENCY_MAX_TOKENS: int
 LOW_LATENCY_MAX_LOCAL_EXPERTS: int
+LOW_LATENCY_MAX_HOST_RANKS: int
 LOW_LATENCY_MAX_RANKS: int
 
 def low_latency_handle_offsets(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> tuple[int, int]: ...
@@ -285,7 +286,11 @@ class NvlinkLowLatency:
         num_max_tokens: int,
         timeout_s: float,
         mask_stalled: bool,
+        ranks_per_node: int,
     ) -> None: ...
+    rail_bytes: int
+    def attach_rail(self, shim: object, address: int, pes: list[int]) -> None: ...
+    def leak(self) -> None: ...
     workspace_bytes: int
     failed_mark: int
     handle_bytes: int

@@ -14,6 +14,7 @@ from deepep_moe.arguments import check_bool
 from deepep_moe.device import DTYPES
 from deepep_moe.errors import BufferDestroyedError, EPError, told
 from deepep_moe.event import Event
+from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
 from deepep_moe.low_latency.base import DESTROYED, Call, LowLatencyBackend
@@ -51,11 +52,13 @@ class LowLatencyBuffer(Sizes):
         hidden: columns of a row: a multiple of 16 bytes; with `fp8`, of 128 columns.
         num_experts: of all ranks together, a multiple of the group's size.
         num_topk: experts per token, at most 32.
-        backend: "auto", `nvlink` (GPUs of one host linked by NVLink, which is not checked where a process sees its own GPU alone) or `shm`
-            (ranks of one host, CPU tensors). "auto" takes `nvlink` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so
-            does one log line on rank 0.
+        backend: "auto", `nvlink` (GPUs of one host linked by NVLink, which is not checked where a process sees its own GPU alone),
+            `nvshmem` (GPUs of several nodes, 32 ranks at most) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink` or
+            `nvshmem` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
         mask_stalled: mask a rank that died or misses the deadline, and go on without it, instead of failing; see `mask_rank`.
+        ranks_per_node: consecutive ranks that are a node, a divisor of their number; None: the ranks of one host. Fewer than a host has
+            make virtual nodes, for tests.
 
     Raises:
         ValueError: a bad argument. The peers raise EPPeerError.
@@ -74,19 +77,20 @@ class LowLatencyBuffer(Sizes):
         backend: str = "auto",
         timeout_s: float | None = None,
         mask_stalled: bool = False,
+        ranks_per_node: int | None = None,
     ):
         group, num_ranks, rank = join(group, "LowLatencyBuffer")
         s = Settings(num_ranks, rank, num_max_tokens_per_rank, hidden, num_experts, num_topk, 300.0)
         error: Exception | None = None
         num_threads = 1
         try:
-            s = check_low_latency_settings(check_settings(s, backend, BACKENDS, timeout_s))
+            s = check_low_latency_settings(check_settings(s, backend, BACKENDS, timeout_s, ranks_per_node))
             check_bool("mask_stalled", mask_stalled)
             num_threads = config.num_threads(num_ranks)
         except Exception as refused:
             error = refused
         peers = introduce(s, backend, num_threads, error, group, kind="LowLatencyBuffer", mask_stalled=mask_stalled)
-        self._settings = s
+        self._settings = s = find_nodes(s, peers)
         self._backend: LowLatencyBackend | None = make_backend(backend, s, peers, group, mask_stalled)
         self.backend: str = self._backend.name
         self._number = next(_numbers)
@@ -269,8 +273,9 @@ class LowLatencyBuffer(Sizes):
         s = self._settings
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < s.num_ranks or rank == s.rank:
             raise ValueError(f"rank is {rank!r}; it must be one of 0 to {s.num_ranks - 1}, and not this rank, {s.rank}")
+        before = set(self._masked())
         self._alive().mask(rank, masked)
-        self._masks_told = self._masks_told | {rank} if masked else self._masks_told - {rank}
+        self._masks_told = self._masks_told | (set(self._masked()) - before) if masked else self._masks_told - {rank}
 
     def rejoin(self) -> None:
         """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their
