@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import deepep_moe
 from deepep_moe import Buffer, config
@@ -72,7 +73,7 @@ class TuneRank(Rank):
 
     def _check_alike(self, machine: str) -> None:
         """Raise EPMismatchError where ranks have unlike GPUs: no profile is for them, and each would try other settings."""
-        told = gather_objects(machine, None, self.shape.num_ranks, "comparison of GPUs", config.timeout_s(), str)
+        told = gather_objects(machine, dist.group.WORLD, self.shape.num_ranks, "comparison of GPUs", config.timeout_s(), str)
         check_same([{"the GPU": rank_machine} for rank_machine in told], "tune ranks with equal GPUs and equal shares of them")
 
     def _calls(self, buffer: Buffer) -> list[Operation]:
