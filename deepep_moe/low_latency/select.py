@@ -15,14 +15,21 @@ BACKENDS = ("auto", "shm", "nvlink")
 
 
 def make_backend(
-    name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
+    name: str,
+    settings: Settings,
+    peers: list[Introduction],
+    group: "dist.ProcessGroup | None",
+    mask_stalled: bool,
+    has_gpu_tensors: bool = False,
 ) -> LowLatencyBackend:
     """The backend called `name`, or under "auto" the one for the group's tensors. Collective.
+
+    `has_gpu_tensors`: a process without a group was given some; other ranks say by their group where their tensors are.
 
     Raises BackendUnavailableError with the reason and the fix.
     """
     made: LowLatencyBackend | str
-    if name == "nvlink" or (name == "auto" and are_on_gpus(peers)):
+    if name == "nvlink" or (name == "auto" and (has_gpu_tensors or are_on_gpus(peers))):
         made = why_not_nvlink(peers) or connect(lambda: NvlinkLowLatencyBackend(settings, mask_stalled), settings, group)
     else:
         made = _why_too_many(peers) or why_not_shm(peers) or connect(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
