@@ -5,8 +5,12 @@ from drawing import Picture
 
 def layers() -> Picture:
     p = Picture(760, 300, "The rooms, from a layer down to the kernels")
-    rows = (("your layer, integrations, nn", "plain"), ("Buffer, LowLatencyBuffer: arguments, events", "rank"), ("calls: check, plan, move, refuse", "rank"),
-            ("backends: shm, nvlink, nvshmem, collective", "rank"))  # fmt: skip
+    rows = (
+        ("your layer, integrations, nn", "plain"),
+        ("Buffer, LowLatencyBuffer: arguments, events", "rank"),
+        ("calls: check, plan, move, refuse", "rank"),
+        ("backends: shm, nvlink, nvshmem, collective", "rank"),
+    )
     for number, (text, kind) in enumerate(rows):
         p.box(180, 14 + 46 * number, 400, 34, text, kind)
         p.arrow(380, 48 + 46 * number, 380, 60 + 46 * number)
@@ -124,7 +128,7 @@ def chunks() -> Picture:
     for chunk in range(3):
         x = 90 + 180 * chunk
         p.box(x, 34, 170, 38, f"dispatch {chunk}", "row")
-        p.box(x + 180 if chunk < 2 else x + 120, 84, 110 if chunk < 2 else 110, 38, f"experts {chunk}", "work")
+        p.box(x + (180 if chunk < 2 else 120), 84, 110, 38, f"experts {chunk}", "work")
     p.box(360, 134, 120, 38, "combine 0", "row")
     p.box(500, 134, 120, 38, "combine 1", "row")
     p.box(632, 134, 118, 38, "combine 2", "row")

@@ -148,8 +148,13 @@ def backends() -> Picture:
 
 def tuner() -> Picture:
     p = Picture(760, 190, "The tuner: search, compare by turns, keep what is certainly faster")
-    steps = (("search:\none setting\nat a time", "work"), ("drop the\nslower half,\nmeasure more", "work"), ("default and\nbest, by turns,\nin pairs", "work"),
-             ("gain certain\nand at least\n0.5%?", "plain"), ("profile", "row"))  # fmt: skip
+    steps = (
+        ("search:\none setting\nat a time", "work"),
+        ("drop the\nslower half,\nmeasure more", "work"),
+        ("default and\nbest, by turns,\nin pairs", "work"),
+        ("gain certain\nand at least\n0.5%?", "plain"),
+        ("profile", "row"),
+    )
     for number, (text, kind) in enumerate(steps):
         p.box(15 + 150 * number, 30, 122, 70, text, kind)
         if number < 4:
