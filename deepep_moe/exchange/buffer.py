@@ -73,6 +73,15 @@ class Buffer(Sizes):
         BackendUnavailableError: the named backend cannot serve here; the message says why and what to do.
     """
 
+    backend: str
+    """The name of the backend that serves."""
+    profile: Profile | None
+    """The tuned settings in use on GPUs, which num_sms and max_sms override; None: the settings are fitted to the GPU."""
+    num_channels: int
+    """CPU threads of a rank that move rows; 1 on GPUs."""
+    calls: Calls
+    """How its calls run; for the modules of this library."""
+
     def __init__(
         self,
         group: "dist.ProcessGroup | None",
@@ -107,16 +116,14 @@ class Buffer(Sizes):
         self._use(made)
         is_open = backend == "auto" and group is None and peers[0].has_gpu
         self.calls = Calls(made, self._settings, num_sms, weakref.WeakMethod(self._make_for_gpu) if is_open else None)
-        """How its calls run; for the modules of this library."""
 
     def _use(self, made: Backend) -> None:
         """Make a new backend ready for calls, and say which it is."""
-        self.profile: Profile | None = agree_on_profile(made, self._settings, self._loaded, self._group)
-        """The tuned settings in use on GPUs, which num_sms and max_sms override; None: the settings are fitted to the GPU."""
+        self.profile = agree_on_profile(made, self._settings, self._loaded, self._group)
         if self._max_sms is not None:
             made.limit_sms(self._max_sms)
-        self.backend: str = made.name
-        self.num_channels: int = made.capabilities.num_channels
+        self.backend = made.name
+        self.num_channels = made.capabilities.num_channels
         self._log_backend(made.name, made.workspace_bytes)
 
     def _make_for_gpu(self, x: Tensor) -> Backend:

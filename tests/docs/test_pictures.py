@@ -86,12 +86,13 @@ def test_readme_names_the_tested_versions():
     assert f"| Megatron-Core | {oldest} to {newest} |" in readme
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/install.md", "docs/inference.md", "docs/status.md"])
-def test_columns_have_titles(page):
-    """A first row of a table with empty cells leaves the reader to guess."""
-    for title in re.findall(r"^(\|.*\|)\n\|[-|]+\|$", (ROOT / page).read_text(), flags=re.MULTILINE):
-        cells = [cell.strip() for cell in title.strip("|").split("|")]
-        assert all(cells), title
+def test_columns_have_titles_and_rows_can_be_read_alone():
+    """An empty title or an empty first cell leaves the reader to guess."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for table in re.findall(r"^\|.*\|\n\|[-|]+\|\n(?:\|.*\n?)*", PAGES[page], flags=re.MULTILINE):
+            title, _, *rows = table.strip().splitlines()
+            assert all(cell.strip() for cell in title.strip("|").split("|")), f"{page}: {title}"
+            assert all(row.split("|")[1].strip() for row in rows), f"{page}: {title}"
 
 
 def test_peers_say_where_they_were_measured():

@@ -24,7 +24,7 @@ QUESTIONS = [  # of a reader; what he types first, and if that does not help; th
     ("How do I overlap two micro-batches?", "overlap micro-batches", "overlap", "design/overlap.html"),
     ("How do I run on several hosts?", "several hosts", "several nodes", "multi_node.html"),
     ("How do I come from DeepEP?", "deepep", "import deep_ep", "coming_from_deepep.html"),
-    ("How do I come from all-to-all?", "all-to-all", "from all-to-all", "coming_from_deepep.html"),
+    ("How do I come from all-to-all?", "all-to-all", "migrate", "coming_from_deepep.html"),
     ("How do I make it faster?", "faster", "num_sms setting", "tuning.html"),
     ("What does EPTimeoutError mean?", "EPTimeoutError", "timeout error", "troubleshoot.html"),
     ("What does this message mean?", "ranks make different calls", "message", "troubleshoot.html"),

@@ -144,6 +144,10 @@ def commands() -> dict[str, set[str]]:
     for module, rest in re.findall(r"(?:python|torchrun[^`\n]*?) -m (deepep_moe[\w.]*\w)([^`\n]*)", "\n".join(TEXTS.values())):
         words = rest.split("#")[0].split()
         name = f"{module} {words[0]}" if module in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]) else module
+        if name == "deepep_moe.bench" and words[:1] != ["--help"]:
+            name = "deepep_moe.bench exchange"  # what runs where no subcommand is given
+        if name == "deepep_moe.bench exchange" and "nvlink" in words:
+            name += " --backend nvlink"  # whose options differ
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
         found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]+", " ".join(words[:script])))
     return found
