@@ -95,21 +95,21 @@ class LowLatencyBuffer(Sizes):
         self._masks_told: set[int] = set()
         self._earlier_failure: Exception | None = None
         self._use(make_backend(backend, s, peers, group, mask_stalled))
-        is_open = backend == "auto" and group is None and peers[0].has_gpu
-        self._make_for_gpu = partial(make_backend, backend, s, peers, group, mask_stalled, True) if is_open else None
+        is_open = backend == "auto" and group is None and peers[0].has_gpu  # its first rows may lie on a GPU
+        self._make_for_gpu = partial(make_backend, backend, s, peers, None, mask_stalled, True) if is_open else None
 
     def _use(self, made: LowLatencyBackend) -> None:
         """Make a new backend ready for calls, and say which it is."""
-        s, self._backend, self.backend = self._settings, made, made.name
-        self._statistics = made.zeros(s.num_local_experts + s.num_ranks + 1, torch.int64)
+        self._backend: LowLatencyBackend | None = made
+        self.backend: str = made.name
+        self._statistics = made.zeros(self.num_local_experts + self.num_ranks + 1, torch.int64)
         self._plain_calls = made.plain_calls(self._statistics)
         self._log_backend(made.name, made.workspace_bytes)
 
     def _choose(self, x: Any) -> None:
         """Serve the device of the first rows from now on."""
-        make, self._make_for_gpu = self._make_for_gpu, None
+        make, self._make_for_gpu, before = self._make_for_gpu, None, self._alive()
         if make is not None and isinstance(x, Tensor) and is_gpu(x.device):
-            before = self._alive()
             with making_on(x):
                 self._use(make())
             before.destroy()

@@ -60,7 +60,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     import deepspeed
 
     own = deepspeed.initialize
-    return own(*args, **kwargs) if own is _enabled else _initialize_by(own, *args, **kwargs)
+    is_ours = own is _enabled
+    return own(*args, **kwargs) if is_ours else _initialize_by(own, *args, **kwargs)
 
 
 def _initialize_by(own: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

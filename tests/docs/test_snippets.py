@@ -116,6 +116,7 @@ def _deepspeed_worker(rank: int, num_ranks: int, blocks: list[str]) -> None:
         assert total / num_ranks == 2.0, "the mean over all tokens, after ranks were averaged"
 
 
+@pytest.mark.slow
 def test_deepspeed_blocks_run():
     pytest.importorskip("deepspeed")
     run_ranks(_deepspeed_worker, 2, [BLOCKS[key] for key in IN_DEEPSPEED])
@@ -145,9 +146,7 @@ def commands() -> dict[str, set[str]]:
         words = rest.split("#")[0].split()
         name = f"{module} {words[0]}" if module in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]) else module
         if name == "deepep_moe.bench" and words[:1] != ["--help"]:
-            name = "deepep_moe.bench exchange"  # what runs where no subcommand is given
-        if name == "deepep_moe.bench exchange" and "nvlink" in words:
-            name += " --backend nvlink"  # whose options differ
+            name = f"deepep_moe.bench {'link' if 'nvlink' in words else 'exchange'}"  # what runs without a subcommand
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
         found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]+", " ".join(words[:script])))
     return found
