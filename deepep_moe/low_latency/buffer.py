@@ -108,11 +108,12 @@ class LowLatencyBuffer(Sizes):
 
     def _choose(self, x: Any) -> None:
         """Serve the device of the first rows from now on."""
-        make, self._make_for_gpu, before = self._make_for_gpu, None, self._alive()
-        if make is not None and isinstance(x, Tensor) and is_gpu(x.device):
+        if self._make_for_gpu is not None and isinstance(x, Tensor) and is_gpu(x.device):
             with making_on(x):
-                self._use(make())
+                made, before = self._make_for_gpu(), self._alive()
+            self._use(made)
             before.destroy()
+        self._make_for_gpu = None
 
     # ---- what it is ----
 
@@ -174,8 +175,7 @@ class LowLatencyBuffer(Sizes):
             if made is not None:
                 num_tokens, recv_x, scales, counts, state = made
                 return LowLatencyOutput(recv_x, scales, counts, LowLatencyHandle(self._number, num_tokens, state), None, None)
-        if self._make_for_gpu is not None:
-            self._choose(x)
+        self._choose(x)
         s, backend = self._settings, self._begin()
         try:
             check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)

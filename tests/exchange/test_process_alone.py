@@ -95,6 +95,11 @@ def test_gpu_tensors_of_low_latency():
 def test_a_first_call_is_not_captured(monkeypatch):
     x = rows(device_of("nvlink", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for buffer in (Buffer(None, 8, 128, 4, 2), LowLatencyBuffer(None, 8, 128, 4, 2)):
+    buffers = Buffer(None, 8, 128, 4, 2), LowLatencyBuffer(None, 8, 128, 4, 2)
+    for buffer in buffers:
         with pytest.raises(ValueError, match="gets its memory in its first dispatch; make one before the capture"):
             buffer.dispatch(x, IDX.to(x.device))
+    monkeypatch.undo()
+    pass_through(buffers[0], x)
+    pass_through_low_latency(buffers[1], x)
+    assert [buffer.backend for buffer in buffers] == ["nvlink", "nvlink"], "a refused call decides nothing"
