@@ -5,6 +5,9 @@
 //   those,
 //             and puts the sums, a few rows at a time
 //   finish    with the hook: adds the sums of all nodes, in their order
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
 #include "cuda/device/low_latency_lines.cuh"
 #include "nvshmem/low_latency.h"
 #include "nvshmem/low_latency_rail.cuh"

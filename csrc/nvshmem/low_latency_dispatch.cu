@@ -5,6 +5,9 @@
 //   forward   with the hook: what the rail has brought goes on to the ranks of this node, as if the tokens' rank had sent it
 //
 // So the kernel that receives sees as many sources as there are ranks, and writes what it would with all of them in one node.
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/low_latency_places.cuh"
 #include "nvshmem/low_latency.h"

@@ -13,8 +13,8 @@ PLAIN = replace(MACHINES["h100"], nic_gbps=1.0, nvlink_gbps=10.0, put_us=5.0, me
 
 
 def test_one_token_by_hand():
-    """2 nodes of 2 ranks. Rank 0's token has two experts on rank 3, one on rank 2. A row takes 1 us over the network; NVLink passes one each
-    0.1 us."""
+    """2 nodes of 2 ranks. Rank 0's token has two experts on rank 3, one on rank 2. A row takes 1 us over the network. NVLink passes one
+    each 0.1 us."""
     experts_of = np.zeros((4, 1, 4), dtype=np.int64)
     experts_of[0, 0, 2:] = 1, 2
     batch, late = Batch(2, experts_of), np.zeros(4)

@@ -118,7 +118,7 @@ def dispatch(batch: Batch, machine: Machine, latencies: Latencies, row_bytes: in
     c = _Call(batch, machine, latencies, row_bytes, late)
     sender, receiver, rows, put = c.puts()
     ready = late[sender] + latencies.start_us + latencies.pack_us
-    landed = c.network(sender, receiver, ready, rows * float(row_bytes))[put]
+    landed = c.network(sender, receiver, ready, rows.astype(np.float64) * row_bytes)[put]
     to = batch.experts_of.reshape(*batch.experts_of.shape[:2], -1, batch.ranks_per_node)[c.source, c.token, c.node]
     row, rank = np.nonzero(to)
     forwarder = c.forwarder[row]
@@ -151,7 +151,7 @@ def combine(batch: Batch, machine: Machine, latencies: Latencies, row_bytes: int
     np.maximum.at(by_put, put, summed[c.source, c.token, c.node])
     # The first put waits for all sums of its rows, and for the entry of its node's ranks.
     by_put = np.maximum(by_put, late[sender] + latencies.start_us) + latencies.pack_us
-    landed = c.network(sender, receiver, by_put, rows * float(row_bytes))
+    landed = c.network(sender, receiver, by_put, rows.astype(np.float64) * row_bytes)
     own = node == own_node
     return c.ends((receiver, landed), (source[own], arrived[own]))
 
@@ -206,7 +206,9 @@ def lines(
         late = [np.random.default_rng(seed).random(num_ranks) * late_us for seed in range(num_seeds)]
         for op, call in CALLS.items():
             ours, theirs = (
-                np.concatenate([made(*of, machine, Latencies(), ROW_BYTES[op], start) for *of, start in zip(batches, late, strict=True)])
+                np.concatenate(
+                    [made(batch, machine, Latencies(), ROW_BYTES[op], start) for batch, start in zip(batches, late, strict=True)]
+                )
                 for made in (call, by_message)
             )
             published = PUBLISHED_US[op].get(num_ranks) if num_tokens == 128 else None
