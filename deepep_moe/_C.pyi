@@ -224,13 +224,21 @@ class GpuTuning:
     rail_gbps: float
 
 def gpu_fit_tuning(*, num_multiprocessors: int, capability_major: int, link_gbps: float | None = None) -> GpuTuning: ...
+def gpu_clear_tail(values: Tensor, group_ends: Tensor, stream: int) -> None: ...
 def gpu_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, group_ends: Tensor, y: Tensor, stream: int) -> None: ...
 def gpu_fp8_weight_gradient(
     dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, x_t_scales: Tensor, group_ends: Tensor, out: Tensor, is_fp32: bool, stream: int
 ) -> None: ...
 def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, is_rounded: bool, dtype: DType, stream: int) -> None: ...
 def gpu_quantize_weights(
-    w: Tensor, matrix_stride: int, is_transposed: bool, y: Tensor, scales: Tensor, dtype: DType, stream: int
+    w: Tensor,
+    matrix_stride: int,
+    y: Tensor | None,
+    scales: Tensor | None,
+    y_t: Tensor | None,
+    scales_t: Tensor | None,
+    dtype: DType,
+    stream: int,
 ) -> None: ...
 
 class ExpertRows:

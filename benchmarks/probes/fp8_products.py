@@ -2,9 +2,9 @@
 
     python benchmarks/probes/fp8_products.py --wheels DIR --json FILE
 
-It needs PyTorch, Triton and the files of this checkout, but no build of deepep_moe. Each candidate runs in a process of its own, with a
-limit of time: a failure is a line with its reason. DIR may hold wheels of rivals; they are unpacked, not installed. TFLOPS count the rows
-that hold tokens, not those that pad a group to 128.
+It needs PyTorch, but no build of deepep_moe. DIR holds libfp8_products.so, built as fp8_products_library.cu says, and may hold wheels of
+rivals, which are unpacked, not installed. Each candidate runs in a process of its own, with a limit of time: a failure is a line with its
+reason. TFLOPS count the rows that hold tokens, not those that pad a group to 128.
 """
 
 import argparse
@@ -190,29 +190,13 @@ def torch_rowwise(torch, case, given, options):
         )
 
 
-def ours_triton(torch, case, given, options):
-    kernels = loaded("fp8_product_kernels", FILE.parents[2] / "deepep_moe" / "ops" / "fp8_product_kernels.py")
-    tiling = kernels.Tiling
-    tilings = [tiling(128, 128, 2, 8, 3), tiling(64, 128, 1, 4, 3, 2), tiling(128, 128, 1, 8, 4)]
-    a, a_scales, b, b_scales, offsets = given
-    if case["is_weight"]:
-        for dtype in (torch.float32, torch.bfloat16):
-            out = torch.empty(case["experts"], case["n"], case["k"], dtype=dtype, device="cuda")
-            for one in (tilings[2]._replace(num_stages=3), tilings[1]):
-                name = f"Triton {str(dtype)[6:]} {tuple(one)}"
-                yield name, lambda one=one, out=out: kernels.weight_gradient(a, a_scales, b, b_scales, offsets, out, one), {}
-        return
-    by_column = a_scales.t().contiguous().t()
-    for one in tilings:
-        yield f"Triton {tuple(one)}", lambda one=one: kernels.product(a, by_column, b, b_scales, offsets, one), {}
-    yield "Triton, scales by row", lambda: kernels.product(a, a_scales, b, b_scales, offsets), {}
-
-
 def ours_cuda(torch, case, given, options):
     import ctypes
 
-    native = ctypes.CDLL(str(Path(options.wheels, options.library).resolve()))
-    title = options.library.removeprefix("libfp8_products").removesuffix(".so").replace("_", " ")
+    library = Path(options.wheels, "libfp8_products.so").resolve()
+    if not library.exists():
+        raise RuntimeError(f"{library} is not there; build it with nvcc as fp8_products_library.cu says")
+    native = ctypes.CDLL(str(library))
     address = lambda tensor: ctypes.c_void_p(tensor.data_ptr())  # noqa: E731
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     a, a_scales, b, b_scales, offsets = given
@@ -233,7 +217,7 @@ def ours_cuda(torch, case, given, options):
                 call(native.fp8_weight_gradient, *map(address, (a, a_scales, b, of_b, offsets, out)), *sizes)
                 return out
 
-            yield f"CUDA{title} {str(dtype)[6:]}" + (", a scale a column" if of_b is others else ""), run, None if of_b is others else {}
+            yield f"CUDA {str(dtype)[6:]}" + (", a scale a column" if of_b is others else ""), run, None if of_b is others else {}
         return
     y = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
 
@@ -241,7 +225,7 @@ def ours_cuda(torch, case, given, options):
         call(native.fp8_product, *map(address, (a, a_scales, b, b_scales, offsets, y)), ctypes.c_int64(rows), n, k, experts)
         return y
 
-    yield f"CUDA{title}", run, {}
+    yield "CUDA", run, {}
 
 
 def deep_gemm(torch, case, given, options):
@@ -274,7 +258,7 @@ def deep_gemm(torch, case, given, options):
 
 CANDIDATES = {
     "torch bf16": torch_bf16, "torch blockwise": torch_blockwise, "torch rowwise": torch_rowwise, "CUDA": ours_cuda,
-    "Triton": ours_triton, "DeepGEMM": deep_gemm,
+    "DeepGEMM": deep_gemm,
 }  # fmt: skip
 
 
@@ -374,12 +358,7 @@ def main(options):
 
     began, results, records = time.monotonic(), {}, []
     rivals = sorted(path.name for path in Path(options.wheels).glob("sgl_deep_gemm*.whl")) if options.wheels else []
-    ours = sorted(path.name for path in Path(options.wheels).glob("libfp8_products*.so"))
-    plan = [(name, {}) for name in CANDIDATES if name not in ("CUDA", "DeepGEMM")]
-    plan[1:1] = [("CUDA", {"library": one}) for one in ours]
-    plan += [("DeepGEMM", {"rival_wheel": one}) for one in rivals[::-1]]
-    if not ours:
-        print("CUDA: no libfp8_products.so among the wheels; build it with nvcc as its source says")
+    plan = [(name, {}) for name in CANDIDATES if name != "DeepGEMM"] + [("DeepGEMM", {"rival_wheel": one}) for one in rivals[::-1]]
     print(f"{hardware(torch)}, PyTorch {torch.__version__}; {options.rows} rows, {options.experts} experts")
     for name, more in plan:
         if options.only and not any(part in name for part in options.only.split(",")):
@@ -433,7 +412,6 @@ def parsed():
     parser.add_argument("--total", type=float, default=150, help="limit of all of them")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--rival-wheel", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--library", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

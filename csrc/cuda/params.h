@@ -249,11 +249,12 @@ struct GpuQuantizeParams {
 struct GpuQuantizeWeightsParams {
     int64_t num_matrices, num_rows, num_columns;  // rows and columns: multiples of 128
     int64_t matrix_stride;                        // elements from one matrix to the next
-    bool is_transposed;
-    DType dtype;         // of w
-    const std::byte* w;  // [num_matrices, num_rows, num_columns]; every matrix contiguous
-    std::byte* y;        // [num_matrices, num_rows, num_columns] e4m3, or [num_matrices, num_columns, num_rows] if transposed
-    float* scales;       // [num_matrices, num_rows / 128, num_columns / 128], or transposed likewise
+    DType dtype;                                  // of w
+    const std::byte* w;                           // [num_matrices, num_rows, num_columns]; every matrix contiguous
+    std::byte* y;                                 // [num_matrices, num_rows, num_columns] e4m3, or null
+    float* scales;                                // [num_matrices, num_rows / 128, num_columns / 128]
+    std::byte* y_t;                               // [num_matrices, num_columns, num_rows], or null
+    float* scales_t;                              // [num_matrices, num_columns / 128, num_rows / 128]
 };
 
 }  // namespace deepep_moe

@@ -1,5 +1,6 @@
-// Matrices of fp32, bf16 or fp16 to fp8 (e4m3), with a power of two as the scale of each kScaleBlock x kScaleBlock block, as they are or
-// transposed. A thread block takes one block of a matrix: every thread keeps 8 columns of 8 rows, so that the matrix is read once.
+// Matrices of fp32, bf16 or fp16 to fp8 (e4m3), with a power of two as the scale of each kScaleBlock x kScaleBlock block: as they are,
+// transposed, or both. A thread block takes one block of a matrix and reads it once: every thread has 8 columns of 8 rows. It transposes
+// them in registers; shared memory brings together what is a row of the transposed matrix.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/launch.h"
@@ -8,18 +9,44 @@ namespace deepep_moe {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kColumns = 8;                      // of one thread, side by side
-constexpr int kAcross = kScaleBlock / kColumns;  // threads of a row
-constexpr int kRowStep = kThreads / kAcross;     // rows that all threads load at once
-constexpr int kRows = kScaleBlock / kRowStep;    // of one thread
-constexpr int kTileStride = kScaleBlock + 16;    // bytes; a multiple of 16 that spreads a column over the banks
-constexpr int kTileBytes = kScaleBlock * kTileStride;
+constexpr int kSide = 8;                      // columns, and rows, of one thread
+constexpr int kAcross = kScaleBlock / kSide;  // threads side by side
+constexpr int kPieces = kScaleBlock / 16;     // of 16 bytes in a row of fp8
 
-__device__ __forceinline__ float largest_of_threads(const float (&x)[kRows][kColumns]) {
+using Params = GpuQuantizeWeightsParams;
+
+// 8 rows of 8 elements as they lie in memory.
+template <DType kType>
+struct Patch {
+    using Values = Piece<kType>;
+    static constexpr int kRaw = kSide / Values::kCount;
+    uint4 raw[kSide][kRaw];
+
+    __device__ void load(const std::byte* from, int64_t row_pieces) {
+#pragma unroll
+        for (int i = 0; i < kSide; ++i)
+#pragma unroll
+            for (int j = 0; j < kRaw; ++j) raw[i][j] = pieces(from)[i * row_pieces + j];
+    }
+    __device__ void row(int i, float (&x)[kSide]) const {
+#pragma unroll
+        for (int j = 0; j < kRaw; ++j) Values::load(raw[i][j], x + j * Values::kCount);
+    }
+};
+
+template <DType kType>
+__device__ float largest_of_block(const Patch<kType>& patch) {
     __shared__ float of_warps[kWarps];
     float largest = kFp8LeastTrained;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) largest = largest_of<32>(x[i], largest);
+    for (int i = 0; i < kSide; ++i) {
+        float x[kSide];
+        patch.row(i, x);
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) largest = max_or_nan(largest, fabsf(x[j]));
+    }
+    const float mine[1] = {largest};
+    largest = largest_of<32>(mine, largest);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
@@ -27,38 +54,76 @@ __device__ __forceinline__ float largest_of_threads(const float (&x)[kRows][kCol
     return largest;
 }
 
-template <DType kType>
-__global__ void __launch_bounds__(kThreads) quantize_weights(const __grid_constant__ GpuQuantizeWeightsParams p) {
-    const int64_t across = p.num_columns / kScaleBlock, down = p.num_rows / kScaleBlock;
-    const int64_t matrix = blockIdx.x / (across * down), block_row = blockIdx.x / across % down, block_column = blockIdx.x % across;
-    const int first_row = threadIdx.x / kAcross, column = threadIdx.x % kAcross * kColumns;
-    const int64_t element =
-        matrix * p.matrix_stride + (block_row * kScaleBlock + first_row) * p.num_columns + block_column * kScaleBlock + column;
-    float x[kRows][kColumns];
+// Byte i of word j becomes byte j of word i.
+__device__ void transpose_bytes(unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
+    const unsigned low_ab = __byte_perm(a, b, 0x5140), low_cd = __byte_perm(c, d, 0x5140);
+    const unsigned high_ab = __byte_perm(a, b, 0x7362), high_cd = __byte_perm(c, d, 0x7362);
+    a = __byte_perm(low_ab, low_cd, 0x5410), b = __byte_perm(low_ab, low_cd, 0x7632);
+    c = __byte_perm(high_ab, high_cd, 0x5410), d = __byte_perm(high_ab, high_cd, 0x7632);
+}
+
+// Rows in pairs: of two neighbors, the one stores 16 bytes of the first row, the other of the second.
+__device__ void store_rows(const uint2 (&rows)[kSide], std::byte* to, int64_t row_bytes) {
+    const bool is_odd = threadIdx.x % 2 == 1;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) load_columns<kType>(p.w + (element + i * kRowStep * p.num_columns) * (16 / Piece<kType>::kCount), x[i]);
-    const Fp8Block scale(largest_of_threads(x), true);
-    const int64_t row_bytes = p.is_transposed ? p.num_rows : p.num_columns;
-    const int64_t top = (p.is_transposed ? block_column : block_row) * kScaleBlock, left = (p.is_transposed ? block_row : block_column);
-    std::byte* const y = p.y + (matrix * p.num_rows * p.num_columns + top * row_bytes + left * kScaleBlock);
-    if (threadIdx.x == 0) p.scales[matrix * across * down + top / kScaleBlock * (row_bytes / kScaleBlock) + left] = scale.scale;
-    if (!p.is_transposed) {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-            *reinterpret_cast<uint2*>(y + (first_row + i * kRowStep) * row_bytes + column) = scale.store(x[i]).raw;
-        return;
+    for (int i = 0; i < kSide; i += 2) {
+        const uint2 kept = is_odd ? rows[i + 1] : rows[i], sent = is_odd ? rows[i] : rows[i + 1];
+        const unsigned x = __shfl_xor_sync(kFullWarp, sent.x, 1), y = __shfl_xor_sync(kFullWarp, sent.y, 1);
+        std::byte* const at = to + (i + is_odd) * row_bytes - (is_odd ? kSide : 0);
+        *pieces(at) = is_odd ? make_uint4(x, y, kept.x, kept.y) : make_uint4(kept.x, kept.y, x, y);
     }
-    auto* const tile = shared_memory<unsigned char>();  // a row for each column of the block
+}
+
+// The thread's part of the transposed block, by way of `tile`: 128 rows of 16 words of 8 bytes, those of a row in an order of its own, so
+// that neither side meets a bank twice.
+__device__ void store_transposed(uint2 (&rows)[kSide], uint2* tile, std::byte* to, int64_t row_bytes) {
+    transpose_bytes(rows[0].x, rows[1].x, rows[2].x, rows[3].x);
+    transpose_bytes(rows[0].y, rows[1].y, rows[2].y, rows[3].y);
+    transpose_bytes(rows[4].x, rows[5].x, rows[6].x, rows[7].x);
+    transpose_bytes(rows[4].y, rows[5].y, rows[6].y, rows[7].y);
+    const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const Fp8Columns<kColumns> values = scale.store(x[i]);
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) tile[(column + j) * kTileStride + first_row + i * kRowStep] = values.values[j];
+    for (int j = 0; j < kSide / 2; ++j) {
+        tile[(across * kSide + j) * kAcross + (down ^ across)] = {rows[j].x, rows[j + 4].x};
+        tile[(across * kSide + j + 4) * kAcross + (down ^ across)] = {rows[j].y, rows[j + 4].y};
     }
     __syncthreads();
-    for (int piece = threadIdx.x; piece < kScaleBlock * kScaleBlock / 16; piece += kThreads) {
-        const int row = piece / (kScaleBlock / 16), byte = piece % (kScaleBlock / 16) * 16;
-        *reinterpret_cast<uint4*>(y + row * row_bytes + byte) = *reinterpret_cast<const uint4*>(tile + row * kTileStride + byte);
+#pragma unroll
+    for (int i = 0; i < kScaleBlock * kPieces / kThreads; ++i) {
+        const int row = (threadIdx.x + i * kThreads) / kPieces, piece = threadIdx.x % kPieces, order = row / kSide;
+        uint4 value = pieces(tile)[row * kPieces + (piece ^ order / 2)];
+        if (order % 2 == 1) value = make_uint4(value.z, value.w, value.x, value.y);
+        *pieces(to + row * row_bytes + piece * 16) = value;
+    }
+}
+
+template <DType kType>
+__global__ void __launch_bounds__(kThreads) quantize_weights(const __grid_constant__ Params p) {
+    __shared__ uint4 tile[kScaleBlock * kPieces];
+    const int64_t across = p.num_columns / kScaleBlock, down = p.num_rows / kScaleBlock;
+    const int64_t matrix = blockIdx.x / (across * down), block_row = blockIdx.x / across % down, block_column = blockIdx.x % across;
+    const int64_t row = block_row * kScaleBlock + threadIdx.x / kAcross * kSide;
+    const int64_t column = block_column * kScaleBlock + threadIdx.x % kAcross * kSide;
+    constexpr int kBytes = 16 / Piece<kType>::kCount;
+    Patch<kType> patch;
+    patch.load(p.w + (matrix * p.matrix_stride + row * p.num_columns + column) * kBytes, p.num_columns * kBytes / 16);
+    const Fp8Block scale(largest_of_block(patch), true);
+    uint2 rows[kSide];
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) {
+        float x[kSide];
+        patch.row(i, x);
+        rows[i] = scale.store(x).raw;
+    }
+    const int64_t first = matrix * p.num_rows * p.num_columns, first_scale = matrix * across * down;
+    if (p.y != nullptr) {
+        store_rows(rows, p.y + first + row * p.num_columns + column, p.num_columns);
+        if (threadIdx.x == 0) p.scales[first_scale + block_row * across + block_column] = scale.scale;
+    }
+    if (p.y_t != nullptr) {
+        store_transposed(rows, reinterpret_cast<uint2*>(tile),
+                         p.y_t + first + block_column * kScaleBlock * p.num_rows + block_row * kScaleBlock, p.num_rows);
+        if (threadIdx.x == 0) p.scales_t[first_scale + block_column * down + block_row] = scale.scale;
     }
 }
 
@@ -67,9 +132,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights(const __grid_consta
 void launch_quantize_weights(const GpuQuantizeWeightsParams& p, void* stream) {
     const int blocks = static_cast<int>(p.num_matrices * (p.num_rows / kScaleBlock) * (p.num_columns / kScaleBlock));
     if (blocks == 0) return;
-    with_dtype(p.dtype, "the weights are fp8 already", [&](auto dtype) {
-        launch<quantize_weights<dtype.value>>("quantize_weights", blocks, kThreads, p.is_transposed ? kTileBytes : 0, p, stream);
-    });
+    with_dtype(p.dtype, "the weights are fp8 already",
+               [&](auto dtype) { launch<quantize_weights<dtype.value>>("quantize_weights", blocks, kThreads, 0, p, stream); });
 }
 
 }  // namespace deepep_moe

@@ -19,7 +19,7 @@ from deepep_moe.ops.fp8_products import (
 )
 from deepep_moe.ops.fp8_swiglu import swiglu_backward_fp8, swiglu_fp8
 from deepep_moe.ops.grouped_products import Groups
-from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights
+from deepep_moe.ops.quant import quantize_fp8, quantize_fp8_weights, quantize_fp8_weights_both
 from deepep_moe.ops.quantized import QuantizedRows
 
 _GRADIENTS = (torch.float32, torch.bfloat16)
@@ -34,8 +34,9 @@ def fp8_mlp(
     """See `grouped_mlp`, which has checked the shapes. act: the activation, an object with `forward` and `backward`; None for SwiGLU."""
     _check(x, counts, w1, w2, biases)
     groups = Groups(counts, len(w1), x)
-    inner = _Linear.apply(x, w1, groups, zero_tail, delay)
-    return _ActivatedLinear.apply(inner, probs, w2, groups, act, recompute, zero_tail, delay)
+    keeps = torch.is_grad_enabled() and not recompute
+    inner = _Linear.apply(x, w1, groups, keeps and x.requires_grad, zero_tail, delay)
+    return _ActivatedLinear.apply(inner, probs, w2, groups, act, recompute, keeps and inner.requires_grad, zero_tail, delay)
 
 
 def _check(x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None]) -> None:
@@ -56,11 +57,20 @@ def _check(x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Ten
         )
 
 
-def _product(rows: _Fp8, w: Tensor, groups: Groups, *, transposed: bool = False) -> Tensor:
-    matrices = quantize_fp8_weights(w, transposed=transposed)
+def _product(rows: _Fp8, matrices: _Fp8, groups: Groups) -> Tensor:
     if len(rows[0]) == 0:
         return rows[0].new_empty(0, matrices[0].shape[1], dtype=torch.bfloat16)
     return grouped_fp8_product(*rows, *matrices, groups.offsets)
+
+
+def _matrices(w: Tensor, keeps_transposed: bool) -> tuple[_Fp8, tuple[Tensor | None, Tensor | None]]:
+    """Return the fp8 matrices of the forward, and those of the backward if it is to keep them: one kernel makes both."""
+    return quantize_fp8_weights_both(w) if keeps_transposed else (quantize_fp8_weights(w), (None, None))
+
+
+def _transposed(w: Tensor, kept: Sequence[Tensor | None]) -> _Fp8:
+    values, scales = kept
+    return quantize_fp8_weights(w, transposed=True) if values is None or scales is None else (values, scales)
 
 
 def _weight_gradient(grads: _Fp8, rows: _Fp8, w: Tensor, groups: Groups) -> Tensor:
@@ -90,21 +100,22 @@ class _Linear(torch.autograd.Function):
     """x @ w.T in bf16. The tail of the result is not set."""
 
     @staticmethod
-    def forward(ctx: Any, x: QuantizedRows, w: Tensor, groups: Groups, zero_tail: bool, delay: Any) -> Tensor:
-        ctx.save_for_backward(x.values, x.scales, w)
+    def forward(ctx: Any, x: QuantizedRows, w: Tensor, groups: Groups, keeps: bool, zero_tail: bool, delay: Any) -> Tensor:
+        matrices, transposed = _matrices(w, keeps)
+        ctx.save_for_backward(x.values, x.scales, w, *transposed)
         ctx.groups, ctx.zero_tail, ctx.delay = groups, zero_tail, delay
-        return _product((x.values, x.scales), w, groups)
+        return _product((x.values, x.scales), matrices, groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (values, scales, w), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
+        (values, scales, w, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
-        grad_x = _product(grads, w, groups, transposed=True) if needs[0] else None
+        grad_x = _product(grads, _transposed(w, transposed), groups) if needs[0] else None
         if grad_x is not None and ctx.zero_tail:
             groups.clear_tail(grad_x)
         compute = partial(_weight_gradient, grads, (values, scales), w, groups)
-        return grad_x, now_or_later("w1", compute, ctx.delay) if needs[1] else None, None, None, None
+        return grad_x, now_or_later("w1", compute, ctx.delay) if needs[1] else None, None, None, None, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -112,29 +123,31 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, act: Any, recompute: bool, zero_tail: bool, delay: Any
-    ) -> Tensor:
+        ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, act: Any, recompute: bool, keeps: bool, zero_tail: bool,
+        delay: Any,
+    ) -> Tensor:  # fmt: skip
         rows = _activated(act, inner, probs, groups)
         if rows[0].shape[1] != w.shape[2]:
             raise ValueError(
                 f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {rows[0].shape[1]}; "
                 "the last dimension of w2 must be this"
             )
-        ctx.save_for_backward(inner, probs, w, *((None, None) if recompute else rows))
+        matrices, transposed = _matrices(w, keeps)
+        ctx.save_for_backward(inner, probs, w, *((None, None) if recompute else rows), *transposed)
         ctx.groups, ctx.act, ctx.delay = groups, act, delay
-        result = _product(rows, w, groups)
+        result = _product(rows, matrices, groups)
         return groups.clear_tail(result) if zero_tail else result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (inner, probs, w, values, scales), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
+        (inner, probs, w, values, scales, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
         rows = _activated(ctx.act, inner, probs, groups) if values is None and needs[2] else (values, scales)
-        grad_activated = _product(grads, w, groups, transposed=True)
+        grad_activated = _product(grads, _transposed(w, transposed), groups)
         if ctx.act is None:
             grad_inner, grad_probs = swiglu_backward_fp8(grad_activated, inner, probs, groups)
         else:
             grad_inner, grad_probs, _ = ctx.act.backward(grad_activated, inner, probs, groups, False)
         grad_w = now_or_later("w2", partial(_weight_gradient, grads, rows, w, groups), ctx.delay) if needs[2] else None
-        return grad_inner, grad_probs, grad_w, None, None, None, None, None
+        return grad_inner, grad_probs, grad_w, None, None, None, None, None, None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.ops.quant import BLOCK, FP8, dequantize_fp8
 
@@ -25,11 +26,11 @@ def why_no_products(device: torch.device) -> str | None:
     """Return why products of fp8 rows cannot be made on the device; None if they can."""
     if device.type != "cuda":
         return None
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return f"{torch.cuda.get_device_name(device)} has no fp8 products; they need a Hopper GPU or a newer one"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"{torch.cuda.get_device_name(device)} has no fp8 products; they need a Hopper GPU"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed, in which the fp8 products are written; pip install triton"
-    if importlib.util.find_spec(_KERNELS) is None:
+        return "Triton is not installed, in which some fp8 kernels are written; pip install triton"
+    if not hasattr(_C, "gpu_fp8_product"):
         return "this build of deepep_moe has no fp8 products for GPUs; use bf16 experts"
     return None
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from deepep_moe.device import is_gpu
+from deepep_moe import _C
+from deepep_moe.device import current_stream, is_gpu, on_device
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # bytes: what the tensor memory accelerator of Hopper asks of addresses and row strides
@@ -56,7 +57,10 @@ class Groups:
 
     def clear_tail(self, values: Tensor) -> Tensor:
         """Set the tail of values [num_rows, ...] to zero, in place, and return them."""
-        if self._sizes is None:
+        if self._sizes is None and _has_whole_pieces(values):
+            with on_device(values):
+                _C.gpu_clear_tail(values, self.offsets, current_stream(values.device))
+        elif self._sizes is None:
             values.masked_fill_(self._is_tail.view(-1, *[1] * (values.dim() - 1)), 0)
         elif (total := sum(self._sizes)) < self.num_rows:
             values[total:] = 0
@@ -73,6 +77,14 @@ class Groups:
     @functools.cached_property
     def _is_tail(self) -> Tensor:
         return self._row_numbers >= self.offsets[-1]
+
+
+def _has_whole_pieces(rows: Tensor) -> bool:
+    """Return whether a kernel can clear rows by pieces of 16 bytes, and only those of the tail."""
+    if torch.compiler.is_compiling() or not (is_gpu(rows.device) and hasattr(_C, "gpu_clear_tail")):
+        return False
+    is_aligned = rows.dim() == 2 and rows.is_contiguous() and rows.data_ptr() % _C.ROW_ALIGNMENT == 0
+    return is_aligned and rows.shape[1] * rows.element_size() % _C.ROW_ALIGNMENT == 0
 
 
 def _check_form(counts: Tensor | Sequence[int], num_experts: int, rows: Tensor) -> None:

@@ -12,6 +12,7 @@ _COLUMNS = 8  # that a thread of the kernel loads at once
 _LARGEST = torch.finfo(FP8).max
 _LEAST, _LEAST_TRAINED = 1e-4, 2.0**-100  # kFp8Least and kFp8LeastTrained of csrc/common/types.h
 _FRACTION_BITS = 23  # of fp32
+_Quantized = tuple[Tensor, Tensor]  # values and scales
 
 
 def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
@@ -48,6 +49,16 @@ def quantize_fp8_weights(w: Tensor, *, transposed: bool = False) -> tuple[Tensor
     both are exchanged in memory, with the same values. Rounding is that of `quantize_fp8` with powers of two.
     Raises TypeError for another dtype, ValueError for another shape.
     """
+    plain, other = _quantized_weights(w, with_plain=not transposed, with_transposed=transposed)
+    return other if transposed else plain  # type: ignore[return-value]
+
+
+def quantize_fp8_weights_both(w: Tensor) -> tuple[_Quantized, _Quantized]:
+    """Return what `quantize_fp8_weights` returns, as it is and transposed. On GPUs one kernel reads w once for both."""
+    return _quantized_weights(w, with_plain=True, with_transposed=True)  # type: ignore[return-value]
+
+
+def _quantized_weights(w: Tensor, *, with_plain: bool, with_transposed: bool) -> tuple[_Quantized | None, _Quantized | None]:
     _check_dtype("w", w)
     if w.dim() != 3 or w.shape[1] % BLOCK or w.shape[2] % BLOCK or (w.numel() > 0 and not w[0].is_contiguous()):
         raise ValueError(
@@ -58,14 +69,29 @@ def quantize_fp8_weights(w: Tensor, *, transposed: bool = False) -> tuple[Tensor
         blocks = w.detach().float().reshape(num_experts, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
         scales = _power_of_two_scales(blocks.abs().amax((2, 4)))
         y = (blocks / scales[:, :, None, :, None]).to(FP8).reshape(num_experts, n, k)
-        return (y.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()) if transposed else (y, scales)
+        turned = (y.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()) if with_transposed else None
+        return (y, scales) if with_plain else None, turned
     if w.data_ptr() % _C.ROW_ALIGNMENT or w.stride(0) * w.element_size() % _C.ROW_ALIGNMENT:
         w = w.clone(memory_format=torch.contiguous_format)
-    shape = (num_experts, k, n) if transposed else (num_experts, n, k)
-    y, scales = torch.empty(shape, dtype=FP8, device=w.device), torch.empty(shape[0], shape[1] // BLOCK, shape[2] // BLOCK, device=w.device)
+    plain = _empty_weights(w, num_experts, n, k) if with_plain else None
+    turned = _empty_weights(w, num_experts, k, n) if with_transposed else None
     with on_device(w):
-        _C.gpu_quantize_weights(w, w.stride(0), transposed, y, scales, DTYPES[w.dtype], current_stream(w.device))
-    return y, scales
+        _C.gpu_quantize_weights(
+            w,
+            w.stride(0),
+            plain and plain[0],
+            plain and plain[1],
+            turned and turned[0],
+            turned and turned[1],
+            DTYPES[w.dtype],
+            current_stream(w.device),
+        )
+    return plain, turned
+
+
+def _empty_weights(like: Tensor, num_experts: int, n: int, k: int) -> _Quantized:
+    y = torch.empty(num_experts, n, k, dtype=FP8, device=like.device)
+    return y, torch.empty(num_experts, n // BLOCK, k // BLOCK, device=like.device)
 
 
 def dequantize_fp8(y: Tensor, scales: Tensor) -> Tensor:

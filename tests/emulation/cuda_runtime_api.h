@@ -142,6 +142,12 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selected) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> 8 * (selected >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 inline float __uint_as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, 4);

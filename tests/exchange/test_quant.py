@@ -88,21 +88,24 @@ def test_kernel_equals_operators(dtype, power_of_two):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("copies", ((False,), (True,), (False, True)), ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernel_of_weights(dtype, transposed):
+def test_kernel_of_weights(dtype, copies):
+    """copies: whether each that is made at once is transposed."""
     device, (num_experts, n, k) = device_of("nvlink", 0), (3, 256, 384)
     memory = (torch.randn(num_experts, n * k + 64, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype).to(device)
     w = memory[:, : n * k].view(num_experts, n, k)  # with other memory between the matrices
     w[1, 200, 300] = torch.inf
-    shape = (num_experts, k, n) if transposed else (num_experts, n, k)
-    y, scales = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device), torch.full((3, shape[1] // 128, shape[2] // 128), -1.0)
     how = getattr(_C.DType, DTYPE_NAMES[dtype]), torch.cuda.current_stream().cuda_stream
-    scales = scales.to(device)
-    _C.gpu_quantize_weights(w, w.stride(0), transposed, y, scales, *how)
-    expected = quantize_fp8_weights(w.cpu(), transposed=transposed)
-    for name, ours, theirs in zip(("y", "scales"), (y, scales), expected, strict=True):
-        torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=0, atol=0, equal_nan=True, msg=name)
+    made = {}
+    for transposed in copies:
+        rows, columns = (k, n) if transposed else (n, k)
+        y = torch.empty(num_experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
+        made[transposed] = y, torch.full((num_experts, rows // 128, columns // 128), -1.0, device=device)
+    _C.gpu_quantize_weights(w, w.stride(0), *made.get(False, (None, None)), *made.get(True, (None, None)), *how)
+    for transposed, pair in made.items():
+        for name, ours, theirs in zip(("y", "scales"), pair, quantize_fp8_weights(w.cpu(), transposed=transposed), strict=True):
+            torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.gpu

@@ -148,7 +148,7 @@ def test_bad_experts():
 def refusals(rank, num_ranks):
     layer, x = make_layer(rank, num_ranks, fp8=True), tokens(rank)
     expected = layer(x)
-    stock, why = fp8_products.why_no_products, "GPU 7 has no fp8 products; they need a Hopper GPU or a newer one"
+    stock, why = fp8_products.why_no_products, "GPU 7 has no fp8 products; they need a Hopper GPU"
     nan = x.detach().clone()
     nan[3, 100] = torch.nan  # reaches the gate's logits
     for bad, message in (

@@ -39,15 +39,19 @@ def groups_of(counts):
 
 
 def product_case(counts, n, k, num_rows):
-    """x, its scales, w, its scales on the CPU, and the products in fp32. Rows after the last group's are NaN."""
+    """x, its scales, w, its scales on the CPU, the products in fp32, and those of magnitudes. Rows after the last group's are NaN."""
     generator = torch.Generator().manual_seed(n + k)
     x, x_scales = operand(generator, num_rows, k), scales(generator, num_rows, k // BLOCK)
     x[sum(counts) :], x_scales[sum(counts) :] = NAN, NAN
     w, w_scales = operand(generator, len(counts), n, k), scales(generator, len(counts), n // BLOCK, k // BLOCK)
     rows = x.float() * x_scales.repeat_interleave(BLOCK, 1)
     matrices = w.float() * w_scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    expected = [rows[group] @ matrix.t() for group, matrix in zip(groups_of(counts), matrices, strict=True)]
-    return (x, x_scales, w, w_scales), torch.cat(expected)
+    return (x, x_scales, w, w_scales), *products_of(groups_of(counts), rows, matrices)
+
+
+def products_of(groups, rows, matrices):
+    pairs = [(rows[group], matrix) for group, matrix in zip(groups, matrices, strict=True)]
+    return torch.cat([x @ w.t() for x, w in pairs]), torch.cat([x.abs() @ w.abs().t() for x, w in pairs])
 
 
 def gradient_case(counts, n, k, num_rows):
@@ -59,27 +63,35 @@ def gradient_case(counts, n, k, num_rows):
     for values, of_values in ((dy, dy_scales), (x, x_scales)):
         values[:, sum(counts) :], of_values[sum(counts) // BLOCK :] = NAN, NAN
     grads, rows = (v.float() * s.t().repeat_interleave(BLOCK, 1) for v, s in ((dy, dy_scales), (x, x_scales)))
-    return (dy, dy_scales, x, x_scales), torch.stack([grads[:, group] @ rows[:, group].t() for group in groups_of(counts)])
+    pairs = [(grads[:, group], rows[:, group].t()) for group in groups_of(counts)]
+    magnitudes = torch.stack([dy.abs() @ x.abs() for dy, x in pairs])
+    return (dy, dy_scales, x, x_scales), torch.stack([dy @ x for dy, x in pairs]), magnitudes
 
 
-def assert_close(ours, expected):
-    """Sums in fp32, in another order, and the one rounding to the dtype."""
-    ours, eps = ours.cpu(), torch.finfo(ours.dtype).eps
-    torch.testing.assert_close(ours.float(), expected, rtol=eps, atol=1e-5 * max(expected.abs().max().item(), 1e-30))
+def assert_close(ours, expected, magnitudes):
+    """The error is at most 2^-11 of the sum of magnitudes, and a rounding to the dtype.
+
+    For 32 products Hopper's tensor cores shift them, and the sum so far, to the largest exponent among them, and drop what is below 2^-13
+    of it. 33 terms in each of the 4 steps of a block lose half of that on average. The largest exponent is about 1/16 of the sum of
+    magnitudes in random operands: 132 / 2 * 2^-13 / 16 is 2^-11. The largest error that an H100 has made here is 2^-12.2.
+    """
+    bound = 2**-11 * magnitudes + torch.finfo(ours.dtype).eps * expected.abs()
+    error = (ours.cpu().float() - expected).abs()
+    assert (error <= bound).all(), f"error {error.max()}, {(error / bound.clamp(min=1e-30)).max()} of the bound"
 
 
 def check_product(product, counts, n, k, num_rows, device):
-    operands, expected = product_case(counts, n, k, num_rows)
+    operands, expected, magnitudes = product_case(counts, n, k, num_rows)
     y = product(*(one.to(device) for one in operands), ends_of(counts, device))
     assert y.dtype == torch.bfloat16 and y.shape == (num_rows, n)
-    assert_close(y[: sum(counts)], expected)
+    assert_close(y[: sum(counts)], expected, magnitudes)
 
 
 def check_gradient(gradient, counts, n, k, dtype, device):
-    operands, expected = gradient_case(counts, n, k, sum(counts) + BLOCK)
+    operands, expected, magnitudes = gradient_case(counts, n, k, sum(counts) + BLOCK)
     out = torch.full((len(counts), n, k), NAN, dtype=dtype, device=device)
     assert gradient(*(one.to(device) for one in operands), ends_of(counts, device), out) is out
-    assert_close(out, expected)
+    assert_close(out, expected, magnitudes)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -101,7 +113,7 @@ def test_weight_gradient(device, counts, n, k, dtype):
 
 
 def test_refused_gradients(device):
-    operands, _ = gradient_case([128], 128, 128, 128)
+    operands, *_ = gradient_case([128], 128, 128, 128)
     here, ends = [one.to(device) for one in operands], ends_of([128], device)
     for out in (torch.empty(1, 128, 128, dtype=torch.float16), torch.empty(1, 128, 128).transpose(1, 2)):
         with pytest.raises(ValueError, match="pass contiguous float32 or bfloat16"):
@@ -119,19 +131,6 @@ def test_rescale_transpose_in_triton(device, shape):
     expected = (blocks * (of_blocks / largest).unsqueeze(-1)).to(E4M3).view(shape).t()
     assert torch.equal(x_t.cpu().float(), expected.float())
     assert torch.equal(x_t_scales.cpu(), largest.squeeze(1).repeat_interleave(BLOCK, 1))
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("parts", (1, 2))
-def test_products_in_triton(device, counts, parts):
-    """Those of GPUs other than Hopper, which Hopper runs too."""
-    from deepep_moe.ops import fp8_product_kernels as kernels
-
-    tiling = kernels.PRODUCT._replace(parts=parts)
-    for n, k in SHAPES:
-        check_product(lambda *given: kernels.product(*given, tiling), counts, n, k, sum(counts) + 72, device)
-        for dtype in (torch.float32, torch.bfloat16):
-            check_gradient(lambda *given: kernels.weight_gradient(*given, tiling._replace(num_stages=2)), counts, n, k, dtype, device)
 
 
 @pytest.mark.parametrize("with_probs", (True, False))
@@ -165,17 +164,16 @@ def test_swiglu_that_quantizes_in_triton(device, with_probs):
 def test_products_in_a_cuda_graph(device):
     """A graph takes other groups at its next replay."""
     counts, others = [128, 256, 128], [384, 0, 128]
-    operands, expected = product_case(counts, 256, 256, 512)
+    operands, *expected = product_case(counts, 256, 256, 512)
     here, ends = [one.to(device) for one in operands], ends_of(counts, device)
     fp8_kernels.grouped_fp8_product(*here, ends)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = fp8_kernels.grouped_fp8_product(*here, ends)
     graph.replay()
-    assert_close(y, expected)
+    assert_close(y, *expected)
     ends.copy_(ends_of(others, device))
     graph.replay()
-    again, _ = product_case(counts, 256, 256, 512)
-    x = again[0].float() * again[1].repeat_interleave(BLOCK, 1)
-    w = again[2].float() * again[3].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    assert_close(y, torch.cat([x[group] @ matrix.t() for group, matrix in zip(groups_of(others), w, strict=True)]))
+    x, x_scales, w, w_scales = operands
+    matrices = w.float() * w_scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    assert_close(y, *products_of(groups_of(others), x.float() * x_scales.repeat_interleave(BLOCK, 1), matrices))

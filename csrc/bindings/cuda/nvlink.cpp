@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "bindings/tensor.h"
+#include "cuda/clear_tail.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/exchange.h"
 #include "runtime/nvlink/fit.h"
@@ -112,11 +113,16 @@ void fp8_weight_gradient(const TensorArg& dy, const TensorArg& dy_scales, const 
     launch_fp8_weight_gradient(params, as_pointer(stream));
 }
 
-void quantize_weights(const TensorArg& w, int64_t matrix_stride, bool is_transposed, const TensorArg& y, const TensorArg& scales,
-                      DType dtype, uintptr_t stream) {
-    launch_quantize_weights({w.num_leading, w.inner_rows, w.num_columns, matrix_stride, is_transposed, dtype, w.as<const std::byte*>(),
-                             y.as<std::byte*>(), scales.as<float*>()},
+void quantize_weights(const TensorArg& w, int64_t matrix_stride, const TensorArg& y, const TensorArg& scales, const TensorArg& y_t,
+                      const TensorArg& scales_t, DType dtype, uintptr_t stream) {
+    launch_quantize_weights({w.num_leading, w.inner_rows, w.num_columns, matrix_stride, dtype, w.as<const std::byte*>(), y.as<std::byte*>(),
+                             scales.as<float*>(), y_t.as<std::byte*>(), scales_t.as<float*>()},
                             as_pointer(stream));
+}
+
+void clear_tail(const TensorArg& values, const TensorArg& group_ends, uintptr_t stream) {
+    launch_clear_tail({values.num_rows, values.row_bytes(), group_ends.as<const int*>(), group_ends.num_rows, values.as<std::byte*>()},
+                      as_pointer(stream));
 }
 
 GpuSwigluParams swiglu_of(const TensorArg& inner, const TensorArg& probs, const TensorArg& group_ends, const TensorArg& y, DType dtype) {
@@ -168,13 +174,14 @@ void bind_rows(py::module_& m) {
     m.def("gpu_fp8_product", &fp8_product, py::arg("x"), py::arg("x_scales"), py::arg("w"), py::arg("w_scales"), group_ends, y, stream);
     m.def("gpu_fp8_weight_gradient", &fp8_weight_gradient, py::arg("dy_t"), py::arg("dy_t_scales"), py::arg("x_t"), py::arg("x_t_scales"),
           group_ends, py::arg("out"), py::arg("is_fp32"), stream);
+    m.def("gpu_clear_tail", &clear_tail, py::arg("values"), group_ends, stream);
     m.def("gpu_swiglu_shim", [] { return py::capsule(&kSwigluShim, kSwigluShimName); });
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),
           py::arg("grad_weights"), dtype, stream);
     m.def("gpu_quantize", &quantize, py::arg("x"), py::arg("y"), py::arg("scales"), py::arg("is_rounded"), dtype, stream);
-    m.def("gpu_quantize_weights", &quantize_weights, py::arg("w"), py::arg("matrix_stride"), py::arg("is_transposed"), py::arg("y"),
-          py::arg("scales"), dtype, stream);
+    m.def("gpu_quantize_weights", &quantize_weights, py::arg("w"), py::arg("matrix_stride"), py::arg("y"), py::arg("scales"),
+          py::arg("y_t"), py::arg("scales_t"), dtype, stream);
 }
 
 }  // namespace
