@@ -46,6 +46,7 @@ def dispatch(
     return DispatchOutput(recv_x, recv_x.scales, None, weights, made.num_recv_tokens_per_expert, made, event, hook)
 
 
+@torch._disable_dynamo
 def combine(
     calls: Calls, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int | None,
     async_op: bool, return_hook: bool,

@@ -34,6 +34,7 @@ def why_no_products(device: torch.device) -> str | None:
     return None
 
 
+@torch._disable_dynamo
 def check_products(device: torch.device) -> None:
     """Raise BackendUnavailableError where the device has no products of fp8 rows."""
     if (reason := why_no_products(device)) is not None:
