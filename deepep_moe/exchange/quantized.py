@@ -98,7 +98,8 @@ def _send_in_cpp(
         return None
     weights = None if topk_weights is None else topk_weights.detach()
     if handle is None:
-        return native.dispatch(calls, sent.values, sent.scales, topk_idx, weights, *how, None)
+        layout, alignment, bound = how
+        return native.dispatch(calls, sent.values, sent.scales, topk_idx, weights, layout, alignment, bound, None)
     return native.dispatch_along(calls, sent.values, sent.scales, weights, handle, None)
 
 
