@@ -99,6 +99,7 @@ class ShmExchange:
 # low latency (csrc/common/low_latency.h, csrc/runtime/shm/low_latency.h)
 LOW_LATENCY_MAX_TOKENS: int
 LOW_LATENCY_MAX_LOCAL_EXPERTS: int
+LOW_LATENCY_MAX_HOST_RANKS: int
 LOW_LATENCY_MAX_RANKS: int
 
 def low_latency_handle_offsets(*, num_ranks: int, num_experts: int, num_topk: int, hidden: int, num_max_tokens: int) -> tuple[int, int]: ...
@@ -223,6 +224,10 @@ class GpuTuning:
     rail_gbps: float
 
 def gpu_fit_tuning(*, num_multiprocessors: int, capability_major: int, link_gbps: float | None = None) -> GpuTuning: ...
+def gpu_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, group_ends: Tensor, y: Tensor, stream: int) -> None: ...
+def gpu_fp8_weight_gradient(
+    dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, x_t_scales: Tensor, group_ends: Tensor, out: Tensor, is_fp32: bool, stream: int
+) -> None: ...
 def gpu_quantize(x: Tensor, y: Tensor, scales: Tensor, is_rounded: bool, dtype: DType, stream: int) -> None: ...
 def gpu_quantize_weights(
     w: Tensor, matrix_stride: int, is_transposed: bool, y: Tensor, scales: Tensor, dtype: DType, stream: int
@@ -281,7 +286,11 @@ class NvlinkLowLatency:
         num_max_tokens: int,
         timeout_s: float,
         mask_stalled: bool,
+        ranks_per_node: int,
     ) -> None: ...
+    rail_bytes: int
+    def attach_rail(self, shim: object, address: int, pes: list[int]) -> None: ...
+    def leak(self) -> None: ...
     workspace_bytes: int
     failed_mark: int
     handle_bytes: int
@@ -394,6 +403,8 @@ class GateOptions:
 
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None) -> None: ...
 def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor) -> None: ...
+def gpu_lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None, stream: int) -> None: ...
+def gpu_dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, values: Tensor, stream: int) -> None: ...
 def gate_forward(
     options: GateOptions,
     *,

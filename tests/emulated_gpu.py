@@ -56,7 +56,7 @@ IN_PYTHON = (
     "tests/low_latency/test_low_latency.py::test_fp8[640", "tests/gate/test_gate.py",
     "tests/exchange/test_fp8_training.py::test_rows_and_gradients[nvlink-2",
 )  # fmt: skip
-NEEDS_A_GPU = "cuda_graph or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus"
+NEEDS_A_GPU = "cuda_graph or other_stream or dead_peer or interrupted or one_graph or gates_to_the_bit or layer_on_gpus or in_triton"
 
 
 def is_chosen() -> bool:
@@ -189,6 +189,7 @@ def install() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_name = lambda device=None: "emulated GPU"
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
     device.GPU = "cpu"
     nvlink.torch = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
     nvlink.torch.device = lambda *_: torch.device("cpu")

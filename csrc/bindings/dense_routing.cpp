@@ -1,7 +1,10 @@
-// Bindings of the CPU's conversions of dense routing; see deepep_moe/_C.pyi. Shapes and dtypes are the caller's to check.
+// Bindings of the conversions of dense routing, on CPUs and GPUs; see deepep_moe/_C.pyi. Shapes and dtypes are the caller's to check.
 #include "cpu/dense_routing.h"
 
 #include "bindings/tensor.h"
+#if defined(DEEPEP_MOE_CUDA)
+#include "cuda/launch.h"
+#endif
 
 using namespace deepep_moe;
 
@@ -9,9 +12,11 @@ namespace {
 
 DenseRouting sizes_of(const TensorArg& dense, const TensorArg& lanes) { return {dense.num_rows, dense.num_columns, lanes.num_columns}; }
 
-void bound_lanes_of_map(const TensorArg& routing_map, const TensorArg& values, const TensorArg& topk_idx, const TensorArg& topk_values) {
+template <class Convert>
+void with_lanes_of_map(const TensorArg& routing_map, const TensorArg& values, const TensorArg& topk_idx, const TensorArg& topk_values,
+                       const Convert& convert) {
     if (routing_map.is_empty() || topk_idx.is_empty()) return;
-    lanes_of_map({
+    convert(LanesOfMapParams{
         .sizes = sizes_of(routing_map, topk_idx),
         .routing_map = routing_map.as<const uint8_t*>(),
         .values = values.as<const float*>(),
@@ -20,9 +25,10 @@ void bound_lanes_of_map(const TensorArg& routing_map, const TensorArg& values, c
     });
 }
 
-void bound_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_values, const TensorArg& values) {
+template <class Convert>
+void with_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_values, const TensorArg& values, const Convert& convert) {
     if (values.is_empty()) return;
-    dense_of_lanes({
+    convert(DenseOfLanesParams{
         .sizes = sizes_of(values, topk_idx),
         .topk_idx = topk_idx.as<const int64_t*>(),
         .topk_values = topk_values.as<const float*>(),
@@ -30,9 +36,35 @@ void bound_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_value
     });
 }
 
+void bound_lanes_of_map(const TensorArg& routing_map, const TensorArg& values, const TensorArg& topk_idx, const TensorArg& topk_values) {
+    with_lanes_of_map(routing_map, values, topk_idx, topk_values, lanes_of_map);
+}
+
+void bound_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_values, const TensorArg& values) {
+    with_dense_of_lanes(topk_idx, topk_values, values, dense_of_lanes);
+}
+
+#if defined(DEEPEP_MOE_CUDA)
+void gpu_lanes_of_map(const TensorArg& routing_map, const TensorArg& values, const TensorArg& topk_idx, const TensorArg& topk_values,
+                      uintptr_t stream) {
+    with_lanes_of_map(routing_map, values, topk_idx, topk_values,
+                      [&](const LanesOfMapParams& p) { launch_lanes_of_map(p, reinterpret_cast<void*>(stream)); });
+}
+
+void gpu_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_values, const TensorArg& values, uintptr_t stream) {
+    with_dense_of_lanes(topk_idx, topk_values, values,
+                        [&](const DenseOfLanesParams& p) { launch_dense_of_lanes(p, reinterpret_cast<void*>(stream)); });
+}
+#endif
+
 }  // namespace
 
 void bind_dense_routing(py::module_& m) {
     m.def("lanes_of_map", &bound_lanes_of_map, py::arg("routing_map"), py::arg("values"), py::arg("topk_idx"), py::arg("topk_values"));
     m.def("dense_of_lanes", &bound_dense_of_lanes, py::arg("topk_idx"), py::arg("topk_values"), py::arg("values"));
+#if defined(DEEPEP_MOE_CUDA)
+    m.def("gpu_lanes_of_map", &gpu_lanes_of_map, py::arg("routing_map"), py::arg("values"), py::arg("topk_idx"), py::arg("topk_values"),
+          py::arg("stream"));
+    m.def("gpu_dense_of_lanes", &gpu_dense_of_lanes, py::arg("topk_idx"), py::arg("topk_values"), py::arg("values"), py::arg("stream"));
+#endif
 }

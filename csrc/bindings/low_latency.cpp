@@ -24,6 +24,7 @@ void bind_low_latency(py::module_& m) {
     using Released = py::call_guard<py::gil_scoped_release>;
     m.attr("LOW_LATENCY_MAX_TOKENS") = std::numeric_limits<uint16_t>::max();
     m.attr("LOW_LATENCY_MAX_LOCAL_EXPERTS") = std::numeric_limits<int16_t>::max();
+    m.attr("LOW_LATENCY_MAX_HOST_RANKS") = kLowLatencyMaxHostRanks;
     m.attr("LOW_LATENCY_MAX_RANKS") = kLowLatencyMaxRanks;
     m.def(
         "low_latency_handle_offsets",

@@ -24,7 +24,7 @@
 namespace deepep_moe {
 
 constexpr int kTurns = 4, kMaxInFlight = 2;
-constexpr int kLowLatencyMaxRanks = 8;
+constexpr int kLowLatencyMaxHostRanks = 8, kLowLatencyMaxRanks = 32;    // of one host, of all: masks have a bit for each
 constexpr int kValueBitsOfFlag = 16, kWhatBits = 8 + kValueBitsOfFlag;  // of a flag, below the number of its call
 
 enum class LowLatencyOperation : int { kDispatch = 0, kCombine = 1 };

@@ -1,33 +1,11 @@
-// Routing as a map of chosen experts with a number for each, turned into lanes of top-k and back.
+// The conversions of dense routing on CPUs.
 #pragma once
 
-#include <cstdint>
+#include "common/dense_routing.h"
 
 namespace deepep_moe {
 
-struct DenseRouting {
-    int64_t num_tokens;
-    int64_t num_experts, num_topk;
-};
-
-// Writes a token's experts, ascending, then -1. A token with more than num_topk experts gets num_experts in lane 0, which no dispatch
-// takes.
-struct LanesOfMapParams {
-    DenseRouting sizes;
-    const uint8_t* routing_map;  // [num_tokens, num_experts] bool
-    const float* values;         // [num_tokens, num_experts], or nullptr
-    int64_t* topk_idx;           // [num_tokens, num_topk], out
-    float* topk_values;          // [num_tokens, num_topk], out, with `values`: 0 in lanes without an expert
-};
 void lanes_of_map(const LanesOfMapParams& params);
-
-// Writes the value of each lane in the column of its expert, and 0 elsewhere.
-struct DenseOfLanesParams {
-    DenseRouting sizes;
-    const int64_t* topk_idx;   // [num_tokens, num_topk], -1 = no expert
-    const float* topk_values;  // [num_tokens, num_topk]
-    float* values;             // [num_tokens, num_experts], out
-};
 void dense_of_lanes(const DenseOfLanesParams& params);
 
 }  // namespace deepep_moe

@@ -343,20 +343,20 @@ public:
 
 private:
     void add_up(int token, RankSet ranks) {
-        const std::byte* slots[kLowLatencyMaxRanks];
+        const std::byte* slots[kLowLatencyMaxHostRanks];
         int num_slots = 0;
         for (int rank = 0; rank < c_.num_ranks; ++rank)
             if (contains(ranks, rank) && waits_.wait(here_.arrived(rank, token), call_.arrived(p_.what), rank, "combine rows"))
                 slots[num_slots++] = here_.slot(rank, token);
         std::byte* out = p_.combined_x + static_cast<int64_t>(token) * c_.hidden * element_bytes(p_.what.dtype);
         if (p_.what.fp8) return add_up_fp8(slots, num_slots, out);
-        const void* rows[kLowLatencyMaxRanks];
+        const void* rows[kLowLatencyMaxHostRanks];
         std::copy_n(slots, num_slots, rows);
         sum_rows(p_.what.dtype, {out, rows, nullptr, nullptr, num_slots, c_.hidden, nullptr, 0});
     }
 
     void add_up_fp8(const std::byte* const* slots, int num_slots, std::byte* out) const {
-        Fp8Row rows[kLowLatencyMaxRanks];
+        Fp8Row rows[kLowLatencyMaxHostRanks];
         for (int i = 0; i < num_slots; ++i)
             rows[i] = {reinterpret_cast<const uint8_t*>(slots[i]), reinterpret_cast<const float*>(slots[i] + c_.hidden)};
         sum_fp8_rows(p_.what.dtype, rows, num_slots, c_.hidden, out);

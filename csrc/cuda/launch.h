@@ -1,6 +1,7 @@
 // Launchers of the GPU kernels. All are asynchronous on `stream` (a cudaStream_t) and throw std::runtime_error where CUDA refuses.
 #pragma once
 
+#include "common/dense_routing.h"
 #include "common/gate.h"
 #include "cuda/low_latency.h"
 #include "cuda/params.h"
@@ -21,10 +22,15 @@ void launch_weighted_sum(const GpuWeightedSumParams& params, void* stream);
 void launch_weighted_sum_backward(const GpuWeightedSumParams& params, void* stream);
 void launch_swiglu(const GpuSwigluParams& params, void* stream);
 void launch_swiglu_backward(const GpuSwigluParams& params, void* stream);
+// Rows after the last group's are not set. For GPUs of compute capability 9.0.
+void launch_fp8_product(const GpuFp8ProductParams& params, void* stream);
+void launch_fp8_weight_gradient(const GpuFp8ProductParams& params, void* stream);
 void launch_gate(const GpuGateParams& params, void* stream);
 void launch_gate_backward(const GpuGateBackwardParams& params, void* stream);
 void launch_top2(const GpuTop2Params& params, void* stream);
 void launch_top2_backward(const GpuTop2BackwardParams& params, void* stream);
+void launch_lanes_of_map(const LanesOfMapParams& params, void* stream);
+void launch_dense_of_lanes(const DenseOfLanesParams& params, void* stream);
 void launch_update_expert_bias(const GpuExpertBiasParams& params, void* stream);
 
 // Sets the flags of the `num_slots` slots from `first_slot` on that a copy engine has filled in the inbox of `peer`.

@@ -69,6 +69,7 @@ struct LowLatencyLaunch {
     Params call;
     bool sends, receives;
     int num_blocks;
+    bool enters = true;  // a combine: this kernel tells the peers of the call
 };
 
 // What a rank does between calls.

@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_combine(const __grid_
     const unsigned long long call = l.sends ? next_call(c) : *reinterpret_cast<const unsigned long long*>(l.call.call);
     const Kernel<kType, kQuantized, kWeighted> kernel(l, call);
     if (l.sends) {
-        if (blockIdx.x == 0) kernel.enter();
+        if (blockIdx.x == 0 && l.enters) kernel.enter();
         kernel.send();
     }
     if (l.receives) kernel.receive();

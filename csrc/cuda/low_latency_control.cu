@@ -13,6 +13,9 @@ __device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, in
 
 constexpr int kThreads = tuning::kLowLatencyControlThreads;
 
+// Ranks of other nodes learn by the rail.
+__device__ bool is_in_node(const LowLatencyContext& c, int rank) { return c.workspaces[rank] != nullptr; }
+
 // All threads. Of a rank that comes back: it may have sent calls that it will make again.
 __device__ void forget_flags(const LowLatencyContext& c, int source) {
     for (int turn = 0; turn < kTurns; ++turn) {
@@ -60,7 +63,7 @@ __device__ void catch_up(const LowLatencyContext& c) {
     if (call <= kMaxInFlight) return;
     const Turn own(c, c.rank, call - kMaxInFlight);
     for (int peer = 0; peer < c.config.num_ranks; ++peer)
-        if (peer != c.rank && takes_part(c, peer, call - kMaxInFlight))
+        if (peer != c.rank && is_in_node(c, peer) && takes_part(c, peer, call - kMaxInFlight))
             wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry);
 }
 
@@ -70,7 +73,7 @@ __device__ void refuse(const LowLatencyControlParams& p) {
     LowLatencyWhat what{};
     what.is_refused = true;
     for (int to = 0; to < c.config.num_ranks; ++to) {
-        if (to == c.rank || is_masked(c, to)) continue;
+        if (to == c.rank || is_masked(c, to) || !is_in_node(c, to)) continue;
         LowLatencyReason* reason = reason_at(c, to);
         for (int i = 0; i < static_cast<int>(sizeof(reason->text)); ++i) reason->text[i] = p.reason[i];
         __threadfence_system();  // the reason first; then it is in every word that a peer may look at

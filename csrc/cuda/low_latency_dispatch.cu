@@ -293,7 +293,7 @@ struct Kernel {
     }
 
     __device__ bool lacks_a_rank() const {
-        const unsigned all = (1u << config.num_ranks) - 1, here = shared().came & ~shared().lacking;
+        const unsigned all = kFullWarp >> (32 - config.num_ranks), here = shared().came & ~shared().lacking;
         return here != all && (here | *static_cast<volatile unsigned*>(&c.state->masks)) != all;
     }
 

@@ -223,6 +223,20 @@ struct GpuSwigluParams {
     float* grad_probs;       // [num_rows], or null
 };
 
+// Of grouped products of e4m3 rows, with an fp32 scale for 128 bytes of their depth. n and k are multiples of 128.
+// A product is [num_rows, n], of a [num_rows, k] and b [num_groups, n, k]; a_scales is [num_rows, k / 128], b_scales
+// [num_groups, n / 128, k / 128]. A weights' gradient is [num_groups, n, k], of a [n, num_rows] and b [k, num_rows]; a_scales is
+// [num_rows / 128, n], b_scales [num_rows / 128, k], and groups end at multiples of 128.
+struct GpuFp8ProductParams {
+    int64_t num_rows;
+    int n, k, num_groups;
+    const std::byte *a, *b;
+    const float *a_scales, *b_scales;
+    const int* group_ends;  // [num_groups]
+    void* out;              // bf16, or fp32 if a gradient is so
+    bool is_fp32;
+};
+
 struct GpuQuantizeParams {
     int64_t num_rows, hidden;  // hidden: a multiple of 8
     DType dtype;               // of x

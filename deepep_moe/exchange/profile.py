@@ -20,25 +20,31 @@ _warned: set[str] = set()
 def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group: "dist.ProcessGroup | None") -> Profile | None:
     """Have a GPU `backend` use the profile of this machine and shape, and return that. Collective where the backend is one of GPUs.
 
-    Raises EPMismatchError on all ranks, naming them, where they have found different values. The backend is destroyed then.
+    Ranks with unlike GPUs, or unlike shares of them, use none. Raises EPMismatchError on all ranks, naming them, where they have found
+    different values on equal machines. The backend is destroyed then.
     """
     if not isinstance(backend, NvlinkBackend):
         return None  # CPUs have none of these settings
-    machine, shape = backend.machine, Shape.of(settings.num_max_tokens_per_rank, settings.hidden, settings.num_topk)
-    found = choose(loaded, machine, shape)
-    own = dict.fromkeys(SETTINGS) if found is None else asdict(found.profile.values)
     try:
         with hanging_up(group):
+            machine, shape = backend.machine, Shape.of(settings.num_max_tokens_per_rank, settings.hidden, settings.num_topk)
+            found = choose(loaded, machine, shape)
+            own = [str(machine), dict.fromkeys(SETTINGS) if found is None else asdict(found.profile.values)]
             told = gather_objects(own, group, settings.num_ranks, "agreement on a profile", settings.timeout_s, _read)
-        check_same(told, f"give every rank the same files of profiles ({_where(loaded)}; docs/tuning.md)")
+        machines = [rank_machine for rank_machine, _ in told]
+        if len(set(machines)) == 1:
+            check_same([values for _, values in told], f"give every rank the same files of profiles ({_where(loaded)}; docs/tuning.md)")
     except BaseException:
         backend.destroy()
         raise
+    if len(set(machines)) > 1:
+        if settings.rank == 0 and any(None not in values.values() for _, values in told):
+            unlike = "; ".join(f"rank {rank}: {rank_machine}" for rank, rank_machine in enumerate(machines))
+            _warn(f"ranks have unlike GPUs or shares of them, so none uses a profile ({unlike})")
+        return None
     if settings.rank % settings.ranks_per_node == 0:  # the ranks of a host read the same files
         for text in (*loaded.damaged, *loaded.of_other_machines(machine)):
-            if text not in _warned:
-                _warned.add(text)
-                logger.warning("Buffer: %s", text)
+            _warn(text)
     if found is None:
         return None
     backend.use(found.profile.values)
@@ -47,10 +53,17 @@ def agree_on_profile(backend: Backend, settings: Settings, loaded: Loaded, group
     return found.profile
 
 
-def _read(told: Any) -> dict[str, Any]:
-    if told.keys() != set(SETTINGS) or not all(value is None or type(value) is int for value in told.values()):
-        raise ValueError("settings")
-    return {f"{name} of the profile": told[name] for name in SETTINGS}
+def _warn(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("Buffer: %s", text)
+
+
+def _read(told: Any) -> tuple[str, dict[str, Any]]:
+    machine, values = told
+    if type(machine) is not str or values.keys() != set(SETTINGS) or not all(v is None or type(v) is int for v in values.values()):
+        raise ValueError("a machine and settings")
+    return machine, {f"{name} of the profile": values[name] for name in SETTINGS}
 
 
 def _where(loaded: Loaded) -> str:

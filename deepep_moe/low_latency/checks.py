@@ -46,7 +46,9 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: LowLatenc
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
     check_owns_memory(name, x)
     if x.device != backend.device:
-        raise ValueError(f"{name} is on {x.device}; this buffer moves tensors on {backend.device}")
+        raise ValueError(
+            f"{name} is on {x.device}; this buffer moves tensors on {backend.device}; create one with another `backend` for {x.device.type}"
+        )
     check_tensor(name, x, shape, FLOATS)
     _check_no_gradient(name, x)
     row_bytes = x.shape[-1] * x.element_size()
@@ -110,6 +112,9 @@ def check_combine(
         check_tensor("out", out, (handle.num_tokens, s.hidden), (x.dtype,), x.device)
     if wire not in _WIRES:
         raise ValueError(f"wire is {wire!r}; it must be one of {list(_WIRES)}")
+    if s.num_nodes > 1 and (wire == "fp8" or topk_weights is not None):
+        what = "wire is 'fp8'; pass wire=None" if wire == "fp8" else "topk_weights were given to combine; give them to dispatch"
+        raise ValueError(f"{what}: a buffer of {s.num_nodes} nodes does not serve that")
     if wire == "fp8":
         _check_blocks(s)
 

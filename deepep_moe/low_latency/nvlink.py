@@ -20,7 +20,9 @@ class NvlinkLowLatencyBackend(LowLatencyBackend):
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         index = torch.cuda.current_device()
-        super().__init__(settings, _C.NvlinkLowLatency(device=index, **native_settings(settings, mask_stalled)))
+        super().__init__(
+            settings, _C.NvlinkLowLatency(device=index, ranks_per_node=settings.ranks_per_node, **native_settings(settings, mask_stalled))
+        )
         self.device = torch.device("cuda", index)
         self._own_stream: torch.cuda.Stream | None = None
         self._num_calls = 0

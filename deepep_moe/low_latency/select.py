@@ -4,35 +4,68 @@ import torch.distributed as dist
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
-from deepep_moe.group.reach import are_on_gpus, why_not_nvlink, why_not_shm
+from deepep_moe.group.reach import are_on_gpus, why_not_nvlink, why_not_nvshmem, why_not_shm
 from deepep_moe.group.rendezvous import Introduction, connect
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
 from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend
 from deepep_moe.low_latency.shm import ShmLowLatencyBackend
 
-BACKENDS = ("auto", "shm", "nvlink")
+BACKENDS = ("auto", "shm", "nvlink", "nvshmem")
 
 
 def make_backend(
-    name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
+    name: str,
+    settings: Settings,
+    peers: list[Introduction],
+    group: "dist.ProcessGroup | None",
+    mask_stalled: bool,
+    has_gpu_tensors: bool = False,
 ) -> LowLatencyBackend:
     """The backend called `name`, or under "auto" the one for the group's tensors. Collective.
 
+    `has_gpu_tensors`: a process without a group was given some; other ranks say by their group where their tensors are.
+
     Raises BackendUnavailableError with the reason and the fix.
     """
-    made: LowLatencyBackend | str
-    if name == "nvlink" or (name == "auto" and are_on_gpus(peers)):
-        made = why_not_nvlink(peers) or connect(lambda: NvlinkLowLatencyBackend(settings, mask_stalled), settings, group)
-    else:
-        made = _why_too_many(peers) or why_not_shm(peers) or connect(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
+    of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
+    candidate = name if name != "auto" else of_gpus if has_gpu_tensors or are_on_gpus(peers) else "shm"
+    made = _make(candidate, settings, peers, group, mask_stalled)
     if isinstance(made, str):
-        advice = "use Buffer" if name == "auto" or _why_too_many(peers) else "use backend='auto', or Buffer"
+        advice = "use Buffer" if name == "auto" or _why_too_many(peers, _most_ranks(name)) else "use backend='auto', or Buffer"
         raise BackendUnavailableError(f"no low-latency backend can serve, backend={name!r}: {made}; {advice}, which has more backends")
     return made
 
 
-def _why_too_many(peers: list[Introduction]) -> str | None:
-    if len(peers) > _C.LOW_LATENCY_MAX_RANKS:
-        return f"low-latency buffers serve at most {_C.LOW_LATENCY_MAX_RANKS} ranks, this group has {len(peers)}"
+def _make(
+    name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
+) -> LowLatencyBackend | str:
+    """Return the backend, or the reason why it cannot serve these ranks."""
+    too_many = _why_too_many(peers, _most_ranks(name))
+    if name == "nvshmem":
+        from deepep_moe.group import nvshmem_rail  # which loads what only several nodes need
+        from deepep_moe.low_latency.nvshmem import NvshmemLowLatencyBackend
+
+        reason = too_many or why_not_nvshmem(peers, settings)
+        return reason or nvshmem_rail.make(lambda: NvshmemLowLatencyBackend(settings, mask_stalled), settings, peers, group)
+    if name == "nvlink":
+        reason = why_not_nvlink(peers) or _why_several_nodes(settings)
+        return reason or connect(lambda: NvlinkLowLatencyBackend(settings, mask_stalled), settings, group)
+    reason = too_many or why_not_shm(peers) or _why_several_nodes(settings)
+    return reason or connect(lambda: ShmLowLatencyBackend(settings, mask_stalled), settings, group)
+
+
+def _most_ranks(name: str) -> int:
+    return _C.LOW_LATENCY_MAX_RANKS if name == "nvshmem" else _C.LOW_LATENCY_MAX_HOST_RANKS
+
+
+def _why_too_many(peers: list[Introduction], most: int) -> str | None:
+    if len(peers) > most:
+        return f"low-latency buffers serve at most {most} ranks, this group has {len(peers)}"
     return None
+
+
+def _why_several_nodes(settings: Settings) -> str | None:
+    if settings.num_nodes == 1:
+        return None
+    return f"it serves one node, and ranks_per_node is {settings.ranks_per_node} for {settings.num_ranks} ranks; 'nvshmem' serves several"

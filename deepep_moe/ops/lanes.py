@@ -1,22 +1,20 @@
-"""Dense routing, as a map of chosen experts with a number for each, in lanes of top-k and back: one kernel each, without gradient."""
+"""Dense routing, as a map of chosen experts with a number for each, in lanes of top-k and back: one kernel each."""
 
-import functools
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
-
-_log = logging.getLogger(__name__)
+from deepep_moe.device import current_stream, is_gpu, on_device
 
 
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> tuple[Tensor, Tensor | None]:
-    """Return the chosen experts of each token and their values.
+    """Return the chosen experts of each token and their values, without gradient.
 
-    A token with more than `num_topk` experts gets `num_experts` in lane 0, which is no expert: a dispatch refuses it and tells the peers,
-    who would wait for a rank that raised here. On a GPU the host does not wait.
+    The experts are read from the map and not from the largest values, because that of a chosen expert can be 0. A token with more than
+    `num_topk` experts gets `num_experts` in lane 0, which is no expert: a dispatch refuses it and tells the peers, who would wait for a
+    rank that raised here. The host does not wait for a GPU.
 
     Args:
         routing_map: [num_tokens, num_experts] bool.
@@ -26,46 +24,53 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
         topk_idx [num_tokens, num_topk] int64, a token's experts ascending, then -1; and their values [num_tokens, num_topk] fp32, 0 in
         lanes without an expert, or None.
     """
-    if routing_map.is_cuda:
-        kernels = triton_kernels()
-        if kernels is None:
-            topk_idx = topk_from_map(routing_map, num_topk)
-            return topk_idx, None if values is None else weights_at(values, topk_idx)
-        topk_idx, topk_values = kernels.gather(routing_map, routing_map if values is None else values, num_topk)
-        return topk_idx, None if values is None else topk_values
+    if not _is_served(routing_map):
+        topk_idx = topk_from_map(routing_map, num_topk)
+        return topk_idx, None if values is None else weights_at(values, topk_idx)
     num_tokens = routing_map.shape[0]
-    topk_idx = torch.empty(num_tokens, num_topk, dtype=torch.int64)
-    if values is None:
-        _C.lanes_of_map(routing_map.contiguous(), None, topk_idx, None)
-        return topk_idx, None
-    topk_values = torch.empty(num_tokens, num_topk, dtype=torch.float32)
-    _C.lanes_of_map(routing_map.contiguous(), values.float().contiguous(), topk_idx, topk_values)
+    topk_idx = torch.empty(num_tokens, num_topk, dtype=torch.int64, device=routing_map.device)
+    topk_values = None
+    if values is not None:
+        topk_values, values = torch.empty(num_tokens, num_topk, device=values.device), values.float().contiguous()
+    _run("lanes_of_map", routing_map.contiguous(), values, topk_idx, topk_values)
     return topk_idx, topk_values
 
 
 def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> Tensor:
     """Return [num_tokens, num_experts] fp32: `topk_values` [num_tokens, num_topk] fp32 in the columns of their experts, 0 elsewhere.
 
-    topk_idx: [num_tokens, num_topk] int64, -1 = no expert.
+    topk_idx: [num_tokens, num_topk] int64, -1 = no expert, as is any number that is none. Without gradient.
     """
-    if topk_idx.is_cuda:
-        kernels = triton_kernels()
-        if kernels is not None:
-            return kernels.scatter(topk_idx, topk_values, num_experts, torch.float32)
+    if not _is_served(topk_idx):
         dense = topk_values.new_zeros(topk_idx.shape[0], num_experts + 1)
-        return dense.scatter_(1, topk_idx + 1, topk_values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
-    dense = torch.empty(topk_idx.shape[0], num_experts, dtype=torch.float32)
-    _C.dense_of_lanes(topk_idx.contiguous(), topk_values.contiguous(), dense)
+        columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
+        return dense.scatter_(1, columns, topk_values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
+    dense = torch.empty(topk_idx.shape[0], num_experts, device=topk_idx.device)
+    _run("dense_of_lanes", topk_idx.contiguous(), topk_values.contiguous(), dense)
     return dense
 
 
-def topk_from_map(routing_map: Tensor, num_topk: int) -> Tensor:
-    """Return the experts of each token in ascending order, followed by -1 where a token has fewer than `num_topk`.
+class LanesOfMap(torch.autograd.Function):
+    """`lanes_of_map` with the gradient of `values`, in their dtype."""
 
-    routing_map [num_tokens, num_experts] bool -> topk_idx [num_tokens, num_topk] int64. The experts are read from the map and not from
-    the largest probs, because a chosen expert's prob can be exactly 0. A token with more than `num_topk` experts gets `num_experts` in
-    lane 0, which is no expert. The dispatch refuses that and tells the peers, who would wait for a rank that raised here.
-    """
+    @staticmethod
+    def forward(ctx: Any, routing_map: Tensor, values: Tensor, num_topk: int) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        topk_idx, topk_values = lanes_of_map(routing_map, values, num_topk)
+        assert topk_values is not None  # there are values
+        ctx.mark_non_differentiable(topk_idx)
+        ctx.save_for_backward(topk_idx)
+        ctx.num_experts, ctx.dtype = values.shape[1], values.dtype
+        return topk_idx, topk_values
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
+        (topk_idx,) = ctx.saved_tensors
+        return None, None if grad is None else dense_of_lanes(topk_idx, grad, ctx.num_experts).to(ctx.dtype), None
+
+
+def topk_from_map(routing_map: Tensor, num_topk: int) -> Tensor:
+    """Return topk_idx of `lanes_of_map`, by PyTorch's operators: for GPUs that the library was built without."""
     num_experts = routing_map.shape[1]
     # Chosen experts get distinct positive keys, larger for lower experts, and the rest get 0. So top-k has one answer, in ascending order.
     keys = routing_map * torch.arange(num_experts, 0, -1, device=routing_map.device)
@@ -81,14 +86,16 @@ def weights_at(probs: Tensor, topk_idx: Tensor) -> Tensor:
     return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
 
 
-@functools.cache
-def triton_kernels() -> Any:
-    """Return the module of Triton kernels, or None where Triton is not installed, which one log line says."""
-    try:
-        from deepep_moe.ops import routing_kernels
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        _log.info("Triton is not installed: PyTorch's operators convert dense routing to top-k lists, in a dozen launches instead of one")
-        return None
-    return routing_kernels
+def _is_served(tensor: Tensor) -> bool:
+    return not is_gpu(tensor.device) or hasattr(_C, "gpu_lanes_of_map")
+
+
+def _run(name: str, *tensors: Tensor | None) -> None:
+    """Run the conversion `name` where the first of `tensors` lies."""
+    first = tensors[0]
+    assert first is not None
+    if not is_gpu(first.device):
+        getattr(_C, name)(*tensors)
+        return
+    with on_device(first):
+        getattr(_C, f"gpu_{name}")(*tensors, current_stream(first.device))

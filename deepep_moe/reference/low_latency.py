@@ -37,18 +37,18 @@ def round_scales(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def combine(
     x: Sequence[Tensor], received: Sequence[Received], num_tokens: Sequence[int], *, fp8: bool = False,
-    topk_weights: Sequence[Tensor] | None = None,
+    topk_weights: Sequence[Tensor] | None = None, ranks_per_node: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Combine of all ranks, for rows `x` [num_rows, hidden] that lie as `received` says, weighted by its `recv_topk_weights`, or by
     `topk_weights` [num_tokens, num_topk] of the tokens' ranks, as if the dispatch had been given these.
 
-    fp8: sums of the experts' rank travel quantized, from fp32.
+    fp8: sums of the experts' rank travel quantized, from fp32; of one node only. ranks_per_node: as of `exchange.combine`.
     """
     weights = [there.recv_topk_weights for there in received if there.recv_topk_weights is not None]
     if topk_weights is not None:
         weights = [_weights_of_rows(there, topk_weights) for there in received]
     if not fp8:
-        return exchange.combine(x, received, num_tokens, weights)
+        return exchange.combine(x, received, num_tokens, weights, ranks_per_node=ranks_per_node)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
     for rank, there in enumerate(received):
         for slot, (source, token) in enumerate(there.tokens):

@@ -6,12 +6,14 @@ Exit code: 0 where a profile was written or nothing is faster, 1 after a failure
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 
 from deepep_moe import config
 from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
+from deepep_moe.bench.common.records import write_json
 from deepep_moe.errors import EPError
 from deepep_moe.testing.launch import RankFailedError
 from deepep_moe.topology.option import add_bind, bind_this_rank
@@ -35,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of dispatched rows; default bf16. Combined rows are bf16")
     found.add_argument("--time-limit", type=float, default=150.0, help="seconds for all EP sizes together; default 150")
     found.add_argument("--output", type=Path, help="file to add the profile to; default the one that Buffer finds by itself")
+    found.add_argument("--json", type=Path, help="file for the comparisons with the default, as records of a benchmark")
     add_bind(found)
     return found
 
@@ -67,15 +70,19 @@ def resolve(options: argparse.Namespace) -> None:
 
 
 def target_of(options: argparse.Namespace) -> Path:
-    """Return the file for the profile. Raises ValueError where there is none, or where it holds something else."""
+    """Return the file for the profile. Raises ValueError where there is none, where it holds something else, or where it cannot be
+    written: that is better known before the run."""
     file: Path | None = options.output or Files.of_environment().user
     if file is None:
         raise ValueError("this user has no home for a profile; give --output FILE")
-    if file.exists():
-        try:
+    try:
+        if file.exists():
             parse(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"a profile cannot be added to {file}: {error}; repair or delete it, or give --output FILE") from None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):  # as `write` needs it
+            pass
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a profile cannot be added to {file}: {error}; repair or delete it, or give --output FILE") from None
     return file
 
 
@@ -107,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
         outcomes = start(tune, options)
         if not config.launched_rank():  # rank 0 reports
             finish(outcomes, options.num_ranks, file)
-    except (EPError, OSError, RankFailedError) as error:
+            write_json(options.json, [outcome.record for outcome in outcomes if outcome.record is not None])
+    except (EPError, OSError, ValueError, RankFailedError) as error:  # ValueError: the file was damaged meanwhile
         print(error, file=sys.stderr)
         return 1
     return 0

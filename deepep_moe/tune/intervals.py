@@ -35,9 +35,17 @@ class Verdict:
     gain: float
     low: float
     high: float
-    num_pairs: int
-    us: tuple[float, float]
-    """Medians of both, microseconds."""
+    pairs: tuple[tuple[float, float], ...]
+    """Times of both, microseconds."""
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def us(self) -> tuple[float, float]:
+        """Return the medians of both, microseconds."""
+        return statistics.median(first for first, _ in self.pairs), statistics.median(second for _, second in self.pairs)
 
     @property
     def is_faster(self) -> bool:
@@ -59,5 +67,4 @@ def judge(pairs: Sequence[tuple[float, float]]) -> Verdict:
     """Judge pairs of times (default, other), microseconds, at one of the `LOOKS`."""
     gains = [1 - other / default for default, other in pairs]
     low, high = median_interval(gains, 1 - (1 - CONFIDENCE) / len(LOOKS))
-    us = statistics.median(default for default, _ in pairs), statistics.median(other for _, other in pairs)
-    return Verdict(statistics.median(gains), low, high, len(pairs), us)
+    return Verdict(statistics.median(gains), low, high, tuple(pairs))

@@ -3,35 +3,41 @@
 import argparse
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import deepep_moe
-from deepep_moe import Buffer
+from deepep_moe import Buffer, config
 from deepep_moe.bench.common.ranks import Rank
-from deepep_moe.bench.common.records import commit
+from deepep_moe.bench.common.records import commit, record
 from deepep_moe.bench.common.timing import Mark, slowest
 from deepep_moe.bench.common.verify import compare as compare_bits
 from deepep_moe.bench.common.workload import Operation
 from deepep_moe.bench.exchange.operations import operations
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
+from deepep_moe.group.rendezvous import check_same, gather_objects
 from deepep_moe.tune.intervals import Verdict
-from deepep_moe.tune.search import Meter, compare, search
+from deepep_moe.tune.search import SEARCH_SHARE, Meter, compare, search
 from deepep_moe.tuning import Machine, Profile, Shape, Values
 
 LEAST_GAIN = 0.005
 """A profile that gains less is not worth a file."""
+NOTHING_FASTER = "nothing is faster than the default settings; no profile is written"
+NOTHING_IN_TIME = "the time ended before all settings were tried, and none so far is faster than the default; give a longer --time-limit"
 _DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has found. `profile`: None where nothing is faster, which `text` says."""
+    """What a run has found. `profile`: None where nothing is faster, which `text` says. `record`: the comparison with the default, as
+    benchmarks write it, where there was one."""
 
     text: str
     profile: Profile | None
+    record: dict[str, Any] | None = None
 
 
 class TuneRank(Rank):
@@ -49,6 +55,7 @@ class TuneRank(Rank):
         backend = buffer.calls.backend
         assert isinstance(backend, NvlinkBackend)  # options name it
         default, machine = backend.fitted, backend.machine
+        self._check_alike(str(machine))
         self.say(f"{machine}; {Shape.of(o.num_tokens, o.hidden, o.num_topk)}; default: {default}")
         try:
             calls = self._calls(buffer)
@@ -56,13 +63,18 @@ class TuneRank(Rank):
             best = search(default, machine, meter)
             if best == default:
                 self.timer.synchronize()
-                return Outcome("nothing is faster than the default settings; no profile is written", None)
+                return Outcome(NOTHING_IN_TIME if meter.is_over(SEARCH_SHARE) else NOTHING_FASTER, None)
             self._check_bits(backend, calls, default, best)
             outcome = self._outcome(machine, best, compare(default, best, meter))
             self.timer.synchronize()  # a rank that fails meets nobody there
             return outcome
         finally:
             buffer.destroy()
+
+    def _check_alike(self, machine: str) -> None:
+        """Raise EPMismatchError where ranks have unlike GPUs: no profile is for them, and each would try other settings."""
+        told = gather_objects(machine, dist.group.WORLD, self.shape.num_ranks, "comparison of GPUs", config.timeout_s(), str)
+        check_same([{"the GPU": rank_machine} for rank_machine in told], "tune ranks with equal GPUs and equal shares of them")
 
     def _calls(self, buffer: Buffer) -> list[Operation]:
         """Return the dispatch in the dtype that was asked for, and the combine, which has bf16 rows."""
@@ -96,15 +108,24 @@ class TuneRank(Rank):
     def _outcome(self, machine: Machine, best: Values, verdict: Verdict | None) -> Outcome:
         if verdict is None:
             return Outcome("there was no time to compare the best settings with the default; give a longer --time-limit", None)
+        told = self._record(machine, best, verdict)
         if not verdict.is_faster or verdict.gain < LEAST_GAIN:
-            return Outcome(f"nothing is faster than the default settings for sure ({best}: {verdict}); no profile is written", None)
+            return Outcome(f"nothing is faster than the default settings for sure ({best}: {verdict}); no profile is written", None, told)
         o = self.options
         source = (
             f"python -m deepep_moe.tune, {time.strftime('%Y-%m-%d')}, deepep_moe {deepep_moe.__version__} {commit() or ''}, torch "
             f"{torch.__version__}: dispatch in {o.dtype} and combine in bf16, {o.num_tokens} tokens, {o.num_experts} experts; {verdict}"
         )
         profile = Profile(machine, Shape.of(o.num_tokens, o.hidden, o.num_topk), best, round(verdict.gain, 4), source)
-        return Outcome(f"faster: {best}: {verdict}", profile)
+        return Outcome(f"faster: {best}: {verdict}", profile, told)
+
+    def _record(self, machine: Machine, best: Values, verdict: Verdict) -> dict[str, Any]:
+        settings = {**vars(self.options), "num_ranks": self.shape.num_ranks, "layout": "expert"}
+        defaults, bests = zip(*verdict.pairs, strict=True)
+        found = {"gain": verdict.gain, "gain_interval": [verdict.low, verdict.high], "tuned": asdict(best)}
+        made = record("dispatch + combine tuned", settings, bests, 0, baseline="default settings", baseline_times=defaults, **found)
+        command = made["command"].replace("deepep_moe.bench", "deepep_moe.tune", 1)
+        return made | {"hardware": str(machine), "bytes_moved": None, "gbps": None, "command": command}
 
 
 def tune(rank: int, num_ranks: int, options: argparse.Namespace, device_idx: int | None = None) -> Outcome:

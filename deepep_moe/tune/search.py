@@ -17,7 +17,7 @@ RECEIVERS = (4, 8, 16, 32, 48, 64, 96, 128)
 RINGS = ((4, 3), (4, 4), (6, 3), (6, 4), (6, 6), (8, 3), (8, 4), (11, 3), (11, 4))
 _SAMPLES = 8  # of each contender in the first round; twice as many in each later one
 _MARGIN = 0.002  # by which a contender must be faster to replace the best so far
-_SEARCH_SHARE = 0.7  # of the time; the rest is for the last comparison
+SEARCH_SHARE = 0.7  # of the time; the rest is for the last comparison
 
 Say = Callable[[str], None]
 Axis = Callable[[Values], list[Values]]
@@ -68,7 +68,7 @@ def search(default: Values, machine: Machine, meter: Meter) -> Values:
     while True:
         before = best
         for axis in axes(machine):
-            if meter.is_over(_SEARCH_SHARE):
+            if meter.is_over(SEARCH_SHARE):
                 return best
             best = _fastest(best, axis(best), meter)
         if best == before:
@@ -79,9 +79,9 @@ def _fastest(best: Values, others: list[Values], meter: Meter) -> Values:
     """Return the fastest of `best` and `others` by successive halving; `best` where the others are hardly faster."""
     times: dict[Values, list[float]] = {values: [] for values in (best, *others)}
     contenders, num_samples = list(times), _SAMPLES
-    while len(contenders) > 1 and not meter.is_over(_SEARCH_SHARE):
+    while len(contenders) > 1 and not meter.is_over(SEARCH_SHARE):
         for values in contenders:
-            if not meter.is_over(_SEARCH_SHARE):
+            if not meter.is_over(SEARCH_SHARE):
                 times[values] += meter.sample(values, num_samples)
         contenders = sorted((values for values in contenders if times[values]), key=lambda values: statistics.median(times[values]))
         us, before_us = (statistics.median(times[values]) for values in (contenders[0], best))

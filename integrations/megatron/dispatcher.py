@@ -28,8 +28,9 @@ from deepep_moe.integrations.megatron.metrics import LayerMetrics
 from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
 from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
-from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense, weights_at
+from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
+from deepep_moe.ops.lanes import weights_at
 
 _NO_PADDING = (
     "moe_pad_expert_input_to_capacity is True, but deepep_moe sends no padding to reach a capacity; set it to False, also in inference "

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from deepep_moe.integrations.common.warn_once import warn_once
 from deepep_moe.integrations.megatron.patches import Patches
-from deepep_moe.integrations.megatron.routing import weights_at
 from deepep_moe.ops.gate import FullGateOutput, gate_full, why_not
+from deepep_moe.ops.lanes import weights_at
 
 _CHOICE = "_deepep_moe_choice"  # attribute of a routing_map
 _MAP = "_deepep_moe_routing_map"  # attribute of its probs: a weak reference to it

@@ -2,20 +2,15 @@
 
 import torch
 
-from deepep_moe.ops.lanes import topk_from_map, triton_kernels, weights_at
+from deepep_moe.ops.lanes import LanesOfMap
 
 
 def topk_from_dense(routing_map: torch.Tensor, probs: torch.Tensor, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of each token and their probs, differentiable in `probs`. One kernel on a GPU with Triton; the host does not wait.
+    """Return the experts of each token and their probs, as `lanes_of_map`, differentiable in `probs`.
 
-    routing_map [num_tokens, num_experts] bool, probs the same -> topk_idx [num_tokens, num_topk] int64, as `topk_from_map`;
-    topk_weights fp32, as `weights_at`.
+    routing_map [num_tokens, num_experts] bool, probs the same -> topk_idx [num_tokens, num_topk] int64, topk_weights fp32.
     """
-    kernels = triton_kernels() if probs.is_cuda else None
-    if kernels is not None:
-        return kernels.TopkFromDense.apply(routing_map, probs, num_topk)
-    topk_idx = topk_from_map(routing_map, num_topk)
-    return topk_idx, weights_at(probs, topk_idx)
+    return LanesOfMap.apply(routing_map, probs, num_topk)
 
 
 def repeat_for_tp(

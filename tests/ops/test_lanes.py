@@ -1,24 +1,30 @@
-"""Dense routing to lanes of top-k and back, against operators of PyTorch."""
+"""Dense routing to lanes of top-k and back, on CPUs and by the kernels, against operators of PyTorch."""
 
 import pytest
 import torch
+from exchange_cases import device_of
 
-from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, topk_from_map, weights_at
+from deepep_moe.ops.lanes import LanesOfMap, dense_of_lanes, lanes_of_map, topk_from_map, weights_at
 
-SIZES = [(0, 4, 2), (5, 1, 1), (7, 13, 3), (33, 64, 8), (4, 20, 20), (3, 8, 0)]
+SIZES = [(0, 4, 2), (5, 1, 1), (7, 13, 3), (33, 64, 8), (4, 20, 20), (3, 8, 0), (9, 256, 32), (2, 1000, 8)]
 
 
-def routing(num_tokens, num_experts, most, seed=0):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return device_of("nvlink", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+def routing(device, num_tokens, num_experts, most, seed=0):
     """A map of 0 to `most` experts a token, and values that are not 0 elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most + 1, (num_tokens, 1), generator=generator)
     order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
-    return order < counts, torch.rand(num_tokens, num_experts, generator=generator)
+    return (order < counts).to(device), torch.rand(num_tokens, num_experts, generator=generator).to(device)
 
 
-def test_by_hand():
-    routing_map = torch.tensor([[False, True, False, True], [False] * 4, [True, True, True, False]])
-    values = torch.tensor([[1.0, 0.0, 2.0, 3.0], [4.0] * 4, [5.0, 6.0, 7.0, 8.0]])
+def test_by_hand(device):
+    routing_map = torch.tensor([[False, True, False, True], [False] * 4, [True, True, True, False]], device=device)
+    values = torch.tensor([[1.0, 0.0, 2.0, 3.0], [4.0] * 4, [5.0, 6.0, 7.0, 8.0]], device=device)
     topk_idx, weights = lanes_of_map(routing_map, values, 2)
     assert topk_idx.tolist() == [[1, 3], [-1, -1], [4, 1]]  # the last token has too many, which 4 says
     assert weights[:2].tolist() == [[0.0, 3.0], [0.0, 0.0]]
@@ -26,9 +32,9 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_equals_operators(sizes):
+def test_equals_operators(sizes, device):
     num_tokens, num_experts, num_topk = sizes
-    routing_map, values = routing(num_tokens, num_experts, num_topk)
+    routing_map, values = routing(device, num_tokens, num_experts, num_topk)
     topk_idx, weights = lanes_of_map(routing_map, values, num_topk)
     assert topk_idx.dtype == torch.int64 and weights.dtype == torch.float32
     assert torch.equal(topk_idx, topk_from_map(routing_map, num_topk)) and torch.equal(weights, weights_at(values, topk_idx))
@@ -36,8 +42,8 @@ def test_equals_operators(sizes):
     assert torch.equal(dense_of_lanes(topk_idx, weights, num_experts), torch.where(routing_map, values, 0.0))
 
 
-def test_strides_and_dtypes():
-    routing_map, values = routing(12, 16, 4)
+def test_strides_and_dtypes(device):
+    routing_map, values = routing(device, 12, 16, 4)
     want = lanes_of_map(routing_map, values.bfloat16().float(), 4)
     got = lanes_of_map(routing_map.T.contiguous().T, values.bfloat16().T.contiguous().T, 4)
     assert all(map(torch.equal, got, want))
@@ -45,9 +51,37 @@ def test_strides_and_dtypes():
     assert torch.equal(dense, dense_of_lanes(*want, 16))
 
 
-def test_too_many_experts():
+def test_too_many_experts(device):
     """Also where they are all behind the last lane; a dispatch refuses what comes out."""
-    routing_map = torch.ones(2, 9, dtype=torch.bool)
+    routing_map = torch.ones(2, 9, dtype=torch.bool, device=device)
     for num_topk in (1, 8):
         topk_idx = lanes_of_map(routing_map, None, num_topk)[0]
         assert topk_idx[:, 0].tolist() == [9, 9] and torch.equal(topk_idx, topk_from_map(routing_map, num_topk))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
+def test_gradients(device, dtype):
+    """Chosen experts get the gradient of their lane, a refused token's no lane's that names no expert, and the others 0."""
+    routing_map, values = routing(device, 33, 24, 3)
+    routing_map[-1, :4] = True
+    ours, theirs = (values.to(dtype).requires_grad_() for _ in range(2))
+    topk_idx, weights = LanesOfMap.apply(routing_map, ours, 3)
+    expected = weights_at(theirs, topk_idx)
+    is_sent = topk_idx[:, 0] < 24
+    assert weights.dtype == torch.float32 and torch.equal(weights[is_sent], expected[is_sent]) and is_sent.sum() == 32
+    grad = torch.randn(33, 3, generator=torch.Generator().manual_seed(1)).to(device)
+    weights.backward(grad)
+    expected.backward(grad)
+    assert ours.grad.dtype == dtype and torch.equal(ours.grad[is_sent], theirs.grad[is_sent]) and not topk_idx.requires_grad
+
+
+def test_built_without_kernels(monkeypatch):
+    """PyTorch's operators return the same."""
+    routing_map, values = routing(torch.device("cpu"), 33, 64, 9)
+    want = lanes_of_map(routing_map, values, 8)
+    dense = dense_of_lanes(*want, 64)
+    monkeypatch.setattr("deepep_moe.ops.lanes._is_served", lambda tensor: False)
+    got = lanes_of_map(routing_map, values, 8)
+    is_sent = want[0][:, 0] < 64
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1][is_sent], want[1][is_sent]) and not is_sent.all()
+    assert torch.equal(dense_of_lanes(*want, 64), dense)

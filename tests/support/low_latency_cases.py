@@ -31,6 +31,7 @@ class Case:
     mode: str = "now"  # or "async", "hook"
     seed: int = 0
     without: int | None = None  # a masked rank: its tokens do not come, its experts are not reached
+    ranks_per_node: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -52,9 +53,19 @@ class Case:
     def inputs_that_count(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x, idx, weights = self.inputs(rank)
         if self.without is not None:
-            is_lost = idx // (self.num_experts // self.num_ranks) == self.without
+            is_lost = self.is_lost(rank, idx // (self.num_experts // self.num_ranks))
             idx = torch.full_like(idx, -1) if rank == self.without else torch.where(is_lost, -1, idx)
         return x, idx, weights
+
+    def is_lost(self, rank: int, to: torch.Tensor) -> torch.Tensor:
+        """Of a token of `rank` on its way to each rank of `to`. Between nodes, rows go by the rank of the same index in the other node."""
+        is_lost, per_node = to == self.without, self.ranks_per_node or self.num_ranks
+        node, index = divmod(self.without, per_node)
+        if rank // per_node != node and rank % per_node == index:
+            is_lost |= to // per_node == node  # which it does not reach
+        if rank // per_node == node:
+            is_lost |= (to // per_node != node) & (to % per_node == index)  # which its node has masked
+        return is_lost & (to >= 0)
 
     def expert_outputs(self, rank: int, num_rows: int) -> torch.Tensor:
         return torch.randn(num_rows, self.hidden, generator=torch.Generator().manual_seed(self.seed + rank + 77)).to(self.dtype)
@@ -71,9 +82,16 @@ class Expected:
             xs, idxs, weights if case.dispatch_weights else None, case.num_experts, fp8=case.fp8, is_rounded=case.scale_format == "ue8m0"
         )
         self.outputs = [case.expert_outputs(rank, len(there.recv_x)) for rank, there in enumerate(self.received)]
-        self.combined = reference.low_latency.combine(
-            self.outputs, self.received, case.num_tokens, fp8=case.wire == "fp8", topk_weights=weights if case.combine_weights else None
-        )
+        self._weights = weights if case.combine_weights else None
+        self.combined = self.combine()
+
+    def combine(self) -> list[torch.Tensor]:
+        """The combine of `outputs`."""
+        case = self.case
+        return reference.low_latency.combine(
+            self.outputs, self.received, case.num_tokens, fp8=case.wire == "fp8", topk_weights=self._weights,
+            ranks_per_node=case.ranks_per_node,
+        )  # fmt: skip
 
 
 def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuffer:
@@ -83,7 +101,14 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
     if dist.is_initialized():
         dist.barrier()
     buffer = LowLatencyBuffer(
-        None, case.max_tokens, case.hidden, case.num_experts, case.num_topk, backend=backend, **({"timeout_s": 60} | options)
+        None,
+        case.max_tokens,
+        case.hidden,
+        case.num_experts,
+        case.num_topk,
+        backend=backend,
+        ranks_per_node=case.ranks_per_node,
+        **({"timeout_s": 60} | options),
     )
     assert buffer.backend == backend and buffer.capacity == case.num_ranks * case.max_tokens
     return buffer
@@ -91,7 +116,7 @@ def make_buffer(case: Case, backend: str, rank: int, **options) -> LowLatencyBuf
 
 def finish(buffer):
     """On a GPU, errors of calls show when the host looks."""
-    if buffer.backend == "nvlink":
+    if buffer.backend in ("nvlink", "nvshmem"):
         torch.cuda.synchronize()
         buffer.check()
 

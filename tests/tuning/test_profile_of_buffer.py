@@ -13,6 +13,7 @@ from exchange_cases import Case, assert_same, check_case, device_of
 from deepep_moe import Buffer, reference
 from deepep_moe.errors import EPMismatchError
 from deepep_moe.exchange import profile as profile_module
+from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
 from deepep_moe.tuning import Profile, Shape, Values
 from deepep_moe.tuning.profiles import as_text
@@ -118,6 +119,26 @@ def disagree(rank, num_ranks, folder):
 
 def test_ranks_that_disagree(tmp_path):
     run_ranks(disagree, 3, tmp_path)
+
+
+def unlike_gpus(rank, num_ranks, folder):
+    """Rank 1 has another GPU, for which the file has no profile."""
+    prepare(rank, folder)
+    set_files(None, folder / "given.json")
+    heard, machine = Warnings(), NvlinkBackend.machine
+    if rank == 1:
+        NvlinkBackend.machine = property(lambda self: replace(machine.fget(self), gpu="a third GPU"))
+    for _ in range(2):
+        assert new_buffer(rank).profile is None
+    NvlinkBackend.machine = machine
+    assert new_buffer(rank).profile is not None
+    assert len(heard.texts) == (rank == 0)
+    assert rank or "ranks have unlike GPUs or shares of them, so none uses a profile (rank 0: " in heard.texts[0]
+    assert rank or "; rank 1: a third GPU with" in heard.texts[0]
+
+
+def test_unlike_gpus(tmp_path):
+    run_ranks(unlike_gpus, 2, tmp_path)
 
 
 def same_bits(rank, num_ranks, folder, case):

@@ -1,7 +1,10 @@
 """The tuner on GPUs, or on the emulated one: one buffer in each rank's process, whatever settings are tried."""
 
 import argparse
+import json
 import statistics
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import emulated_gpu
@@ -9,7 +12,7 @@ import pytest
 from exchange_cases import device_of
 
 from deepep_moe import Buffer
-from deepep_moe.errors import EPError
+from deepep_moe.errors import EPError, EPMismatchError
 from deepep_moe.exchange.backends.nvlink import NvlinkBackend
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune import __main__ as command
@@ -89,12 +92,19 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(command, "tune", through_the_command)
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["tune", "--num-ranks", "2", "--json", "record.json"])
     file = tmp_path / "profiles.json"
     sizes = ["--tokens", "24", "--hidden", "128", "--experts", "8", "--topk", "2", "--expert-alignment", "4"]
-    assert command.main(["--backend", "nvlink", "--num-ranks", "2", *sizes, "--output", str(file)]) == 0
-    found, wrote = capsys.readouterr().out.splitlines()
+    assert (
+        command.main(["--backend", "nvlink", "--num-ranks", "2", *sizes, "--output", str(file), "--json", str(tmp_path / "record.json")])
+        == 0
+    )
+    found, wrote, _ = capsys.readouterr().out.splitlines()
     assert found.startswith("EP2: faster: num_sms 2, ") and wrote.startswith("EP2: wrote a profile for ") and wrote.endswith(str(file))
     assert [values.num_sms for values in run_ranks(loads, 2, file)] == [2, 2]
+    (record,) = json.loads((tmp_path / "record.json").read_text())
+    assert record["tuned"]["num_sms"] == 2 and record["ratio"] > 1 and record["rival"] == "default settings"
+    assert record["command"].endswith(" -m deepep_moe.tune --num-ranks 2") and record["num_tokens"] == 24
 
 
 def without_a_difference(rank: int, num_ranks: int, given: argparse.Namespace) -> Outcome:
@@ -107,7 +117,26 @@ def without_a_difference(rank: int, num_ranks: int, given: argparse.Namespace) -
 
 def test_nothing_is_faster():
     for outcome in run_ranks(without_a_difference, 2, options(2)):
-        assert outcome == Outcome("nothing is faster than the default settings; no profile is written", None)
+        assert outcome == Outcome(rank_module.NOTHING_FASTER, None)
+
+
+def test_no_time_for_anything():
+    for outcome in run_ranks(tuned, 2, options(2, time_limit=1e-3)):
+        assert outcome[0] == Outcome(rank_module.NOTHING_IN_TIME, None) and "give a longer --time-limit" in outcome[0].text
+
+
+def unlike_gpus(rank: int, num_ranks: int, given: argparse.Namespace) -> str:
+    machine = NvlinkBackend.machine
+    if rank == 1:
+        NvlinkBackend.machine = property(lambda self: replace(machine.fget(self), num_sms=1))
+    with pytest.raises(EPMismatchError) as error:
+        tuned(rank, num_ranks, given)
+    return str(error.value)
+
+
+def test_unlike_gpus():
+    for told in run_ranks(unlike_gpus, 2, options(2)):
+        assert told.startswith("ranks disagree on the GPU (rank 0: '") and " with 1 SMs, 2 ranks" in told and "equal GPUs" in told
 
 
 def within_a_limit(rank: int, num_ranks: int, given: argparse.Namespace) -> tuple[Outcome, float]:

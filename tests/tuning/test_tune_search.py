@@ -192,6 +192,30 @@ def test_damaged_target(tmp_path, capsys, monkeypatch):
     assert end.value.code == 2 and f"a profile cannot be added to {file}: its format is None" in capsys.readouterr().err
 
 
+def test_target_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+    """It is known before the run."""
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    (tmp_path / "taken").write_text("")
+    file = tmp_path / "taken" / "profiles.json"
+    with pytest.raises(SystemExit) as end:
+        command.main(["--output", str(file)])
+    assert end.value.code == 2 and f"a profile cannot be added to {file}: " in capsys.readouterr().err
+
+
+def test_target_that_is_damaged_meanwhile(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "profiles.json"
+
+    def start(measure, options):
+        file.write_text("{}")
+        return [command.Outcome("faster: all", Profile(MACHINE, Shape(4096, 7168, 8), DEFAULT, 0.04, "a test"))]
+
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command, "start", start)
+    monkeypatch.delenv("RANK", raising=False)
+    assert command.main(["--num-ranks", "2", "--output", str(file)]) == 1
+    assert "its format is None" in capsys.readouterr().err and file.read_text() == "{}"
+
+
 def test_outcomes_are_written(tmp_path, capsys, monkeypatch):
     """Each EP size has its own; where nothing is faster, nothing is written."""
     monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 4)

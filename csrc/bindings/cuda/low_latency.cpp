@@ -11,12 +11,12 @@ void bind_gpu_low_latency(py::module_& m) {
     bind_low_latency_calls<NvlinkLowLatency, uintptr_t>(nvlink, py::arg("stream"));
     nvlink
         .def(py::init([](int num_ranks, int rank, int device, int num_experts, int num_topk, int hidden, int64_t num_max_tokens,
-                         double timeout_s, bool mask_stalled) {
+                         double timeout_s, bool mask_stalled, int ranks_per_node) {
                  const LowLatencyConfig config{num_ranks, num_experts, num_topk, hidden, num_max_tokens};
-                 return Unlocked<NvlinkLowLatency>(new NvlinkLowLatency(config, rank, device, timeout_s, mask_stalled));
+                 return Unlocked<NvlinkLowLatency>(new NvlinkLowLatency(config, rank, device, timeout_s, mask_stalled, ranks_per_node));
              }),
              py::kw_only(), py::arg("num_ranks"), py::arg("rank"), py::arg("device"), py::arg("num_experts"), py::arg("num_topk"),
-             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"))
+             py::arg("hidden"), py::arg("num_max_tokens"), py::arg("timeout_s"), py::arg("mask_stalled"), py::arg("ranks_per_node"))
         .def_property_readonly("workspace_bytes", &NvlinkLowLatency::workspace_bytes)
         .def_property_readonly("handle_bytes", &NvlinkLowLatency::handle_bytes)
         .def_property_readonly("failed_mark", &NvlinkLowLatency::failed_mark)
@@ -24,6 +24,15 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_readwrite("num_blocks", &NvlinkLowLatency::num_blocks)
         .def("handle", [](const NvlinkLowLatency& self) { return py::bytes(self.handle()); })
         .def("connect", &NvlinkLowLatency::connect, py::arg("handles"))
+        .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
+        .def(
+            "attach_rail",
+            [](NvlinkLowLatency& self, const py::object& shim, uintptr_t address, const std::vector<int>& pes) {
+                self.attach_rail(*static_cast<const LowLatencyRailShim*>(PyCapsule_GetPointer(shim.ptr(), kLowLatencyRailShimName)),
+                                 address, pes);
+            },
+            py::arg("shim"), py::arg("address"), py::arg("pes"))
+        .def("leak", [](const py::object& self) { self.inc_ref(); })
         .def("disconnect", &NvlinkLowLatency::disconnect)
         .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("mask", &NvlinkLowLatency::mask, py::arg("rank"), py::arg("masked"), py::arg("stream"), Released())

@@ -83,6 +83,35 @@ void quantize(const TensorArg& x, const TensorArg& y, const TensorArg& scales, b
                     as_pointer(stream));
 }
 
+// b: [num_groups, n, k], or [k, num_rows] of a gradient [num_groups, n, k].
+GpuFp8ProductParams fp8_product_of(const TensorArg& a, const TensorArg& a_scales, const TensorArg& b, const TensorArg& b_scales,
+                                   const TensorArg& group_ends, const TensorArg& out) {
+    GpuFp8ProductParams params{};
+    params.num_groups = static_cast<int>(group_ends.num_rows);
+    params.a = a.as<const std::byte*>(), params.b = b.as<const std::byte*>();
+    params.a_scales = a_scales.as<const float*>(), params.b_scales = b_scales.as<const float*>();
+    params.group_ends = group_ends.as<const int*>();
+    params.out = out.as<void*>();
+    return params;
+}
+
+void fp8_product(const TensorArg& x, const TensorArg& x_scales, const TensorArg& w, const TensorArg& w_scales, const TensorArg& group_ends,
+                 const TensorArg& y, uintptr_t stream) {
+    GpuFp8ProductParams params = fp8_product_of(x, x_scales, w, w_scales, group_ends, y);
+    params.num_rows = x.num_rows;
+    params.n = static_cast<int>(y.num_columns), params.k = static_cast<int>(x.num_columns);
+    launch_fp8_product(params, as_pointer(stream));
+}
+
+void fp8_weight_gradient(const TensorArg& dy, const TensorArg& dy_scales, const TensorArg& x, const TensorArg& x_scales,
+                         const TensorArg& group_ends, const TensorArg& out, bool is_fp32, uintptr_t stream) {
+    GpuFp8ProductParams params = fp8_product_of(dy, dy_scales, x, x_scales, group_ends, out);
+    params.num_rows = x.num_columns;
+    params.n = static_cast<int>(dy.num_rows), params.k = static_cast<int>(x.num_rows);
+    params.is_fp32 = is_fp32;
+    launch_fp8_weight_gradient(params, as_pointer(stream));
+}
+
 void quantize_weights(const TensorArg& w, int64_t matrix_stride, bool is_transposed, const TensorArg& y, const TensorArg& scales,
                       DType dtype, uintptr_t stream) {
     launch_quantize_weights({w.num_leading, w.inner_rows, w.num_columns, matrix_stride, is_transposed, dtype, w.as<const std::byte*>(),
@@ -136,6 +165,9 @@ void bind_rows(py::module_& m) {
     m.def("gpu_swiglu", &swiglu, inner, probs, group_ends, y, dtype, stream);
     m.def("gpu_swiglu_backward", &swiglu_backward, inner, probs, group_ends, y, py::arg("grad"), py::arg("grad_inner"),
           py::arg("grad_probs"), dtype, stream);
+    m.def("gpu_fp8_product", &fp8_product, py::arg("x"), py::arg("x_scales"), py::arg("w"), py::arg("w_scales"), group_ends, y, stream);
+    m.def("gpu_fp8_weight_gradient", &fp8_weight_gradient, py::arg("dy_t"), py::arg("dy_t_scales"), py::arg("x_t"), py::arg("x_t_scales"),
+          group_ends, py::arg("out"), py::arg("is_fp32"), stream);
     m.def("gpu_swiglu_shim", [] { return py::capsule(&kSwigluShim, kSwigluShimName); });
     m.def("gpu_weighted_sum", &weighted_sum, rows, weights, is_by_token, py::arg("sums"), dtype, stream);
     m.def("gpu_weighted_sum_backward", &weighted_sum_backward, rows, weights, is_by_token, py::arg("grad"), py::arg("grad_rows"),

@@ -13,6 +13,8 @@
 namespace deepep_moe {
 namespace {
 
+constexpr const char* kNewBuffer = "; make a new LowLatencyBuffer on all ranks";
+
 // Odd multiples of the golden ratio of 2^64: no call's number is the difference of two, and no memory has them by chance.
 unsigned long long new_mark() {
     static std::atomic<unsigned long long> num_made = 0;
@@ -23,16 +25,19 @@ unsigned long long new_mark() {
 
 // ---- memory ----
 
-NvlinkLowLatency::NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled)
+NvlinkLowLatency::NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled,
+                                   int ranks_per_node)
     : config_(config),
       layout_(config),
       rank_(rank),
+      ranks_per_node_(ranks_per_node),
+      first_rank_(rank / ranks_per_node * ranks_per_node),
       device_(device),
       owner_pid_(getpid()),
       timeout_s_(timeout_s),
       masks_stalled_(masks_stalled),
       failed_mark_(new_mark()),
-      memory_(config.num_ranks, rank, device),
+      memory_(ranks_per_node, rank, device, first_rank_),
       failures_(memory_, {config.num_ranks, 0, rank}, config.num_experts, timeout_s, timeout_s) {
     try {
         allocate();
@@ -85,8 +90,17 @@ std::string NvlinkLowLatency::handle() const {
 }
 
 void NvlinkLowLatency::connect(const std::vector<std::string>& handles) {
-    for (int rank = 0; rank < config_.num_ranks; ++rank) check_link(rank, handles[rank].substr(GpuMemory::kHandleBytes));
+    for (int i = 0; i < ranks_per_node_; ++i) check_link(first_rank_ + i, handles[i].substr(GpuMemory::kHandleBytes));
     memory_.connect(handles);
+}
+
+void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, uintptr_t base, const std::vector<int>& pes) {
+    rail_ = std::make_unique<LowLatencyRail>(config_, shim, reinterpret_cast<std::byte*>(base), pes, ranks_per_node_, rank_);
+}
+
+int64_t NvlinkLowLatency::handle_bytes() const {
+    if (num_nodes() > 1) return LowLatencyRailHandle(config_, num_nodes()).total_bytes;
+    return LowLatencyHandleLayout(config_).total_bytes;
 }
 
 void NvlinkLowLatency::check_link(int rank, const std::string& bus) const {
@@ -112,7 +126,7 @@ LowLatencyContext NvlinkLowLatency::context() const {
                         masks_stalled_,
                         failed_mark_,
                         {}};
-    for (int rank = 0; rank < config_.num_ranks; ++rank) c.workspaces[rank] = memory_.of(rank);
+    for (int rank = first_rank_; rank < first_rank_ + ranks_per_node_; ++rank) c.workspaces[rank] = memory_.of(rank);
     return c;
 }
 
@@ -126,6 +140,7 @@ void NvlinkLowLatency::begin(bool sends, uintptr_t address) {
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kCatchUp;
     params.context = context();
+    if (rail_) rail_->control(params, num_blocks, stream);
     launch_low_latency_control(params, stream);
 }
 
@@ -133,7 +148,9 @@ void NvlinkLowLatency::dispatch(const LowLatencyDispatchParams& params, bool sen
     const DeviceGuard guard(device_);
     const std::lock_guard lock(enqueuing_);
     begin(sends, stream);
-    launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
+    if (!rail_) launch_low_latency_dispatch({context(), params, sends, receives, num_blocks}, as_stream(stream));
+    if (rail_ && sends) rail_->send_dispatch(context(), params, num_blocks, as_stream(stream));
+    if (rail_ && receives) rail_->receive_dispatch(context(), params, num_blocks, as_stream(stream));
     last_.ends();
 }
 
@@ -141,7 +158,9 @@ void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends
     const DeviceGuard guard(device_);
     const std::lock_guard lock(enqueuing_);
     begin(sends, stream);
-    launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
+    if (!rail_) launch_low_latency_combine({context(), params, sends, receives, num_blocks}, as_stream(stream));
+    if (rail_ && sends) rail_->send_combine(context(), params, num_blocks, as_stream(stream));
+    if (rail_ && receives) rail_->receive_combine(context(), params, num_blocks, as_stream(stream));
     last_.ends();
 }
 
@@ -153,6 +172,7 @@ void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream
     const bool refuses = params.action == LowLatencyControlParams::kRefuse;
     begin(refuses, stream);
     params.context = context();
+    if (rail_ && refuses) rail_->control(params, num_blocks, as_stream(stream));
     launch_low_latency_control(params, as_stream(stream));
     last_.ends();
     if (refuses) num_to_catch_up_ = kMaxInFlight;
@@ -166,14 +186,20 @@ void NvlinkLowLatency::refuse(const std::string& reason, uintptr_t stream) {
 }
 
 void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
+    if (rail_ && !masked) throw std::invalid_argument(std::string("a masked rank is not taken back over several nodes") + kNewBuffer);
     LowLatencyControlParams params{};
     params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
-    params.rank = rank;
-    control(params, stream);
+    // What comes from other nodes by a rank of this one is lost with it.
+    const bool is_own_node = rank / ranks_per_node_ * ranks_per_node_ == first_rank_;
+    for (params.rank = is_own_node ? rank % ranks_per_node_ : rank; params.rank < config_.num_ranks; params.rank += ranks_per_node_) {
+        control(params, stream);
+        if (!is_own_node) break;
+    }
     check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
 }
 
 void NvlinkLowLatency::rejoin(uintptr_t stream) {
+    if (rail_) throw std::invalid_argument(std::string("a rank cannot rejoin over several nodes") + kNewBuffer);
     forget_failure();           // the calls that this rank has made alone count for nobody
     failed_mark_ = new_mark();  // their numbers come again
     LowLatencyControlParams params{};

@@ -1,11 +1,14 @@
-// Low-latency calls of the GPUs of one host: who owns workspace and counters, what is launched, what failed.
+// Low-latency calls of GPUs, of one host or, with a rail, of several nodes: who owns workspace and counters, what is launched, what failed.
 #pragma once
 
+#include <memory>
 #include <mutex>
+#include <vector>
 
 #include "common/errors.h"
 #include "cuda/launch.h"
 #include "runtime/nvlink/failures.h"
+#include "runtime/nvlink/low_latency_rail.h"
 #include "runtime/nvlink/memory.h"
 #include "runtime/nvlink/streams.h"
 
@@ -13,19 +16,23 @@ namespace deepep_moe {
 
 class NvlinkLowLatency {
 public:
-    NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled);
+    // ranks_per_node: consecutive ranks, which reach each other; fewer than all need `attach_rail` before any call.
+    NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled, int ranks_per_node);
     ~NvlinkLowLatency();
     NvlinkLowLatency(const NvlinkLowLatency&) = delete;
 
     int64_t workspace_bytes() const { return layout_.total_bytes; }
     // Bits of the number of a dispatch that tell in its handle that it has failed.
     int64_t failed_mark() const { return static_cast<int64_t>(failed_mark_); }
-    int64_t handle_bytes() const { return LowLatencyHandleLayout(config_).total_bytes; }
+    int64_t handle_bytes() const;
+    int64_t rail_bytes() const { return LowLatencyRailLayout(config_, num_nodes()).total_bytes; }  // of symmetric memory
     std::string handle() const;  // the CUDA IPC handle of the workspace and the bus of its GPU, for the peers
     // Throws where a GPU is reached, but not over NVLink: what rows rely on (cuda/low_latency.h) is not known of such links.
-    void connect(const std::vector<std::string>& handles);
-    void disconnect() { memory_.disconnect(); }  // where some rank could not connect
-    int num_blocks;                              // of a kernel at most; all must be on the GPU at once. For benchmarks.
+    void connect(const std::vector<std::string>& handles);  // of the ranks of this node
+    void disconnect() { memory_.disconnect(); }             // where some rank could not connect
+    // As LowLatencyRail has it.
+    void attach_rail(const LowLatencyRailShim& shim, uintptr_t base, const std::vector<int>& pes);
+    int num_blocks;  // of a kernel at most; all must be on the GPU at once. For benchmarks.
 
     // All enqueue work and return. Work on another stream than the last call's waits for that call.
     void dispatch(const LowLatencyDispatchParams& params, bool sends, bool receives, uintptr_t stream);
@@ -41,6 +48,7 @@ public:
     void check();             // throws that, once
 
 private:
+    int num_nodes() const { return config_.num_ranks / ranks_per_node_; }
     void allocate();
     void release();
     void check_link(int rank, const std::string& bus) const;
@@ -55,11 +63,12 @@ private:
 
     const LowLatencyConfig config_;
     const GpuLowLatencyLayout layout_;
-    const int rank_, device_, owner_pid_;
+    const int rank_, ranks_per_node_, first_rank_, device_, owner_pid_;  // first_rank_: of this node
     const double timeout_s_;
     const bool masks_stalled_;
     unsigned long long failed_mark_;
     GpuMemory memory_;
+    std::unique_ptr<LowLatencyRail> rail_;
     Failures failures_;
     LowLatencyState* state_ = nullptr;
     struct HostSlots {

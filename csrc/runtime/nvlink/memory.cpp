@@ -59,14 +59,15 @@ void free_those_left() {
 
 // ---- a workspace ----
 
-GpuMemory::GpuMemory(int num_ranks, int rank, int device) : num_ranks_(num_ranks), rank_(rank), device_(device), owner_pid_(getpid()) {}
+GpuMemory::GpuMemory(int num_ranks, int rank, int device, int first_rank)
+    : num_ranks_(num_ranks), rank_(rank), first_(first_rank), index_(rank - first_rank), device_(device), owner_pid_(getpid()) {}
 
 void GpuMemory::allocate(int64_t bytes, int64_t zeroed_bytes, int64_t left) {
     free_those_left();
     left_ = left;
     void* workspace = nullptr;
     check_cuda(cudaMalloc(&workspace, bytes), "cannot allocate the workspace");
-    workspaces_[rank_] = static_cast<std::byte*>(workspace);
+    workspaces_[index_] = static_cast<std::byte*>(workspace);
     check_cuda(cudaMemset(workspace, 0, zeroed_bytes), "cudaMemset");
     void* ended = nullptr;
     check_cuda(cudaHostAlloc(&ended, sizeof(*ended_), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
@@ -81,9 +82,9 @@ GpuMemory::~GpuMemory() {
     cudaFreeHost(ended_);
     if (is_shared) tell_peers();
     for (int rank = 0; rank < num_ranks_; ++rank)
-        if (rank != rank_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
-    if (is_shared) keep_until_left({workspaces_[rank_], left_, device_, {processes_, processes_ + num_ranks_}});
-    if (!is_shared) cudaFree(workspaces_[rank_]);
+        if (rank != index_ && workspaces_[rank] != nullptr) cudaIpcCloseMemHandle(workspaces_[rank]);
+    if (is_shared) keep_until_left({workspaces_[index_], left_ + 8 * first_, device_, {processes_, processes_ + num_ranks_}});
+    if (!is_shared) cudaFree(workspaces_[index_]);
     free_those_left();
 }
 
@@ -92,7 +93,7 @@ void GpuMemory::disconnect() {
     is_connected_ = false;
     watch_.reset();
     for (int rank = 0; rank < num_ranks_; ++rank)
-        if (rank != rank_ && workspaces_[rank] != nullptr)
+        if (rank != index_ && workspaces_[rank] != nullptr)
             check_cuda(cudaIpcCloseMemHandle(std::exchange(workspaces_[rank], nullptr)), "cudaIpcCloseMemHandle");
 }
 
@@ -103,7 +104,7 @@ void GpuMemory::tell_peers() const {
 }
 
 GpuWaits GpuMemory::waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const {
-    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[rank_] + left_);
+    const auto* left = reinterpret_cast<unsigned long long*>(workspaces_[index_] + left_);
     return {rank_, static_cast<unsigned long long>(timeout_s * 1e9), failure, gave_up, left, reinterpret_cast<unsigned*>(ended_), ended};
 }
 
@@ -121,7 +122,7 @@ const size_t GpuMemory::kHandleBytes = sizeof(Handle);
 std::string GpuMemory::handle() const {
     const DeviceGuard guard(device_);
     Handle handle{{}, owner_pid_};
-    check_cuda(cudaIpcGetMemHandle(&handle.memory, workspaces_[rank_]), "cannot share the workspace (cudaIpcGetMemHandle)");
+    check_cuda(cudaIpcGetMemHandle(&handle.memory, workspaces_[index_]), "cannot share the workspace (cudaIpcGetMemHandle)");
     return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
@@ -131,13 +132,13 @@ void GpuMemory::connect(const std::vector<std::string>& handles) {
         Handle handle;
         std::memcpy(&handle, handles[rank].data(), sizeof(handle));
         processes_[rank] = running(handle.pid);
-        if (rank == rank_) continue;
+        if (rank == index_) continue;
         void* workspace = nullptr;
         check_cuda(cudaIpcOpenMemHandle(&workspace, handle.memory, cudaIpcMemLazyEnablePeerAccess),
-                   ("cannot reach the GPU of rank " + std::to_string(rank) + " (cudaIpcOpenMemHandle)").c_str());
+                   ("cannot reach the GPU of rank " + std::to_string(first_ + rank) + " (cudaIpcOpenMemHandle)").c_str());
         workspaces_[rank] = static_cast<std::byte*>(workspace);
     }
-    watch_ = std::make_unique<Watch>(std::vector<Process>(processes_, processes_ + num_ranks_), ended_);
+    watch_ = std::make_unique<Watch>(std::vector<Process>(processes_, processes_ + num_ranks_), ended_, first_);
     is_connected_ = true;
 }
 

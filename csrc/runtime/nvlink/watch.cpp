@@ -88,7 +88,7 @@ private:
                 const Process& process = watch->processes_[rank];
                 const auto [found, is_new] = gone.try_emplace(process);
                 if (is_new) found->second = process.is_gone();
-                if (found->second) watch->ended_->fetch_or(1u << rank);
+                if (found->second) watch->ended_->fetch_or(1u << (watch->first_ + rank));
             }
     }
 
@@ -99,8 +99,8 @@ private:
     const int owner_pid_ = getpid();
 };
 
-Watch::Watch(std::vector<Process> processes, std::atomic<unsigned>* ended)
-    : processes_(std::move(processes)), ended_(ended), owner_pid_(getpid()) {
+Watch::Watch(std::vector<Process> processes, std::atomic<unsigned>* ended, int first_rank)
+    : processes_(std::move(processes)), ended_(ended), first_(first_rank), owner_pid_(getpid()) {
     Watcher::get().add(this);
 }
 

@@ -8,10 +8,10 @@
 
 namespace deepep_moe {
 
-// While it lives, bit r of `ended` is set soon after processes[r] has ended. One thread looks for all watches of this process.
+// While it lives, bit r of `ended` is set soon after processes[r - first_rank] has ended. One thread looks for all watches of this process.
 class Watch {
 public:
-    Watch(std::vector<Process> processes, std::atomic<unsigned>* ended);
+    Watch(std::vector<Process> processes, std::atomic<unsigned>* ended, int first_rank);
     ~Watch();
     Watch(const Watch&) = delete;
 
@@ -19,6 +19,7 @@ private:
     friend class Watcher;
     const std::vector<Process> processes_;
     std::atomic<unsigned>* const ended_;
+    const int first_;
     const int owner_pid_;  // in a process forked from it there is nothing to end
 };
 

@@ -357,7 +357,7 @@ void ShmLowLatency::mask(int rank, bool masked) {
 void ShmLowLatency::rejoin() {
     peers_.check_owner();
     const std::lock_guard lock(sending_);
-    std::array<uint64_t, kLowLatencyMaxRanks> told{};
+    std::array<uint64_t, kLowLatencyMaxHostRanks> told{};
     for (int peer = 0; peer < config_.num_ranks; ++peer)
         if (peer != rank_) Waits(*this, num_sent_).wait_resumed(peer);
     for (int peer = 0; peer < config_.num_ranks; ++peer)

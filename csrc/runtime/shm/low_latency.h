@@ -84,7 +84,7 @@ private:
     const double timeout_s_;
     const bool mask_stalled_;
     HostPeers peers_;
-    std::array<std::byte*, kLowLatencyMaxRanks> workspaces_{};
+    std::array<std::byte*, kLowLatencyMaxHostRanks> workspaces_{};
     std::function<void()> poll_;
 
     std::mutex sending_;  // and all that counts calls
@@ -92,7 +92,7 @@ private:
     std::atomic<RankSet> unserved_ = 0;                  // ranks that are still to learn why the latest call was broken off
     std::array<std::atomic<uint64_t>, kTurns> fates_{};  // number << 2 | Fate, by turn
     std::atomic<RankSet> masks_ = 0;
-    std::array<std::atomic<uint64_t>, kLowLatencyMaxRanks> first_calls_{};  // in which the rank takes part, after it was masked
+    std::array<std::atomic<uint64_t>, kLowLatencyMaxHostRanks> first_calls_{};  // in which the rank takes part, after it was masked
 };
 
 }  // namespace deepep_moe

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_map, weights_at
+from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
+
+
+def topk_from_map(routing_map, num_topk):
+    return topk_from_dense(routing_map, torch.zeros(routing_map.shape), num_topk)[0]
 
 
 def test_topk_comes_from_the_map_in_ascending_order():
@@ -26,14 +30,14 @@ def test_a_token_with_too_many_experts_names_one_that_is_none():
 
 def test_a_chosen_expert_of_prob_zero_stays_chosen():
     probs = torch.tensor([[0.0, 0.7, 0.0, 0.3]])
-    topk_idx = topk_from_map(torch.tensor([[True, True, False, False]]), 2)
+    topk_idx, weights = topk_from_dense(torch.tensor([[True, True, False, False]]), probs, 2)
     assert topk_idx.tolist() == [[0, 1]]
-    assert weights_at(probs, topk_idx).tolist() == [[0.0, pytest.approx(0.7)]]
+    assert weights.tolist() == [[0.0, pytest.approx(0.7)]]
 
 
 def test_weights_are_fp32_and_differentiable_where_chosen():
     probs = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64, requires_grad=True)
-    weights = weights_at(probs, torch.tensor([[1, -1]]))
+    _, weights = topk_from_dense(torch.tensor([[False, True, False]]), probs, 2)
     assert weights.dtype == torch.float32 and weights.tolist() == [[0.5, 0.0]]
     weights.sum().backward()
     assert probs.grad.tolist() == [[0.0, 1.0, 0.0]]

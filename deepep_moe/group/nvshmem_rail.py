@@ -1,0 +1,112 @@
+"""How a backend over several nodes gets its symmetric memory, and gives it back; `nvshmem_world` has the world that it lies in."""
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from deepep_moe import nvshmem_module
+from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.group import nvshmem_world
+from deepep_moe.group.rendezvous import Introduction, connect, gather_objects
+from deepep_moe.group.settings import Settings
+
+_HEAP_GRANULARITY = 2**21
+_LEAST_HEAP_BYTES = 2**28
+"""NVSHMEM does not start with less."""
+_alive: "weakref.WeakSet[Rail]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_of_process() -> None:
+    """Let puts arrive, which would end with the process. Freeing would wait for those that do not."""
+    if not nvshmem_world.quiet():
+        for rail in _alive:
+            rail.leak()
+
+
+class Rail:
+    """The symmetric memory of one backend. `native`: what the kernels belong to, with `rail_bytes`, `attach_rail` and `leak`."""
+
+    def __init__(self, settings: Settings, native: Any):
+        self.num_bytes: int = native.rail_bytes
+        self._settings, self._native = settings, native
+        self._world: nvshmem_world.World | None = None
+        self._address = 0
+        _alive.add(self)
+
+    def attach(self, world: nvshmem_world.World, shim: str) -> None:
+        """Let rows cross: allocate symmetric memory. `shim`: the function of `_nvshmem` that returns the kernels. Collective; raises
+        BackendUnavailableError on all ranks alike."""
+        self._address, self._world = world.allocate(self.num_bytes), world
+        s = self._settings
+        ranks = range(s.rank % s.ranks_per_node, s.num_ranks, s.ranks_per_node)
+        module = nvshmem_module.load()
+        assert not isinstance(module, str)  # the world has it
+        self._native.attach_rail(getattr(module, shim)(), self._address, [world.pe_of[rank] for rank in ranks])
+
+    def leak(self) -> None:
+        """Never free what the GPU has of this, as that would wait for work that does not end."""
+        if self._native is not None:
+            self._native.leak()
+
+    def settle(self) -> None:
+        """Wait until what this rank has put has arrived, or leak where that takes longer than the deadline."""
+        if self._world is not None and not nvshmem_world.quiet():
+            self.leak()
+        self._native = None
+
+    def free(self) -> None:
+        """Behind `settle`, and after the kernels' own memory."""
+        if self._world is not None:
+            self._world.free(self._address)
+            self._world = None
+
+
+class RailBackend(Protocol):
+    """A backend over several nodes."""
+
+    rail: Rail
+
+    def attach(self, world: nvshmem_world.World) -> None: ...
+    def address(self) -> Any: ...
+    def connect(self, addresses: list[Any]) -> None: ...
+    def disconnect(self) -> None: ...
+    def seal(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+_Backend = TypeVar("_Backend", bound=RailBackend)
+
+
+def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> "_Backend | str":
+    """Return the backend that `new` makes, or the reason why it cannot serve. The answer is the same on every rank. Collective."""
+    made = connect(new, settings, group)
+    if isinstance(made, str):
+        return made
+    heap_bytes = max(_LEAST_HEAP_BYTES, -(-made.rail.num_bytes // _HEAP_GRANULARITY) * _HEAP_GRANULARITY)
+    failure: str | None = None
+    try:
+        hosts, device = [peer.host for peer in peers], torch.cuda.current_device()
+        world = nvshmem_world.join(settings, group, hosts=hosts, device=device, heap_bytes=heap_bytes)
+    except BackendUnavailableError as error:
+        made.destroy()
+        return str(error)
+    try:
+        made.attach(world)
+    except BackendUnavailableError as error:
+        made.destroy()
+        return str(error)
+    except RuntimeError as error:
+        failure = str(error)
+    reasons = gather_objects(failure, group, settings.num_ranks, "memory between nodes", settings.timeout_s, lambda told: told)
+    told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if told:
+        with contextlib.suppress(RuntimeError):
+            made.destroy()
+        return told[0]
+    return made

@@ -1,0 +1,40 @@
+"""Backend `nvshmem` of low latency: GPUs of several nodes. A row crosses once to each node of its experts, to the rank there that has its
+sender's index; from there on it goes as with `nvlink` (docs/design/low_latency_nodes.md)."""
+
+from typing import Any
+
+from torch import Tensor
+
+from deepep_moe.group import nvshmem_rail, nvshmem_world
+from deepep_moe.group.settings import Settings
+from deepep_moe.low_latency.nvlink import NvlinkLowLatencyBackend
+
+
+class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
+    """The ranks of a node as `NvlinkLowLatencyBackend`, and what crosses through memory of NVSHMEM's symmetric heap."""
+
+    name = "nvshmem"
+
+    def __init__(self, settings: Settings, mask_stalled: bool):
+        super().__init__(settings, mask_stalled)
+        self.rail = nvshmem_rail.Rail(settings, self._native)
+        self.workspace_bytes += self.rail.num_bytes
+
+    def connect(self, addresses: list[bytes]) -> None:
+        """Map the workspaces of the ranks of this node."""
+        first = self.settings.node * self.settings.ranks_per_node
+        super().connect(addresses[first : first + self.settings.ranks_per_node])
+
+    def attach(self, world: nvshmem_world.World) -> None:
+        """Let rows cross. Collective; raises BackendUnavailableError on all ranks alike."""
+        self.rail.attach(world, "low_latency_rail_shim")
+
+    def plain_calls(self, statistics: Tensor) -> Any:
+        """Nothing in C++ makes calls over nodes."""
+        return None
+
+    def destroy(self) -> None:
+        """Free it once what this rank has put has arrived, or never where that takes longer than the deadline."""
+        self.rail.settle()
+        super().destroy()
+        self.rail.free()

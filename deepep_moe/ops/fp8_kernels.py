@@ -1,0 +1,62 @@
+"""Grouped fp8 products of GPUs: CUDA kernels on Hopper, Triton kernels on other GPUs with fp8. `ops.fp8_products` documents all three.
+
+No call waits for the GPU, so that all can be part of CUDA graphs. Triton is imported where it is used.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from deepep_moe import _C
+from deepep_moe.device import current_stream, on_device
+
+_ALIGNMENT = 16  # bytes: what the tensor memory accelerator asks of addresses
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0) and hasattr(_C, "gpu_fp8_product")
+
+
+def _ready(values: Tensor) -> Tensor:
+    values = values.contiguous()
+    return values.clone() if values.data_ptr() % _ALIGNMENT else values
+
+
+def grouped_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, offsets: Tensor) -> Tensor:
+    """Return each row times the transposed matrix of its expert: bf16 [num_rows, n]. Rows after the last group's are not set."""
+    x, x_scales, w, w_scales = map(_ready, (x, x_scales, w, w_scales))
+    if not _is_hopper(x.device):
+        from deepep_moe.ops import fp8_product_kernels
+
+        return fp8_product_kernels.product(x, x_scales, w, w_scales, offsets)
+    y = torch.empty(len(x), w.shape[1], dtype=torch.bfloat16, device=x.device)
+    with on_device(x):
+        _C.gpu_fp8_product(x, x_scales, w, w_scales, offsets, y, current_stream(x.device))
+    return y
+
+
+def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, x_t_scales: Tensor, offsets: Tensor, out: Tensor) -> Tensor:
+    """Fill and return out [num_experts, n, k]: for each expert the product of its columns of dy_t with those of x_t."""
+    if out.dtype not in (torch.float32, torch.bfloat16) or not out.is_contiguous():
+        raise ValueError(f"out has dtype {out.dtype} and strides {list(out.stride())}; pass contiguous float32 or bfloat16")
+    dy_t, dy_t_scales, x_t, x_t_scales = map(_ready, (dy_t, dy_t_scales, x_t, x_t_scales))
+    if not _is_hopper(out.device):
+        from deepep_moe.ops import fp8_product_kernels
+
+        return fp8_product_kernels.weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out)
+    if dy_t.shape[1] == 0:
+        return out.zero_()
+    with on_device(out):
+        is_fp32 = out.dtype == torch.float32
+        _C.gpu_fp8_weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out, is_fp32, current_stream(out.device))
+    return out
+
+
+def rescale_transpose(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x_t [k, num_rows] e4m3 and its scales for 128 rows, [num_rows / 128, k] fp32."""
+    from deepep_moe.ops import fp8_row_kernels
+
+    with on_device(x):
+        return fp8_row_kernels.rescale_transpose(x, scales)

@@ -1,0 +1,281 @@
+"""Low-latency calls over nodes against the reference, bit for bit: nodes of one host, on the emulated GPU by a hostile network."""
+
+import ctypes
+from dataclasses import replace
+
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import assert_same, device_of
+from low_latency_cases import (
+    Case,
+    Expected,
+    check_dispatch,
+    combine_rows,
+    finish,
+    make_buffer,
+    run_case,
+    start_combine,
+    start_dispatch,
+)
+
+from deepep_moe import LowLatencyBuffer
+from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.testing import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+SPLITS = {"2x1": (2, 1), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2), "2x4": (8, 4), "4x2": (8, 2)}  # nodes x ranks: (ranks, of a node)
+NUM_TOKENS = [9, 21, 0, 17, 1, 24, 5, 12]
+
+
+def case_of(split, num_tokens=NUM_TOKENS, **settings):
+    num_ranks, per_node = SPLITS[split]
+    return Case(num_tokens[:num_ranks], ranks_per_node=per_node, **({"num_topk": 5} | settings))
+
+
+def check_cases(rank, _, cases):
+    """One buffer for cases that differ in what a call may differ in."""
+    buffer = make_buffer(cases[0], "nvshmem", rank)
+    for case in cases:
+        run_case(buffer, case, rank, "nvshmem")
+    finish(buffer)
+    buffer.destroy()
+
+
+# ---- as the reference ----
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMATS = ({}, {"fp8": True}, {"fp8": True, "scale_format": "ue8m0"}, {"with_weights": False})
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_equals_reference(split):
+    """More calls than turns, in all modes, dtypes and formats: memory is written again and again."""
+    modes = ("now", "hook", "async")
+    cases = [
+        case_of(split, seed=seed, dtype=DTYPES[seed % 3], mode=modes[seed % 3], index_dtype=(torch.int64, torch.int32)[seed % 2], **chosen)
+        for seed, chosen in enumerate(FORMATS + FORMATS[:2])
+    ]
+    run_ranks(check_cases, SPLITS[split][0], cases)
+
+
+def test_extreme_routings():
+    cases = [
+        [case_of("2x2", [24, 5, 24, 1], num_topk=32, num_experts=48, masked=0.0, hidden=8)],
+        [case_of("2x2", [24, 24, 24, 24], num_topk=1, num_experts=4, masked=0.0, hidden=8)],
+        [case_of("2x2", [6, 7, 8, 9], masked=1.0), case_of("2x2", [0, 0, 0, 0]), case_of("2x2", [0, 24, 0, 0])],
+        [case_of("2x2", [1, 0, 1, 1], max_tokens=1, num_experts=1024, num_topk=20, hidden=2048)],
+    ]
+    for one in cases:
+        run_ranks(check_cases, 4, one)
+
+
+def test_long_rows_and_many_tokens():
+    """Rows that a block takes in several goes, and tokens of which a block looks at a part at a time."""
+    run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)])
+    run_ranks(check_cases, 2, [case_of("2x1", [600, 1], max_tokens=600, hidden=8)])
+
+
+# ---- hooks ----
+
+
+def two_in_flight(rank, _, split):
+    """Hooks in either order, and not in the same one on all ranks: what a rank has to forward, it forwards with the first."""
+    cases = [case_of(split, mode="hook", seed=seed) for seed in range(2)]
+    buffer = make_buffer(cases[0], "nvshmem", rank)
+    expected = [Expected(case) for case in cases]
+    for begin in (0, 1, rank % 2):
+        started = [start_dispatch(buffer, case, rank, "nvshmem") for case in cases]
+        with pytest.raises(ValueError, match="the call before last was not received yet"):
+            start_dispatch(buffer, cases[0], rank, "nvshmem")
+        order = (begin, 1 - begin)
+        for index in order:
+            out, hook = started[index]
+            hook()
+            check_dispatch(cases[index], rank, out, expected[index])
+        rows = [combine_rows(cases[index], rank, started[index][0], expected[index]) for index in range(2)]
+        back = [start_combine(buffer, cases[index], rows[index], started[index][0].handle) for index in range(2)]
+        for index in order:
+            back[index][1]()
+            assert_same("combined_x", back[index][0], expected[index].combined[rank])
+
+
+@pytest.mark.parametrize("split", ("2x2", "2x4"))
+def test_two_calls_in_flight(split):
+    run_ranks(two_in_flight, SPLITS[split][0], split)
+
+
+def combines_before_hook(rank, _):
+    """Some ranks send a combine while others already wait for the rows of a later dispatch."""
+    first, second = (case_of("2x2", mode="hook", seed=seed) for seed in range(2))
+    expected = [Expected(case) for case in (first, second)]
+    buffer = make_buffer(first, "nvshmem", rank)
+    for _ in range(3):
+        out, hook = start_dispatch(buffer, first, rank, "nvshmem")
+        hook()
+        rows = combine_rows(first, rank, out, expected[0])
+        later, later_hook = start_dispatch(buffer, second, rank, "nvshmem")
+        if rank % 2:
+            later_hook()
+        back, back_hook = start_combine(buffer, first, rows, out.handle)
+        if rank % 2 == 0:
+            later_hook()
+        back_hook()
+        check_dispatch(second, rank, later, expected[1])
+        assert_same("combined_x", back, expected[0].combined[rank])
+
+
+def test_combine_is_sent_before_a_hook_or_behind_it():
+    run_ranks(combines_before_hook, 4)
+
+
+def in_graph(rank, _, split):
+    """A dispatch and a combine with their hooks, captured once and replayed with other rows and routings."""
+    cases = [case_of(split, [24] * 8, mode="hook", seed=seed) for seed in range(4)]
+    buffer, device = make_buffer(cases[0], "nvshmem", rank), device_of("nvshmem", rank)
+    x, idx, weights = (tensor.to(device) for tensor in cases[0].inputs(rank))
+
+    def step():
+        out = buffer.dispatch(x, idx, weights, return_hook=True)
+        out.hook()
+        combined, hook = buffer.combine(out.recv_x, out.handle, return_hook=True)
+        hook()
+        return out, combined
+
+    step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, combined = step()
+    for case in cases[1:]:
+        for to, given in zip((x, idx, weights), case.inputs(rank), strict=True):
+            to.copy_(given)
+        out.recv_x.fill_(float("nan"))
+        dist.barrier()
+        graph.replay()
+        finish(buffer)
+        expected = Expected(case)
+        check_dispatch(case, rank, out, expected)
+        expected.outputs = [there.recv_x for there in expected.received]
+        assert_same("combined_x", combined, expected.combine()[rank])
+
+
+@pytest.mark.parametrize("split", ("2x2", "2x4"))
+def test_cuda_graph(split):
+    run_ranks(in_graph, SPLITS[split][0], split)
+
+
+# ---- ranks that are left out ----
+
+
+def masked_ranks(rank, _, split, masked, mode):
+    case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, mode=mode, num_topk=6)
+    buffer = make_buffer(case, "nvshmem", rank)
+    run_case(buffer, case, rank, "nvshmem")
+    dist.barrier()
+    if rank == masked:
+        return  # gone, as far as others know
+    buffer.mask_rank(masked)
+    assert masked in buffer.masked_ranks
+    without = replace(case, without=masked)
+    for seed in range(5):
+        run_case(buffer, replace(without, seed=seed), rank, "nvshmem")
+    lost = [without.is_lost(rank, replace(case, seed=seed).inputs(rank)[1] // (case.num_experts // case.num_ranks)) for seed in range(5)]
+    assert buffer.statistics().num_dropped.item() == sum(int(each.sum()) for each in lost)
+    with pytest.raises(ValueError, match="a masked rank is not taken back over several nodes; make a new LowLatencyBuffer"):
+        buffer.mask_rank(masked, False)
+    with pytest.raises(ValueError, match="a rank cannot rejoin over several nodes; make a new LowLatencyBuffer"):
+        buffer.rejoin()
+
+
+@pytest.mark.parametrize("mode", ("now", "hook"))
+@pytest.mark.parametrize("split, masked", (("2x1", 1), ("2x2", 1), ("2x2", 2), ("3x2", 3)))
+def test_masked_rank(split, masked, mode):
+    run_ranks(masked_ranks, SPLITS[split][0], split, masked, mode)
+
+
+def stalls(rank, _, split, masked):
+    """A rank that sends nothing more: who waits for it masks it, and what came by it, and goes on."""
+    case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, num_topk=6)
+    buffer = make_buffer(case, "nvshmem", rank, timeout_s=6, mask_stalled=True)
+    run_case(buffer, case, rank, "nvshmem")
+    dist.barrier()
+    if rank != masked:
+        for seed in range(3):
+            run_case(buffer, replace(case, seed=seed, without=masked), rank, "nvshmem")
+        assert masked in buffer.masked_ranks
+    dist.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.slow
+def test_rank_that_stalls():
+    run_ranks(stalls, 2, "2x1", 1)
+
+
+# ---- what is refused ----
+
+
+def other_refusals(rank, _):
+    case = case_of("2x2")
+    device_of("nvshmem", rank)
+    with pytest.raises(BackendUnavailableError, match=r"it serves one node, and ranks_per_node is 2 for 4 ranks; 'nvshmem' serves several"):
+        LowLatencyBuffer(None, 8, 128, 24, 3, backend="nvlink", ranks_per_node=2)
+    with pytest.raises(BackendUnavailableError, match=r"it serves several nodes, and all 4 ranks are one"):
+        LowLatencyBuffer(None, 8, 128, 24, 3, backend="nvshmem", ranks_per_node=4)
+    buffer = make_buffer(case, "nvshmem", rank)
+    out, _ = start_dispatch(buffer, case, rank, "nvshmem")
+    x = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
+    with pytest.raises(ValueError, match="wire is 'fp8'; pass wire=None: a buffer of 2 nodes does not serve that"):
+        buffer.combine(x, out.handle, wire="fp8")
+    with pytest.raises(ValueError, match="topk_weights were given to combine; give them to dispatch: a buffer of 2 nodes does not"):
+        weights = case.inputs(rank)[2].to(x.device)
+        buffer.combine(x, out.handle, topk_weights=weights)
+    for seed in range(3):  # and it goes on
+        run_case(buffer, replace(case, seed=seed), rank, "nvshmem")
+
+
+def test_what_is_not_served():
+    run_ranks(other_refusals, 4)
+
+
+# ---- what crosses ----
+
+
+def crossing(rank, _, split, fp8):
+    """Bytes that this rank puts to the rank of its rail in the next node, of a dispatch and a combine."""
+    case = case_of(split, [16, 3, 0, 24], hidden=1024, fp8=fp8)
+    _, per_node = SPLITS[split]
+    buffer = make_buffer(case, "nvshmem", rank)
+    emulated_bytes = ctypes.CDLL("libemulated_gpu.so").emulated_nvshmem_bytes
+    emulated_bytes.restype = ctypes.c_uint64
+    node, pe = rank // per_node, (rank + per_node) % case.num_ranks
+
+    def goes(source, to):
+        idx = case.inputs(source)[1]
+        return int(((idx // (case.num_experts // case.num_ranks * per_node) == to) & (idx >= 0)).any(1).sum())
+
+    def count():
+        torch.cuda.synchronize()
+        dist.barrier()  # puts are counted as they arrive: by the end of all ranks' calls they have
+        return emulated_bytes(pe)
+
+    begin = count()
+    out, _ = start_dispatch(buffer, case, rank, "nvshmem")
+    middle = count()
+    buffer.combine(torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device), out.handle)
+    end = count()
+    sent = goes(rank, 1 - node) * (1024 + 4 * 8 if fp8 else 2048)
+    returned = goes(pe, node) * 2048
+    message = 256 + 4 * case.num_tokens[rank] * (1 + 2 * case.num_topk)
+    assert sent + message <= middle - begin < sent + message + 16, (begin, middle, sent, message)
+    assert end - middle == returned + 256, (middle, end, returned)
+
+
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="counts what the emulated network carries")
+@pytest.mark.parametrize("fp8", (False, True))
+def test_one_row_crosses_for_each_token_and_node(fp8):
+    run_ranks(crossing, 4, "2x2", fp8)

@@ -1,0 +1,181 @@
+"""The fp8 kernels of GPUs against fp32 products of the dequantized operands. What is not to be read holds NaN."""
+
+import itertools
+
+import pytest
+import torch
+from exchange_cases import device_of
+from torch.nn.functional import silu
+
+from deepep_moe.ops import fp8_kernels
+
+pytestmark = pytest.mark.gpu
+E4M3 = torch.float8_e4m3fn
+NAN = float("nan")
+BLOCK = 128
+COUNTS = ([128], [128, 0, 256, 128], [0, 0, 384])
+SHAPES = ((128, 128), (384, 256), (256, 640))  # n, k: columns that fill the tiles of the kernels, and that do not
+
+
+@pytest.fixture
+def device():
+    return device_of("nvlink", 0)
+
+
+def operand(generator, *shape):
+    return (50 * torch.randn(shape, generator=generator)).to(E4M3)
+
+
+def scales(generator, *shape):
+    return torch.exp2(torch.randint(-8, -2, shape, generator=generator).float())
+
+
+def ends_of(counts, device):
+    return torch.tensor(counts).cumsum(0).to(device, torch.int32)
+
+
+def groups_of(counts):
+    return [slice(start, end) for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))]
+
+
+def product_case(counts, n, k, num_rows):
+    """x, its scales, w, its scales on the CPU, and the products in fp32. Rows after the last group's are NaN."""
+    generator = torch.Generator().manual_seed(n + k)
+    x, x_scales = operand(generator, num_rows, k), scales(generator, num_rows, k // BLOCK)
+    x[sum(counts) :], x_scales[sum(counts) :] = NAN, NAN
+    w, w_scales = operand(generator, len(counts), n, k), scales(generator, len(counts), n // BLOCK, k // BLOCK)
+    rows = x.float() * x_scales.repeat_interleave(BLOCK, 1)
+    matrices = w.float() * w_scales.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    expected = [rows[group] @ matrix.t() for group, matrix in zip(groups_of(counts), matrices, strict=True)]
+    return (x, x_scales, w, w_scales), torch.cat(expected)
+
+
+def gradient_case(counts, n, k, num_rows):
+    """Scales of x are those of 128 columns each, as `rescale_transpose` makes them, but for the first 130 columns."""
+    generator = torch.Generator().manual_seed(n + k)
+    dy, dy_scales = operand(generator, n, num_rows), scales(generator, num_rows // BLOCK, n)
+    x, x_scales = operand(generator, k, num_rows), scales(generator, num_rows // BLOCK, k // BLOCK).repeat_interleave(BLOCK, 1)
+    x_scales[:, :130] = scales(generator, num_rows // BLOCK, min(130, k))
+    for values, of_values in ((dy, dy_scales), (x, x_scales)):
+        values[:, sum(counts) :], of_values[sum(counts) // BLOCK :] = NAN, NAN
+    grads, rows = (v.float() * s.t().repeat_interleave(BLOCK, 1) for v, s in ((dy, dy_scales), (x, x_scales)))
+    return (dy, dy_scales, x, x_scales), torch.stack([grads[:, group] @ rows[:, group].t() for group in groups_of(counts)])
+
+
+def assert_close(ours, expected):
+    """Sums in fp32, in another order, and the one rounding to the dtype."""
+    ours, eps = ours.cpu(), torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours.float(), expected, rtol=eps, atol=1e-5 * max(expected.abs().max().item(), 1e-30))
+
+
+def check_product(product, counts, n, k, num_rows, device):
+    operands, expected = product_case(counts, n, k, num_rows)
+    y = product(*(one.to(device) for one in operands), ends_of(counts, device))
+    assert y.dtype == torch.bfloat16 and y.shape == (num_rows, n)
+    assert_close(y[: sum(counts)], expected)
+
+
+def check_gradient(gradient, counts, n, k, dtype, device):
+    operands, expected = gradient_case(counts, n, k, sum(counts) + BLOCK)
+    out = torch.full((len(counts), n, k), NAN, dtype=dtype, device=device)
+    assert gradient(*(one.to(device) for one in operands), ends_of(counts, device), out) is out
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_product(device, counts, n, k):
+    check_product(fp8_kernels.grouped_fp8_product, counts, n, k, sum(counts) + 72, device)
+
+
+def test_product_of_groups_that_end_anywhere(device):
+    """Rows of the next group are in the tile that a group ends in."""
+    check_product(fp8_kernels.grouped_fp8_product, [5, 0, 130, 1], 128, 256, 136, device)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_weight_gradient(device, counts, n, k, dtype):
+    check_gradient(fp8_kernels.grouped_fp8_weight_gradient, counts, n, k, dtype, device)
+
+
+def test_refused_gradients(device):
+    operands, _ = gradient_case([128], 128, 128, 128)
+    here, ends = [one.to(device) for one in operands], ends_of([128], device)
+    for out in (torch.empty(1, 128, 128, dtype=torch.float16), torch.empty(1, 128, 128).transpose(1, 2)):
+        with pytest.raises(ValueError, match="pass contiguous float32 or bfloat16"):
+            fp8_kernels.grouped_fp8_weight_gradient(*here, ends, out.to(device))
+
+
+@pytest.mark.parametrize("shape", ((128, 128), (512, 384)), ids=str)
+def test_rescale_transpose_in_triton(device, shape):
+    generator = torch.Generator().manual_seed(1)
+    x, of_x = operand(generator, *shape), scales(generator, shape[0], shape[1] // BLOCK)
+    x[3], of_x[3] = 0, 0  # a row of padding
+    x_t, x_t_scales = fp8_kernels.rescale_transpose(x.to(device), of_x.to(device))
+    blocks, of_blocks = x.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)), of_x.unflatten(0, (-1, BLOCK))
+    largest = of_blocks.amax(1, keepdim=True)
+    expected = (blocks * (of_blocks / largest).unsqueeze(-1)).to(E4M3).view(shape).t()
+    assert torch.equal(x_t.cpu().float(), expected.float())
+    assert torch.equal(x_t_scales.cpu(), largest.squeeze(1).repeat_interleave(BLOCK, 1))
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("parts", (1, 2))
+def test_products_in_triton(device, counts, parts):
+    """Those of GPUs other than Hopper, which Hopper runs too."""
+    from deepep_moe.ops import fp8_product_kernels as kernels
+
+    tiling = kernels.PRODUCT._replace(parts=parts)
+    for n, k in SHAPES:
+        check_product(lambda *given: kernels.product(*given, tiling), counts, n, k, sum(counts) + 72, device)
+        for dtype in (torch.float32, torch.bfloat16):
+            check_gradient(lambda *given: kernels.weight_gradient(*given, tiling._replace(num_stages=2)), counts, n, k, dtype, device)
+
+
+@pytest.mark.parametrize("with_probs", (True, False))
+def test_swiglu_that_quantizes_in_triton(device, with_probs):
+    """Each operation is rounded to bf16. exp differs in last bits, so an element may be the next of bf16 before it is quantized."""
+    from deepep_moe.ops import fp8_row_kernels as kernels
+
+    generator, num_rows, filled, width = torch.Generator().manual_seed(2), 41, 37, 384
+    inner = (3 * torch.randn(num_rows, 2 * width, generator=generator)).bfloat16()
+    grad, weights = torch.randn(num_rows, width, generator=generator).bfloat16(), torch.rand(num_rows, generator=generator)
+    gate, up = inner[:filled].chunk(2, 1)
+    product = silu(gate) * up
+    given = weights if with_probs else torch.ones(num_rows)
+    wanted, grads = product.float() * given[:filled, None], (grad[:filled].float() * given[:filled, None]).bfloat16()
+    wanted_inner = torch.cat([torch.ops.aten.silu_backward(grads * up, gate), grads * silu(gate)], 1)
+    inner[filled:], grad[filled:], weights[filled:] = NAN, NAN, NAN
+    probs, ends, here = weights.to(device) if with_probs else None, ends_of([5, filled - 5], device), inner.to(device)
+    y = kernels.swiglu_quantized(here, probs, ends)
+    grad_inner, grad_probs = kernels.swiglu_backward_quantized(grad.to(device), here, probs, ends)
+    for (values, of_values), expected in ((y, wanted), (grad_inner, wanted_inner.float())):
+        got = (values.float() * of_values.repeat_interleave(BLOCK, 1)).cpu()[:filled]
+        largest = expected.unflatten(1, (-1, BLOCK)).abs().amax(2).repeat_interleave(BLOCK, 1)
+        assert ((got - expected).abs() <= expected.abs() / 14 + largest * 2**-17).all()  # half of 1/8, and bf16's roundings
+        exponents = of_values.cpu()[:filled].log2()
+        assert torch.equal(exponents, exponents.round())
+    if with_probs:
+        torch.testing.assert_close(grad_probs.cpu()[:filled], (grad[:filled].float() * product.float()).sum(1), rtol=1e-2, atol=1e-2)
+        assert (grad_probs.cpu()[filled:] == 0).all()
+
+
+def test_products_in_a_cuda_graph(device):
+    """A graph takes other groups at its next replay."""
+    counts, others = [128, 256, 128], [384, 0, 128]
+    operands, expected = product_case(counts, 256, 256, 512)
+    here, ends = [one.to(device) for one in operands], ends_of(counts, device)
+    fp8_kernels.grouped_fp8_product(*here, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fp8_kernels.grouped_fp8_product(*here, ends)
+    graph.replay()
+    assert_close(y, expected)
+    ends.copy_(ends_of(others, device))
+    graph.replay()
+    again, _ = product_case(counts, 256, 256, 512)
+    x = again[0].float() * again[1].repeat_interleave(BLOCK, 1)
+    w = again[2].float() * again[3].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    assert_close(y, torch.cat([x[group] @ matrix.t() for group, matrix in zip(groups_of(others), w, strict=True)]))
