@@ -73,7 +73,7 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
 @pytest.mark.slow
 def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "40", "--dtype", "bf16"]
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "120", "--lr", "1e-3", "--dtype", "bf16"]
     curves = []
     for name, options in (("bf16", []), ("fp8", ["--fp8-experts"])):
         how = ["--grouped-experts", "--expert-width", "128", *options, "--out", str(tmp_path / name)]
