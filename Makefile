@@ -7,6 +7,7 @@
 # PIP_ARGS    options for pip, such as the index of PyTorch's CPU builds, which are much smaller than the default ones
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
 # make lint   ruff, mypy and clang-format          make format   formats Python and C++
+# make docs   builds the documentation into build/site/index.html, which a browser opens without a server
 # make bench   the CPU benchmark          make clean   removes what was built
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ NATIVE = $(shell find csrc tests/emulation tests/threads benchmarks -name '*.cpp
 # builds with nvcc only. A PyTorch for GPUs brings its own, which stays.
 TORCH := -c constraints.txt torch
 NVSHMEM := $(if $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc),nvidia-nvshmem-cu13==3.4.5)
-INSTALL := -c constraints.txt -e ".[megatron,deepspeed,dev]"
+INSTALL := -c constraints.txt -e ".[megatron,deepspeed,dev,docs]"
 # On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
 ifeq ($(DEVICE),cuda)
 ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
@@ -31,7 +32,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-deepspeed demo-overlap test test-all lint format bench clean install
+.PHONY: help demo demo-deepspeed demo-overlap test test-all lint format docs bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
@@ -89,6 +90,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(RUN) ruff format .
 	$(CLANG_FORMAT) -i $(NATIVE)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 bench: $(STAMP)
 	$(RUN) deepep_moe.bench

@@ -1,6 +1,7 @@
 """Devices, streams and element types as native code takes them."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,3 +60,12 @@ def _new_stream(stream: int, device: torch.device | None) -> int:
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Make the tensor's GPU the current one meanwhile."""
     return contextlib.nullcontext() if tensor.device.index in (None, torch.cuda.current_device()) else torch.cuda.device(tensor.device)
+
+
+@contextlib.contextmanager
+def making_on(x: Tensor) -> Iterator[None]:
+    """Make a buffer's backend in its first dispatch, for the GPU of `x`. Raises ValueError where that is captured in a CUDA graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("a buffer of a process without a group gets its memory in its first dispatch; make one before the capture")
+    with on_device(x):
+        yield

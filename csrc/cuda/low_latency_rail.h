@@ -14,7 +14,7 @@
 
 namespace deepep_moe {
 
-constexpr int kLowLatencyRailRows = 4;  // of a put
+constexpr int kLowLatencyRailRows = 2;  // of a put
 
 // Of a rank, to another one of its rail. Behind that of a dispatch lie slots i32[num_tokens] (-1: the token does not cross), then
 // topk_idx i32[num_tokens][num_topk], of which experts of other nodes are -1, and topk_weights f32, likewise.

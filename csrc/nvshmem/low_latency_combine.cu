@@ -5,6 +5,9 @@
 //   those,
 //             and puts the sums, a few rows at a time
 //   finish    with the hook: adds the sums of all nodes, in their order
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
 #include "cuda/device/low_latency_lines.cuh"
 #include "nvshmem/low_latency.h"
 #include "nvshmem/low_latency_rail.cuh"
@@ -16,7 +19,7 @@ using Launch = LowLatencyRailCombine;
 
 constexpr int kThreads = tuning::kLowLatencyThreads;
 constexpr int kRows = kLowLatencyRailRows;
-using tuning::kRanksAtOnce;
+constexpr int kRanksAtOnce = 4;  // whose parts are on their way to the thread that adds them
 
 struct Shared {
     unsigned came;  // ranks of this node, or nodes, that combine along the same dispatch
@@ -251,6 +254,7 @@ struct Kernel {
 
     __device__ bool warp_wait_rows(int node, int chunk) const {
         const bool is_here = lane == 0 && m.wait_rows(node, chunk, behind_node_ns(c));
+        __syncwarp();
         return __ballot_sync(kFullWarp, is_here) != 0;  // and what lane 0 has seen arrive, all lanes may read
     }
 

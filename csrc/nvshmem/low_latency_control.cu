@@ -1,4 +1,7 @@
 // What a rank tells the ranks of its rail between low-latency calls; csrc/cuda/low_latency_control.cu tells those of its node.
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
 #include "nvshmem/low_latency.h"
 #include "nvshmem/low_latency_rail.cuh"
 

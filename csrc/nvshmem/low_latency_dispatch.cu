@@ -5,6 +5,9 @@
 //   forward   with the hook: what the rail has brought goes on to the ranks of this node, as if the tokens' rank had sent it
 //
 // So the kernel that receives sees as many sources as there are ranks, and writes what it would with all of them in one node.
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/low_latency_places.cuh"
 #include "nvshmem/low_latency.h"
@@ -25,6 +28,7 @@ struct Shared {
     int of_warps[kWarps];  // tokens that cross
     int tokens[kRows];     // of a chunk
     bool is_here;
+    LowLatencyReason reason;  // of a refusal of this rank
     int marks[];
 };
 
@@ -69,22 +73,38 @@ struct Kernel {
 
     // ---- rows, a batch of pieces in shared memory ----
 
+    struct PieceOfRow {
+        uint4 value;
+        float scale;  // of its block
+    };
+
+    // Lanes of a block of columns, all of them: what crosses of a row of x. is_any: this lane has a piece.
     template <DType kType>
-    __device__ void stage_given(int token, int begin) const {
+    __device__ PieceOfRow given(int token, int piece, bool is_any) const {
         constexpr int kColumns = kQuantized ? 16 : Piece<kType>::kCount, kLoads = kColumns / Piece<kType>::kCount;
-        if (threadIdx.x >= kStagedPieces) return;
-        const int piece = begin + static_cast<int>(threadIdx.x);
+        const uint4* const from = pieces(p.x + token * x_bytes) + piece * kLoads;
         uint4 raw[kLoads] = {};
-        for (int load = 0; load < kLoads && piece < num_pieces; ++load) raw[load] = pieces(p.x + token * x_bytes)[piece * kLoads + load];
-        uint4 value = raw[0];
+#pragma unroll
+        for (int load = 0; load < kLoads; ++load)
+            if (is_any) raw[load] = from[load];
         if constexpr (kQuantized) {
             float x[kColumns];
+#pragma unroll
             for (int load = 0; load < kLoads; ++load) Piece<kType>::load(raw[load], x + load * Piece<kType>::kCount);
             const Fp8Block block(largest_of<kPiecesOfBlock>(x), p.what.is_rounded);
-            value = block.store(x).raw;
-            if (threadIdx.x % kPiecesOfBlock == 0) staged().scales[threadIdx.x / kPiecesOfBlock] = block.scale;
+            return {block.store(x).raw, block.scale};
+        } else {
+            return {raw[0], 0.0f};
         }
-        staged().pieces[threadIdx.x] = value;
+    }
+
+    template <DType kType>
+    __device__ void stage_given(int token, int begin) const {
+        const int at = static_cast<int>(threadIdx.x);
+        if (at >= kStagedPieces) return;
+        const PieceOfRow piece = given<kType>(token, begin + at, begin + at < num_pieces);
+        staged().pieces[at] = piece.value;
+        if (kQuantized && at % kPiecesOfBlock == 0) staged().scales[at / kPiecesOfBlock] = piece.scale;
     }
 
     __device__ void stage_arrived(const std::byte* row, int begin) const {
@@ -93,14 +113,6 @@ struct Kernel {
         staged().pieces[threadIdx.x] = pieces(row)[piece];
         if (kQuantized && threadIdx.x % kPiecesOfBlock == 0)
             staged().scales[threadIdx.x / kPiecesOfBlock] = reinterpret_cast<const float*>(row + config.hidden)[piece / kPiecesOfBlock];
-    }
-
-    __device__ void store_staged(std::byte* row, int begin) const {
-        const int piece = begin + static_cast<int>(threadIdx.x);
-        if (threadIdx.x >= kStagedPieces || piece >= num_pieces) return;
-        pieces(row)[piece] = staged().pieces[threadIdx.x];
-        if (kQuantized && threadIdx.x % kPiecesOfBlock == 0)
-            reinterpret_cast<float*>(row + config.hidden)[piece / kPiecesOfBlock] = staged().scales[threadIdx.x / kPiecesOfBlock];
     }
 
     // All threads: stage(begin) for each batch, then use(begin).
@@ -164,7 +176,7 @@ struct Kernel {
             expert = expert_at(s.p, at);
             if (s.p.topk_weights != nullptr) out.weight = s.p.topk_weights[at];
         }
-        if (expert >= 0 && expert < config.num_experts && expert / m.experts_of_node() == l.rail.node) {
+        if (is_there(expert, l.rail.node)) {
             to = static_cast<int>(expert) / num_local - first;
             out.index = static_cast<uint16_t>(marks(s).before(token, static_cast<int>(expert)));
         }
@@ -201,21 +213,23 @@ struct Kernel {
     // ---- to other nodes ----
 
     __device__ bool is_there(int64_t expert, int node) const {
-        return expert >= 0 && expert < config.num_experts && expert / m.experts_of_node() == node;
+        return expert >= 0 && expert < config.num_experts && static_cast<int>(expert) / m.experts_of_node() == node;
     }
-    __device__ bool is_reached(int64_t expert, int node) const {
-        return is_there(expert, node) && !m.is_lost(node) && !is_masked(c, static_cast<int>(expert) / num_local);
+    // masks: of this rank, which stay while it sends.
+    __device__ bool is_reached(int64_t expert, int node, unsigned masks) const {
+        return is_there(expert, node) && ((masks >> m.rank_in(node) | masks >> static_cast<int>(expert) / num_local) & 1) == 0;
     }
 
     // All threads: use(token, slot) for each token; slot -1 where it does not cross to the node. Returns how many cross.
     template <class Use>
     __device__ int for_slots(int node, const Use& use) const {
+        const unsigned masks = this->masks();
         int num_before = 0;
 #pragma unroll 1
         for (int first = 0; first < p.num_tokens; first += kThreads) {
             const int token = first + static_cast<int>(threadIdx.x);
             bool goes = false;
-            for (int k = 0; k < num_topk && token < p.num_tokens; ++k) goes |= is_reached(expert_at(p, token * num_topk + k), node);
+            for (int k = 0; k < num_topk && token < p.num_tokens; ++k) goes |= is_reached(expert_at(p, token * num_topk + k), node, masks);
             const unsigned bits = __ballot_sync(kFullWarp, goes);
             if (lane == 0) shared().of_warps[warp] = __popc(bits);
             __syncthreads();
@@ -234,13 +248,14 @@ struct Kernel {
     __device__ void tell(int node, bool accepted) const {
         LowLatencyRailMessage& message = *m.out(node);
         const RailRouting out(&message, p.num_tokens, num_topk);
+        const unsigned masks = this->masks();
         const int num_rows = for_slots(node, [&](int token, int slot) {
             handle.out_slots(node)[token] = out.slots[token] = slot;
             int num_dropped = 0;
             for (int k = 0; k < num_topk; ++k) {
                 const int at = token * num_topk + k;
                 const int64_t expert = expert_at(p, at);
-                const bool reached = is_reached(expert, node);
+                const bool reached = is_reached(expert, node, masks);
                 num_dropped += is_there(expert, node) && !reached;
                 out.topk_idx[at] = reached ? static_cast<int32_t>(expert) : -1;
                 out.topk_weights[at] = p.topk_weights != nullptr ? p.topk_weights[at] : 1.0f;
@@ -267,9 +282,16 @@ struct Kernel {
         if (num_rows <= 0) return;
         __syncthreads();
         const int64_t first_byte = chunk * kRows * row_bytes;
-        for (int row = 0; row < num_rows; ++row)
-            for_batches([&](int begin) { stage_given<kType>(shared().tokens[row], begin); },
-                        [&](int begin) { store_staged(m.outbox(node) + first_byte + row * row_bytes, begin); });
+        const int end = num_rows * num_pieces;
+#pragma unroll 2
+        for (int at = threadIdx.x; at - lane < end; at += kThreads) {  // whole warps, and a block of columns is of one row
+            const int row = at / num_pieces, nth = at - row * num_pieces;
+            const PieceOfRow piece = given<kType>(at < end ? shared().tokens[row] : 0, nth, at < end);
+            if (at >= end) continue;
+            std::byte* const to = m.outbox(node) + first_byte + row * row_bytes;
+            pieces(to)[nth] = piece.value;
+            if (kQuantized && nth % kPiecesOfBlock == 0) reinterpret_cast<float*>(to + config.hidden)[nth / kPiecesOfBlock] = piece.scale;
+        }
         m.put_rows(node, chunk, first_byte, num_rows * row_bytes);
     }
 
@@ -285,8 +307,7 @@ struct Kernel {
             words[0] = call;
             if (!accepted) words[LowLatencyHandleLayout(config).failed / 8] = call ^ c.failed;
         }
-        LowLatencyReason reason{};
-        reason.why = refusal();
+        if (threadIdx.x == 0 && !accepted) shared().reason.why = refusal(), shared().reason.text[0] = '\0';
         LowLatencyWhat told = p.what;
         told.is_refused = !accepted;
         const int num_peers = l.rail.num_nodes - 1, num_chunks = accepted ? (p.num_tokens + kRows - 1) / kRows : 0;
@@ -300,7 +321,8 @@ struct Kernel {
             else if (task < first_rank)
                 send_chunk<kType>(m.node_at((task - first_chunk) % num_peers + 1), (task - first_chunk) / num_peers);
             else if (task < first_token)
-                send_counts(own, task - first_rank, flag + p.num_tokens, told.flag(call, 0), accepted, accepted ? nullptr : &reason);
+                send_counts(own, task - first_rank, flag + p.num_tokens, told.flag(call, 0), accepted,
+                            accepted ? nullptr : &shared().reason);
             else
                 send_token(
                     own, task - first_token, handle.in_ranks(l.rail.node) + task - first_token, [] { return true; },

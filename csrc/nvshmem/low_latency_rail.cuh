@@ -1,8 +1,6 @@
-// What the low-latency kernels over nodes share: puts to the ranks of the rail, and waits for what they put.
+// What the low-latency kernels over nodes share: puts to the ranks of the rail, and waits for what they put. Sources include NVSHMEM's
+// headers before it.
 #pragma once
-
-#include <nvshmem.h>
-#include <nvshmemx.h>
 
 #include <string>
 

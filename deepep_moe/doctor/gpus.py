@@ -6,7 +6,7 @@ from deepep_moe.doctor.environment import Environment, Ran
 from deepep_moe.doctor.findings import Finding, absent, fault, ok, warning
 
 _LEAST_CAPABILITY = (8, 0)  # docs/install.md
-_ENOUGH_SMS = 14  # that a call takes by default (docs/tune.md)
+_ENOUGH_SMS = 14  # that a call takes by default (docs/tuning.md)
 _NVIDIA = "0x10de"
 _NONE = "CUDA sees no GPU"
 _NO_DEVICE = ("CUDA_ERROR_NO_DEVICE", "CUDA_ERROR_INVALID_DEVICE")  # what CUDA says where CUDA_VISIBLE_DEVICES leaves nothing

@@ -1,6 +1,7 @@
 """`Buffer`: dispatch and combine over a group of ranks."""
 
 import logging
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.arguments import check_tensor
+from deepep_moe.device import making_on
 from deepep_moe.exchange import native, operators, quantized
+from deepep_moe.exchange.backends.base import Backend
 from deepep_moe.exchange.backends.select import BACKENDS, make_backend
 from deepep_moe.exchange.calls import Calls
 from deepep_moe.exchange.checks import (
@@ -52,7 +55,8 @@ class Buffer(Sizes):
         backend: "auto", or one by name. Where every rank sees a GPU and the group has NCCL, "auto" takes `nvlink` for one node (GPUs that
             reach each other) and `nvshmem` for several (it needs the module `deepep_moe._nvshmem`); else it takes `shm` (ranks of one
             host, CPU tensors). If the one so chosen cannot serve, "auto" takes `collective` (`all_to_all_single` of the group, over
-            several nodes in two hops) and says why in one log line on rank 0. `buffer.backend` says which it is.
+            several nodes in two hops) and says why in one log line on rank 0. `buffer.backend` says which it is. A process without a
+            group serves the kind of device that the rows of its first dispatch lie on; where that is a GPU, it takes `nvlink` then.
         num_sms: SMs of a GPU that send rows, 1 to all. 0 moves rows with the copy engines, so no SM is busy during the transfer. The host
             first waits until all peers have entered the call; such a call cannot be captured in a CUDA graph. None: what the profile of
             this machine says, else as many as fit the GPU (docs/tuning.md): 12 on an H100 or H200, and 14 in a combine from the expert
@@ -70,6 +74,15 @@ class Buffer(Sizes):
         EPMismatchError: ranks gave different settings, or have different profiles; the message names them.
         BackendUnavailableError: the named backend cannot serve here; the message says why and what to do.
     """
+
+    backend: str
+    """The name of the backend that serves."""
+    profile: Profile | None
+    """The tuned settings in use on GPUs, which num_sms and max_sms override; None: the settings are fitted to the GPU."""
+    num_channels: int
+    """CPU threads of a rank that move rows; 1 on GPUs."""
+    calls: Calls
+    """How its calls run; for the modules of this library."""
 
     def __init__(
         self,
@@ -100,21 +113,29 @@ class Buffer(Sizes):
             error = refused
         peers = introduce(self._settings, backend, num_threads, error, group)
         self._settings = find_nodes(self._settings, peers)
+        self._group, self._peers, self._loaded, self._max_sms, self._allows_excess = group, peers, loaded, max_sms, False
         made = make_backend(backend, self._settings, peers, group)
-        self.profile: Profile | None = agree_on_profile(made, self._settings, loaded, group)
-        """The tuned settings in use on GPUs, which num_sms and max_sms override; None: the settings are fitted to the GPU."""
-        if max_sms is not None:
-            made.limit_sms(max_sms)
-        self._group = group
-        self.backend: str = made.name
-        self.num_channels: int = made.capabilities.num_channels
-        self.calls = Calls(made, self._settings, num_sms)
-        """How its calls run; for the modules of this library."""
-        if rank == 0:
-            logger.info(
-                "Buffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, workspace of %.1f MiB per rank",
-                self.backend, num_ranks, num_experts, num_topk, hidden, made.workspace_bytes / 2**20,
-            )  # fmt: skip
+        self._use(made)
+        is_open = backend == "auto" and group is None and peers[0].has_gpu
+        self.calls = Calls(made, self._settings, num_sms, weakref.WeakMethod(self._make_for_gpu) if is_open else None)
+
+    def _use(self, made: Backend) -> None:
+        """Make a new backend ready for calls, and say which it is."""
+        self.profile = agree_on_profile(made, self._settings, self._loaded, self._group)
+        if self._max_sms is not None:
+            made.limit_sms(self._max_sms)
+        self.backend = made.name
+        self.num_channels = made.capabilities.num_channels
+        self._log_backend(made.name, made.workspace_bytes)
+
+    def _make_for_gpu(self, x: Tensor) -> Backend:
+        """Make a backend for the GPU of `x`, the first rows of a process alone."""
+        with making_on(x):
+            made = make_backend("auto", self._settings, self._peers, None, has_gpu_tensors=True)
+            self._use(made)
+        if self._allows_excess:
+            made.allow_excess()
+        return made
 
     # ---- what it is ----
 
@@ -316,6 +337,7 @@ class Buffer(Sizes):
         For a caller that looks at `handle.num_rows_per_expert`, which counts all rows that were to come, and repeats the step. With CPU
         backends the dispatch raises EPCapacityError all the same, on all ranks, before it moves any row.
         """
+        self._allows_excess = True
         self.calls.backend.allow_excess()
 
     def recover(self) -> None:

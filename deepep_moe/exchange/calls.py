@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from deepep_moe.device import is_gpu
 from deepep_moe.errors import BufferDestroyedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.exchange.backends.base import Backend, CachedDispatchArgs, CombineArgs, DispatchArgs, Mode, Move, Rows, tell_peers
@@ -58,13 +59,17 @@ def calls_of(number: int) -> "Calls":
 class Calls:
     """The calls of one buffer, one at a time."""
 
-    def __init__(self, backend: Backend, settings: Settings, num_sms: int | None):
+    def __init__(
+        self, backend: Backend, settings: Settings, num_sms: int | None, for_gpu: Callable[[], Callable[[Tensor], Backend] | None] | None
+    ):
+        """`for_gpu`: a weak reference to what makes another backend, should the first rows lie on a GPU; None: `backend` serves all."""
         self.settings, self.capabilities = settings, backend.capabilities
         self.number = next(_numbers)
         self.own_mode = Mode(num_sms=num_sms)
         """In which gradients run, and calls that say nothing else."""
         self._calling = threading.Lock()
         self._backend: Backend | None = backend
+        self._for_gpu = for_gpu
         self._native = backend.native_calls(self.number, self.own_mode)
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Event | None = None
@@ -238,6 +243,8 @@ class Calls:
         backend = self.backend
         self._refuse_other_process()
         self._finish_earlier_call()
+        if self._for_gpu is not None:
+            backend = self.refuse_on_failure(self._choose, args.x)
         self.refuse_on_failure(check_device, args.x, backend)
         self.refuse_on_failure(check, args, self.settings)
         if isinstance(args, (CachedDispatchArgs, CombineArgs)):
@@ -250,6 +257,17 @@ class Calls:
             raise self.refuse(failure)
         self._earlier_failure = failure or self._earlier_failure
         return backend
+
+    def _choose(self, x: Tensor) -> Backend:
+        """Return the backend for the device of the first rows, and serve that device from now on."""
+        make = None if self._for_gpu is None else self._for_gpu()
+        if make is not None and is_gpu(x.device):
+            before, made = self.backend, make(x)
+            self._backend, self.capabilities = made, made.capabilities
+            self._native = made.native_calls(self.number, self.own_mode)
+            before.destroy()
+        self._for_gpu = None
+        return self.backend
 
     def _refuse_other_process(self) -> None:
         """The thread and the GPU of a buffer are not there in a process forked from its owner."""

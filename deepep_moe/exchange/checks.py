@@ -148,7 +148,10 @@ def check_device(x: Tensor, backend: Backend) -> None:
         return
     device, own = x.device, backend.device
     if device.type not in backend.capabilities.device_types:
-        raise ValueError(f"x is on {device}; backend {backend.name!r} moves tensors on {' or '.join(backend.capabilities.device_types)}")
+        types = " or ".join(backend.capabilities.device_types)
+        raise ValueError(
+            f"x is on {device}; backend {backend.name!r} moves tensors on {types}; create a Buffer with another `backend` for {device.type}"
+        )
     if own is not None and device != own:
         raise ValueError(f"x is on {device}; this buffer was made on {own}, the current device then")
 

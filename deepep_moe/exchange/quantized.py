@@ -46,6 +46,7 @@ def dispatch(
     return DispatchOutput(recv_x, recv_x.scales, None, weights, made.num_recv_tokens_per_expert, made, event, hook)
 
 
+@torch._disable_dynamo
 def combine(
     calls: Calls, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Tensor | None, num_sms: int | None,
     async_op: bool, return_hook: bool,
@@ -97,7 +98,8 @@ def _send_in_cpp(
         return None
     weights = None if topk_weights is None else topk_weights.detach()
     if handle is None:
-        return native.dispatch(calls, sent.values, sent.scales, topk_idx, weights, *how, None)
+        layout, alignment, bound = how
+        return native.dispatch(calls, sent.values, sent.scales, topk_idx, weights, layout, alignment, bound, None)
     return native.dispatch_along(calls, sent.values, sent.scales, weights, handle, None)
 
 

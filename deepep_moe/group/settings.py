@@ -1,10 +1,12 @@
 """What all ranks of a buffer agree on."""
 
+import logging
 from dataclasses import dataclass, replace
 
 from deepep_moe import _C, config
 from deepep_moe.arguments import as_int
 
+logger = logging.getLogger("deepep_moe")
 MAX_NUMBER = 2**31 - 1
 """Of rows, columns and experts: native code counts them in 32 bits."""
 
@@ -69,6 +71,15 @@ class Sizes:
     @property
     def num_max_tokens_per_rank(self) -> int:
         return self._settings.num_max_tokens_per_rank
+
+    def _log_backend(self, backend: str, workspace_bytes: int) -> None:
+        """Say on rank 0 which backend serves."""
+        s, kind = self._settings, type(self).__name__
+        if s.rank == 0:
+            logger.info(
+                "%s: backend %s, %d ranks, %d experts, top-%d, hidden %d, workspace of %.1f MiB per rank",
+                kind, backend, s.num_ranks, s.num_experts, s.num_topk, s.hidden, workspace_bytes / 2**20,
+            )  # fmt: skip
 
 
 def check_settings(

@@ -12,6 +12,11 @@ from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 
 DESTROYED = "this LowLatencyBuffer was destroyed; create another"
+FORKED = "this LowLatencyBuffer belongs to the process that created it, not to one forked from it; create another"
+NOT_RECEIVED = (
+    "the call before last was not received yet; call its hook(), or wait for its event, or where that is lost call finish_calls(), "
+    "then make this call again"
+)
 
 
 class Call(NamedTuple):

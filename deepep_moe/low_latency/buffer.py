@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.arguments import check_bool
-from deepep_moe.device import DTYPES
+from deepep_moe.device import DTYPES, is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, EPError, told
 from deepep_moe.event import Event
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
-from deepep_moe.low_latency.base import DESTROYED, Call, LowLatencyBackend
+from deepep_moe.low_latency.base import DESTROYED, FORKED, NOT_RECEIVED, Call, LowLatencyBackend
 from deepep_moe.low_latency.checks import (
     check_combine,
     check_combine_input,
@@ -54,7 +55,8 @@ class LowLatencyBuffer(Sizes):
         num_topk: experts per token, at most 32.
         backend: "auto", `nvlink` (GPUs of one host linked by NVLink, which is not checked where a process sees its own GPU alone),
             `nvshmem` (GPUs of several nodes, 32 ranks at most) or `shm` (ranks of one host, CPU tensors). "auto" takes `nvlink` or
-            `nvshmem` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0.
+            `nvshmem` on GPUs with an NCCL group, else `shm`. `buffer.backend` says which; so does one log line on rank 0. A process without
+            a group serves the kind of device that its first dispatch's rows lie on.
         timeout_s: deadline of every wait for a peer, seconds; default `DEEPEP_MOE_TIMEOUT_S`, else 300.
         mask_stalled: mask a rank that died or misses the deadline, and go on without it, instead of failing; see `mask_rank`.
         ranks_per_node: consecutive ranks that are a node, a divisor of their number; None: the ranks of one host. Fewer than a host has
@@ -91,21 +93,32 @@ class LowLatencyBuffer(Sizes):
             error = refused
         peers = introduce(s, backend, num_threads, error, group, kind="LowLatencyBuffer", mask_stalled=mask_stalled)
         self._settings = s = find_nodes(s, peers)
-        self._backend: LowLatencyBackend | None = make_backend(backend, s, peers, group, mask_stalled)
-        self.backend: str = self._backend.name
         self._number = next(_numbers)
         self._in_flight: list[tuple[int, Event]] = []
         """Calls that may not be received yet, by number."""
         self._combine_input: dict[torch.dtype, Tensor] = {}
-        self._statistics = self._backend.zeros(s.num_local_experts + num_ranks + 1, torch.int64)
-        self._plain_calls = self._backend.plain_calls(self._statistics)
         self._masks_told: set[int] = set()
         self._earlier_failure: Exception | None = None
-        if rank == 0:
-            logger.info(
-                "LowLatencyBuffer: backend %s, %d ranks, %d experts, top-%d, hidden %d, workspace of %.1f MiB per rank",
-                self.backend, num_ranks, num_experts, num_topk, hidden, self._backend.workspace_bytes / 2**20,
-            )  # fmt: skip
+        self._use(make_backend(backend, s, peers, group, mask_stalled))
+        is_open = backend == "auto" and group is None and peers[0].has_gpu  # its first rows may lie on a GPU
+        self._make_for_gpu = partial(make_backend, backend, s, peers, None, mask_stalled, True) if is_open else None
+
+    def _use(self, made: LowLatencyBackend) -> None:
+        """Make a new backend ready for calls, and say which it is."""
+        self._backend: LowLatencyBackend | None = made
+        self.backend: str = made.name
+        self._statistics = made.zeros(self.num_local_experts + self.num_ranks + 1, torch.int64)
+        self._plain_calls = made.plain_calls(self._statistics)
+        self._log_backend(made.name, made.workspace_bytes)
+
+    def _choose(self, x: Any) -> None:
+        """Serve the device of the first rows from now on."""
+        if self._make_for_gpu is not None and isinstance(x, Tensor) and is_gpu(x.device):
+            with making_on(x):
+                made, before = self._make_for_gpu(), self._alive()
+            self._use(made)
+            before.destroy()
+        self._make_for_gpu = None
 
     # ---- what it is ----
 
@@ -167,6 +180,7 @@ class LowLatencyBuffer(Sizes):
             if made is not None:
                 num_tokens, recv_x, scales, counts, state = made
                 return LowLatencyOutput(recv_x, scales, counts, LowLatencyHandle(self._number, num_tokens, state), None, None)
+        self._choose(x)
         s, backend = self._settings, self._begin()
         try:
             check_dispatch(x, topk_idx, topk_weights, fp8, scale_format, s, backend)
@@ -253,7 +267,7 @@ class LowLatencyBuffer(Sizes):
         `combine` reads any tensor of this shape in place; this one has an address that stays, for graphs, and its rows may be written again
         once the combine that read them has been received. Raises as `combine` for a dtype that it does not take."""
         if dtype not in self._combine_input:
-            backend = self._alive()
+            backend, self._make_for_gpu = self._alive(), None
             check_combine_input(dtype, self._settings, backend)
             self._combine_input[dtype] = backend.zeros((self.num_local_experts, self.capacity, self.hidden), dtype)
         return self._combine_input[dtype]
@@ -298,6 +312,7 @@ class LowLatencyBuffer(Sizes):
 
     def statistics(self) -> LowLatencyStatistics:
         """Views of the counters; they go on counting."""
+        self._make_for_gpu = None
         per_expert, wait_ns, num_dropped = self._statistics.split([self.num_local_experts, self.num_ranks, 1])
         return LowLatencyStatistics(per_expert, wait_ns, num_dropped[0])
 
@@ -382,10 +397,7 @@ class LowLatencyBuffer(Sizes):
                 self._earlier_failure = EPError(f"an earlier asynchronous call of this buffer failed: {told(error)}")
                 self._earlier_failure.__cause__ = error
         if self._in_flight and self._alive().num_calls() + 1 - self._in_flight[0][0] >= MAX_IN_FLIGHT:
-            raise ValueError(
-                "the call before last was not received yet; call its hook(), or wait for its event, or where that is lost call "
-                "finish_calls(), then make this call again"
-            )
+            raise ValueError(NOT_RECEIVED)
 
     def _plain(self) -> Any:
         """What makes the next call if it is plain, or None: C++ knows nothing of calls in flight and of failures that wait to be raised."""
@@ -426,26 +438,18 @@ class LowLatencyBuffer(Sizes):
             raise failure
 
     def _masked(self) -> list[int]:
-        masks = self._alive().masks()
-        return [rank for rank in range(self.num_ranks) if masks >> rank & 1] if masks else []
+        return [rank for rank in range(self.num_ranks) if masks >> rank & 1] if (masks := self._alive().masks()) else []
 
     def _tell_masks(self) -> None:
         for rank in self._masked():
             if rank not in self._masks_told:
                 self._masks_told.add(rank)
-                logger.warning(
-                    "LowLatencyBuffer: rank %d masks rank %d, which is gone or missed a deadline of %g s; "
-                    "its tokens and experts are dropped",
-                    self.rank,
-                    rank,
-                    self._settings.timeout_s,
-                )
+                why = f"is gone or missed a deadline of {self._settings.timeout_s:g} s; its tokens and experts are dropped"
+                logger.warning("LowLatencyBuffer: rank %d masks rank %d, which %s", self.rank, rank, why)
 
     def _alive(self) -> LowLatencyBackend:
         if self._backend is None:
             raise BufferDestroyedError(DESTROYED)
         if os.getpid() != self._backend.process_id:
-            raise BufferDestroyedError(
-                "this LowLatencyBuffer belongs to the process that created it, not to one forked from it; create another"
-            )
+            raise BufferDestroyedError(FORKED)
         return self._backend

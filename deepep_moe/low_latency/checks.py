@@ -46,7 +46,9 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], backend: LowLatenc
         raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
     check_owns_memory(name, x)
     if x.device != backend.device:
-        raise ValueError(f"{name} is on {x.device}; this buffer moves tensors on {backend.device}")
+        raise ValueError(
+            f"{name} is on {x.device}; this buffer moves tensors on {backend.device}; create one with another `backend` for {x.device.type}"
+        )
     check_tensor(name, x, shape, FLOATS)
     _check_no_gradient(name, x)
     row_bytes = x.shape[-1] * x.element_size()

@@ -15,14 +15,21 @@ BACKENDS = ("auto", "shm", "nvlink", "nvshmem")
 
 
 def make_backend(
-    name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", mask_stalled: bool
+    name: str,
+    settings: Settings,
+    peers: list[Introduction],
+    group: "dist.ProcessGroup | None",
+    mask_stalled: bool,
+    has_gpu_tensors: bool = False,
 ) -> LowLatencyBackend:
     """The backend called `name`, or under "auto" the one for the group's tensors. Collective.
+
+    `has_gpu_tensors`: a process without a group was given some; other ranks say by their group where their tensors are.
 
     Raises BackendUnavailableError with the reason and the fix.
     """
     of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
-    candidate = name if name != "auto" else of_gpus if are_on_gpus(peers) else "shm"
+    candidate = name if name != "auto" else of_gpus if has_gpu_tensors or are_on_gpus(peers) else "shm"
     made = _make(candidate, settings, peers, group, mask_stalled)
     if isinstance(made, str):
         advice = "use Buffer" if name == "auto" or _why_too_many(peers, _most_ranks(name)) else "use backend='auto', or Buffer"

@@ -5,20 +5,18 @@ that the host waits for nothing. Blocks and scales are those of docs/design/fp8_
 """
 
 import functools
-import importlib
 import importlib.util
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepep_moe import _C
 from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.ops import fp8_kernels
 from deepep_moe.ops.quant import BLOCK, FP8, dequantize_fp8
 
 GROUP_ALIGNMENT = BLOCK
-_KERNELS = "deepep_moe.ops.fp8_kernels"
 
 
 @functools.cache
@@ -35,6 +33,7 @@ def why_no_products(device: torch.device) -> str | None:
     return None
 
 
+@torch._disable_dynamo
 def check_products(device: torch.device) -> None:
     """Raise BackendUnavailableError where the device has no products of fp8 rows."""
     if (reason := why_no_products(device)) is not None:
@@ -64,7 +63,7 @@ def grouped_fp8_product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor
         offsets: [num_experts] int32, where the rows of each expert end, multiples of 128.
     """
     if x.is_cuda:
-        return _kernels(x.device).grouped_fp8_product(x, x_scales, w, w_scales, offsets)
+        return fp8_kernels.grouped_fp8_product(x, x_scales, w, w_scales, offsets)
     y = x.new_empty(len(x), w.shape[1], dtype=torch.bfloat16)
     for expert, rows in enumerate(_groups(offsets)):
         matrix = dequantize_fp8(w[expert], w_scales[expert].repeat_interleave(BLOCK, dim=0))
@@ -82,7 +81,7 @@ def grouped_fp8_weight_gradient(dy_t: Tensor, dy_t_scales: Tensor, x_t: Tensor, 
         out: [num_experts, n, k] fp32 or bf16.
     """
     if dy_t.is_cuda:
-        return _kernels(dy_t.device).grouped_fp8_weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out)
+        return fp8_kernels.grouped_fp8_weight_gradient(dy_t, dy_t_scales, x_t, x_t_scales, offsets, out)
     dy_scales, x_scales = dy_t_scales.t(), x_t_scales.t()  # as those of rows of dy_t and x_t
     for expert, columns in enumerate(_groups(offsets)):
         blocks = slice(columns.start // BLOCK, columns.stop // BLOCK)
@@ -100,7 +99,7 @@ def rescale_transpose(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     x: [num_rows, k] e4m3, both multiples of 128. scales: [num_rows, k / 128] fp32, powers of two, or 0 in rows of zeros.
     """
     if x.is_cuda:
-        return _kernels(x.device).rescale_transpose(x, scales)
+        return fp8_kernels.rescale_transpose(x, scales)
     blocks, of_blocks = x.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)), scales.unflatten(0, (-1, BLOCK))
     largest = of_blocks.amax(1, keepdim=True)
     factors = torch.where(largest == 0, 0.0, of_blocks / largest)
@@ -115,9 +114,3 @@ def _in_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 def _groups(offsets: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise([0, *offsets.tolist()])]
-
-
-@functools.cache
-def _kernels(device: torch.device) -> Any:
-    check_products(device)
-    return importlib.import_module(_KERNELS)

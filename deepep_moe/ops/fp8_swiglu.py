@@ -1,19 +1,13 @@
 """SwiGLU between two fp8 products: its result, and the gradient of its input, as fp8. One kernel each on GPUs."""
 
-import functools
-import importlib
-import importlib.util
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from deepep_moe.device import on_device
 from deepep_moe.ops.grouped_products import Groups
 from deepep_moe.ops.quant import quantize_fp8
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.swiglu import swiglu, swiglu_backward
-
-_KERNELS = "deepep_moe.ops.fp8_row_kernels"
 
 
 def swiglu_fp8(inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -22,14 +16,20 @@ def swiglu_fp8(inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[Ten
     inner: [num_rows, 2 * intermediate] bf16, intermediate a multiple of 128. Rows of the tail are not set.
     """
     if _has_kernels(inner, probs):
-        return _kernels().swiglu_quantized(inner, _contiguous(probs), groups.offsets)
+        from deepep_moe.ops import fp8_row_kernels  # which imports Triton
+
+        with on_device(inner):
+            return fp8_row_kernels.swiglu_quantized(inner, _contiguous(probs), groups.offsets)
     return quantize_fp8(swiglu(inner, probs, groups).contiguous(), power_of_two=True)
 
 
 def swiglu_backward_fp8(grad: Tensor, inner: Tensor, probs: Tensor | None, groups: Groups) -> tuple[QuantizedRows, Tensor | None]:
     """Return the gradients of inner, as fp8, and of probs, which is zero in the tail. May overwrite grad [num_rows, intermediate] bf16."""
     if _has_kernels(inner, probs):
-        rows, grad_probs = _kernels().swiglu_backward_quantized(grad, inner, _contiguous(probs), groups.offsets)
+        from deepep_moe.ops import fp8_row_kernels
+
+        with on_device(inner):
+            rows, grad_probs = fp8_row_kernels.swiglu_backward_quantized(grad, inner, _contiguous(probs), groups.offsets)
         return QuantizedRows(*rows), grad_probs
     grad_inner, grad_probs, _ = swiglu_backward(grad, inner, probs, groups, with_output=False)
     return QuantizedRows.of(grad_inner), grad_probs
@@ -40,9 +40,4 @@ def _contiguous(probs: Tensor | None) -> Tensor | None:
 
 
 def _has_kernels(inner: Tensor, probs: Tensor | None) -> bool:
-    return inner.is_cuda and (probs is None or probs.dtype == torch.float32) and _kernels() is not None
-
-
-@functools.cache
-def _kernels() -> Any:  # it imports Triton
-    return None if importlib.util.find_spec(_KERNELS) is None else importlib.import_module(_KERNELS)
+    return inner.is_cuda and (probs is None or probs.dtype == torch.float32)

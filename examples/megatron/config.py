@@ -119,7 +119,9 @@ TRAINING: dict[str, dict[str, Any]] = {
     "small": {"num_sequences": 8, "seq_length": 1024, "lr": 3e-4},
 }
 """Defaults of a training: sequences of a rank in a step, tokens of a sequence, the highest learning rate."""
-DISPATCHERS = ("deepep_moe", "alltoall", "allgather")
+DEEP_EP = "deepep"
+DISPATCHERS = ("deepep_moe", "alltoall", "allgather", DEEP_EP)
+"""The last is Megatron-Core's own code for DeepEP, on deepep_moe's module of that name (docs/coming_from_deepep.md)."""
 
 
 def model_config(name: str, dispatcher: str, *, dtype: str, exact: bool, ep: int, tp: int, etp: int, **others: Any) -> Any:
@@ -129,7 +131,8 @@ def model_config(name: str, dispatcher: str, *, dtype: str, exact: bool, ep: int
 
     from deepep_moe.integrations.megatron.plugin import selection
 
-    switches = NUMBERS[name] | selection(dispatcher) | others
+    stock = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": DEEP_EP}
+    switches = NUMBERS[name] | (stock if dispatcher == DEEP_EP else selection(dispatcher)) | others
     # Fused kernels need apex or TransformerEngine, and a GPU.
     for fusion in ("gradient_accumulation", "bias_dropout", "bias_activation", "masked_softmax", "apply_rope"):
         switches[f"{fusion}_fusion"] = False

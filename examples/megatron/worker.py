@@ -268,6 +268,10 @@ def _own_stream(device: torch.device) -> contextlib.AbstractContextManager:
 
 def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
+    if settings.dispatcher == config.DEEP_EP:
+        from deepep_moe.compat import deep_ep
+
+        deep_ep.install()  # before Megatron-Core looks for it
     from deepep_moe.integrations.megatron.harness.ranks import model_parallel
 
     # Megatron-Core's remarks on missing GPU packages and on its own deprecations are not about this run.

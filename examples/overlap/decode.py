@@ -52,12 +52,15 @@ def num_tokens_of(sizes: Sizes, rank: int, batch: int) -> int:
     return sizes.num_tokens if rank % 2 == batch else sizes.num_tokens // 2
 
 
-def runs_of(sizes: Sizes, rank: int, num_ranks: int, device: torch.device) -> dict[str, Run]:
+def runs_of(sizes: Sizes, rank: int, num_ranks: int, device: torch.device, ranks_per_node: int | None) -> dict[str, Run]:
     """The two ways to decode the same two micro-batches."""
-    dtype, backend = (torch.float32, "shm") if device.type == "cpu" else (torch.bfloat16, "nvlink")
+    of_gpus = "nvlink" if ranks_per_node in (None, num_ranks) else "nvshmem"
+    dtype, backend = (torch.float32, "shm") if device.type == "cpu" else (torch.bfloat16, of_gpus)
     with device:
         model = Decoder(sizes, rank, num_ranks).to(dtype)
-    buffer = LowLatencyBuffer(None, sizes.num_tokens, sizes.hidden, sizes.num_experts, sizes.num_topk, backend=backend)
+    buffer = LowLatencyBuffer(
+        None, sizes.num_tokens, sizes.hidden, sizes.num_experts, sizes.num_topk, backend=backend, ranks_per_node=ranks_per_node
+    )
     num_tokens = [num_tokens_of(sizes, rank, batch) for batch in range(2)]
     xs = [torch.randn(number, sizes.hidden).to(device, dtype) for number in num_tokens]
     caches = [torch.randn(2, number, sizes.context, HEAD_SIZE).to(device, dtype) for number in num_tokens]
@@ -119,12 +122,14 @@ def measure(runs: dict[str, Run], device: torch.device, repeats: int, progress: 
 
 
 @torch.inference_mode()
-def decode(rank: int, num_ranks: int, sizes: Sizes, device_type: str, repeats: int) -> dict[str, tuple[float, list[Span]]]:
+def decode(
+    rank: int, num_ranks: int, sizes: Sizes, device_type: str, repeats: int, ranks_per_node: int | None = None
+) -> dict[str, tuple[float, list[Span]]]:
     """One rank (a gloo process group is there): the median of the seconds and the timeline of each way, which must agree to the bit."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    measured = measure(runs_of(sizes, rank, num_ranks, device), device, repeats, progress=rank == 0)
+    measured = measure(runs_of(sizes, rank, num_ranks, device, ranks_per_node), device, repeats, progress=rank == 0)
     first, second = measured.values()
     for ours, theirs in zip(first.outputs, second.outputs, strict=True):
         if not torch.equal(ours, theirs):
@@ -137,6 +142,7 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
+    parser.add_argument("--ranks-per-node", type=int, help="GPUs of a virtual node, between which rows go by NVSHMEM (default: all)")
     parser.add_argument("--repeats", type=int, default=20, help="passes to measure, of each way (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo-overlap"), help="folder for timeline.png (default: %(default)s)")
     add_bind(parser)
@@ -159,6 +165,9 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
         parser.error(
             f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --num-experts a multiple of --num-ranks {num_ranks}"
         )
+    per_node = arguments.ranks_per_node
+    if per_node is not None and (arguments.device == "cpu" or per_node < 1 or num_ranks % per_node):
+        parser.error(f"--ranks-per-node {per_node} must divide --num-ranks {num_ranks}, and needs --device cuda")
     if sizes.num_topk > sizes.num_experts:
         parser.error(f"--num-topk {sizes.num_topk} must be at most --num-experts {sizes.num_experts}")
     return arguments, sizes
@@ -166,7 +175,7 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments, sizes = arguments_of(argv)
-    measured = sizes, arguments.device, arguments.repeats
+    measured = sizes, arguments.device, arguments.repeats, arguments.ranks_per_node
     results = run_ranks(decode, arguments.num_ranks, *measured, timeout_s=600, start_method="spawn", bind=arguments.bind)[0]
     num_tokens = sum(num_tokens_of(sizes, rank, batch) for rank in range(arguments.num_ranks) for batch in range(2))
     print(f"\nrank 0 of {arguments.num_ranks}, two micro-batches through {sizes.num_layers} layers:\n")

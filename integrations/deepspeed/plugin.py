@@ -1,12 +1,9 @@
 """Swap the MoE layers of a model for ours, and swap them back."""
 
 import functools
-import inspect
 import logging
-import os
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +13,7 @@ from deepep_moe._C import MAX_TOPK
 from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed.buffers import Plan
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
-from deepep_moe.integrations.deepspeed.options import SECTION, Options, options_of
+from deepep_moe.integrations.deepspeed.options import Options
 
 _OLDEST, _NEWEST = (0, 14, 5), (0, 19, 8)
 _log = logging.getLogger(__name__)
@@ -72,10 +69,11 @@ def replace_moe_layers(
         ImportError: DeepSpeed is not installed.
     """
     options = Options(exact, backend, num_max_tokens_per_rank, num_sms, gate, expert_bias_update_rate, grouped_experts, ranks_per_node, fp8)
-    return _replace(model, options)
+    return replace_with(model, options)
 
 
-def _replace(model: nn.Module, options: Options) -> int:
+def replace_with(model: nn.Module, options: Options) -> int:
+    """Swap the MoE layers of `model`, as `replace_moe_layers` does with its arguments."""
     _check_version()
     from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 
@@ -123,14 +121,16 @@ def _autoep_layers(model: nn.Module) -> list[Any]:
 
     others = sorted({type(module).__name__ for module in found} - {"AutoEPMoELayer", "PackedAutoEPMoELayer"})
     if others:
-        _say(logging.WARNING, f"MoE layers of {others} keep their own forward: deepep_moe swaps deepspeed's AutoEPMoELayer only")
+        say_on_first_rank(
+            logging.WARNING, f"MoE layers of {others} keep their own forward: deepep_moe swaps deepspeed's AutoEPMoELayer only"
+        )
     return [module for module in found if type(module) in (AutoEPMoELayer, PackedAutoEPMoELayer)]
 
 
 def _report(model: nn.Module, left: list[Any], num_native: int, num_autoep: int, options: Options) -> None:
     from deepep_moe.integrations.deepspeed.native.routing import is_gate_unknown
 
-    say = functools.partial(_say, model=model)
+    say = functools.partial(say_on_first_rank, model=model)
     replaced = sum(_has_own_forward(layer) for layer in left)
     if replaced:
         say(
@@ -213,40 +213,6 @@ def restore_moe_layers(model: nn.Module) -> int:
     return len(native) + len(autoep)
 
 
-def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Call `deepspeed.initialize` with the same arguments, and do what the section "deepep_moe" of ds_config asks for.
-
-    The section is `{"enabled": true}` with any of the options of `replace_moe_layers`: "exact", "backend", "num_max_tokens_per_rank",
-    "num_sms", "gate", "expert_bias_update_rate", "grouped_experts" (true or false), "ranks_per_node", "fp8". With `"enabled": false`
-    nothing else happens than in `deepspeed.initialize`. The same holds without the section, and a log line says so.
-
-    Returns what `deepspeed.initialize` returns. Raises what `deepspeed.initialize` and `replace_moe_layers` raise, and ValueError for
-    unknown keys of the section.
-    """
-    import deepspeed
-
-    _check_section(inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments)
-    initialized = deepspeed.initialize(*args, **kwargs)
-    engine = initialized[0]
-    options = options_of(engine._config._param_dict)
-    if options is not None:
-        _replace(engine, options)
-    elif SECTION not in engine._config._param_dict:
-        _say(logging.WARNING, f'ds_config has no section "{SECTION}": MoE layers keep the dispatch of DeepSpeed')
-    return initialized
-
-
-def _check_section(arguments: Mapping[str, Any]) -> None:
-    """Raise for a wrong section before the engine is built, if ds_config is a dictionary or a file."""
-    import hjson  # as DeepSpeed reads its files
-
-    config = arguments.get("config") or arguments.get("config_params") or getattr(arguments.get("args"), "deepspeed_config", None)
-    if isinstance(config, str | os.PathLike) and os.path.isfile(config):
-        config = hjson.loads(Path(config).read_text())
-    if isinstance(config, Mapping):
-        options_of(config)
-
-
 def _check_version() -> None:
     """Raise EPError for a DeepSpeed that is too old, and warn about one that is newer than the tested ones."""
     import deepspeed
@@ -255,10 +221,12 @@ def _check_version() -> None:
     if number < _OLDEST:
         raise EPError(f"deepep_moe needs deepspeed 0.14.5 or newer, found {deepspeed.__version__}; pip install 'deepspeed>=0.14.5'")
     if number > _NEWEST:
-        _say(logging.WARNING, f"deepspeed {deepspeed.__version__} is newer than the newest deepep_moe was tested with (0.19.8)")
+        say_on_first_rank(
+            logging.WARNING, f"deepspeed {deepspeed.__version__} is newer than the newest deepep_moe was tested with (0.19.8)"
+        )
 
 
-def _say(level: int, message: str, model: nn.Module | None = None) -> None:
+def say_on_first_rank(level: int, message: str, model: nn.Module | None = None) -> None:
     """Log a message on the first rank, or on the first rank of each stage of a pipelined `model`."""
     grid = getattr(model, "grid", None) or getattr(model, "_grid", None)  # an engine has `grid`, a PipelineModule `_grid`
     is_first = grid.get_data_parallel_rank() == 0 if grid is not None else not dist.is_initialized() or dist.get_rank() == 0

@@ -128,7 +128,7 @@ def test_hidden(backend):
         (dict(num_max_tokens_per_rank=65536), "num_max_tokens_per_rank is 65536; it must be 1 to 65535"),
         (dict(num_experts=32768), "num_experts is 32768; a rank can hold 32767, give more ranks or fewer experts"),
         (dict(num_topk=33, num_experts=64), "num_topk is 33; it must be at most"),
-        (dict(backend="collective"), r"backend is 'collective'; it must be one of \['auto', 'shm', 'nvlink'\]"),
+        (dict(backend="collective"), r"backend is 'collective'; it must be one of \['auto', 'shm', 'nvlink', 'nvshmem'\]"),
         (dict(timeout_s=-1), "timeout_s is -1; it must be a positive number of seconds"),
     ],
 )
@@ -148,7 +148,7 @@ def test_bad_settings(changes, message):
 def test_advice_where_no_backend_can_serve(name, num_ranks, message):
     peers = [Introduction(None, name, {}, "here", rank, 1, "cpu:gloo", False, 0) for rank in range(num_ranks)]
     with pytest.raises(BackendUnavailableError, match=f"no low-latency backend can serve, {message}\npython -m deepep_moe.doctor says"):
-        make_backend(name, Settings(num_ranks, 0, 8, 16, 4 * num_ranks, 2, 20.0), peers, None, False)
+        make_backend(name, Settings(num_ranks, 0, 8, 16, 4 * num_ranks, 2, 20.0, num_ranks), peers, None, False)
 
 
 def test_attributes():

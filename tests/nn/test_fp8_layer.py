@@ -69,6 +69,18 @@ def loaded(source, target):
     return target
 
 
+def compiled(rank, num_ranks):
+    """The graph breaks at the exchange and the experts, with the same results."""
+    x, layer = tokens(rank), make_layer(rank, num_ranks, fp8=True)
+    expected, got = run(layer, x), run(torch.compile(layer, backend="eager"), x)
+    for name, values in got.items():
+        assert_same(name, values, expected[name.removeprefix("_orig_mod.")])
+
+
+def test_compiled():
+    run_ranks(compiled, 2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers(backend):
     run_ranks(layers, 2, backend)

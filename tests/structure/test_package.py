@@ -132,58 +132,6 @@ def readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
-def test_readme_python_runs():
-    blocks = re.findall(r"```python\n(.*?)```", readme(), flags=re.DOTALL)
-    assert blocks
-    for block in blocks:
-        assert len(block.strip().splitlines()) <= 20
-        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=ROOT)
-        assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu(2)])))
-def test_guide_script_runs(device, tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.DOTALL)
-    (tmp_path / "moe.py").write_text(block)
-    to_files = ("--redirects", "1", "--log-dir", str(tmp_path))  # on one pipe lines of ranks may mix
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *to_files, str(tmp_path / "moe.py")]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert result.returncode == 0, result.stderr
-    backend = "nvlink" if device == "cuda" else "shm"
-    for rank in range(2):
-        (output,) = tmp_path.glob(f"*/attempt_0/{rank}/stdout.log")
-        line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows, gradient of x (\d+\.\d+)\n", output.read_text())
-        assert line and int(line[1]) > 0 and float(line[2]) > 0, output.read_text()
-
-
-HELP = """
-import runpy, sys
-for module, *arguments in map(str.split, sys.argv[1:]):
-    print("==", " ".join([module, *arguments]))
-    sys.argv = [module, *arguments, "--help"]
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        assert not end.code, end.code
-"""
-
-
-def test_readme_commands_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"(?:^|`)make ([\w-]+)", documents(), flags=re.MULTILINE))
-    assert len(targets) >= 5 and not [t for t in targets if not re.search(rf"^{t}:", makefile, flags=re.MULTILINE)], targets
-    modules = set(re.findall(r"python -m (deepep_moe\.bench(?: [a-z][\w-]+)?)(?=[ `])", documents()))
-    assert len(modules) >= 5
-    result = subprocess.run([sys.executable, "-c", HELP, *sorted(modules)], capture_output=True, text=True, cwd=ROOT)
-    printed = dict(part.split("\n", 1) for part in result.stdout.split("== ")[1:])
-    assert set(printed) == modules, result.stderr
-    for module, text in printed.items():
-        assert text.startswith("usage: ") and module.split()[-1].removeprefix("deepep_moe.") in text, f"{module}: {text}"
-
-
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from deepep_moe.bench.common.records import write_json
 from deepep_moe.bench.common.report import load_pyplot
-from deepep_moe.bench.model import measure, report
+from deepep_moe.bench.model import low_latency, measure, report
 from deepep_moe.bench.model.machine import MACHINES, Machine
 from deepep_moe.bench.model.published import PUBLISHED
 from deepep_moe.bench.model.traffic import ROUTINGS
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, help="of the machine, instead of its own")
     parser.add_argument("--seeds", type=int, default=3, help="routings of each size")
     parser.add_argument("--published", action=argparse.BooleanOptionalAction, default=True, help="also model calls of published tables")
+    parser.add_argument("--low-latency", action="store_true", help="low-latency calls alone, of 128 tokens a rank")
     parser.add_argument("--plot", type=Path, help="file for a plot of times over ranks and over chunks")
 
 
@@ -84,6 +85,8 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[st
 
 def main(options: argparse.Namespace) -> None:
     try:
+        if options.low_latency:
+            return low_latency.show(machine_of(options))
         records, compared = run(options)
     except (EPError, ValueError) as error:
         sys.exit(str(error))

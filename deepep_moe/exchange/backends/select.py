@@ -33,12 +33,16 @@ def _make(name: str, settings: Settings, peers: list[Introduction], group: "dist
     return why_not_nvlink(peers) or connect(lambda: NvlinkBackend(settings), settings, group)
 
 
-def make_backend(name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None") -> Backend:
+def make_backend(
+    name: str, settings: Settings, peers: list[Introduction], group: "dist.ProcessGroup | None", has_gpu_tensors: bool = False
+) -> Backend:
     """The backend called `name`, or under "auto" the first that can serve. Collective.
+
+    `has_gpu_tensors`: a process without a group was given some; other ranks say by their group where their tensors are.
 
     Raises BackendUnavailableError with the reason and the fix.
     """
-    on_gpus = are_on_gpus(peers)
+    on_gpus = has_gpu_tensors or are_on_gpus(peers)
     of_gpus = "nvlink" if settings.num_nodes == 1 else "nvshmem"
     candidate = name if name != "auto" else of_gpus if on_gpus else "shm"
     if candidate != "collective":

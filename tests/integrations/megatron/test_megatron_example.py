@@ -23,6 +23,19 @@ STEPS = 30
 
 
 @pytest.mark.slow
+def test_stock_deepep_trains_to_the_same_loss(tmp_path):
+    """Megatron-Core's own code for DeepEP, on the drop-in module, beside our dispatcher."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "12", "--dispatcher", "deepep"]
+    command += ["--compare", "deepep_moe", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loss curves of deepep and deepep_moe agree" in done.stdout
+    runs = json.loads((tmp_path / "summary.json").read_text())
+    assert [run["run"] for run in runs] == ["deepep", "deepep_moe"] and runs[0]["loss_last_10"] < 5
+
+
+@pytest.mark.slow
 def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", str(STEPS), "--compare", "alltoall"]
@@ -60,7 +73,7 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
 @pytest.mark.slow
 def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "40", "--dtype", "bf16"]
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", "120", "--lr", "1e-3", "--dtype", "bf16"]
     curves = []
     for name, options in (("bf16", []), ("fp8", ["--fp8-experts"])):
         how = ["--grouped-experts", "--expert-width", "128", *options, "--out", str(tmp_path / name)]

@@ -1,0 +1,159 @@
+"""The documentation site: it builds without a warning, and its search finds the page for a question."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import lunr
+import pytest
+from lunr.builder import Builder
+from lunr.pipeline import Pipeline
+from lunr.stop_word_filter import stop_word_filter
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = [  # of a reader; what he types first, and if that does not help; the page
+    ("How do I install it?", "install", "pip install nvcc", "install.html"),
+    ("How do I use it with Megatron?", "megatron", "moe flex dispatcher backend", "megatron.html"),
+    ("How do I use it with DeepSpeed?", "deepspeed", "ds_config", "deepspeed.html"),
+    ("How do I use it in my own layer?", "tutorial layer", "pytorch layer", "guide.html"),
+    ("How do I decode small batches?", "decode", "small batches", "inference.html"),
+    ("How do I overlap two micro-batches?", "overlap micro-batches", "overlap", "design/overlap.html"),
+    ("How do I run on several hosts?", "several hosts", "several nodes", "multi_node.html"),
+    ("How do I come from DeepEP?", "deepep", "import deep_ep", "coming_from_deepep.html"),
+    ("How do I come from all-to-all?", "all-to-all", "migrate", "coming_from_deepep.html"),
+    ("How do I make it faster?", "faster", "num_sms setting", "tuning.html"),
+    ("What does EPTimeoutError mean?", "EPTimeoutError", "timeout error", "troubleshoot.html"),
+    ("What does this message mean?", "ranks make different calls", "message", "troubleshoot.html"),
+    ("How long does a rank wait?", "deadline", "how long wait", "troubleshoot.html"),
+    ("What can this machine run?", "doctor", "machine run", "doctor.html"),
+    ("Which backend is chosen?", "backend auto", "which backend", "backends.html"),
+    ("How fast is it?", "benchmark", "measured", "benchmarks.html"),
+    ("Which cores belong to which GPU?", "numa", "bind ranks", "topology.html"),
+    ("What does `Buffer.dispatch` take?", "buffer dispatch", "Buffer", "api/buffer.html"),
+    ("How does the sum of combine round?", "combine rounding", "contract combine", "design/contract.html"),
+    ("What is a handle?", "handle glossary", "glossary", "glossary.html"),
+    ("What changed?", "changelog", "first release", "changelog.html"),
+]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+class Search:
+    """The ranking of the site's own search (mkdocs-material's worker), by lunr for Python: fields and boosts of the index, stop words,
+    beginnings of words, no length normalization, pages before their sections, and more for results with all words. Left out: suggestions,
+    and what the site does with quotes, + and -."""
+
+    def __init__(self, folder: Path):
+        index = json.loads((folder / "search" / "search_index.json").read_text())
+        self._separator = re.compile(index["config"]["separator"])
+        self._documents = [
+            {"location": entry["location"], "title": self._plain(entry["title"]), "text": self._plain(entry["text"])}
+            for entry in index["docs"]
+        ]
+        fields = [{"field_name": name, "boost": index["config"]["fields"][name]["boost"]} for name in ("title", "text")]
+        builder = Builder()
+        builder.b(0)
+        builder.pipeline = Pipeline()
+        builder.pipeline.add(stop_word_filter)
+        builder.search_pipeline = Pipeline()
+        self._index = lunr.lunr(ref="location", fields=fields, documents=self._documents, builder=builder)
+
+    def _plain(self, text: str) -> str:
+        words = self._separator.split(re.sub(r"<[^>]+>|&\w+;", " ", text).lower())
+        return " ".join(word.strip(".,;'").replace("-", "_") for word in words)  # lunr for Python splits at what stands in a word
+
+    def pages(self, query: str) -> list[str]:
+        """Return the pages in the order in which the site lists them."""
+        words = self._plain(query).split()
+        best: dict[str, float] = {}
+        for found in self._index.search(" ".join(f"{word}*" for word in words)):
+            matched = sum(any(term.startswith(word) for term in found["match_data"].metadata) for word in words)
+            page, _, section = found["ref"].partition("#")
+            score = found["score"] * (1 + ((not section) + matched / len(words)) ** 2)
+            best[page] = max(score, best.get(page, 0))
+        return sorted(best, key=lambda page: -best[page])
+
+
+@cache
+def search_of(folder: Path) -> Search:
+    return Search(folder)
+
+
+@pytest.mark.parametrize(("question", "first", "second", "page"), QUESTIONS, ids=lambda value: value if value.endswith("?") else "")
+def test_search_finds_the_page_in_two_tries(site, question, first, second, page):
+    search = search_of(site)
+    tries = {query: search.pages(query)[:3] for query in (first, second)}
+    assert any(page in found for found in tries.values()), f"{question} {tries}"
+    assert (ROOT / "docs" / page.replace(".html", ".md")).exists() or page == "changelog.html"
+
+
+def test_search_says_nothing_of_nonsense(site):
+    assert search_of(site).pages("xyzzy") == []
+
+
+class Page(HTMLParser):
+    """What a page refers to, and the names that can be referred to."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.targets: list[str] = []
+        self.outside: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.names: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.names |= {value for key, value in attributes if key in ("id", "name") and value}
+        if tag == "img":
+            self.images.append(given)
+        loaded = given.get("src") if tag in ("img", "script") else given.get("href") if tag == "link" else None
+        if loaded and "://" in loaded and given.get("rel") != "canonical":
+            self.outside.append(loaded)
+        target = given.get("href") if tag == "a" else loaded
+        if target and "://" not in target and not target.startswith(("data:", "mailto:", "javascript:")):
+            self.targets.append(target)
+
+
+def test_built_pages_lead_somewhere_and_load_nothing_from_outside(site):
+    pages = {path: Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 40
+    for path, page in pages.items():
+        assert not page.outside, f"{path}: it must work without a network"
+        assert all(image.get("alt") for image in page.images), path
+        for target in page.targets:
+            link, _, anchor = target.partition("#")
+            file = (path.parent / link).resolve() if link else path
+            file = file / "index.html" if file.is_dir() else file
+            assert file.exists(), f"{path}: {target}"
+            if anchor and file in pages and not anchor.startswith("__"):
+                assert anchor in pages[file].names, f"{path}: {target}"
+
+
+def test_api_pages_have_every_public_name(site):
+    import deepep_moe
+    from deepep_moe import nn, ops
+    from deepep_moe.integrations import deepspeed, megatron
+
+    for page, module in (("ops", ops), ("nn", nn), ("deepspeed", deepspeed), ("megatron", megatron)):
+        names = Page((site / "api" / f"{page}.html").read_text()).names
+        missing = [
+            name for name in module.__all__ if not any(re.fullmatch(rf"{module.__name__}\.(\w+\.)?{name}", found) for found in names)
+        ]
+        assert not missing, f"{page}: {missing}"
+    text = "".join((site / "api" / f"{page}.html").read_text() for page in ("buffer", "low_latency"))
+    for name in set(deepep_moe.__all__) - {"__version__", "errors", "features"}:
+        assert f'id="deepep_moe.{name}"' in text, name
+    for method in ("dispatch", "combine", "layout", "check", "destroy"):
+        assert f'id="deepep_moe.Buffer.{method}"' in text, method

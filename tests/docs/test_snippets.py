@@ -1,0 +1,189 @@
+"""Every snippet of the README and the documentation runs, and every command that they name exists with its options."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deepep_moe.testing import run_ranks
+
+ROOT = Path(__file__).parents[2]
+MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / "distributions").rglob("*.md")]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(MARKDOWN)}
+BLOCKS = {
+    (name, number): block
+    for name, text in TEXTS.items()
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+}
+ALONE = [("README.md", 1), ("docs/index.md", 0), ("docs/inference.md", 0)]
+UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0)]
+IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
+
+
+def test_every_block_is_run_below():
+    assert sorted(BLOCKS) == sorted([*ALONE, *UNDER_TORCHRUN, *IN_DEEPSPEED]), "add new blocks to one of these lists"
+
+
+@pytest.mark.parametrize("key", ALONE, ids=str)
+def test_block_runs_alone(key):
+    assert len(BLOCKS[key].strip().splitlines()) <= 20
+    result = subprocess.run([sys.executable, "-c", BLOCKS[key]], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == {"README.md": "shm True\n", "docs/index.md": "shm torch.Size([512, 256])\n"}.get(key[0], "")
+
+
+def run_under_torchrun(script: str, folder: Path, device: str) -> list[str]:
+    """Run on two ranks, and return what each has printed."""
+    (folder / "moe.py").write_text(script)
+    to_files = ("--redirects", "1", "--log-dir", str(folder))  # on one pipe lines of ranks may mix
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *to_files, str(folder / "moe.py")]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert result.returncode == 0, result.stderr
+    return [output.read_text() for rank in range(2) for output in folder.glob(f"*/attempt_0/{rank}/stdout.log")]
+
+
+DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu(2)]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_readme_script_runs(device, tmp_path):
+    """On CPUs with another group and without `.cuda()`, as there is nothing to move to."""
+    script = BLOCKS["README.md", 0]
+    if device == "cpu":
+        changes = (('"nccl"', '"gloo"'), (".cuda()", ""), ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n', ""))
+        for before, after in changes:
+            assert before in script
+            script = script.replace(before, after)
+    outputs = run_under_torchrun(script, tmp_path, device)
+    backend, num_rows = "nvlink" if device == "cuda" else "shm", []
+    for rank, output in enumerate(outputs):
+        line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows received, \[512, 256\] came back\n", output)
+        assert line, output
+        num_rows.append(int(line[1]))
+    assert sum(num_rows) == 2 * 512 * 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_guide_script_runs(device, tmp_path):
+    backend = "nvlink" if device == "cuda" else "shm"
+    for rank, output in enumerate(run_under_torchrun(BLOCKS["docs/guide.md", 0], tmp_path, device)):
+        line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows, gradient of x (\d+\.\d+)\n", output)
+        assert line and int(line[1]) > 0 and float(line[2]) > 0, output
+
+
+class Gated(nn.Module):
+    """An expert with the names that the page's function reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def _deepspeed_worker(rank: int, num_ranks: int, blocks: list[str]) -> None:
+    from deepspeed.moe.layer import MoE
+
+    from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
+
+    with engine_ready():
+        first, swap, group, loss = blocks
+        names: dict = {}
+        exec(compile(first.replace("range(50)", "range(2)"), "the script", "exec"), names)
+        layer = names["engine"].module.moe.deepspeed_moe
+        assert type(layer).__name__ == "PackedMOELayer"
+        exec(compile(swap, "swap and restore", "exec"), {"model": names["engine"]})
+        assert type(layer).__name__ == "MOELayer"
+
+        model = MoE(16, Gated(), num_experts=4, ep_size=2, k=1)
+        model.set_deepspeed_parallelism()
+        exec(compile(group, "grouped experts", "exec"), {"model": model, "torch": torch})
+        assert torch.isfinite(model(torch.randn(8, 16))[0]).all()
+
+        given = {"torch": torch, "losses": torch.full((3 + rank,), 2.0)}
+        exec(compile(loss, "the loss", "exec"), given)
+        total = given["loss"].clone()
+        torch.distributed.all_reduce(total)
+        assert total / num_ranks == 2.0, "the mean over all tokens, after ranks were averaged"
+
+
+@pytest.mark.slow
+def test_deepspeed_blocks_run():
+    pytest.importorskip("deepspeed")
+    run_ranks(_deepspeed_worker, 2, [BLOCKS[key] for key in IN_DEEPSPEED])
+
+
+# ---- commands ----
+
+
+HELP = """
+import runpy, sys
+for module, *arguments in map(str.split, sys.argv[1:]):
+    print("==", " ".join([module, *arguments]))
+    sys.argv = [module, *arguments, "--help"]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, end.code
+"""
+WITHOUT_HELP = {"deepep_moe.compat.run", "deepep_moe.topology.bound"}  # all that follows is another program's
+SUBCOMMANDS = {"deepep_moe.bench", "deepep_moe.topology"}
+
+
+def commands() -> dict[str, set[str]]:
+    """Return the modules that the texts start, with subcommand, and the options that they give them."""
+    found: dict[str, set[str]] = {}
+    for module, rest in re.findall(r"(?:python|torchrun[^`\n]*?) -m (deepep_moe[\w.]*\w)([^`\n]*)", "\n".join(TEXTS.values())):
+        words = rest.split("#")[0].split()
+        name = f"{module} {words[0]}" if module in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]) else module
+        if name == "deepep_moe.bench" and words[:1] != ["--help"]:
+            name = f"deepep_moe.bench {'link' if 'nvlink' in words else 'exchange'}"  # what runs without a subcommand
+        script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+        found.setdefault(name, set()).update(re.findall(r"--[a-z][\w-]+", " ".join(words[:script])))
+    return found
+
+
+def test_modules_and_their_options_exist():
+    named = commands()
+    assert named.keys() >= {"deepep_moe.doctor", "deepep_moe.tune", "deepep_moe.integrations.deepspeed", "deepep_moe.bench low-latency"}
+    named = {name: options for name, options in named.items() if name not in WITHOUT_HELP}
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    result = subprocess.run([sys.executable, "-c", HELP, *sorted(named)], capture_output=True, text=True, cwd=ROOT, env=environment)
+    printed = dict(part.split("\n", 1) for part in result.stdout.split("== ")[1:])
+    assert set(printed) == set(named), result.stderr
+    for name, options in named.items():
+        missing = [option for option in options if option not in printed[name]]
+        assert "usage: " in printed[name] and not missing, f"{name} has no {missing}"
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:^|`)make ([\w-]+)", "\n".join(TEXTS.values()), flags=re.MULTILINE))
+    assert len(targets) >= 8 and not [target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)], targets
+
+
+# ---- what pages say of the code ----
+
+
+def sources() -> str:
+    """All sources as one text in which the parts of a message that spans lines are joined."""
+    folders = (("deepep_moe", "*.py"), ("integrations", "*.py"), ("csrc", "*.cpp"), ("csrc", "*.h"))
+    text = "\n".join(path.read_text() for folder, pattern in folders for path in sorted((ROOT / folder).rglob(pattern)))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def test_messages_of_troubleshoot_are_those_of_the_code():
+    page = TEXTS["docs/troubleshoot.md"].split("## By its message")[1].split("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    text = sources()
+    missing = [message for message in messages if message.split(" ...")[0] not in text]
+    assert len(messages) > 25 and not missing, missing

@@ -1,0 +1,194 @@
+"""Low-latency calls over nodes when something is wrong: refusals, different calls, ranks that are late or gone."""
+
+import time
+from dataclasses import replace
+
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from exchange_cases import device_of
+from low_latency_cases import Case, Expected, finish, make_buffer, run_case, start_dispatch
+
+from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.testing import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case([6, 8, 7, 5], max_tokens=8, num_topk=5, ranks_per_node=2)
+CULPRIT = 2
+
+
+def check_usable(buffer, rank):
+    for seed in range(3):
+        run_case(buffer, replace(CASE, seed=seed), rank, "nvshmem")
+    finish(buffer)
+
+
+def refused_by_host(rank, _, mode):
+    """All ranks of all nodes learn of a refusal in the call that it is of, of several in a row, and stay in step."""
+    buffer = make_buffer(CASE, "nvshmem", rank)
+    run_case(buffer, CASE, rank, "nvshmem")
+    for _ in range(5):
+        with pytest.raises(ValueError if rank == CULPRIT else EPPeerError, match="scale_format is 'e8'") as caught:
+            case = replace(CASE, mode=mode, scale_format="e8" if rank == CULPRIT else "fp32")
+            _, wait = start_dispatch(buffer, case, rank, "nvshmem")
+            wait()
+            finish(buffer)
+        assert rank == CULPRIT or caught.value.rank == CULPRIT
+    check_usable(buffer, rank)
+
+
+@pytest.mark.parametrize("mode", ("now", "hook"))
+def test_refused_dispatch(mode):
+    run_ranks(refused_by_host, 4, mode)
+
+
+def bad_indices(rank, _):
+    """The GPU finds them, and tells why."""
+    buffer, device = make_buffer(CASE, "nvshmem", rank), device_of("nvshmem", rank)
+    for change, message in ((lambda idx: idx * 0 + 24, r"is 24; it must be -1 \(no expert\) or 0 to 23"), (lambda idx: idx * 0, "twice")):
+        x, idx, weights = (tensor.to(device) for tensor in CASE.inputs(rank))
+        with pytest.raises(ValueError if rank == CULPRIT else EPPeerError, match=message) as caught:
+            out = buffer.dispatch(x, change(idx) if rank == CULPRIT else idx, weights)
+            finish(buffer)
+        assert rank == CULPRIT or caught.value.rank == CULPRIT
+        check_usable(buffer, rank)
+    with pytest.raises(ValueError if rank == CULPRIT else EPPeerError, match="twice"):
+        out = buffer.dispatch(x, idx * 0 if rank == CULPRIT else idx, weights)
+        finish(buffer)
+    rows = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=device)
+    with pytest.raises((ValueError, EPPeerError), match="handle"):  # of a dispatch that has failed on every rank
+        buffer.combine(rows, out.handle)
+        finish(buffer)
+    check_usable(buffer, rank)
+
+
+def test_bad_indices():
+    run_ranks(bad_indices, 4)
+
+
+def refused_combine(rank, _):
+    """The ranks of the node name the culprit, and those of the other node who has told them."""
+    buffer = make_buffer(CASE, "nvshmem", rank)
+    out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
+    rows = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
+    with pytest.raises(ValueError if rank == CULPRIT else EPPeerError, match="wire is 'fp4'|its call: EPPeerError") as caught:
+        buffer.combine(rows, out.handle, wire="fp4" if rank == CULPRIT else None)
+        finish(buffer)
+    if rank != CULPRIT:
+        assert caught.value.rank in {0: (2,), 1: (3,), 3: (2,)}[rank], (rank, caught.value)
+    check_usable(buffer, rank)
+
+
+def test_refused_combine():
+    run_ranks(refused_combine, 4)
+
+
+def different_calls(rank, _):
+    buffer = make_buffer(CASE, "nvshmem", rank)
+    text = "ranks make different calls: .*sent as fp8"
+    with pytest.raises(EPMismatchError, match=text):
+        start_dispatch(buffer, replace(CASE, fp8=rank == CULPRIT), rank, "nvshmem")
+        finish(buffer)
+    check_usable(buffer, rank)
+    outputs = [start_dispatch(buffer, CASE, rank, "nvshmem")[0] for _ in range(2)]
+    rows = torch.zeros(outputs[0].recv_x.shape, dtype=torch.bfloat16, device=outputs[0].recv_x.device)
+    with pytest.raises((EPMismatchError, EPPeerError), match="combine with the handle of call"):
+        buffer.combine(rows, outputs[rank // 2].handle)
+        finish(buffer)
+    check_usable(buffer, rank)
+
+
+def test_different_calls():
+    run_ranks(different_calls, 4)
+
+
+def is_late(rank, _, operation):
+    """A rank that misses the deadline: all others raise, and those that wait for it name it."""
+    buffer = make_buffer(CASE, "nvshmem", rank, timeout_s=3)
+    out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
+    finish(buffer)
+    dist.barrier()
+    if rank == CULPRIT:
+        time.sleep(8)
+        return buffer.destroy()
+    began = time.monotonic()
+    with pytest.raises(EPError) as caught:
+        if operation == "dispatch":
+            start_dispatch(buffer, CASE, rank, "nvshmem")
+        else:
+            buffer.combine(torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device), out.handle)
+        torch.cuda.synchronize()
+        buffer.check()
+    took = time.monotonic() - began
+    assert 2 < took < 30, took
+    assert isinstance(caught.value, (EPTimeoutError, EPPeerError)), caught.value
+    if operation == "dispatch":  # rank 3 has the tokens of rank 0 by the culprit
+        assert any(f"rank {named} did not deliver" in str(caught.value) for named in ((0, 2) if rank == 3 else (2,))), caught.value
+    elif rank in (0, 3):
+        assert f"rank {CULPRIT}" in str(caught.value), caught.value
+    return buffer.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+def test_late_rank(operation):
+    run_ranks(is_late, 4, operation)
+
+
+def late_hosts(rank, _):
+    """Hosts that are late in turn, within the deadline, change nothing."""
+    cases = [replace(CASE, seed=seed, mode=("now", "hook")[seed % 2], fp8=seed % 3 == 0) for seed in range(8)]
+    buffer = make_buffer(cases[0], "nvshmem", rank)
+    expected = [Expected(case) for case in cases]
+    for number, (case, told) in enumerate(zip(cases, expected, strict=True)):
+        time.sleep(0.1 if number % 4 == rank else 0)
+        run_case(buffer, case, rank, "nvshmem", told)
+    waited = buffer.statistics().wait_ns.cpu()
+    assert (waited[[r for r in range(4) if r // 2 == rank // 2 and r != rank]] > 1e7).all(), waited
+
+
+def test_late_hosts():
+    run_ranks(late_hosts, 4)
+
+
+def goes_on(rank, _):
+    """Whoever stalls is masked, and what came by it, on its own node and on others; the calls behind go on without."""
+    case = replace(CASE, masked=0.0)
+    buffer = make_buffer(case, "nvshmem", rank, timeout_s=5, mask_stalled=True)
+    start_dispatch(buffer, case, rank, "nvshmem")
+    dist.barrier()
+    if rank != CULPRIT:
+        start_dispatch(buffer, case, rank, "nvshmem")
+        finish(buffer)
+        assert CULPRIT in buffer.masked_ranks, buffer.masked_ranks
+        began = time.monotonic()
+        for seed in range(3):
+            run_case(buffer, replace(case, without=CULPRIT, seed=seed), rank, "nvshmem")
+        assert time.monotonic() - began < 60
+    dist.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.slow
+def test_rank_that_stalls_among_four():
+    run_ranks(goes_on, 4)
+
+
+def many_calls(rank, num_ranks, per_node, num_calls):
+    case = Case([24, 3, 17, 0, 9, 24, 1, 12][:num_ranks], ranks_per_node=per_node, num_topk=5)
+    buffer = make_buffer(case, "nvshmem", rank)
+    for seed in range(num_calls):
+        run_case(buffer, replace(case, seed=seed, fp8=seed % 2 == 0), rank, "nvshmem")
+    buffer.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")
+@pytest.mark.parametrize("seed", range(16))
+def test_networks(seed, monkeypatch):
+    """Networks that delay, tear, reorder, and show payload late, in other ways each."""
+    monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", f"seed={seed},stall_us={200 * (seed % 4)},flush={seed % 2}")
+    num_ranks, per_node = ((2, 1), (4, 2), (4, 1), (6, 2))[seed % 4]
+    run_ranks(many_calls, num_ranks, per_node, 5, start_method="spawn")
