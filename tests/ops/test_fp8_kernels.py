@@ -73,7 +73,7 @@ def assert_close(ours, expected, magnitudes):
 
     For 32 products Hopper's tensor cores shift them, and the sum so far, to the largest exponent among them, and drop what is below 2^-13
     of it. 33 terms in each of the 4 steps of a block lose half of that on average. The largest exponent is about 1/16 of the sum of
-    magnitudes in random operands: 132 / 2 * 2^-13 / 16 is 2^-11. The largest error that an H100 has made here is 2^-12.2.
+    magnitudes in random operands: 132 / 2 * 2^-13 / 16 is 2^-11. The largest error that an H100 has made here is half of that.
     """
     bound = 2**-11 * magnitudes + torch.finfo(ours.dtype).eps * expected.abs()
     error = (ours.cpu().float() - expected).abs()

@@ -99,3 +99,14 @@ def test_rows_that_no_kernel_takes(device):
         y = swiglu(inner, probs, groups_of([4], inner)).cpu()
         want = silu(inner.cpu()[:, :columns]) * inner.cpu()[:, columns:] * probs.cpu()[:, None]
         torch.testing.assert_close(y, want.float(), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", (8, 3, 520))
+@pytest.mark.parametrize(("counts", "num_rows"), (([2, 0, 3], 9), ([0, 0], 4), ([40], 40)))
+def test_tails_are_cleared_and_nothing_else(device, columns, counts, num_rows):
+    """The kernel writes pieces of 16 bytes; rows that have no whole number of them are left to PyTorch."""
+    values = torch.arange(1.0, num_rows * columns + 1, device=device).view(num_rows, columns).bfloat16()
+    expected, filled = values.clone(), sum(counts)
+    expected[filled:] = 0
+    values[filled:] = NAN
+    assert torch.equal(groups_of(counts, values).clear_tail(values), expected)
