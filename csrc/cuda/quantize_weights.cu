@@ -3,6 +3,7 @@
 // them in registers; shared memory brings together what is a row of the transposed matrix.
 #include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
+#include "cuda/device/ptx.cuh"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -12,6 +13,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kSide = 8;                      // columns, and rows, of one thread
 constexpr int kAcross = kScaleBlock / kSide;  // threads side by side
 constexpr int kPieces = kScaleBlock / 16;     // of 16 bytes in a row of fp8
+constexpr int kTileBytes = kScaleBlock * kScaleBlock;
 
 using Params = GpuQuantizeWeightsParams;
 
@@ -99,7 +101,6 @@ __device__ void store_transposed(uint2 (&rows)[kSide], uint2* tile, std::byte* t
 
 template <DType kType>
 __global__ void __launch_bounds__(kThreads) quantize_weights(const __grid_constant__ Params p) {
-    __shared__ uint4 tile[kScaleBlock * kPieces];
     const int64_t across = p.num_columns / kScaleBlock, down = p.num_rows / kScaleBlock;
     const int64_t matrix = blockIdx.x / (across * down), block_row = blockIdx.x / across % down, block_column = blockIdx.x % across;
     const int64_t row = block_row * kScaleBlock + threadIdx.x / kAcross * kSide;
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(kThreads) quantize_weights(const __grid_consta
         if (threadIdx.x == 0) p.scales[first_scale + block_row * across + block_column] = scale.scale;
     }
     if (p.y_t != nullptr) {
-        store_transposed(rows, reinterpret_cast<uint2*>(tile),
-                         p.y_t + first + block_column * kScaleBlock * p.num_rows + block_row * kScaleBlock, p.num_rows);
+        store_transposed(rows, shared_memory<uint2>(), p.y_t + first + block_column * kScaleBlock * p.num_rows + block_row * kScaleBlock,
+                         p.num_rows);
         if (threadIdx.x == 0) p.scales_t[first_scale + block_column * down + block_row] = scale.scale;
     }
 }
@@ -133,7 +134,7 @@ void launch_quantize_weights(const GpuQuantizeWeightsParams& p, void* stream) {
     const int blocks = static_cast<int>(p.num_matrices * (p.num_rows / kScaleBlock) * (p.num_columns / kScaleBlock));
     if (blocks == 0) return;
     with_dtype(p.dtype, "the weights are fp8 already",
-               [&](auto dtype) { launch<quantize_weights<dtype.value>>("quantize_weights", blocks, kThreads, 0, p, stream); });
+               [&](auto dtype) { launch<quantize_weights<dtype.value>>("quantize_weights", blocks, kThreads, kTileBytes, p, stream); });
 }
 
 }  // namespace deepep_moe
