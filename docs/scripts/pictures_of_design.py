@@ -239,8 +239,46 @@ def collective() -> Picture:
     return p
 
 
+def fp8_passes() -> Picture:
+    p = Picture(760, 300, "FP8 from gate to gradient: rows are quantized once at their source, and once more between the two products")
+    p.text(20, 28, "forward", bold=True)
+    for x, text, kind in ((20, "x, bf16\n-> e4m3", "rank"), (175, "dispatch\n1 byte a value", "row"), (330, "x w1'", "work")):
+        p.box(x, 42, 125, 54, text, kind)
+    p.box(485, 42, 110, 54, "SwiGLU\n-> e4m3", "work")
+    p.box(625, 42, 115, 54, "a w2', then\ncombine, bf16", "row")
+    p.text(20, 140, "backward", bold=True)
+    for x, text, kind in ((20, "combine\nof bf16 dx", "row"), (175, "dh w1", "work"), (330, "SwiGLU back\n-> e4m3", "work")):
+        p.box(x, 154, 125, 54, text, kind)
+    p.box(485, 154, 110, 54, "dy w2", "work")
+    p.box(625, 154, 115, 54, "dispatch\nof dy, e4m3", "row")
+    for x1, x2 in ((147, 172), (302, 327), (457, 482), (597, 622)):
+        p.arrow(x1, 69, x2, 69)
+        p.arrow(x2, 181, x1, 181)
+    p.text(20, 245, "Each e4m3 matrix is also rescaled and transposed: dh' x and dy' a are the gradients of w1 and w2.", size=13)
+    p.text(20, 275, "Products add 128 terms in the tensor cores, and then in fp32 with both scales.", size=13)
+    return p
+
+
+def fp8_tiles() -> Picture:
+    p = Picture(760, 250, "A block of the fp8 products: one thread loads, two warp groups multiply and add by turns")
+    p.box(20, 40, 150, 60, "memory\nrows, matrices", "memory")
+    p.box(250, 30, 190, 80, "4 stages in\nshared memory, each\n128 of the depth", "row")
+    p.box(520, 20, 220, 46, "warps 0 to 3: 64 rows", "work")
+    p.box(520, 76, 220, 46, "warps 4 to 7: 64 rows", "work")
+    p.arrow(172, 70, 246, 70, "loads")
+    p.arrow(442, 60, 516, 44)
+    p.arrow(442, 80, 516, 98)
+    for column in range(4):
+        p.box(110 + 155 * column, 150, 75, 30, "multiply", "work" if column % 2 == 0 else "rank")
+        p.box(187 + 155 * column, 150, 75, 30, "add", "memory")
+    p.text(20, 170, "in turns:", size=13)
+    p.text(20, 212, "While one group multiplies in the tensor cores, the other scales its sum of 128 products", size=13)
+    p.text(20, 234, "and adds it in fp32. Offsets of groups are read on the device.", size=13)
+    return p
+
+
 PICTURES = {
     "layers": layers, "sums": sums, "rings": rings, "nvlink_roles": nvlink_roles, "host": host, "turns": turns, "line": line,
     "overlap": overlap, "chunks": chunks, "gate": gate, "fusion": fusion, "autograd": autograd, "failures": failures, "growing": growing,
-    "emulation": emulation, "collective": collective,
+    "emulation": emulation, "collective": collective, "fp8_passes": fp8_passes, "fp8_tiles": fp8_tiles,
 }  # fmt: skip
