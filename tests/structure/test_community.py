@@ -1,0 +1,45 @@
+"""Workflows, issue templates and the files for those who cite, report or release: they name what is there."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def test_workflow_runs_targets_of_the_makefile():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = {step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step}
+    assert commands == {"make lint", "make test", "make test-all", "make docs"}
+    assert {command.removeprefix("make ") for command in commands} <= targets
+    lowest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"][0] == lowest
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_issue_templates(path):
+    template = yaml.safe_load(path.read_text())
+    if path.stem == "config":
+        assert template == {"blank_issues_enabled": False}
+        return
+    assert template["name"] and template["description"]
+    ids = [field["id"] for field in template["body"]]
+    assert len(set(ids)) == len(ids) and (path.stem != "defect" or "doctor" in ids)
+
+
+def test_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"], citation["cff-version"]) == (VERSION, "MIT", "1.2.0")
+    assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("page", ("RELEASING.md", "CONTRIBUTING.md", "SECURITY.md"))
+def test_files_that_a_page_names(page):
+    for name in re.findall(r"`((?:\.ci|docs|benchmarks|tests|deepep_moe)/[\w./-]+)`", (ROOT / page).read_text()):
+        assert (ROOT / name).exists(), name
