@@ -23,6 +23,7 @@ constexpr int kRanksAtOnce = 4;  // whose parts are on their way to the thread t
 
 struct Shared {
     unsigned came;  // ranks of this node, or nodes, that combine along the same dispatch
+    bool gave_up;
 };
 
 template <DType kType>
@@ -82,6 +83,10 @@ struct Kernel {
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).wait_ns) + source, now_ns() - since);
     }
 
+    __device__ GpuFailure failed_handle() const {
+        return {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch()), 0};
+    }
+
     // ---- the ranks of this node ----
 
     // Lane r of the first warp of the first block tells rank r of this node.
@@ -92,7 +97,7 @@ struct Kernel {
         if (lane >= l.rail.ranks_per_node || is_masked(c, to)) return;
         if (failed) {
             LowLatencyReason* const reason = reason_at(c, to);
-            reason->why = {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch()), 0};
+            reason->why = failed_handle();
             reason->text[0] = '\0';
             __threadfence_system();
         }
@@ -114,11 +119,12 @@ struct Kernel {
     }
 
     // All threads: this rank's entry in another node. One that has failed, or has heard of a failure, says so.
-    __device__ void enter_rail(int node) const {
+    __device__ void enter_rail(int node, bool failed) const {
         if (m.is_lost(node)) return;
         if (threadIdx.x == 0) {
-            LowLatencyRailMessage& message = m.enter(node, gave_up(c) ? refusing_word() : own_word());
-            if (gave_up(c)) message.reason.why = own_failure(c);
+            const bool refuses = failed || gave_up(c);
+            LowLatencyRailMessage& message = m.enter(node, refuses ? refusing_word() : own_word());
+            if (refuses) message.reason.why = failed ? failed_handle() : own_failure(c);
         }
         m.put_message(node, sizeof(LowLatencyRailMessage));
     }
@@ -139,7 +145,11 @@ struct Kernel {
                 if (!ends_line() && piece < num_pieces) pieces(to + row * row_bytes)[piece] = Values::store(sum);
             }
         }
-        m.put_rows(node, chunk, first * row_bytes, num_rows * row_bytes);
+        // Of a rank that has given up meanwhile, sums may lack a rank's rows: they do not go, and the other node's rank gives up too.
+        __syncthreads();
+        if (threadIdx.x == 0) shared().gave_up = gave_up(c);
+        __syncthreads();
+        if (!shared().gave_up) m.put_rows(node, chunk, first * row_bytes, num_rows * row_bytes);
     }
 
     // One warp: part `i` of the sums that ranks of this node have of a token of this rail in `node`, in their order. They lie where a rank
@@ -195,7 +205,7 @@ struct Kernel {
         const int num_peers = l.rail.num_nodes - 1;
         int nth = blockIdx.x;  // tasks of this block: entries first, then chunks of one node after the other
 #pragma unroll 1
-        for (; nth < num_peers; nth += gridDim.x) enter_rail(m.node_at(nth + 1));
+        for (; nth < num_peers; nth += gridDim.x) enter_rail(m.node_at(nth + 1), failed);
         nth -= num_peers;
 #pragma unroll 1
         for (int turn = 1; turn <= num_peers; ++turn) {

@@ -331,20 +331,22 @@ struct Kernel {
         end_send(c, call);
     }
 
-    // Blocks begin with different nodes, as one may be late.
+    // A block serves one node, or some where there are fewer blocks: what comes from others does not wait for one that is late.
     __device__ void forward() const {
-        const int num_peers = l.rail.num_nodes - 1;
+        const int num_peers = l.rail.num_nodes - 1, blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
 #pragma unroll 1
-        for (int turn = 0; turn < num_peers; ++turn) forward_from(m.node_at((turn + static_cast<int>(blockIdx.x)) % num_peers + 1));
+        for (int turn = block % num_peers; turn < num_peers; turn += blocks)
+            forward_from(m.node_at(turn + 1), block / num_peers, max(1, (blocks - turn + num_peers - 1) / num_peers));
     }
 
-    __device__ void forward_from(int node) const {
+    // first, step: tasks of this block.
+    __device__ void forward_from(int node, int first, int step) const {
         __syncthreads();
         if (threadIdx.x == 0) shared().is_here = !m.is_lost(node) && m.wait_entry(node, c.timeout_ns);
         __syncthreads();
         LowLatencyRailMessage& message = *m.in(node);
         const bool is_here = shared().is_here, is_same = is_here && (message.flag ^ flag) >> kValueBitsOfFlag == 0;
-        if (threadIdx.x == 0 && blockIdx.x == 0) handle.num_in(node) = is_same ? message.num_rows : 0;
+        if (threadIdx.x == 0 && first == 0) handle.num_in(node) = is_same ? message.num_rows : 0;
         if (!is_here) return;
         Share share{m.rank_in(node), {}};
         const RailRouting routing(&message, message.num_tokens, num_topk);
@@ -354,7 +356,7 @@ struct Kernel {
         find_places(share);
         const unsigned long long told = message.flag - LowLatencyWhat::value_in(message.flag);
 #pragma unroll 1
-        for (int task = blockIdx.x; task < l.rail.ranks_per_node + share.p.num_tokens; task += gridDim.x) {
+        for (int task = first; task < l.rail.ranks_per_node + share.p.num_tokens; task += step) {
             if (task < l.rail.ranks_per_node)
                 send_counts(share, task, message.flag, told, is_same, is_same ? nullptr : &message.reason);
             else

@@ -132,9 +132,13 @@ class Buffer(Sizes):
         """Make a backend for the GPU of `x`, the first rows of a process alone."""
         with making_on(x):
             made = make_backend("auto", self._settings, self._peers, None, has_gpu_tensors=True)
-            self._use(made)
-        if self._allows_excess:
-            made.allow_excess()
+            try:
+                self._use(made)
+                if self._allows_excess:
+                    made.allow_excess()
+            except BaseException:
+                made.destroy()
+                raise
         return made
 
     # ---- what it is ----

@@ -258,6 +258,11 @@ class Calls:
         self._earlier_failure = failure or self._earlier_failure
         return backend
 
+    @property
+    def has_chosen(self) -> bool:
+        """Is the backend that of all calls? That of a process without a group may change with the first rows."""
+        return self._for_gpu is None
+
     def _choose(self, x: Tensor) -> Backend:
         """Return the backend for the device of the first rows, and serve that device from now on."""
         make = None if self._for_gpu is None else self._for_gpu()

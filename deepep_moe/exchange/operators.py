@@ -203,12 +203,15 @@ def _fake_dispatch(
     num_rows = context.new_dynamic_size() if num_recv_rows < 0 else num_recv_rows
     num_slots = context.new_dynamic_size() if is_expert else 0
     recv_x, recv_x_scales, recv_topk_weights = _fake_rows(x, x_scales, topk_weights, num_topk, layout, num_rows)
+    known = calls.capabilities if calls.has_chosen else None  # else the first rows choose the backend, which comes with sizes of its own
+    num_channels = context.new_dynamic_size() if known is None else known.num_channels
+    num_handle_numbers = context.new_dynamic_size() if known is None else known.num_handle_numbers
     return (
         recv_x, recv_x_scales, topk_idx.new_empty(0 if is_expert else num_rows, num_topk), recv_topk_weights,
         topk_idx.new_empty(num_tokens, num_topk, dtype=torch.int32), topk_idx.new_empty(num_slots, num_topk, dtype=torch.int32),
-        topk_idx.new_empty(calls.settings.num_ranks, calls.capabilities.num_channels, dtype=torch.int32),
+        topk_idx.new_empty(calls.settings.num_ranks, num_channels, dtype=torch.int32),
         topk_idx.new_empty(calls.settings.num_local_experts, dtype=torch.int32),
-        topk_idx.new_empty(calls.capabilities.num_handle_numbers, dtype=torch.int64, device="cpu"),
+        topk_idx.new_empty(num_handle_numbers, dtype=torch.int64, device="cpu"),
     )  # fmt: skip
 
 

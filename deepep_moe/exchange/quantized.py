@@ -37,7 +37,7 @@ def dispatch(
     else:
         calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
         how = layout, expert_alignment, num_recv_rows
-    calls.refuse_on_failure(check_blockwise, x, x_scales, *how)
+    calls.refuse_on_failure(check_blockwise, x, x_scales, *how[:2], num_recv_rows if handle is None else handle.num_rows)
     sent = calls.refuse_on_failure(QuantizedRows.of, x)
     args = x, topk_weights, topk_idx, sent, calls, mode, handle, how
     recv_x, weights, made = _Dispatch.apply(*args) if needs_gradients((x, topk_weights)) else _send(*args)
@@ -67,7 +67,7 @@ def combine(
 def _check_combine(x: Tensor, topk_weights: Tensor | None, handle: DispatchHandle) -> None:
     if topk_weights is not None:
         raise ValueError('topk_weights and fp8="blockwise" were both given; let the experts apply the weights, as `probs` of grouped_mlp')
-    check_blockwise(x, None, handle.layout, handle.expert_alignment, None)
+    check_blockwise(x, None, handle.layout, handle.expert_alignment, handle.num_rows)
 
 
 def _send(

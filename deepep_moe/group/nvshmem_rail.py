@@ -101,7 +101,7 @@ def make(new: Callable[[], _Backend], settings: Settings, peers: list[Introducti
     except BackendUnavailableError as error:
         made.destroy()
         return str(error)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, AttributeError) as error:  # the last two: modules of different builds
         failure = str(error)
     reasons = gather_objects(failure, group, settings.num_ranks, "memory between nodes", settings.timeout_s, lambda told: told)
     told = [f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]

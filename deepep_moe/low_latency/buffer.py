@@ -105,10 +105,15 @@ class LowLatencyBuffer(Sizes):
 
     def _use(self, made: LowLatencyBackend) -> None:
         """Make a new backend ready for calls, and say which it is."""
+        try:
+            statistics = made.zeros(self.num_local_experts + self.num_ranks + 1, torch.int64)
+            plain_calls = made.plain_calls(statistics)
+        except BaseException:
+            made.destroy()
+            raise
+        self._statistics, self._plain_calls = statistics, plain_calls
         self._backend: LowLatencyBackend | None = made
         self.backend: str = made.name
-        self._statistics = made.zeros(self.num_local_experts + self.num_ranks + 1, torch.int64)
-        self._plain_calls = made.plain_calls(self._statistics)
         self._log_backend(made.name, made.workspace_bytes)
 
     def _choose(self, x: Any) -> None:
@@ -119,6 +124,15 @@ class LowLatencyBuffer(Sizes):
             self._use(made)
             before.destroy()
         self._make_for_gpu = None
+
+    def _settled(self) -> LowLatencyBackend:
+        """Return the backend, which no call changes any more."""
+        if self._make_for_gpu is not None:
+            raise EPError(
+                "this buffer of a process without a group does not know yet whether its rows lie on the GPU; make a dispatch first, or "
+                "give it a backend: nvlink for GPUs, shm for CPUs"
+            )
+        return self._alive()
 
     # ---- what it is ----
 
@@ -218,7 +232,9 @@ class LowLatencyBuffer(Sizes):
         """Bring the experts' outputs back to the tokens' ranks, weighted and summed. Collective.
 
         The sum is that of `Buffer.combine`, to the bit: on the experts' rank over a token's rows in ascending lane of top-k, in fp32,
-        rounded once to the wire's format; at the source over ranks ascending, in fp32, rounded once.
+        rounded once to the wire's format; at the source over ranks ascending, in fp32, rounded once. Over nodes it is made node by node:
+        in a node over ranks ascending in fp32, rounded once where it crosses, and at the source over nodes ascending. There the half that
+        sends waits on SMs for the ranks of its node.
 
         Args:
             x: [num_local_experts, capacity, hidden] contiguous, bf16, fp16 or fp32, rows as the dispatch returned them; read where they lie
@@ -265,9 +281,10 @@ class LowLatencyBuffer(Sizes):
         write to.
 
         `combine` reads any tensor of this shape in place; this one has an address that stays, for graphs, and its rows may be written again
-        once the combine that read them has been received. Raises as `combine` for a dtype that it does not take."""
+        once the combine that read them has been received. Raises as `combine` for a dtype that it does not take, and EPError as
+        `statistics`."""
         if dtype not in self._combine_input:
-            backend, self._make_for_gpu = self._alive(), None
+            backend = self._settled()
             check_combine_input(dtype, self._settings, backend)
             self._combine_input[dtype] = backend.zeros((self.num_local_experts, self.capacity, self.hidden), dtype)
         return self._combine_input[dtype]
@@ -311,8 +328,9 @@ class LowLatencyBuffer(Sizes):
     # ---- what it has seen ----
 
     def statistics(self) -> LowLatencyStatistics:
-        """Views of the counters; they go on counting."""
-        self._make_for_gpu = None
+        """Views of the counters; they go on counting. Raises EPError in a process without a group that sees a GPU, before the first
+        dispatch: it decides where they lie."""
+        self._settled()
         per_expert, wait_ns, num_dropped = self._statistics.split([self.num_local_experts, self.num_ranks, 1])
         return LowLatencyStatistics(per_expert, wait_ns, num_dropped[0])
 

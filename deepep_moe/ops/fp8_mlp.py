@@ -81,7 +81,11 @@ def _weight_gradient(grads: _Fp8, rows: _Fp8, w: Tensor, groups: Groups) -> Tens
 
 
 def _quantized(rows: Tensor) -> _Fp8:
-    return (rows.values, rows.scales) if isinstance(rows, QuantizedRows) else quantize_fp8(rows.contiguous(), power_of_two=True)
+    if not isinstance(rows, QuantizedRows):
+        return quantize_fp8(rows.contiguous(), power_of_two=True)
+    if rows.values.is_cuda:
+        rows.record_stream_of(torch.cuda.current_stream(rows.values.device))  # autograd does it for tensors that have memory
+    return rows.values, rows.scales
 
 
 def _activated(act: Any, inner: Tensor, probs: Tensor | None, groups: Groups) -> _Fp8:

@@ -132,7 +132,7 @@ def rescale_transpose(x: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
     """Return x_t [k, rows] e4m3 and its scales [rows / 128, k] fp32, as `fp8_products.rescale_transpose` documents it."""
     num_rows, k = x.shape
     x_t = torch.empty(k, num_rows, dtype=x.dtype, device=x.device)
-    x_t_scales = torch.empty(num_rows // BLOCK, k, device=x.device)
+    x_t_scales = torch.empty(num_rows // BLOCK, k, dtype=torch.float32, device=x.device)
     if x.numel():
         blocks = num_rows // BLOCK * (k // BLOCK)
         _rescale_transpose[(blocks,)](x.contiguous(), scales.contiguous(), x_t, x_t_scales, num_rows, k, BLOCK, num_warps=8)
@@ -148,7 +148,7 @@ def swiglu_quantized(inner: torch.Tensor, probs: torch.Tensor | None, offsets: t
     """
     num_rows, width = inner.shape[0], inner.shape[1] // 2
     y = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=inner.device)
-    scales = torch.empty(num_rows, width // BLOCK, device=inner.device)
+    scales = torch.empty(num_rows, width // BLOCK, dtype=torch.float32, device=inner.device)
     if num_rows:
         grid = triton.cdiv(num_rows, _ROWS), triton.cdiv(width, _BLOCKS * BLOCK)
         _swiglu[grid](
@@ -166,8 +166,8 @@ def swiglu_backward_quantized(
     """
     num_rows, width = grad.shape
     grad_inner = torch.empty(num_rows, 2 * width, dtype=torch.float8_e4m3fn, device=grad.device)
-    scales = torch.empty(num_rows, 2 * width // BLOCK, device=grad.device)
-    grad_probs = None if probs is None else torch.empty(num_rows, device=grad.device)
+    scales = torch.empty(num_rows, 2 * width // BLOCK, dtype=torch.float32, device=grad.device)
+    grad_probs = None if probs is None else torch.empty(num_rows, dtype=torch.float32, device=grad.device)
     if num_rows:
         _swiglu_backward[(triton.cdiv(num_rows, _ROWS // 4),)](
             grad.contiguous(), inner.contiguous(), probs, offsets[-1:], grad_inner, scales, grad_probs, num_rows, width, probs is not None,

@@ -56,6 +56,7 @@ def grouped_mlp(
         x: [num_rows, in], grouped by expert, fp32, bf16 or fp16, or `QuantizedRows`.
         counts: [num_experts] int64 or int32, the rows of each expert: on the device of x, or on the CPU, or a list. Their sum is at most
             num_rows. On a GPU this is not checked: rows that do not exist are not read.
+            With fp8 rows all are multiples of 128, as a dispatch makes them; on a GPU others give wrong gradients.
         w1: [num_experts, inner, in] in the dtype of x; for "swiglu" inner is 2 x intermediate, the gate's rows first. Each expert's matrix
             is contiguous. There may be other memory between the matrices.
         w2: [num_experts, out, intermediate] in the dtype of x, likewise.

@@ -17,7 +17,7 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
     rank that raised here. The host does not wait for a GPU.
 
     Args:
-        routing_map: [num_tokens, num_experts] bool.
+        routing_map: [num_tokens, num_experts] bool, or numbers, of which 0 is False.
         values: [num_tokens, num_experts] of a floating-point dtype, such as probs, or None.
 
     Returns:
@@ -25,13 +25,13 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
         lanes without an expert, or None.
     """
     if not _is_served(routing_map):
-        topk_idx = topk_from_map(routing_map, num_topk)
+        topk_idx = topk_from_map(routing_map.bool(), num_topk)
         return topk_idx, None if values is None else weights_at(values, topk_idx)
-    num_tokens = routing_map.shape[0]
+    num_tokens, routing_map = routing_map.shape[0], routing_map.bool()
     topk_idx = torch.empty(num_tokens, num_topk, dtype=torch.int64, device=routing_map.device)
     topk_values = None
     if values is not None:
-        topk_values, values = torch.empty(num_tokens, num_topk, device=values.device), values.float().contiguous()
+        topk_values, values = torch.empty(num_tokens, num_topk, dtype=torch.float32, device=values.device), values.float().contiguous()
     _run("lanes_of_map", routing_map.contiguous(), values, topk_idx, topk_values)
     return topk_idx, topk_values
 
@@ -45,7 +45,7 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
         dense = topk_values.new_zeros(topk_idx.shape[0], num_experts + 1)
         columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
         return dense.scatter_(1, columns, topk_values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
-    dense = torch.empty(topk_idx.shape[0], num_experts, device=topk_idx.device)
+    dense = torch.empty(topk_idx.shape[0], num_experts, dtype=torch.float32, device=topk_idx.device)
     _run("dense_of_lanes", topk_idx.contiguous(), topk_values.contiguous(), dense)
     return dense
 

@@ -35,7 +35,7 @@ def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tens
         return _with_operators(x, num_scales, power_of_two)
     x = x.clone() if x.data_ptr() % _C.ROW_ALIGNMENT else x  # the kernel loads whole pieces
     y = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scales = torch.empty(x.shape[0], num_scales, device=x.device)
+    scales = torch.empty(x.shape[0], num_scales, dtype=torch.float32, device=x.device)
     with on_device(x):
         _C.gpu_quantize(x, y, scales, power_of_two, DTYPES[x.dtype], current_stream(x.device))
     return y, scales
@@ -91,7 +91,7 @@ def _quantized_weights(w: Tensor, *, with_plain: bool, with_transposed: bool) ->
 
 def _empty_weights(like: Tensor, num_experts: int, n: int, k: int) -> _Quantized:
     y = torch.empty(num_experts, n, k, dtype=FP8, device=like.device)
-    return y, torch.empty(num_experts, n // BLOCK, k // BLOCK, device=like.device)
+    return y, torch.empty(num_experts, n // BLOCK, k // BLOCK, dtype=torch.float32, device=like.device)
 
 
 def dequantize_fp8(y: Tensor, scales: Tensor) -> Tensor:

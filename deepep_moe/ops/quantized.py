@@ -46,6 +46,11 @@ class QuantizedRows(Tensor):
         """Return the rows [num_rows, hidden] in bf16, which holds them exactly. Without gradient."""
         return dequantize_fp8(self.values, self.scales).bfloat16()
 
+    def record_stream_of(self, stream: torch.Stream) -> None:
+        """Keep the memory until what `stream` has been given is over, as `Tensor.record_stream`."""
+        self.values.record_stream(stream)
+        self.scales.record_stream(stream)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedRows({list(self.shape)} on {self.device})"
 
@@ -57,4 +62,9 @@ class QuantizedRows(Tensor):
             return cls(args[0].values, args[0].scales)
         if func is _aten.view.default and tuple(args[1]) in (tuple(args[0].shape), (-1, args[0].shape[1])):
             return cls(args[0].values, args[0].scales)
+        if func is _aten.isnan.default:  # torch.autograd.detect_anomaly asks
+            return args[0].dequantized().isnan()
+        if func is _aten.record_stream.default:
+            args[0].record_stream_of(args[1])
+            return None
         raise NotImplementedError(f"{func} was called with fp8 rows, which only grouped_mlp takes; pass x.dequantized(), or switch fp8 off")

@@ -55,9 +55,9 @@ class TuneRank(Rank):
         backend = buffer.calls.backend
         assert isinstance(backend, NvlinkBackend)  # options name it
         default, machine = backend.fitted, backend.machine
-        self._check_alike(str(machine))
         self.say(f"{machine}; {Shape.of(o.num_tokens, o.hidden, o.num_topk)}; default: {default}")
         try:
+            self._check_alike(str(machine))
             calls = self._calls(buffer)
             meter = Meter(lambda values, count: self._sample(backend, calls, values, count), lambda: self._elapsed_s, o.limit_s, self.say)
             best = search(default, machine, meter)

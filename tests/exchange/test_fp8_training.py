@@ -175,6 +175,7 @@ def refusals(rank, num_ranks, backend):
     buffer = buffer_of(backend)
     good = buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise")
     other = buffer.dispatch(x, idx)
+    odd = buffer.dispatch(x, idx, expert_alignment=128, num_recv_rows=5000)
     _, scales = quantize_fp8(x)
     for arguments, how, message in (
         ((x.float(), idx), {}, "x has dtype float32; fp8='blockwise' takes bfloat16"),
@@ -184,6 +185,7 @@ def refusals(rank, num_ranks, backend):
         ((x, idx), {"fp8": "mxfp8"}, "fp8 is 'mxfp8'; it must be True, False or 'blockwise'"),
         ((x, idx), {"x_scales": scales}, "fp8='blockwise' and x_scales were both given"),
         ((x,), {"handle": other.handle, "expert_alignment": 1}, "expert_alignment is 1, but fp8 experts need a multiple of 128"),
+        ((x,), {"handle": odd.handle}, "num_recv_rows is 5000, but fp8 experts need a multiple of 128; pass 5120"),
         ((x[:, :200].contiguous(), idx), {}, r"hidden a multiple of 128"),
     ):
         how = {"fp8": "blockwise", **({} if "handle" in how or "expert_alignment" in how else {"expert_alignment": 128}), **how}

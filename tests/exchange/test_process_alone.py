@@ -7,6 +7,7 @@ import torch
 from exchange_cases import device_of
 
 from deepep_moe import Buffer, LowLatencyBuffer
+from deepep_moe.errors import EPError
 
 IDX = torch.tensor([[0, 1], [2, -1], [3, 1], [1, 0]])
 
@@ -47,6 +48,16 @@ def test_cpu_tensors_with_and_without_a_gpu(monkeypatch, has_gpu):
         ValueError, match="x is on meta; backend 'shm' moves tensors on cpu; create a Buffer with another `backend` for meta"
     ):
         buffer.dispatch(torch.empty(4, 128, device="meta"), IDX.to("meta"))
+
+
+def test_what_lies_somewhere_waits_for_the_first_rows(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    buffer = LowLatencyBuffer(None, 8, 128, 4, 2)
+    for ask in (buffer.statistics, buffer.combine_input):
+        with pytest.raises(EPError, match="does not know yet whether its rows lie on the GPU; make a dispatch first"):
+            ask()
+    pass_through_low_latency(buffer, rows("cpu"))
+    assert buffer.combine_input(torch.float32).device.type == "cpu"
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 from exchange_cases import device_of
 
+from deepep_moe.ops import quantize_fp8
 from deepep_moe.ops.lanes import LanesOfMap, dense_of_lanes, lanes_of_map, topk_from_map, weights_at
 
 SIZES = [(0, 4, 2), (5, 1, 1), (7, 13, 3), (33, 64, 8), (4, 20, 20), (3, 8, 0), (9, 256, 32), (2, 1000, 8)]
@@ -49,6 +50,30 @@ def test_strides_and_dtypes(device):
     assert all(map(torch.equal, got, want))
     dense = dense_of_lanes(want[0].T.contiguous().T, want[1].T.contiguous().T, 16)
     assert torch.equal(dense, dense_of_lanes(*want, 16))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64), ids=str)
+def test_default_dtype(device, dtype):
+    """Results are fp32, whatever PyTorch makes where nobody says."""
+    routing_map, values = routing(device, 12, 16, 4)
+    want = lanes_of_map(routing_map, values, 4)
+    dense = dense_of_lanes(*want, 16)
+    torch.set_default_dtype(dtype)
+    try:
+        got = lanes_of_map(routing_map, values, 4)
+        again = dense_of_lanes(*got, 16)
+        scales = quantize_fp8(torch.ones(2, 256, dtype=torch.float32, device=device))[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, got, want)) and torch.equal(again, dense)
+    assert scales.dtype == torch.float32 and scales.tolist() == [[pytest.approx(1 / 448)] * 2] * 2
+
+
+def test_numbers_for_bools(device):
+    routing_map, values = routing(device, 12, 16, 4)
+    want = lanes_of_map(routing_map, values, 4)
+    for dtype in (torch.int32, torch.float32):
+        assert all(map(torch.equal, lanes_of_map(routing_map.to(dtype), values, 4), want))
 
 
 def test_too_many_experts(device):

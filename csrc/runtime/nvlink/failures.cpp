@@ -61,7 +61,7 @@ std::string Failures::describe_lack(const GpuFailure& f, int reporter) const {
     const std::string phase = name_of(static_cast<GpuPhase>(f.phase));
     if (f.kind == kPeerLeft) return me + ", waiting for " + phase + ": " + peer + kHasLeft;
     const std::string why =
-        f.kind == kPeerEnded ? ", its process " + std::to_string(memory_.process_of(f.peer)) + " is gone"
+        f.kind == kPeerEnded ? ", its process " + (memory_.has(f.peer) ? std::to_string(memory_.process_of(f.peer)) + " " : "") + "is gone"
                              : " within the deadline of " + std::to_string(static_cast<int64_t>(deadline_of(f, reporter) * 1000)) + " ms";
     return me + ": " + peer + " did not deliver" + why + "; phase '" + phase + "', expected " + std::to_string(f.expected) + ", seen " +
            std::to_string(f.seen) + (f.kind == kPeerEnded ? "" : kIfSlow);

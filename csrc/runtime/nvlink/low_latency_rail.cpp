@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "runtime/nvlink/streams.h"
+
 namespace deepep_moe {
 namespace {
 
@@ -43,12 +45,19 @@ void LowLatencyRail::send_dispatch(const LowLatencyContext& context, LowLatencyD
     const int64_t num_chunks = (params.num_tokens + kLowLatencyRailRows - 1) / kLowLatencyRailRows;
     const int64_t num_tasks = (made_.num_nodes - 1) * (1 + num_chunks) + made_.ranks_per_node + params.num_tokens;
     check_launch(shim_.send({of(context), params, at_most(num_tasks, num_blocks)}, stream));
-    to_forward_.push_back(params);
+    to_forward_.push_back({params, capture_of(static_cast<cudaStream_t>(stream))});
 }
 
 void LowLatencyRail::forward(const LowLatencyContext& context, int num_blocks, void* stream) {
-    for (const LowLatencyDispatchParams& params : std::exchange(to_forward_, {}))
-        check_launch(shim_.forward({of(context), params, at_most(made_.ranks_per_node + config_.num_max_tokens, num_blocks)}, stream));
+    const unsigned long long capture = capture_of(static_cast<cudaStream_t>(stream));
+    for (const Sent& sent : to_forward_)
+        if (sent.capture == 0 && capture != 0)
+            throw std::invalid_argument(
+                "a dispatch outside of the CUDA graph that is captured has not been received; call its hook before the capture");
+    for (const Sent& sent : std::exchange(to_forward_, {}))  // what a capture before has left is no call
+        if (sent.capture == capture)
+            check_launch(
+                shim_.forward({of(context), sent.params, at_most(made_.ranks_per_node + config_.num_max_tokens, num_blocks)}, stream));
 }
 
 void LowLatencyRail::receive_dispatch(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks,

@@ -26,14 +26,18 @@ public:
 
 private:
     // Ranks of a node wait for what others have to forward. So whatever may wait first forwards the rows of all dispatches that were sent,
-    // whose hooks may come later.
+    // whose hooks may come later. Throws std::invalid_argument in the capture of a CUDA graph, where one outside of it waits for its hook.
     void forward(const LowLatencyContext& context, int num_blocks, void* stream);
     LowLatencyRailContext of(const LowLatencyContext& context) const;
 
     const LowLatencyConfig config_;
     const LowLatencyRailShim& shim_;
     LowLatencyRailContext made_{};  // without the context of a call
-    std::vector<LowLatencyDispatchParams> to_forward_;
+    struct Sent {
+        LowLatencyDispatchParams params;
+        unsigned long long capture;  // of a CUDA graph that it is part of, or 0
+    };
+    std::vector<Sent> to_forward_;
 };
 
 }  // namespace deepep_moe

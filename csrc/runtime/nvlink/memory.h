@@ -35,6 +35,7 @@ public:
 
     // For a kernel; `failure` in host memory, the others in the device's.
     GpuWaits waits(double timeout_s, GpuFailure* failure, int* gave_up, GpuEnded* ended) const;
+    bool has(int rank) const { return rank >= first_ && rank < first_ + num_ranks_; }
     int process_of(int rank) const { return processes_[rank - first_].pid; }
 
     static const size_t kHandleBytes;

@@ -86,6 +86,8 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[st
 def main(options: argparse.Namespace) -> None:
     try:
         if options.low_latency:
+            if options.json is not None or options.plot is not None:
+                raise ValueError("--low-latency prints a table, and writes neither records nor a plot: leave --json and --plot out")
             return low_latency.show(machine_of(options))
         records, compared = run(options)
     except (EPError, ValueError) as error:
