@@ -213,7 +213,7 @@ def lost(rank, num_ranks, culprit, num_arriving):
     rows."""
     os.environ["DEEPEP_MOE_EMULATED_NETWORK"] = f"lose={culprit},lose_after={num_arriving}"
     buffer, part = make("nvshmem", 4, DEADLINE_S), part_of(rank, culprit)
-    assert buffer.calls.backend._world.pe_of == (0, 1, 2, 3), "the option names a PE"
+    assert buffer.calls.backend.rail._world.pe_of == (0, 1, 2, 3), "the option names a PE"
 
     def call():
         buffer.dispatch(*inputs(buffer, 1))
