@@ -72,8 +72,9 @@ def test_extreme_routings():
         run_ranks(check_cases, 4, one)
 
 
-def test_long_rows_and_many_tokens():
+def test_long_rows_and_many_tokens(monkeypatch):
     """Rows that a block takes in several goes, and tokens of which a block looks at a part at a time."""
+    monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", "depth=1024")  # 600 tokens are 300 puts, which a busy network has all at once
     run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)])
     run_ranks(check_cases, 2, [case_of("2x1", [600, 1], max_tokens=600, hidden=8)])
 
