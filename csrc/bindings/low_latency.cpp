@@ -36,7 +36,7 @@ void bind_low_latency(py::module_& m) {
     m.def(
         "low_latency_gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {
-            return GpuLowLatencyLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}).total_bytes;
+            return GpuLowLatencyLayout({num_ranks, num_experts, num_topk, hidden, num_max_tokens}, 1).total_bytes;
         },
         py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("num_topk"), py::arg("hidden"), py::arg("num_max_tokens"));
     py::class_<ShmLowLatency> shm(m, "ShmLowLatency");

@@ -3,7 +3,7 @@
 
 #include "common/dense_routing.h"
 #include "common/gate.h"
-#include "cuda/low_latency.h"
+#include "cuda/low_latency_rail.h"
 #include "cuda/params.h"
 
 namespace deepep_moe {
@@ -50,6 +50,10 @@ int64_t low_latency_combine_shared_bytes();
 // Blocks of either kernel that a multiprocessor of the current device holds at once, two at most.
 int low_latency_blocks_per_multiprocessor(const LowLatencyConfig& config);
 int low_latency_combine_blocks_per_multiprocessor();
+// Over nodes, the halves that receive.
+void launch_low_latency_receive(LowLatencyRailDispatch launch, void* stream);
+void launch_low_latency_relay(LowLatencyRailDispatch launch, void* stream);  // ahead of that of a dispatch
+void launch_low_latency_finish(LowLatencyRailCombine launch, void* stream);
 void launch_low_latency_control(const LowLatencyControlParams& params, void* stream);
 
 // ---- sizes ----

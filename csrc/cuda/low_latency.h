@@ -11,6 +11,7 @@ constexpr int kLowLatencyMaxBlocks = 1024;
 // Rows of a turn on GPUs: slots [num_ranks][num_max_tokens], each
 //   head: LowLatencyLane[num_topk] in lines of kLineLanes; it is all, where no lane has an expert here
 //   row: pieces of 16 bytes in lines of kLinePieces, then scales f32[2], of the blocks of the first and the last piece
+// and over nodes, behind all slots, landed u64[num_ranks][num_max_tokens]: flags of rows of other nodes that this rank may read.
 // In a combine the row is another rank's sum of a token of this rank, and the head, if the call brings weights, those of a token whose rows
 // this rank sums.
 // A line is 128 bytes and ends with its flag, the value 0. Eight lanes of a warp store it, and load it, with one instruction each, which
@@ -19,11 +20,14 @@ constexpr int kLowLatencyMaxBlocks = 1024;
 constexpr int kLineBytes = 128, kLineLanes = 15, kLinePieces = 7;
 
 struct GpuLowLatencyLayout : LowLatencyLayout {
-    int64_t head_bytes, slot_bytes;
+    int64_t head_bytes, slot_bytes, landed;
 
     GpuLowLatencyLayout() = default;
-    DEEPEP_MOE_HD explicit GpuLowLatencyLayout(const LowLatencyConfig& c)
-        : LowLatencyLayout(c, c.capacity() * bytes_of_slot(c)), head_bytes(bytes_of_head(c)), slot_bytes(bytes_of_slot(c)) {}
+    DEEPEP_MOE_HD GpuLowLatencyLayout(const LowLatencyConfig& c, int num_nodes)
+        : LowLatencyLayout(c, c.capacity() * bytes_of_slot(c) + (num_nodes > 1 ? round_up(8 * c.capacity(), 128) : 0)),
+          head_bytes(bytes_of_head(c)),
+          slot_bytes(bytes_of_slot(c)),
+          landed(rows + c.capacity() * bytes_of_slot(c)) {}
     DEEPEP_MOE_HD static constexpr int64_t lines_of(int64_t num_pieces) { return (num_pieces + kLinePieces - 1) / kLinePieces; }
 
 private:
@@ -48,6 +52,7 @@ struct LowLatencyState {
 
 struct LowLatencyContext : GpuWaits {
     LowLatencyConfig config;
+    int ranks_per_node;  // consecutive ones, which reach each other
     GpuLowLatencyLayout layout;
     LowLatencyState* state;
     unsigned* seen_masks;  // host memory: of the state

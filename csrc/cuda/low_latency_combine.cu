@@ -255,7 +255,7 @@ struct Kernel {
             __syncthreads();
             if (sums && begin + kSentPieces >= num_sent) load_rows(next, 0, piece);
             const int first_part = begin / kLinePieces * kPartsOfLine;
-            staged.push(c, 1u << to.source, min(kSentPieces, num_sent - begin), kQuantized, flag,
+            staged.push(c, 0, config.num_ranks, 1u << to.source, min(kSentPieces, num_sent - begin), kQuantized, flag,
                         [&](int rank) { return Turn(c, rank, call).row(c.rank, to.token) + first_part; });
         }
     }
@@ -297,8 +297,9 @@ struct Kernel {
     // One warp: until all ranks have come. Those that combine along another dispatch are reported.
     __device__ void meet_along() const {
         const unsigned long long own = dispatch();
-        Sources sources = meet(c, flag, p.statistics, blockIdx.x == 0);
-        if (c.masks_stalled) sources = agreed(c, flag, sources);
+        const WorkspaceWords words{c, call};
+        Sources sources = meet(c, words, flag, p.statistics, blockIdx.x == 0);
+        if (c.masks_stalled) sources = agreed(c, words, flag, sources);
         const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(own), came = (sources.came >> lane & 1) != 0;
         if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(own), sources.num_tokens);
         const unsigned ranks = __ballot_sync(kFullWarp, came && is_same);

@@ -9,10 +9,10 @@
 // One warp computes what all warps of a block need, because the kernel is bound by instruction issue.
 #include <algorithm>
 
-#include "cuda/device/fp8.cuh"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/low_latency_places.cuh"
+#include "cuda/device/low_latency_rail.cuh"
 #include "cuda/device/low_latency_received.cuh"
+#include "cuda/device/low_latency_send.cuh"
 #include "cuda/launch.h"
 
 namespace deepep_moe {
@@ -20,50 +20,61 @@ namespace {
 
 using Launch = LowLatencyLaunch<LowLatencyDispatchParams>;
 
-constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
-constexpr int kColumns = 16;                                            // that become a piece, of a row that is quantized
-constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
+constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32;
 
 // In shared memory.
 struct Shared {
-    StagedPieces<2 * kStagingThreads> staged[2];  // by turns: one is stored from while the other is written to
-    unsigned ranks[2];                            // that each goes to
-    unsigned came, lacking;                       // ranks that have entered the call, and whose counts have not come,
-    int num_tokens[kLowLatencyMaxRanks], most;    // how many tokens they have, and how many at most
+    SendShared sending;
+    unsigned came, lacking;                     // ranks that have entered the call, and whose counts have not come,
+    int num_tokens[kLowLatencyMaxRanks], most;  // how many tokens they have, and how many at most
     TokenRows tokens[kWarps];
     int more[];  // counts of each rank for the local experts, then Marks
 };
 
-template <DType kType, bool kQuantized>
-struct Kernel {
-    static constexpr int kPieces = kQuantized ? 1 : 2;  // of a row that is sent, of a thread at once
-    static constexpr int kParts = 2;                    // of a row that is received, likewise
-    static constexpr int kGroups = 2;                   // of warps that receive
-    static constexpr int kStagedPieces = kPieces * kStagingThreads;
-    using Staged = StagedPieces<kStagedPieces>;  // not more than Shared::staged
-    static constexpr int kGivenBytes =
-        kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
+// What ranks outside of this node have sent, where there is no other node, and where there are some.
+struct OneNode {
+    static constexpr bool kIsOne = true;
+    using Words = WorkspaceWords;
+    const LowLatencyContext& c;
+    const unsigned long long call;
+    __device__ Words words() const { return {c, call}; }
+};
+struct SeveralNodes {
+    static constexpr bool kIsOne = false;
+    using Words = RailWords;
+    const RailCall rail;
+    __device__ Words words() const { return Words(rail); }
+};
+
+template <DType kType, bool kQuantized, class Nodes>
+struct Receiver {
+    static constexpr int kParts = 2;   // of a row, of a thread at once
+    static constexpr int kGroups = 2;  // of warps
 
     const LowLatencyContext& c;
-    const LowLatencyConfig& config;
     const LowLatencyDispatchParams& p;
+    const Nodes nodes;
+    const LowLatencyConfig& config;
     const unsigned long long call, flag;  // of this rank in the call, its value 0
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
-    const int64_t x_bytes, row_bytes;  // of a row as it is given, and as it is received, without its scales
-    const int num_pieces;              // of that
-    const int num_senders;             // blocks that send before they receive
+    const int64_t row_bytes;  // of a row, without its scales
+    const int num_pieces;     // of that
+    const int num_senders;    // blocks that send before they receive
+    const int num_relays;     // blocks that do not receive
 
-    __device__ Kernel(const Launch& l, unsigned long long call)
-        : c(l.context),
+    __device__ Receiver(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Nodes& nodes, unsigned long long call,
+                        int num_senders, int num_relays)
+        : c(c),
+          p(p),
+          nodes(nodes),
           config(c.config),
-          p(l.call),
           call(call),
           flag(p.what.flag(call, 0)),
           num_local(config.num_local_experts),
-          x_bytes(config.hidden * (16 / Piece<kType>::kCount)),
-          row_bytes(kQuantized ? config.hidden : x_bytes),
+          row_bytes(kQuantized ? config.hidden : config.hidden * (16 / Piece<kType>::kCount)),
           num_pieces(static_cast<int>(row_bytes / 16)),
-          num_senders(l.sends ? min(static_cast<int>(gridDim.x), config.num_ranks + p.num_tokens) : 0) {}
+          num_senders(num_senders),
+          num_relays(num_relays) {}
 
     __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
     template <class T>
@@ -72,179 +83,25 @@ struct Kernel {
     }
 
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
-    __device__ static Staged& staged(int turn) { return reinterpret_cast<Staged&>(shared().staged[turn]); }
-    __device__ Marks marks() const { return Marks(shared().more + config.num_experts, p.num_tokens); }
-
-    // ---- sending ----
-
-    // The first blocks send counts, one for each destination, the others rows.
-    __device__ void send() const {
-        const int block = static_cast<int>(blockIdx.x) - config.num_ranks;
-        if (block < 0) {
-            const FirstMarks experts(c, p);
-            enter(blockIdx.x);
-            const bool accepted = find_places(experts);
-            if (!accepted && threadIdx.x == 0) fail();
-            send_counts(blockIdx.x, accepted);
-        } else if (block < p.num_tokens) {
-            send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks);
-        }
+    __device__ bool is_outside(int source) const {
+        if constexpr (Nodes::kIsOne)
+            return false;
+        else
+            return nodes.rail.is_outside(source);
     }
 
     // No combine may go along the handle: what a block has not received it has not placed.
     __device__ void fail() const { *in_handle<unsigned long long>(handle().failed) = call ^ c.failed; }
 
-    // Every word is its own flag.
-    __device__ void enter(int to) const {
-        if (threadIdx.x != 0) return;
-        if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), flag + p.num_tokens);
-        if (to == 0) *in_handle<unsigned long long>(0) = call;
-    }
-
-    __device__ void send_counts(int to, bool accepted) const {
-        const Turn there(c, to, call);
-        const bool masked = is_masked(c, to);
-        LowLatencyWhat what = p.what;
-        what.is_refused = !accepted;
-        const unsigned long long told = what.flag(call, 0);
-        if (!accepted) tell_reason(to, masked);
-#pragma unroll 1
-        for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
-            const int count = marks().count(to * num_local + expert);
-            if (!masked)
-                store_relaxed(there.counts(c.rank) + expert, told + count);
-            else if (count > 0)
-                atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_dropped), count);
-        }
-    }
-
-    // All threads, of which each may have seen another `masked`.
-    __device__ void tell_reason(int to, bool masked) const {
-        if (threadIdx.x == 0 && !masked) {
-            LowLatencyReason* reason = reason_at(c, to);
-            reason->why = refusal();
-            reason->text[0] = '\0';
-            __threadfence_system();
-        }
-        __syncthreads();
-    }
-
-    // The head first: by the time that the row has come, its receiver knows where it belongs. All places are worked out while the first
-    // token's columns are on their way.
-    __device__ void send_rows(int first, int step) const {
-        const FirstMarks experts(c, p);
-        int turn = 0;
-#pragma unroll 1
-        for (int token = first; token < p.num_tokens; token += step) {
-            const bool sends_head = warp == kWarps - 1;  // which has no columns
-            const Lane own(*this, token, sends_head);
-            unsigned ranks = 0;
-#pragma unroll 1
-            for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
-                const Given given(*this, token, begin);
-                if (token == first && begin == 0) find_places(experts);
-                if (sends_head && begin == 0) shared().ranks[turn] = own.ranks();
-                given.stage(*this, staged(turn));
-                __syncthreads();
-                if (begin == 0) ranks = shared().ranks[turn];
-                if (sends_head && begin == 0) send_head(token, own, ranks);
-                const int first_part = begin / kLinePieces * kPartsOfLine;
-                staged(turn).push(c, ranks, min(kStagedPieces, num_pieces - begin), kQuantized, flag,
-                                  [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
-            }
-        }
-    }
-
-    // All threads. Whether something is wrong with them, a block that counts tells.
-    __device__ bool find_places(const FirstMarks& experts) const {
-        clear(c, marks());
-        __syncthreads();
-        return mark_tokens(c, p, marks(), experts);
-    }
-
-    // One of top-k: where it goes, what with, and who is masked. One warp has them.
-    struct Lane {
-        int expert = -1, rank = -1;
-        float weight = 1.0f;
-        unsigned masks = 0;
-
-        __device__ Lane(const Kernel& k, int token, bool is_any) {
-            if (!is_any) return;
-            masks = __shfl_sync(kFullWarp, *static_cast<volatile unsigned*>(&k.c.state->masks), 0);  // the same for all lanes
-            if (k.lane >= k.config.num_topk) return;
-            const int64_t at = static_cast<int64_t>(token) * k.config.num_topk + k.lane, chosen = expert_at(k.p, at);
-            if (k.p.topk_weights != nullptr) weight = k.p.topk_weights[at];
-            if (chosen < 0 || chosen >= k.config.num_experts) return;
-            expert = static_cast<int>(chosen);
-            rank = expert / k.num_local;
-        }
-        // All ranks that the token goes to.
-        __device__ unsigned ranks() const { return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & ~masks; }
-    };
-
-    // One warp: what of the token goes where.
-    __device__ void send_head(int token, const Lane& own, unsigned ranks) const {
-        const int num_parts = static_cast<int>(c.layout.head_bytes / 16);
-        if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
-        LowLatencyLane out{-1, 0, own.weight};
-        if (own.rank >= 0) out.index = static_cast<uint16_t>(marks().before(token, own.expert));
-#pragma unroll 1
-        for (int to = 0; to < config.num_ranks; ++to) {
-            if ((own.masks >> to & 1) != 0) continue;
-            out.expert = static_cast<int16_t>(own.rank == to ? own.expert - to * num_local : -1);
-            const uint4 part = head_part(out, flag);
-            store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
-        }
-    }
-
-    // What becomes this thread's pieces of a row on its way.
-    struct Given {
-        static constexpr int kLoads = kGivenBytes / 16;
-        int num = 0;
-        uint4 raw[kPieces][kLoads] = {};
-
-        __device__ Given(const Kernel& k, int token, int begin) {
-            if (threadIdx.x >= kStagingThreads) return;
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                const int piece = begin + threadIdx.x + i * kStagingThreads;
-                if (piece >= k.num_pieces) return;
-                ++num;
-                const uint4* from = pieces(k.p.x + token * k.x_bytes + piece * kGivenBytes);
-#pragma unroll
-                for (int load = 0; load < kLoads; ++load) raw[i][load] = from[load];
-            }
-        }
-
-        __device__ void stage(const Kernel& k, Staged& staged) const {
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                uint4 value = raw[i][0];
-                const int at = threadIdx.x + i * kStagingThreads;
-                if constexpr (kQuantized) {
-                    float x[kColumns];
-#pragma unroll
-                    for (int load = 0; load < kLoads; ++load) Piece<kType>::load(raw[i][load], x + load * Piece<kType>::kCount);
-                    const Fp8Block block(largest_of<kPiecesOfBlock>(x), k.p.what.is_rounded);
-                    value = block.store(x).raw;
-                    if (i < num && at % kPiecesOfBlock == 0) staged.scales[at / kPiecesOfBlock] = block.scale;
-                }
-                if (i < num) staged.pieces[at] = value;
-            }
-        }
-    };
-
-    // ---- receiving ----
-
     // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy, a group of warps a token, so that the next
     // one's parts are on their way. Which tokens they are needs the most of a rank; until all ranks have told, those of this one.
     __device__ void receive() const {
-        const int begin = first_token(), step = static_cast<int>(gridDim.x);
+        const int begin = first_token(), step = num_blocks();
         int most = max(1, p.num_tokens), end = static_cast<int>(config.capacity());
 #pragma unroll 1
         for (int first = begin; first < end; first += kWarps * step) {
             const int own = first + warp * step;
-            bool is_loaded = own < min(end, config.num_ranks * most);
+            bool is_loaded = own < min(end, config.num_ranks * most) && !is_outside(token_at(own, most).source);
             Parts<1> head;
             if (is_loaded) head.load(PartsOfHead(*this, token_at(own, most)));
             if (first == begin) {
@@ -265,10 +122,12 @@ struct Kernel {
         }
     }
 
+    __device__ int num_blocks() const { return static_cast<int>(gridDim.x) - num_relays; }
+
     // Blocks that send nothing take the first ones.
     __device__ int first_token() const {
-        const int block = static_cast<int>(blockIdx.x) - num_senders;
-        return block < 0 ? block + static_cast<int>(gridDim.x) : block;
+        const int block = static_cast<int>(blockIdx.x) - num_relays - num_senders;
+        return block < 0 ? block + num_blocks() : block;
     }
 
     // The n-th of `most` of each rank, in the order in which their rows come: this rank's own, then those of the rank that pushes here
@@ -283,9 +142,9 @@ struct Kernel {
         shared().lacking = 0;
         __syncthreads();
         if (warp == 0)
-            store_sources(meet(c, flag, p.statistics, tells));
+            store_sources(meet(c, nodes.words(), flag, p.statistics, tells));
         else
-            wait_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
+            wait_counts(c, nodes.words(), flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
         __syncthreads();
         if (threadIdx.x == 0 && lacks_a_rank() && gave_up(c)) fail();
         if (c.masks_stalled) agree_across_blocks();
@@ -307,9 +166,10 @@ struct Kernel {
     // A rank has come for all blocks or for none: rows of one whose counts are not known would lie where those of another belong.
     __device__ void agree_across_blocks() const {
         if (warp == 0)
-            store_sources(agreed(c, flag, {shared().came & ~shared().lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
+            store_sources(agreed(c, nodes.words(), flag,
+                                 {shared().came & ~shared().lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
         __syncthreads();
-        read_counts_again(c, flag, shared().more, shared().came & shared().lacking);
+        read_counts_again(c, nodes.words(), flag, shared().more, shared().came & shared().lacking);
         __syncthreads();
     }
 
@@ -328,7 +188,11 @@ struct Kernel {
     __device__ void find_rows(const SourceToken& from, Parts<1>& head, bool is_loaded, TokenRows& out) const {
         if (from.token >= shared().num_tokens[from.source]) return;
         LowLatencyLane there{-1, 0, 0.0f};
-        if (wait(head, PartsOfHead(*this, from), from.source, is_loaded)) there = lane_of_head(head.values[0]);
+        bool is_here = false;
+        if constexpr (!Nodes::kIsOne) {
+            if (is_outside(from.source)) there = lane_from_outside(from, is_here);
+        }
+        if (!is_outside(from.source) && wait(head, PartsOfHead(*this, from), from.source, is_loaded)) there = lane_of_head(head.values[0]);
         if (lane >= config.num_topk) there.expert = -1;
         int row = -1;
         if (there.expert >= 0)
@@ -343,7 +207,19 @@ struct Kernel {
             out.rows[nth] = row * row_bytes;
             out.scales[nth] = row + there.expert * (num_scale_words(config, p.what.is_rounded) - 1) * config.capacity();
         }
-        if (lane == 0) out.num = __popc(lanes);
+        if (lane == 0) out.num = __popc(lanes), out.is_here = is_here;
+    }
+
+    // One warp: this lane's of a token that is told by a message, and whether its row has landed as well.
+    __device__ LowLatencyLane lane_from_outside(const SourceToken& from, bool& is_here) const {
+        const RailCall& rail = nodes.rail;
+        const unsigned long long landed = load_acquire(Turn(c, c.rank, call).landed(from.source, from.token));
+        LowLatencyLane there{-1, 0, 0.0f};
+        if (lane < config.num_topk) there = rail.lanes(from.source, from.token)[lane];
+        is_here = landed >> kWhatBits >= call;
+        const int expert = there.expert - rail.r.index * num_local;
+        there.expert = static_cast<int16_t>(there.expert >= 0 && expert >= 0 && expert < num_local ? expert : -1);
+        return there;
     }
 
     // All lanes of a warp, until all parts are there; false where they are given up. is_loaded: they are, if not yet there.
@@ -367,14 +243,14 @@ struct Kernel {
     struct PartsOfHead {
         const uint4* const head;
         const bool is_any;
-        __device__ PartsOfHead(const Kernel& k, const SourceToken& from)
+        __device__ PartsOfHead(const Receiver& k, const SourceToken& from)
             : head(Turn(k.c, k.c.rank, k.call).head(from.source, from.token) + k.lane), is_any(k.lane < k.c.layout.head_bytes / 16) {}
         __device__ const uint4* operator()(int) const { return is_any ? head : nullptr; }
     };
     struct PartsOfRow {
         const uint4* const row;
         const int first, step, num;
-        __device__ PartsOfRow(const Kernel& k, const SourceToken& from, int first, int step)
+        __device__ PartsOfRow(const Receiver& k, const SourceToken& from, int first, int step)
             : row(Turn(k.c, k.c.rank, k.call).row(from.source, from.token)),
               first(first + k.lane),
               step(step),
@@ -385,6 +261,9 @@ struct Kernel {
 
     // A group of warps, of which this is one. What does not come is zeros.
     __device__ void copy(const SourceToken& from, const TokenRows& rows, int num_groups) const {
+        if constexpr (!Nodes::kIsOne) {
+            if (is_outside(from.source)) return copy_from_outside(from, rows, num_groups);
+        }
         const int step = kThreads / num_groups;
 #pragma unroll 1
         for (int first = warp / num_groups * 32; first < parts_of(num_pieces); first += kParts * step) {
@@ -400,6 +279,42 @@ struct Kernel {
             }
         }
     }
+
+    // Likewise, from where the network has written it.
+    __device__ void copy_from_outside(const SourceToken& from, const TokenRows& rows, int num_groups) const {
+        const RailCall& rail = nodes.rail;
+        const int step = kThreads / num_groups, begin = warp / num_groups * 32 + lane;
+        const bool is_here = rows.is_here || wait_row(from);
+        const std::byte* const row = rail.row(from.source, from.token, rail_row_bytes(config, row_bytes, kQuantized));
+#pragma unroll 1
+        for (int first = begin; first < num_pieces; first += kParts * step) {
+            uint4 piece[kParts] = {};
+#pragma unroll
+            for (int i = 0; i < kParts; ++i)
+                if (is_here && first + i * step < num_pieces) piece[i] = __ldcg(pieces(row) + first + i * step);
+#pragma unroll
+            for (int i = 0; i < kParts; ++i)
+                if (first + i * step < num_pieces) write_piece(p, rows, first + i * step, piece[i]);
+        }
+        const int num_scales = kQuantized ? config.hidden / kScaleBlock : 0;
+#pragma unroll 1
+        for (int block = begin; block < num_scales; block += step) {
+            const float scale = is_here ? __ldcg(reinterpret_cast<const float*>(row + row_bytes) + block) : 0.0f;
+            for (int n = 0; n < rows.num; ++n) write_scale(p, config, rows, n, block, scale);
+        }
+    }
+
+    // One warp.
+    __device__ bool wait_row(const SourceToken& from) const {
+        bool is_here = false;
+        if (lane == 0) {
+            const unsigned long long* const landed = Turn(c, c.rank, call).landed(from.source, from.token);
+            is_here = wait_word_of(c, landed, call, from.source, GpuPhase::kRailRows) != 0 && load_acquire(landed) >> kWhatBits >= call;
+            if (!is_here && gave_up(c)) fail();
+        }
+        __syncwarp();
+        return __shfl_sync(kFullWarp, is_here, 0);
+    }
 };
 
 template <DType kType, bool kQuantized>
@@ -408,10 +323,31 @@ __global__ void __launch_bounds__(kThreads, 2) low_latency_dispatch(const __grid
     wait_for_kernel_before();
     const LowLatencyContext& c = l.context;
     const unsigned long long call = l.sends ? next_call(c) : *reinterpret_cast<const unsigned long long*>(l.call.handle);
-    const Kernel<kType, kQuantized> kernel(l, call);
-    if (l.sends) kernel.send();
-    if (l.receives) kernel.receive();
+    const int num_senders = l.sends ? min(static_cast<int>(gridDim.x), c.config.num_ranks + l.call.num_tokens) : 0;
+    Shared& shared = *shared_memory<Shared>();
+    if (l.sends) Sender<kType, kQuantized, NobodyOutside>(c, l.call, {c}, shared.sending, shared.more + c.config.num_experts, call).send();
+    if (l.receives) Receiver<kType, kQuantized, OneNode>(c, l.call, {c, call}, call, num_senders, 0).receive();
     if (l.sends) end_send(c, call);
+}
+
+// The first blocks tell the ranks of this node what the rail has brought; they receive as well only where there are no others.
+template <DType kType, bool kQuantized>
+__global__ void __launch_bounds__(kThreads, 2) low_latency_receive(const __grid_constant__ LowLatencyRailDispatch l) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    const RailCall rail(l.rail, *reinterpret_cast<const unsigned long long*>(l.call.handle));
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    const int num_relays = max(1, min((Relay::num_tasks(l.rail) + kThreads - 1) / kThreads, blocks / 2));
+    if (block < num_relays) Relay{rail, l.call}.run(block * kThreads + threadIdx.x, num_relays * kThreads);
+    if (block < num_relays && blocks > num_relays) return;
+    Receiver<kType, kQuantized, SeveralNodes>(l.rail.context, l.call, {rail}, rail.call, 0, blocks > num_relays ? num_relays : 0).receive();
+}
+
+// For a dispatch whose hook comes later.
+__global__ void __launch_bounds__(kThreads, 1) low_latency_relay(const __grid_constant__ LowLatencyRailDispatch l) {
+    wait_for_kernel_before();
+    const RailCall rail(l.rail, *reinterpret_cast<const unsigned long long*>(l.call.handle));
+    Relay{rail, l.call}.run(blockIdx.x * kThreads + threadIdx.x, gridDim.x * kThreads);
 }
 
 template <DType kType>
@@ -422,6 +358,18 @@ void launch_type(const Launch& l, void* stream) {
     else
         launch<low_latency_dispatch<kType, false>>("low_latency_dispatch", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
 }
+
+template <DType kType>
+void launch_receive(const LowLatencyRailDispatch& l, void* stream) {
+    const int64_t shared_bytes = low_latency_shared_bytes(l.rail.context.config);
+    if (l.call.what.fp8)
+        launch<low_latency_receive<kType, true>>("low_latency_receive", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
+    else
+        launch<low_latency_receive<kType, false>>("low_latency_receive", l.num_blocks, kThreads, shared_bytes, l, stream, starts_early());
+}
+
+constexpr int kRelayBlocks = 4;
+constexpr const char* kTakes = "rows are quantized on their way; give them as they are";
 
 }  // namespace
 
@@ -439,8 +387,17 @@ void launch_low_latency_dispatch(Launch l, void* stream) {
     l.call.what.operation = LowLatencyOperation::kDispatch;
     const int senders = l.context.config.num_ranks + std::max(1, l.call.num_tokens);
     if (!l.receives) l.num_blocks = std::min(l.num_blocks, senders);
-    with_dtype(l.call.what.dtype, "rows are quantized on their way; give them as they are",
-               [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+    with_dtype(l.call.what.dtype, kTakes, [&](auto dtype) { launch_type<dtype.value>(l, stream); });
+}
+
+void launch_low_latency_receive(LowLatencyRailDispatch l, void* stream) {
+    l.call.what.operation = LowLatencyOperation::kDispatch;
+    with_dtype(l.call.what.dtype, kTakes, [&](auto dtype) { launch_receive<dtype.value>(l, stream); });
+}
+
+void launch_low_latency_relay(LowLatencyRailDispatch l, void* stream) {
+    l.call.what.operation = LowLatencyOperation::kDispatch;
+    launch<low_latency_relay>("low_latency_relay", std::min(l.num_blocks, kRelayBlocks), kThreads, 0, l, stream);
 }
 
 }  // namespace deepep_moe

@@ -1,4 +1,4 @@
-// The low-latency kernels over nodes, for the module that does not link NVSHMEM.
+// The low-latency kernels that put, for the module that does not link NVSHMEM.
 #pragma once
 
 #include "cuda/low_latency_rail.h"
@@ -6,10 +6,9 @@
 namespace deepep_moe {
 
 const char* launch_rail_send(const LowLatencyRailDispatch& launch, void* stream) noexcept;
-const char* launch_rail_forward(const LowLatencyRailDispatch& launch, void* stream) noexcept;
 const char* launch_rail_sum(const LowLatencyRailCombine& launch, void* stream) noexcept;
-const char* launch_rail_finish(const LowLatencyRailCombine& launch, void* stream) noexcept;
 const char* launch_rail_control(const LowLatencyRailControl& launch, void* stream) noexcept;
+const char* launch_rail_deliver(const LowLatencyRailDeliver& launch, void* stream) noexcept;
 
 const LowLatencyRailShim& low_latency_rail_shim();
 

@@ -1,130 +1,95 @@
-// What the low-latency kernels over nodes share: puts to the ranks of the rail, and waits for what they put. Sources include NVSHMEM's
-// headers before it.
+// What low-latency kernels put to the ranks of their rail. Sources include NVSHMEM's headers before it.
 #pragma once
 
 #include <string>
 
 #include "cuda/device/launch.cuh"
 #include "cuda/device/low_latency_lines.cuh"
-#include "cuda/low_latency_rail.h"
+#include "cuda/device/low_latency_rail.cuh"
 
 namespace deepep_moe {
 
-// This rank's symmetric memory, in one call.
-struct RailCallMemory {
-    const LowLatencyRailContext& r;
-    const LowLatencyContext& c;
-    const unsigned long long call;
+// This rank's part of a rail, in one call.
+struct RailPuts : RailCall {
+    using RailCall::RailCall;
 
-    __device__ RailCallMemory(const LowLatencyRailContext& r, unsigned long long call) : r(r), c(r.context), call(call) {}
-
-    __device__ int first_rank() const { return r.node * r.ranks_per_node; }               // of this node
-    __device__ int rank_in(int node) const { return node * r.ranks_per_node + r.index; }  // of this rail
-    __device__ int node_at(int turn) const { return (r.node + turn) % r.num_nodes; }      // the next node first
-    __device__ bool is_lost(int node) const { return is_masked(c, rank_in(node)); }       // nothing crosses to or from there
-    __device__ int64_t tokens() const { return c.config.num_max_tokens; }                 // of a rank, at most
-    __device__ int experts_of_node() const { return r.ranks_per_node * c.config.num_local_experts; }
-
-    __device__ LowLatencyRailMessage* in(int node) const { return at<LowLatencyRailMessage>(r.layout.in_of(call, node)); }
-    __device__ LowLatencyRailMessage* out(int node) const { return at<LowLatencyRailMessage>(r.layout.out_of(call, node)); }
-    __device__ std::byte* inbox(int node) const { return r.base + r.layout.inbox + r.layout.box_of(call, r.node, node); }
-    __device__ std::byte* outbox(int node) const { return r.base + r.layout.outbox + r.layout.box_of(call, r.node, node); }
-
-    // One thread: until the word that `node` sets has reached this call. False: it is masked, or has been now, or the failure is reported.
-    __device__ bool wait(int64_t offset, int node, GpuPhase phase, unsigned long long timeout_ns) const {
-        auto* const word = at<unsigned long long>(offset);
-        const int peer = rank_in(node);
-        unsigned long long seen = load_acquire(word);
-        if (seen < call) {
-            if (is_masked(c, peer)) return false;
-            seen = watch_word<kPauseNs, kLooks>(
-                c, word, [](const unsigned long long* from) { return load_acquire(from); }, call, peer, timeout_ns);
-        }
-        if (seen >= call) {
-            nvshmem_uint64_test(reinterpret_cast<uint64_t*>(word), NVSHMEM_CMP_GE, call);
-            return true;
-        }
-        mask_or_report(c, peer, phase, call, seen << kWhatBits);
-        return false;
-    }
-    __device__ bool wait_entry(int node, unsigned long long timeout_ns) const {
-        return wait(r.layout.entered_of(call, node), node, GpuPhase::kRailEntry, timeout_ns);
-    }
-    __device__ bool wait_rows(int node, int chunk, unsigned long long timeout_ns) const {
-        return wait(r.layout.arrived_of(call, node, chunk), node, GpuPhase::kRailRows, timeout_ns);
+    __device__ std::byte* message_for(int node) const { return own() + r.layout.out_of(call, node); }
+    __device__ std::byte* row_for(int node, int token, int64_t row_bytes) const {
+        return own() + r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes;
     }
 
-    // All threads of a block, which have written it: the message for a node.
-    __device__ void put_message(int node, int64_t bytes) const {
-        put(r.layout.out_of(call, node), r.layout.in_of(call, r.node), round_up(bytes, 16), r.layout.entered_of(call, r.node), node);
-    }
-    // Likewise: rows of a chunk, which lie from `first_byte` on of the outbox for a node.
-    __device__ void put_rows(int node, int chunk, int64_t first_byte, int64_t bytes) const {
-        put(r.layout.outbox + r.layout.box_of(call, r.node, node) + first_byte,
-            r.layout.inbox + r.layout.box_of(call, node, r.node) + first_byte, bytes, r.layout.arrived_of(call, r.node, chunk), node);
-    }
-
-    // One thread: enters the call in a message for `node`, without rows.
-    __device__ LowLatencyRailMessage& enter(int node, unsigned long long flag) const {
-        LowLatencyRailMessage& message = *out(node);
-        message.flag = flag;
-        message.num_tokens = message.num_rows = 0;
-        message.reason.why = {};
-        message.reason.text[0] = '\0';
-        return message;
-    }
-
-private:
-    template <class T>
-    __device__ T* at(int64_t offset) const {
-        return reinterpret_cast<T*>(r.base + offset);
-    }
-    __device__ void put(int64_t from, int64_t to, int64_t bytes, int64_t word, int node) const {
+    // All threads of a block, which have written it: enters the call in a node, with so much of a message.
+    __device__ void put_message(int node, int64_t bytes, unsigned long long flag) const {
         fence_system();
         __syncthreads();
-        nvshmemx_putmem_signal_nbi_block(r.base + to, r.base + from, bytes, reinterpret_cast<uint64_t*>(r.base + word), call,
-                                         NVSHMEM_SIGNAL_SET, r.pes[node]);
+        if (threadIdx.x / 32 == 0) put(message_of(node, bytes), node, flag, r.layout.num_tokens);
         __syncthreads();
     }
-};
+    // One warp, of a block that has written the row, with a fence of each thread, and met since.
+    __device__ void put_row(int node, int token, int64_t row_bytes, unsigned long long flag) const {
+        put(row_of(node, token, row_bytes), node, flag, token);
+    }
 
-// What the message of a dispatch has besides.
-struct RailRouting {
-    int32_t *slots, *topk_idx;
-    float* topk_weights;
-    __device__ RailRouting(LowLatencyRailMessage* message, int num_tokens, int num_topk)
-        : slots(reinterpret_cast<int32_t*>(message + 1)),
-          topk_idx(slots + num_tokens),
-          topk_weights(reinterpret_cast<float*>(topk_idx + num_tokens * num_topk)) {}
-    __device__ static int64_t bytes(int num_tokens, int num_topk) {
-        return static_cast<int64_t>(sizeof(LowLatencyRailMessage)) + int64_t{4} * num_tokens * (1 + 2 * num_topk);
+    // All threads of a block: puts what was posted in place of a put, if it was in this call. nth: the token, or num_tokens for the
+    // message.
+    __device__ void deliver(int node, int64_t nth, int64_t row_bytes) const {
+        const LowLatencyPost post = *post_of(node, nth);
+        if (post.flag >> kWhatBits != call) return;
+        const Put what = nth == r.layout.num_tokens ? message_of(node, post.bytes) : row_of(node, static_cast<int>(nth), row_bytes);
+        auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
+        if (what.bytes != 0)
+            nvshmemx_putmem_signal_nbi_block(own() + what.to, own() + what.from, what.bytes, word, post.flag, NVSHMEM_SIGNAL_SET,
+                                             r.pes[node]);
+        else if (threadIdx.x == 0)
+            nvshmemx_signal_op(word, post.flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
+    }
+
+    // One thread of all that will put the message of a refusal.
+    __device__ void write_reason(int node, const GpuFailure& why) const {
+        auto& reason = *reinterpret_cast<LowLatencyReason*>(message_for(node));
+        reason.why = why;
+        reason.text[0] = '\0';
+    }
+
+private:
+    // Offsets in symmetric memory.
+    struct Put {
+        int64_t from, to, bytes, word;
+    };
+
+    __device__ std::byte* own() const { return r.bases[r.index]; }
+    __device__ Put message_of(int node, int64_t bytes) const {
+        return {r.layout.out_of(call, node), r.layout.in_of(call, r.node), round_up(bytes, 16), r.layout.entered_of(call, r.node)};
+    }
+    __device__ Put row_of(int node, int token, int64_t row_bytes) const {
+        return {r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes,
+                r.layout.inbox + r.layout.box_of(call, node, r.node) + token * row_bytes, row_bytes,
+                r.layout.arrived_of(call, r.node, token)};
+    }
+    __device__ LowLatencyPost* post_of(int node, int64_t nth) const {
+        return r.posts + r.layout.nth(call, node) * (r.layout.num_tokens + 1) + nth;
+    }
+    // One warp. Of no bytes only the word goes. nth: as of `deliver`.
+    __device__ void put(const Put& what, int node, unsigned long long flag, int64_t nth) const {
+        auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
+        if (r.posts != nullptr) {
+            if (threadIdx.x % 32 != 0) return;
+            post_of(node, nth)->bytes = what.bytes;
+            store_release(&post_of(node, nth)->flag, flag);
+        } else if (what.bytes != 0) {
+            nvshmemx_putmem_signal_nbi_warp(own() + what.to, own() + what.from, what.bytes, word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
+        } else if (threadIdx.x % 32 == 0) {
+            nvshmemx_signal_op(word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
+        }
     }
 };
 
-// The arrays of a handle, those of one node.
-struct RailHandle {
-    std::byte* const memory;
-    const LowLatencyRailHandle layout;
-    const int64_t num_tokens;
-    __device__ RailHandle(const LowLatencyRailContext& r, const std::byte* memory)
-        : memory(const_cast<std::byte*>(memory)), layout(r.context.config, r.num_nodes), num_tokens(r.context.config.num_max_tokens) {}
-    __device__ int32_t& num_in(int node) const { return of(layout.num_in)[node]; }
-    __device__ int32_t* in_tokens(int node) const { return of(layout.in_tokens) + node * num_tokens; }
-    __device__ int32_t* in_ranks(int node) const { return of(layout.in_ranks) + node * num_tokens; }
-    __device__ int32_t* out_slots(int node) const { return of(layout.out_slots) + node * num_tokens; }
-
-private:
-    __device__ int32_t* of(int64_t offset) const { return reinterpret_cast<int32_t*>(memory + offset); }
-};
-
-// As long as a row's rank may wait for one of its own node first, and then tell.
-__device__ __forceinline__ unsigned long long behind_node_ns(const LowLatencyContext& c) { return 2 * c.timeout_ns; }
-
 template <auto kKernel, class Params>
-const char* try_launch(const char* name, int blocks, int64_t shared_bytes, const Params& params, void* stream) noexcept {
+const char* try_launch(const char* name, int blocks, int64_t shared_bytes, const Params& params, void* stream,
+                       bool early = false) noexcept {
     static thread_local std::string error;
     try {
-        launch<kKernel>(name, blocks, tuning::kLowLatencyThreads, shared_bytes, params, stream);
+        launch<kKernel>(name, blocks, tuning::kLowLatencyThreads, shared_bytes, params, stream, early);
         return nullptr;
     } catch (const std::exception& caught) {
         error = caught.what();

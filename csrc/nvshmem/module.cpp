@@ -35,6 +35,8 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def("free_bytes", &nvshmem::free_bytes);
     m.def("allocate", &nvshmem::allocate, WithoutGil(), py::arg("bytes"));
     m.def("free", &nvshmem::free, WithoutGil(), py::arg("address"));
+    m.def("mapped", &nvshmem::mapped, py::arg("address"), py::arg("pe"));
+    m.def("orders_network_writes", &nvshmem::orders_network_writes, py::arg("device"));
     m.def("barrier", &nvshmem::barrier, WithoutGil());
     m.def("quiet", &nvshmem::quiet, WithoutGil(), py::arg("timeout_s"));
     m.def("link_bytes", &ping_bytes, py::arg("num_pes"));

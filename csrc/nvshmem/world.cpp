@@ -156,6 +156,17 @@ void free(uint64_t address) {
     nvshmem_free(reinterpret_cast<void*>(address));
 }
 
+uint64_t mapped(uint64_t address, int pe) {
+    require_initialized("mapped");
+    return reinterpret_cast<uint64_t>(nvshmem_ptr(reinterpret_cast<void*>(address), pe));
+}
+
+bool orders_network_writes(int device) {
+    int ordering = 0;
+    check_cuda(cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, device), "cudaDeviceGetAttribute");
+    return ordering >= cudaGPUDirectRDMAWritesOrderingOwner;
+}
+
 void barrier() {
     require_initialized("barrier");
     nvshmem_barrier_all();

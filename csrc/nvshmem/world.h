@@ -39,8 +39,11 @@ int64_t free_bytes();
 
 // Memory of the symmetric heap, aligned to 128 bytes and zero; other PEs may write to it once they know that all have it. Collective.
 uint64_t allocate(int64_t bytes);
-void free(uint64_t address);  // collective
-void barrier();               // collective, without a deadline
+void free(uint64_t address);                // collective
+uint64_t mapped(uint64_t address, int pe);  // what lies at `address` on a PE, where loads of this GPU reach it, else 0
+// Do kernels of a GPU see what a network card writes to its memory in the order in which it is written, without a call of the host?
+bool orders_network_writes(int device);
+void barrier();  // collective, without a deadline
 
 // Waits until what this process has put has arrived: its kernels first, then the network. Needs no other PE. False: not within the
 // deadline; it is waited for all the same by a thread that may never end, and with it whatever synchronizes the device.

@@ -3,6 +3,7 @@
 exchange     dispatch and combine on the CPU
 link         dispatch and combine on GPUs
 low-latency  dispatch and combine of small batches
+nodes        the same over virtual nodes, time of kernels by half
 pipeline     both hops over virtual nodes, at a network's pace
 overlap      dispatch and combine beside GEMMs
 gate         the gate
@@ -28,13 +29,14 @@ from deepep_moe.bench.gate import command as gate
 from deepep_moe.bench.host import command as host
 from deepep_moe.bench.layers import deepspeed, megatron
 from deepep_moe.bench.low_latency import command as low_latency
+from deepep_moe.bench.low_latency import nodes
 from deepep_moe.bench.model import command as model
 from deepep_moe.bench.overlap import command as overlap
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 COMMANDS = {
-    "exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "overlap": overlap, "gate": gate, "host": host,
-    "model": model, "megatron": megatron, "deepspeed": deepspeed, "all-reduce": all_reduce,
+    "exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "nodes": nodes, "overlap": overlap, "gate": gate,
+    "host": host, "model": model, "megatron": megatron, "deepspeed": deepspeed, "all-reduce": all_reduce,
 }  # fmt: skip
 
 _UNBOUND = ("model", "all-reduce")  # nothing to bind; binds its ranks by turns

@@ -39,15 +39,35 @@ class Rail:
         self._address = 0
         _alive.add(self)
 
-    def attach(self, world: nvshmem_world.World, shim: str) -> None:
-        """Let rows cross: allocate symmetric memory. `shim`: the function of `_nvshmem` that returns the kernels. Collective; raises
-        BackendUnavailableError on all ranks alike."""
+    def attach(self, world: nvshmem_world.World, shim: str, *, maps_node: bool = False) -> None:
+        """Let rows cross: allocate symmetric memory. `shim`: the function of `_nvshmem` that returns the kernels. `maps_node`: they read the
+        memory of all ranks of the node. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those where
+        the others' memory is not mapped."""
         self._address, self._world = world.allocate(self.num_bytes), world
         s = self._settings
         ranks = range(s.rank % s.ranks_per_node, s.num_ranks, s.ranks_per_node)
         module = nvshmem_module.load()
         assert not isinstance(module, str)  # the world has it
-        self._native.attach_rail(getattr(module, shim)(), self._address, [world.pe_of[rank] for rank in ranks])
+        memory = self._of_node(world) if maps_node else self._address
+        self._native.attach_rail(getattr(module, shim)(), memory, [world.pe_of[rank] for rank in ranks])
+
+    def _of_node(self, world: nvshmem_world.World) -> list[int]:
+        """Where the memory of each rank of this node is mapped."""
+        module = nvshmem_module.load()
+        if world.num_hosts > 1 and not module.orders_network_writes(torch.cuda.current_device()):  # type: ignore[union-attr]
+            raise RuntimeError(
+                "this GPU may see what a network card writes to it in another order than it was written (CUDA's attribute "
+                "GPUDirectRDMAWritesOrdering is None), which low-latency calls rely on; use Buffer, which asks NVSHMEM to flush"
+            )
+        first = self._settings.node * self._settings.ranks_per_node
+        ranks = range(first, first + self._settings.ranks_per_node)
+        mapped = [self._address if rank == self._settings.rank else world.mapped(self._address, rank) for rank in ranks]
+        if lost := [rank for rank, address in zip(ranks, mapped, strict=True) if address == 0]:
+            raise RuntimeError(
+                f"NVSHMEM has not mapped the memory of rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} of the same node, "
+                "which low-latency calls read; unset NVSHMEM_DISABLE_P2P, and look whether all GPUs of the node are linked by NVLink"
+            )
+        return mapped
 
     def leak(self) -> None:
         """Never free what the GPU has of this, as that would wait for work that does not end."""

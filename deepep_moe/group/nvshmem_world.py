@@ -98,10 +98,11 @@ class _Ranks:
 
 
 class World:
-    """The world of a group: `pe_of` [num_ranks] (the PE of each rank), `version` of NVSHMEM, and `variables`, the environment variables
-    that were set for it."""
+    """The world of a group: `pe_of` [num_ranks] (the PE of each rank), `version` of NVSHMEM, `variables`, the environment variables that
+    were set for it, and `num_hosts`: over several, a network card writes to symmetric memory."""
 
-    def __init__(self, module: Any, ranks: _Ranks, pe_of: list[int], variables: dict[str, str]):
+    def __init__(self, module: Any, ranks: _Ranks, pe_of: list[int], variables: dict[str, str], num_hosts: int):
+        self.num_hosts = num_hosts
         self.pe_of, self.version, self.variables = tuple(pe_of), nvshmem_module.dotted(module.version_found()), variables
         self._module, self._ranks = module, ranks
 
@@ -144,6 +145,11 @@ class World:
                 return
         raise ValueError(f"address is {address:#x}; it must be one that allocate returned and that is not free")
 
+    def mapped(self, address: int, rank: int) -> int:
+        """Return where this GPU reaches, by loads, what another rank has at `address` of its symmetric heap; 0 where it does not."""
+        mapped: int = self._module.mapped(address, self.pe_of[rank])
+        return mapped
+
     def check_links(self, timeout_s: float = 10.0) -> list[str]:
         """Send a word from every rank to every other one; return a sentence for each that did not arrive. Collective."""
         address, error, states = self.allocate(self._module.link_bytes(len(self.pe_of))), None, []
@@ -179,7 +185,7 @@ def join(settings: Settings, group: "dist.ProcessGroup | None", *, hosts: list[s
     variables = {} if exists else config.set_unless_given(defaults)
     with _whole("NVSHMEM's initialization"):
         pe_of = (_attach if exists else _start)(module, group_ranks, device)
-    world = World(module, group_ranks, pe_of, variables)
+    world = World(module, group_ranks, pe_of, variables, len(set(hosts)))
     _process.pid, _process.rank, _process.timeout_s = os.getpid(), settings.rank, settings.timeout_s
     if settings.rank == 0:
         logger.info("NVSHMEM %s: %d PEs, environment variables set: %s", world.version, settings.num_ranks, variables or "none")

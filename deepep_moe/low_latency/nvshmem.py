@@ -27,7 +27,7 @@ class NvshmemLowLatencyBackend(NvlinkLowLatencyBackend):
 
     def attach(self, world: nvshmem_world.World) -> None:
         """Let rows cross. Collective; raises BackendUnavailableError on all ranks alike."""
-        self.rail.attach(world, "low_latency_rail_shim")
+        self.rail.attach(world, "low_latency_rail_shim", maps_node=True)
 
     def plain_calls(self, statistics: Tensor) -> Any:
         """Nothing in C++ makes calls over nodes."""

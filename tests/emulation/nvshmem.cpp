@@ -267,8 +267,13 @@ void nvshmem_free(void* pointer) {
     w.blocks.erase(offset);
 }
 
-// No PE is reached by loads and stores: kernels must put.
-void* nvshmem_ptr(const void* pointer, int pe) { return pe == initialized("nvshmem_ptr").pe ? const_cast<void*>(pointer) : nullptr; }
+// Every PE is reached by loads, unless P2P is off, as in the library; what is stored so is not checked.
+void* nvshmem_ptr(const void* pointer, int pe) {
+    World& w = initialized("nvshmem_ptr");
+    if (pe != w.pe && std::getenv("NVSHMEM_DISABLE_P2P") != nullptr) return nullptr;
+    const std::ptrdiff_t offset = static_cast<const std::byte*>(pointer) - w.heap();
+    return reinterpret_cast<std::byte*>(w.words) + kWordsBytes + static_cast<size_t>(pe) * w.heap_bytes() + offset;
+}
 
 void nvshmem_barrier_all() {
     World& w = initialized("nvshmem_barrier_all");

@@ -92,7 +92,7 @@ void exchange(const std::string& scenario) {
     p.reuses_source = scenario == "reuse";
     p.waits_for_words = scenario != "early";
     p.tests_words = scenario != "unflushed";
-    if (nvshmem_ptr(p.inbox, me) != p.inbox || nvshmem_ptr(p.inbox, (me + 1) % num_pes) != nullptr) std::abort();
+    if (nvshmem_ptr(p.inbox, me) != p.inbox || nvshmem_ptr(p.inbox, (me + 1) % num_pes) == p.inbox) std::abort();
     cudaStream_t receiving, sending;
     cudaStreamCreateWithFlags(&receiving, cudaStreamNonBlocking);
     cudaStreamCreateWithPriority(&sending, cudaStreamNonBlocking, 0);

@@ -27,11 +27,12 @@ void bind_gpu_low_latency(py::module_& m) {
         .def_property_readonly("rail_bytes", &NvlinkLowLatency::rail_bytes)
         .def(
             "attach_rail",
-            [](NvlinkLowLatency& self, const py::object& shim, uintptr_t address, const std::vector<int>& pes) {
+            [](NvlinkLowLatency& self, const py::object& shim, const std::vector<uintptr_t>& addresses, const std::vector<int>& pes) {
                 self.attach_rail(*static_cast<const LowLatencyRailShim*>(PyCapsule_GetPointer(shim.ptr(), kLowLatencyRailShimName)),
-                                 address, pes);
+                                 addresses, pes);
             },
-            py::arg("shim"), py::arg("address"), py::arg("pes"))
+            py::arg("shim"), py::arg("addresses"), py::arg("pes"))
+        .def("play_network", &NvlinkLowLatency::play_network, py::arg("gbps"), Released())
         .def("leak", [](const py::object& self) { self.inc_ref(); })
         .def("disconnect", &NvlinkLowLatency::disconnect)
         .def("refuse", &NvlinkLowLatency::refuse, py::arg("reason"), py::arg("stream"), Released())

@@ -21,6 +21,9 @@ struct Turn {
         return at<uint4>(c.layout.rows + slot_index(source, token) * c.layout.slot_bytes, 0);
     }
     __device__ uint4* row(int source, int token) const { return head(source, token) + c.layout.head_bytes / 16; }
+    __device__ unsigned long long* landed(int source, int token) const {
+        return at<unsigned long long>(c.layout.landed, slot_index(source, token));
+    }
 
 private:
     __device__ int64_t slot_index(int source, int token) const { return source * c.config.num_max_tokens + token; }
@@ -47,9 +50,17 @@ __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank,
     return !is_masked(c, rank) & (call >= first_call);
 }
 
+// With a rank of this node, those of its rail: what they send here comes by its memory.
+__device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int rank) {
+    if (rank / c.ranks_per_node != c.rank / c.ranks_per_node) return 1u << rank;
+    unsigned bits = 0;
+    for (int one = rank % c.ranks_per_node; one < c.config.num_ranks; one += c.ranks_per_node) bits |= 1u << one;
+    return bits;
+}
+
 __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
-    const unsigned bit = 1u << rank;
-    unsigned told, masks = masked ? atomicOr(&c.state->masks, bit) | bit : atomicAnd(&c.state->masks, ~bit) & ~bit;
+    const unsigned bits = masked_with(c, rank);
+    unsigned told, masks = masked ? atomicOr(&c.state->masks, bits) | bits : atomicAnd(&c.state->masks, ~bits) & ~bits;
     do {  // others may set theirs now, and whoever tells the host last must tell it all
         told = masks;
         *static_cast<volatile unsigned*>(c.seen_masks) = told;
@@ -123,6 +134,20 @@ __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned l
     return seen % 2 != 0;
 }
 
+// Where ranks say that they are in a call, and how many tokens they have for each expert: in this rank's workspace. Such words say all
+// there is to say.
+struct WorkspaceWords {
+    static constexpr bool kAcquires = false;
+    const LowLatencyContext& c;
+    const unsigned long long call;
+    __device__ const unsigned long long* entered(int source) const { return Turn(c, c.rank, call).entered(source); }
+    // Of rank i / num_local_experts and its tokens for local expert i % num_local_experts: the word that tells, and what it tells.
+    __device__ const unsigned long long* telling(int i) const { return Turn(c, c.rank, call).counts(0) + i; }
+    __device__ int told(int, unsigned long long word) const { return LowLatencyWhat::value_in(word); }
+    __device__ static unsigned long long look(const unsigned long long* word) { return load_relaxed(word); }
+    __device__ void keep_reason(int, unsigned long long) const {}
+};
+
 // What a warp knows once all ranks are in a call: which have come, and in lane r how many tokens rank r has.
 struct Sources {
     unsigned came;
@@ -130,31 +155,38 @@ struct Sources {
 };
 
 // All lanes of a warp: until all ranks have entered the call, as far as this block can see. counts: it is the one that keeps statistics.
-__device__ inline Sources meet(const LowLatencyContext& c, unsigned long long flag, int64_t* statistics, bool counts) {
+template <class Words>
+__device__ __forceinline__ Sources meet(const LowLatencyContext& c, const Words& words, unsigned long long flag, int64_t* statistics,
+                                        bool counts) {
     const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
     unsigned long long word = 0;
     bool came = false;
     if (source < c.config.num_ranks) {
         const unsigned long long start = counts ? now_ns() : 0;
-        const unsigned long long* const entered = Turn(c, c.rank, call).entered(source);
-        word = load_relaxed(entered);
+        const unsigned long long* const entered = words.entered(source);
+        word = words.look(entered);
         const bool is_expected = takes_part(c, source, call);
-        if (word >> kWhatBits < call) word = wait_word_of(c, entered, call, source, GpuPhase::kEntry);
+        if (word >> kWhatBits < call) {
+            word = wait_word_of(c, entered, call, source, GpuPhase::kEntry);
+            if (Words::kAcquires && word != 0) word = words.look(entered);
+        }
         if (!is_expected) word = 0;
         if (counts)
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
+        if (counts && word != 0) words.keep_reason(source, word);
         came = word != 0 && check_what(c, flag, word, source);
     }
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};
 }
 
 // All lanes of a warp, where ranks may be masked while others look: what all blocks of this rank go by, of what each has found.
-__device__ __noinline__ inline Sources agreed(const LowLatencyContext& c, unsigned long long flag, Sources own) {
+template <class Words>
+__device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, unsigned long long flag, Sources own) {
     const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
     const bool has_come = (own.came >> source & 1) != 0, came = source < c.config.num_ranks && agree(c, call, source, has_come);
-    if (came && !has_come) own.num_tokens = LowLatencyWhat::value_in(seen_elsewhere(Turn(c, c.rank, call).entered(source), call));
+    if (came && !has_come) own.num_tokens = LowLatencyWhat::value_in(seen_elsewhere(words.entered(source), call));
     return {__ballot_sync(kFullWarp, came), came ? own.num_tokens : 0};
 }
 

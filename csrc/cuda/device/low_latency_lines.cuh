@@ -47,11 +47,11 @@ struct StagedPieces {
         return line_end(scales[(piece - kLinePieces) / kPiecesOfBlock], scales[(min(piece, num_pieces) - 1) / kPiecesOfBlock], flag);
     }
 
-    // All threads of a block: to the same place of the rows of all `ranks`, one after the other from this rank on, so that not all store to
-    // the same one at a time. row_at(rank): the first part. flag: of each line.
+    // All threads of a block: to the same place of the rows of those `ranks` that are among the num_ranks from first_rank on, one after the
+    // other from this rank on, so that not all store to the same one at a time. row_at(rank): the first part. flag: of each line.
     template <class RowAt>
-    __device__ void push(const LowLatencyContext& c, unsigned ranks, int num_pieces, bool has_scales, unsigned long long flag,
-                         const RowAt& row_at) const {
+    __device__ void push(const LowLatencyContext& c, int first_rank, int num_ranks, unsigned ranks, int num_pieces, bool has_scales,
+                         unsigned long long flag, const RowAt& row_at) const {
         const int num_parts = parts_of(num_pieces);
 #pragma unroll 1
         for (int first = threadIdx.x / 32 * 32; first < num_parts; first += blockDim.x) {
@@ -59,8 +59,8 @@ struct StagedPieces {
             const uint4 value = part(i, num_pieces, has_scales, flag);
             __syncwarp();
 #pragma unroll 1
-            for (int turn = 0; turn < c.config.num_ranks; ++turn) {
-                const int to = c.rank + turn < c.config.num_ranks ? c.rank + turn : c.rank + turn - c.config.num_ranks;
+            for (int turn = 0; turn < num_ranks; ++turn) {
+                const int next = c.rank + turn, to = next < first_rank + num_ranks ? next : next - num_ranks;
                 if ((ranks >> to & 1) != 0) store_part(row_at(to) + i, value, i < num_parts);
             }
         }

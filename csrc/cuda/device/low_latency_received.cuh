@@ -8,6 +8,7 @@ namespace deepep_moe {
 // Bytes of recv_x, words of recv_x_scales.
 struct TokenRows {
     int num;
+    bool is_here;  // its row has come, where that is known
     int64_t rows[kMaxTopk], scales[kMaxTopk];
 };
 
@@ -29,8 +30,17 @@ __device__ __forceinline__ void write_exponent(uint8_t* word, int block, int num
     for (int rest = block + 1; block == num_scales - 1 && rest % 4 != 0; ++rest) word[rest % 4] = 0;
 }
 
-// All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line. Column-major:
-// the scales of one column of blocks lie together.
+// Of one block of columns and the n-th row. Column-major: the scales of one column of blocks lie together.
+__device__ __forceinline__ void write_scale(const LowLatencyDispatchParams& p, const LowLatencyConfig& config, const TokenRows& rows, int n,
+                                            int block, float scale) {
+    uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
+    if (p.what.is_rounded)
+        write_exponent(reinterpret_cast<uint8_t*>(first + block / 4 * config.capacity()), block, config.hidden / kScaleBlock, scale);
+    else
+        first[block * config.capacity()] = __float_as_uint(scale);
+}
+
+// All lanes of a warp: of the block that begins in a line with `first_piece`, if one does, a row each lane of the line.
 __device__ __forceinline__ void write_scales(const LowLatencyDispatchParams& p, const LowLatencyConfig& config, const TokenRows& rows,
                                              int lane, int first_piece, const uint4& part) {
     const int num_scales = config.hidden / kScaleBlock, block = (first_piece + kPiecesOfBlock - 1) / kPiecesOfBlock,
@@ -39,13 +49,7 @@ __device__ __forceinline__ void write_scales(const LowLatencyDispatchParams& p, 
         scale_of(block * kPiecesOfBlock, make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
     if (block * kPiecesOfBlock >= first_piece + kLinePieces || block >= num_scales) return;
 #pragma unroll 1
-    for (int n = lane % kPartsOfLine; n < rows.num; n += kPartsOfLine) {
-        uint32_t* const first = static_cast<uint32_t*>(p.recv_x_scales) + rows.scales[n];
-        if (p.what.is_rounded)
-            write_exponent(reinterpret_cast<uint8_t*>(first + block / 4 * config.capacity()), block, num_scales, scale);
-        else
-            first[block * config.capacity()] = __float_as_uint(scale);
-    }
+    for (int n = lane % kPartsOfLine; n < rows.num; n += kPartsOfLine) write_scale(p, config, rows, n, block, scale);
 }
 
 }  // namespace deepep_moe

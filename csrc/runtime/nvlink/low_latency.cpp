@@ -28,7 +28,7 @@ unsigned long long new_mark() {
 NvlinkLowLatency::NvlinkLowLatency(const LowLatencyConfig& config, int rank, int device, double timeout_s, bool masks_stalled,
                                    int ranks_per_node)
     : config_(config),
-      layout_(config),
+      layout_(config, config.num_ranks / ranks_per_node),
       rank_(rank),
       ranks_per_node_(ranks_per_node),
       first_rank_(rank / ranks_per_node * ranks_per_node),
@@ -94,8 +94,14 @@ void NvlinkLowLatency::connect(const std::vector<std::string>& handles) {
     memory_.connect(handles);
 }
 
-void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, uintptr_t base, const std::vector<int>& pes) {
-    rail_ = std::make_unique<LowLatencyRail>(config_, shim, reinterpret_cast<std::byte*>(base), pes, ranks_per_node_, rank_);
+void NvlinkLowLatency::attach_rail(const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases, const std::vector<int>& pes) {
+    rail_ = std::make_unique<LowLatencyRail>(config_, shim, bases, pes, rank_);
+}
+
+void NvlinkLowLatency::play_network(double gbps) {
+    const DeviceGuard guard(device_);
+    if (!rail_) throw std::invalid_argument("ranks of one node have no network");
+    rail_->play_network(gbps);
 }
 
 int64_t NvlinkLowLatency::handle_bytes() const {
@@ -120,6 +126,7 @@ void NvlinkLowLatency::check_link(int rank, const std::string& bus) const {
 LowLatencyContext NvlinkLowLatency::context() const {
     LowLatencyContext c{memory_.waits(timeout_s_, &host_->failure, &state_->gave_up, &state_->ended),
                         config_,
+                        ranks_per_node_,
                         layout_,
                         state_,
                         &host_->masks,
@@ -189,12 +196,8 @@ void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
     if (rail_ && !masked) throw std::invalid_argument(std::string("a masked rank is not taken back over several nodes") + kNewBuffer);
     LowLatencyControlParams params{};
     params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
-    // What comes from other nodes by a rank of this one is lost with it.
-    const bool is_own_node = rank / ranks_per_node_ * ranks_per_node_ == first_rank_;
-    for (params.rank = is_own_node ? rank % ranks_per_node_ : rank; params.rank < config_.num_ranks; params.rank += ranks_per_node_) {
-        control(params, stream);
-        if (!is_own_node) break;
-    }
+    params.rank = rank;
+    control(params, stream);
     check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
 }
 

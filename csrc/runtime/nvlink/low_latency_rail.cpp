@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/nvlink/device.h"
 #include "runtime/nvlink/streams.h"
 
 namespace deepep_moe {
@@ -14,24 +15,50 @@ void check_launch(const char* error) {
     if (error != nullptr) throw std::runtime_error(error);
 }
 
-int at_most(int64_t num_tasks, int num_blocks) { return static_cast<int>(std::clamp<int64_t>(num_tasks, 1, num_blocks)); }
-
 }  // namespace
 
-LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, std::byte* base, const std::vector<int>& pes,
-                               int ranks_per_node, int rank)
+LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
+                               const std::vector<int>& pes, int rank)
     : config_(config), shim_(shim) {
     if (shim.bytes != kLowLatencyRailShimBytes)
         throw std::invalid_argument("deepep_moe._nvshmem and deepep_moe._C are of different builds: install deepep_moe again");
-    made_.num_nodes = config.num_ranks / ranks_per_node;
+    made_.ranks_per_node = static_cast<int>(bases.size());
+    made_.num_nodes = config.num_ranks / made_.ranks_per_node;
     if (static_cast<int>(pes.size()) != made_.num_nodes)
         throw std::invalid_argument(std::to_string(pes.size()) + " PEs were given for " + std::to_string(made_.num_nodes) + " nodes");
     made_.layout = LowLatencyRailLayout(config, made_.num_nodes);
-    made_.base = base;
-    made_.ranks_per_node = ranks_per_node;
-    made_.node = rank / ranks_per_node;
-    made_.index = rank % ranks_per_node;
+    made_.node = rank / made_.ranks_per_node;
+    made_.index = rank % made_.ranks_per_node;
+    std::transform(bases.begin(), bases.end(), made_.bases, [](uintptr_t base) { return reinterpret_cast<std::byte*>(base); });
     std::copy(pes.begin(), pes.end(), made_.pes);
+}
+
+LowLatencyRail::~LowLatencyRail() {
+    if (network_ != nullptr) cudaStreamDestroy(network_), cudaEventDestroy(posted_);
+    cudaFree(made_.posts);
+}
+
+void LowLatencyRail::play_network(double gbps) {
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    network_gbps_ = gbps;
+    if (network_ == nullptr) check_cuda(cudaStreamCreateWithFlags(&network_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    if (posted_ == nullptr) check_cuda(cudaEventCreateWithFlags(&posted_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    check_cuda(cudaFree(std::exchange(made_.posts, nullptr)), "cudaFree");
+    if (gbps == 0) return;
+    void* posts = nullptr;
+    const int64_t bytes = static_cast<int64_t>(sizeof(LowLatencyPost)) * kTurns * made_.num_nodes * (config_.num_max_tokens + 1);
+    check_cuda(cudaMalloc(&posts, bytes), "cannot allocate what is posted");
+    check_cuda(cudaMemset(posts, 0, bytes), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    made_.posts = static_cast<LowLatencyPost*>(posts);
+}
+
+void LowLatencyRail::deliver(const LowLatencyContext& context, const std::byte* call, int64_t row_bytes, void* stream) {
+    if (made_.posts == nullptr) return;
+    constexpr int kBlocks = 4;  // 4 SMs copy faster than a card
+    check_cuda(cudaEventRecord(posted_, static_cast<cudaStream_t>(stream)), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(network_, posted_, 0), "cudaStreamWaitEvent");
+    check_launch(shim_.deliver({of(context), {call, row_bytes, static_cast<float>(row_bytes / network_gbps_)}, kBlocks}, network_));
 }
 
 LowLatencyRailContext LowLatencyRail::of(const LowLatencyContext& context) const {
@@ -42,33 +69,32 @@ LowLatencyRailContext LowLatencyRail::of(const LowLatencyContext& context) const
 
 void LowLatencyRail::send_dispatch(const LowLatencyContext& context, LowLatencyDispatchParams params, int num_blocks, void* stream) {
     params.what.operation = LowLatencyOperation::kDispatch;
-    const int64_t num_chunks = (params.num_tokens + kLowLatencyRailRows - 1) / kLowLatencyRailRows;
-    const int64_t num_tasks = (made_.num_nodes - 1) * (1 + num_chunks) + made_.ranks_per_node + params.num_tokens;
-    check_launch(shim_.send({of(context), params, at_most(num_tasks, num_blocks)}, stream));
-    to_forward_.push_back({params, capture_of(static_cast<cudaStream_t>(stream))});
+    const int num_tasks = made_.num_nodes - 1 + made_.ranks_per_node + params.num_tokens;
+    check_launch(shim_.send({of(context), params, std::min(num_tasks, num_blocks)}, stream));
+    to_relay_.push_back({params, capture_of(static_cast<cudaStream_t>(stream))});
+    const int64_t bytes = config_.hidden * (params.what.dtype == DType::kFloat32 ? 4 : 2);
+    deliver(context, params.handle, params.what.fp8 ? round_up(config_.hidden + 4 * (config_.hidden / kScaleBlock), 16) : bytes, stream);
 }
 
-void LowLatencyRail::forward(const LowLatencyContext& context, int num_blocks, void* stream) {
+void LowLatencyRail::relay(const LowLatencyContext& context, const std::byte* but, int num_blocks, void* stream) {
     const unsigned long long capture = capture_of(static_cast<cudaStream_t>(stream));
-    for (const Sent& sent : to_forward_)
+    for (const Sent& sent : to_relay_)
         if (sent.capture == 0 && capture != 0)
             throw std::invalid_argument(
                 "a dispatch outside of the CUDA graph that is captured has not been received; call its hook before the capture");
-    for (const Sent& sent : std::exchange(to_forward_, {}))  // what a capture before has left is no call
-        if (sent.capture == capture)
-            check_launch(
-                shim_.forward({of(context), sent.params, at_most(made_.ranks_per_node + config_.num_max_tokens, num_blocks)}, stream));
+    for (const Sent& sent : std::exchange(to_relay_, {}))  // what a capture before has left is no call
+        if (sent.capture == capture && sent.params.handle != but) launch_low_latency_relay({of(context), sent.params, num_blocks}, stream);
 }
 
 void LowLatencyRail::receive_dispatch(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks,
                                       void* stream) {
-    forward(context, num_blocks, stream);
-    launch_low_latency_dispatch({context, params, false, true, num_blocks}, stream);
+    relay(context, params.handle, num_blocks, stream);
+    launch_low_latency_receive({of(context), params, num_blocks}, stream);
 }
 
 void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream) {
     params.what.operation = LowLatencyOperation::kCombine;
-    forward(context, num_blocks, stream);
+    relay(context, nullptr, num_blocks, stream);
     // Sums for a token of another node go to the rank of its rail here, to where a rank of that node with this one's index would put its
     // own.
     LowLatencyContext pushes = context;
@@ -78,20 +104,19 @@ void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCo
         pushes.workspaces[rank] = context.workspaces[here] + (node - made_.node) * node_bytes;
     }
     launch_low_latency_combine({pushes, params, true, false, num_blocks, false}, stream);
-    const int64_t num_chunks = (config_.num_max_tokens + kLowLatencyRailRows - 1) / kLowLatencyRailRows;
-    check_launch(shim_.sum({of(context), params, at_most((made_.num_nodes - 1) * (1 + num_chunks), num_blocks)}, stream));
+    const int64_t num_tasks = (made_.num_nodes - 1) * (1 + config_.num_max_tokens);
+    check_launch(shim_.sum({of(context), params, static_cast<int>(std::min<int64_t>(num_tasks, num_blocks))}, stream));
+    deliver(context, params.call, config_.hidden * (params.what.dtype == DType::kFloat32 ? 4 : 2), stream);
 }
 
-void LowLatencyRail::receive_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream) {
-    params.what.operation = LowLatencyOperation::kCombine;
-    forward(context, num_blocks, stream);
-    const int64_t threads = kLineBytes / 16 * GpuLowLatencyLayout::lines_of(config_.hidden / 4);  // for a token, at most
-    const int64_t num_tasks = params.num_tokens * ((threads + tuning::kLowLatencyThreads - 1) / tuning::kLowLatencyThreads);
-    check_launch(shim_.finish({of(context), params, at_most(num_tasks, num_blocks)}, stream));
+void LowLatencyRail::receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks,
+                                     void* stream) {
+    relay(context, nullptr, num_blocks, stream);
+    launch_low_latency_finish({of(context), params, num_blocks}, stream);
 }
 
 void LowLatencyRail::control(const LowLatencyControlParams& params, int num_blocks, void* stream) {
-    forward(params.context, num_blocks, stream);
+    relay(params.context, nullptr, num_blocks, stream);
     check_launch(shim_.control({of(params.context), params, 1}, stream));
 }
 

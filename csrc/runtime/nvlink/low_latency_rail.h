@@ -2,6 +2,8 @@
 // by a shim: this module does not link NVSHMEM.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <vector>
 
 #include "cuda/launch.h"
@@ -11,23 +13,31 @@ namespace deepep_moe {
 
 class LowLatencyRail {
 public:
-    // base: of this rank's symmetric memory, LowLatencyRailLayout; pes: of the ranks of the rail, by node. Throws std::invalid_argument
-    // where the shim is of another build.
-    LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, std::byte* base, const std::vector<int>& pes,
-                   int ranks_per_node, int rank);
+    // bases: symmetric memory, LowLatencyRailLayout, of the ranks of this node, mapped here; pes: of the ranks of the rail, by node. Throws
+    // std::invalid_argument where the shim is of another build.
+    LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
+                   const std::vector<int>& pes, int rank);
+    ~LowLatencyRail();
+    LowLatencyRail(const LowLatencyRail&) = delete;
 
     // Halves of a call; num_blocks: of a kernel, at most.
     void send_dispatch(const LowLatencyContext& context, LowLatencyDispatchParams params, int num_blocks, void* stream);
     void receive_dispatch(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks, void* stream);
     void send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream);
-    void receive_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream);
+    void receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks, void* stream);
     // A refusal, or what comes before a call after one; ahead of that of the node.
     void control(const LowLatencyControlParams& params, int num_blocks, void* stream);
 
+    // For benchmarks with virtual nodes: kernels post what they would put, and others beside them put it as a network of `gbps` would.
+    // 0: the network itself.
+    void play_network(double gbps);
+
 private:
-    // Ranks of a node wait for what others have to forward. So whatever may wait first forwards the rows of all dispatches that were sent,
-    // whose hooks may come later. Throws std::invalid_argument in the capture of a CUDA graph, where one outside of it waits for its hook.
-    void forward(const LowLatencyContext& context, int num_blocks, void* stream);
+    void deliver(const LowLatencyContext& context, const std::byte* call, int64_t row_bytes, void* stream);
+    // Ranks of a node wait for what others have to tell. So whatever may wait first tells it of all dispatches that were sent, whose hooks
+    // may come later. `but`: the handle of one that tells it itself. Throws std::invalid_argument in the capture of a CUDA graph, where one
+    // outside of it waits for its hook.
+    void relay(const LowLatencyContext& context, const std::byte* but, int num_blocks, void* stream);
     LowLatencyRailContext of(const LowLatencyContext& context) const;
 
     const LowLatencyConfig config_;
@@ -37,7 +47,10 @@ private:
         LowLatencyDispatchParams params;
         unsigned long long capture;  // of a CUDA graph that it is part of, or 0
     };
-    std::vector<Sent> to_forward_;
+    std::vector<Sent> to_relay_;
+    double network_gbps_ = 0;
+    cudaStream_t network_ = nullptr;
+    cudaEvent_t posted_ = nullptr;
 };
 
 }  // namespace deepep_moe

@@ -1,0 +1,155 @@
+// What has crossed between nodes, as the ranks of the node that it came to see it. Its words are seen by the rank whose memory the network
+// has written, as only that rank's own GPU is sure to see writes of a network card in their order. It tells the others, which then read the
+// rows where they lie.
+#pragma once
+
+#include "cuda/device/low_latency.cuh"
+#include "cuda/low_latency_rail.h"
+
+namespace deepep_moe {
+
+struct RailCall {
+    const LowLatencyRailContext& r;
+    const LowLatencyContext& c;
+    const unsigned long long call;
+
+    __device__ RailCall(const LowLatencyRailContext& r, unsigned long long call) : r(r), c(r.context), call(call) {}
+
+    __device__ int first_rank() const { return r.node * r.ranks_per_node; }  // of this node
+    __device__ int node_of(int rank) const { return rank / r.ranks_per_node; }
+    __device__ bool is_outside(int rank) const { return node_of(rank) != r.node; }
+    __device__ int rank_in(int node) const { return node * r.ranks_per_node + r.index; }  // of this rail
+    __device__ int node_at(int turn) const { return (r.node + turn) % r.num_nodes; }      // the next node first
+    __device__ bool is_lost(int node) const { return is_masked(c, rank_in(node)); }       // nothing is sent there
+    __device__ int experts_of_node() const { return r.ranks_per_node * c.config.num_local_experts; }
+    __device__ unsigned ranks_of(int node) const { return ((1u << r.ranks_per_node) - 1) << node * r.ranks_per_node; }
+
+    // Of a rank outside. The first two are words of the network, for the rank of its rail.
+    __device__ unsigned long long* entered(int source) const {
+        return at<unsigned long long>(source, r.layout.entered_of(call, node_of(source)));
+    }
+    __device__ unsigned long long* arrived(int source, int token) const {
+        return at<unsigned long long>(source, r.layout.arrived_of(call, node_of(source), token));
+    }
+    __device__ const LowLatencyReason& reason(int source) const {
+        return *at<LowLatencyReason>(source, r.layout.in_of(call, node_of(source)));
+    }
+    // How many tokens it has for each expert of this node.
+    __device__ const int32_t* counts(int source) const { return at<int32_t>(source, r.layout.in_of(call, node_of(source))); }
+    __device__ const LowLatencyLane* lanes(int source, int token) const {
+        return at<LowLatencyLane>(source, r.layout.in_of(call, node_of(source)) + r.layout.lanes) + token * c.config.num_topk;
+    }
+    __device__ const std::byte* row(int source, int token, int64_t row_bytes) const {
+        return at<std::byte>(source, r.layout.inbox + r.layout.box_of(call, r.node, node_of(source))) + token * row_bytes;
+    }
+
+    // One thread: a word that the network writes, once it is of this call; 0 where its rank is masked, or has been now, or the failure is
+    // reported.
+    __device__ unsigned long long wait(const unsigned long long* word, int source, GpuPhase phase, unsigned long long timeout_ns) const {
+        const auto load = [](const unsigned long long* from) { return load_acquire(from); };
+        unsigned long long seen = load_acquire(word);
+        if (seen >> kWhatBits >= call) return seen;
+        if (is_masked(c, source)) return 0;
+        seen = watch_word<kPauseNs, kLooks>(c, word, load, call << kWhatBits, source, timeout_ns);
+        if (seen >> kWhatBits >= call) return seen;
+        mask_or_report(c, source, phase, call, seen);
+        return 0;
+    }
+
+    // One thread: tells the ranks of this node what it has seen of one of its rail.
+    __device__ void tell_entered(int source, unsigned long long word) const {
+        fence_system();  // once: what has been seen is seen by whoever sees the words
+        for (int to = first_rank(); to < first_rank() + r.ranks_per_node; ++to)
+            if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(source), word);
+    }
+
+    // One thread: the reason of a refusal goes where the host looks for it.
+    __device__ void keep_reason(int source) const {
+        *reinterpret_cast<LowLatencyReason*>(c.workspaces[c.rank] + c.layout.reason_of(source)) = reason(source);
+        __threadfence_system();
+    }
+
+private:
+    template <class T>
+    __device__ T* at(int source, int64_t offset) const {
+        return reinterpret_cast<T*>(r.bases[source % r.ranks_per_node] + offset);
+    }
+};
+
+// Threads of which each waits for a word of the rail, and tells the ranks of this node: entries first, then rows.
+struct Relay {
+    const RailCall& rail;
+    const LowLatencyDispatchParams& p;
+
+    // As many tasks as there may be words.
+    __device__ static int num_tasks(const LowLatencyRailContext& r) {
+        return (r.num_nodes - 1) * static_cast<int>(1 + r.context.config.num_max_tokens);
+    }
+
+    __device__ void run(int first, int step) const {
+        const unsigned long long flag = p.what.flag(rail.call, 0);
+        const int num_peers = rail.r.num_nodes - 1;
+#pragma unroll 1
+        for (int task = first; task < num_tasks(rail.r); task += step) {
+            const int source = rail.rank_in(rail.node_at(1 + task % num_peers)), token = task / num_peers - 1;
+            const unsigned long long word = rail.wait(rail.entered(source), source, GpuPhase::kRailEntry, rail.c.timeout_ns);
+            if (word != 0 && token < 0) rail.tell_entered(source, word);
+            const bool is_same = ((word ^ flag) >> kValueBitsOfFlag) == 0;
+            if (is_same && token >= 0 && token < LowLatencyWhat::value_in(word)) tell_row(source, token, flag);
+        }
+    }
+
+private:
+    // Which ranks of this node have it goes to the handle, as this rank will add up what they make of it.
+    __device__ void tell_row(int source, int token, unsigned long long flag) const {
+        const LowLatencyConfig& config = rail.c.config;
+        const LowLatencyLane* const lanes = rail.lanes(source, token);
+        unsigned ranks = 0;
+#pragma unroll 4
+        for (int k = 0; k < config.num_topk; ++k)
+            if (lanes[k].expert >= 0) ranks |= 1u << lanes[k].expert / config.num_local_experts;
+        auto* const kept = reinterpret_cast<unsigned*>(p.handle + LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks);
+        kept[rail.node_of(source) * config.num_max_tokens + token] = ranks;
+        if (ranks == 0 || rail.wait(rail.arrived(source, token), source, GpuPhase::kRailRows, rail.c.timeout_ns) == 0) return;
+        fence_system();
+#pragma unroll 1
+        for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
+            const int to = rail.first_rank() + __ffs(rest) - 1;
+            if (!is_masked(rail.c, to)) store_relaxed(Turn(rail.c, to, rail.call).landed(source, token), flag);
+        }
+    }
+};
+
+// As WorkspaceWords, of ranks of all nodes: a word of one outside announces what lies in the memory of its rail's rank here.
+struct RailWords {
+    static constexpr bool kAcquires = true;
+    const RailCall rail;
+    const WorkspaceWords here;
+
+    __device__ explicit RailWords(const RailCall& rail) : rail(rail), here{rail.c, rail.call} {}
+    __device__ const unsigned long long* entered(int source) const { return here.entered(source); }
+    __device__ const unsigned long long* telling(int i) const {
+        return rail.is_outside(source_of(i)) ? here.entered(source_of(i)) : here.telling(i);
+    }
+    __device__ int told(int i, unsigned long long word) const {
+        const int source = source_of(i), num_local = rail.c.config.num_local_experts;
+        return rail.is_outside(source) ? rail.counts(source)[rail.r.index * num_local + i % num_local] : here.told(i, word);
+    }
+    __device__ static unsigned long long look(const unsigned long long* word) { return load_acquire(word); }
+    __device__ void keep_reason(int source, unsigned long long word) const {
+        if (rail.is_outside(source) && LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) rail.keep_reason(source);
+    }
+
+private:
+    __device__ int source_of(int i) const { return i / rail.c.config.num_local_experts; }
+};
+
+// As long as a row's rank may wait for one of its own node first, and then tell.
+__device__ __forceinline__ unsigned long long behind_node_ns(const LowLatencyContext& c) { return 2 * c.timeout_ns; }
+
+// Bytes of a row as it crosses: in fp8 its scales lie behind it.
+__device__ __forceinline__ int64_t rail_row_bytes(const LowLatencyConfig& config, int64_t row_bytes, bool has_scales) {
+    return has_scales ? round_up(config.hidden + 4 * (config.hidden / kScaleBlock), 16) : row_bytes;
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,278 @@
+// The half of a low-latency dispatch that sends: counts and rows to the ranks of this node, and by `Outside` what goes to other nodes.
+//
+//   some blocks    each one other node, then one rank of this node: what they must know before rows
+//   all others     a token at a time: rows that cross, packed; then head (place among this rank's tokens of each expert, weight) and row to
+//                  the ranks of this node, in lines of 128 bytes that bring their flags. Rows are quantized once, on their way.
+//
+// One warp computes what all warps of a block need, because the kernel is bound by instruction issue.
+#pragma once
+
+#include "cuda/device/fp8.cuh"
+#include "cuda/device/low_latency_lines.cuh"
+#include "cuda/device/low_latency_places.cuh"
+
+namespace deepep_moe {
+
+// In shared memory, ahead of what the kernel itself keeps there.
+struct SendShared {
+    static constexpr int kThreads = tuning::kLowLatencyThreads;
+    static constexpr int kStagingThreads = kThreads / kPartsOfLine * kLinePieces;  // 8 parts of a line are 7 pieces
+    StagedPieces<2 * kStagingThreads> staged[2];  // by turns: one is stored from while the other is written to
+    unsigned ranks[2];                            // that each goes to
+};
+
+// All ranks are of one node.
+struct NobodyOutside {
+    static constexpr bool kIsAny = false;
+    const LowLatencyContext& c;
+    __device__ int first_rank() const { return 0; }
+    __device__ int num_ranks() const { return c.config.num_ranks; }
+    __device__ unsigned reached(unsigned masks) const { return ~masks; }
+};
+
+// marks: memory for Marks, of all experts.
+template <DType kType, bool kQuantized, class Outside>
+struct Sender {
+    static constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32, kStagingThreads = SendShared::kStagingThreads;
+    static constexpr int kColumns = 16;                 // that become a piece, of a row that is quantized
+    static constexpr int kPieces = kQuantized ? 1 : 2;  // of a row, of a thread at once
+    static constexpr int kStagedPieces = kPieces * kStagingThreads;
+    static constexpr int kGivenBytes =
+        kQuantized ? kColumns * static_cast<int>(element_bytes(kType)) : 16;  // of x, that become 16 on the way
+    using Staged = StagedPieces<kStagedPieces>;                               // not more than SendShared::staged
+
+    const LowLatencyContext& c;
+    const LowLatencyDispatchParams& p;
+    const Outside outside;
+    SendShared& shared;
+    const Marks marks;
+    const LowLatencyConfig& config;
+    const unsigned long long call, flag;  // of this rank in the call, its value 0
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_local;
+    const int64_t x_bytes;  // of a row as it is given
+    const int num_pieces;   // of one on its way, without its scales
+
+    __device__ Sender(const LowLatencyContext& c, const LowLatencyDispatchParams& p, const Outside& outside, SendShared& shared,
+                      void* marks, unsigned long long call)
+        : c(c),
+          p(p),
+          outside(outside),
+          shared(shared),
+          marks(marks, p.num_tokens),
+          config(c.config),
+          call(call),
+          flag(p.what.flag(call, 0)),
+          num_local(config.num_local_experts),
+          x_bytes(config.hidden * (16 / Piece<kType>::kCount)),
+          num_pieces(static_cast<int>((kQuantized ? config.hidden : x_bytes) / 16)) {}
+
+    __device__ void send() const {
+        if constexpr (Outside::kIsAny)
+            send_by_turns();
+        else
+            send_by_blocks();
+    }
+
+private:
+    template <class T>
+    __device__ T* in_handle(int64_t offset) const {
+        return reinterpret_cast<T*>(p.handle + offset);
+    }
+    __device__ LowLatencyHandleLayout handle() const { return LowLatencyHandleLayout(config); }
+
+    // The first blocks send counts, one for each destination, the others rows.
+    __device__ void send_by_blocks() const {
+        const int block = static_cast<int>(blockIdx.x) - config.num_ranks;
+        if (block < 0) {
+            const FirstMarks experts(c, p);
+            enter(blockIdx.x);
+            const bool accepted = find_places(experts);
+            if (!accepted && threadIdx.x == 0) fail();
+            send_counts(blockIdx.x, accepted);
+        } else if (block < p.num_tokens) {
+            send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks, FirstMarks(c, p), false);
+        }
+    }
+
+    // A block that has told a node or a rank takes the tokens that are left when all others have one.
+    __device__ void send_by_turns() const {
+        const int num_outside = outside.num_nodes() - 1, num_tasks = num_outside + outside.num_ranks(), step = static_cast<int>(gridDim.x);
+        const FirstMarks experts(c, p);
+        const bool tells = static_cast<int>(blockIdx.x) < num_tasks;
+        bool accepted = true;
+        if (tells) accepted = find_places(experts);
+        if (tells && blockIdx.x == 0 && threadIdx.x == 0) {
+            *in_handle<unsigned long long>(0) = call;
+            if (!accepted) fail();
+        }
+#pragma unroll 1
+        for (int task = blockIdx.x; task < num_tasks; task += step) {
+            if (task < num_outside) {
+                outside.tell(*this, task + 1, accepted);
+            } else {
+                const int to = outside.first_rank() + task - num_outside;
+                enter(to);
+                send_counts(to, accepted);
+            }
+        }
+        if (!accepted) return;  // those that do not know send rows that nobody takes
+        const int first = (static_cast<int>(blockIdx.x) - num_tasks) % step;
+        send_rows(first < 0 ? first + step : first, step, experts, tells);
+    }
+
+    // No combine may go along the handle: what a block has not received it has not placed.
+    __device__ void fail() const { *in_handle<unsigned long long>(handle().failed) = call ^ c.failed; }
+
+    // Every word is its own flag.
+    __device__ void enter(int to) const {
+        if (threadIdx.x != 0) return;
+        if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(c.rank), flag + p.num_tokens);
+        if (to == 0) *in_handle<unsigned long long>(0) = call;
+    }
+
+    __device__ void send_counts(int to, bool accepted) const {
+        const Turn there(c, to, call);
+        const bool masked = is_masked(c, to);
+        LowLatencyWhat what = p.what;
+        what.is_refused = !accepted;
+        const unsigned long long told = what.flag(call, 0);
+        if (!accepted) tell_reason(to, masked);
+#pragma unroll 1
+        for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
+            const int count = marks.count(to * num_local + expert);
+            if (!masked)
+                store_relaxed(there.counts(c.rank) + expert, told + count);
+            else if (count > 0)
+                drop(count);
+        }
+    }
+
+    // All threads, of which each may have seen another `masked`.
+    __device__ void tell_reason(int to, bool masked) const {
+        if (threadIdx.x == 0 && !masked) {
+            LowLatencyReason* reason = reason_at(c, to);
+            reason->why = refusal();
+            reason->text[0] = '\0';
+            __threadfence_system();
+        }
+        __syncthreads();
+    }
+
+public:
+    __device__ void drop(int count) const {
+        atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(config, p.statistics).num_dropped), count);
+    }
+
+private:
+    // Of a token, what crosses first, as it has the longer way. The head before the row: by the time that the row has come, its receiver
+    // knows where it belongs. All places are worked out while the first token's columns are on their way, unless they are already.
+    __device__ void send_rows(int first, int step, const FirstMarks& experts, bool knows_places) const {
+        int turn = 0;
+#pragma unroll 1
+        for (int token = first; token < p.num_tokens; token += step) {
+            const bool sends_head = warp == kWarps - 1;  // which has no columns
+            const Lane own(*this, token, sends_head);
+            unsigned ranks = 0;
+#pragma unroll 1
+            for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
+                const Given given(*this, token, begin);
+                if (token == first && begin == 0 && !knows_places) find_places(experts);
+                if (sends_head && begin == 0) shared.ranks[turn] = own.ranks();
+                given.stage(*this, staged(turn));
+                __syncthreads();
+                if (begin == 0) ranks = shared.ranks[turn];
+                const int count = min(kStagedPieces, num_pieces - begin);
+                if constexpr (Outside::kIsAny)
+                    outside.send_pieces(*this, token, ranks, staged(turn), begin, count, begin + count == num_pieces);
+                if (sends_head && begin == 0) send_head(token, own, ranks);
+                const int first_part = begin / kLinePieces * kPartsOfLine;
+                staged(turn).push(c, outside.first_rank(), outside.num_ranks(), ranks, count, kQuantized, flag,
+                                  [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
+            }
+        }
+    }
+
+    __device__ Staged& staged(int turn) const { return reinterpret_cast<Staged&>(shared.staged[turn]); }
+
+    // All threads. Whether something is wrong with them, a block that counts tells.
+    __device__ bool find_places(const FirstMarks& experts) const {
+        clear(c, marks);
+        __syncthreads();
+        return mark_tokens(c, p, marks, experts);
+    }
+
+    // One of top-k: where it goes, what with, and which ranks are not masked. One warp has them.
+    struct Lane {
+        int expert = -1, rank = -1;
+        float weight = 1.0f;
+        unsigned masks = 0, reached = 0;
+
+        __device__ Lane(const Sender& s, int token, bool is_any) {
+            if (!is_any) return;
+            masks = __shfl_sync(kFullWarp, *static_cast<volatile unsigned*>(&s.c.state->masks), 0);  // the same for all lanes
+            reached = s.outside.reached(masks);
+            if (s.lane >= s.config.num_topk) return;
+            const int64_t at = static_cast<int64_t>(token) * s.config.num_topk + s.lane, chosen = expert_at(s.p, at);
+            if (s.p.topk_weights != nullptr) weight = s.p.topk_weights[at];
+            if (chosen < 0 || chosen >= s.config.num_experts) return;
+            expert = static_cast<int>(chosen);
+            rank = expert / s.num_local;
+        }
+        // All ranks that the token goes to.
+        __device__ unsigned ranks() const { return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & reached; }
+    };
+
+    // One warp: what of the token goes where.
+    __device__ void send_head(int token, const Lane& own, unsigned ranks) const {
+        const int num_parts = static_cast<int>(c.layout.head_bytes / 16), first_rank = outside.first_rank();
+        if (lane == 0) in_handle<unsigned>(handle().rank_masks)[token] = ranks;
+        LowLatencyLane out{-1, 0, own.weight};
+        if (own.rank >= 0) out.index = static_cast<uint16_t>(marks.before(token, own.expert));
+#pragma unroll 1
+        for (int to = first_rank; to < first_rank + outside.num_ranks(); ++to) {
+            if ((own.masks >> to & 1) != 0) continue;
+            out.expert = static_cast<int16_t>(own.rank == to ? own.expert - to * num_local : -1);
+            const uint4 part = head_part(out, flag);
+            store_part(Turn(c, to, call).head(c.rank, token) + lane, part, lane < num_parts);
+        }
+    }
+
+    // What becomes this thread's pieces of a row on its way.
+    struct Given {
+        static constexpr int kLoads = kGivenBytes / 16;
+        int num = 0;
+        uint4 raw[kPieces][kLoads] = {};
+
+        __device__ Given(const Sender& s, int token, int begin) {
+            if (threadIdx.x >= kStagingThreads) return;
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                const int piece = begin + threadIdx.x + i * kStagingThreads;
+                if (piece >= s.num_pieces) return;
+                ++num;
+                const uint4* from = pieces(s.p.x + token * s.x_bytes + piece * kGivenBytes);
+#pragma unroll
+                for (int load = 0; load < kLoads; ++load) raw[i][load] = from[load];
+            }
+        }
+
+        __device__ void stage(const Sender& s, Staged& staged) const {
+#pragma unroll
+            for (int i = 0; i < kPieces; ++i) {
+                uint4 value = raw[i][0];
+                const int at = threadIdx.x + i * kStagingThreads;
+                if constexpr (kQuantized) {
+                    float x[kColumns];
+#pragma unroll
+                    for (int load = 0; load < kLoads; ++load) Piece<kType>::load(raw[i][load], x + load * Piece<kType>::kCount);
+                    const Fp8Block block(largest_of<kPiecesOfBlock>(x), s.p.what.is_rounded);
+                    value = block.store(x).raw;
+                    if (i < num && at % kPiecesOfBlock == 0) staged.scales[at / kPiecesOfBlock] = block.scale;
+                }
+                if (i < num) staged.pieces[at] = value;
+            }
+        }
+    };
+};
+
+}  // namespace deepep_moe

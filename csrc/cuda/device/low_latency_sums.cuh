@@ -1,0 +1,88 @@
+// Sums of a node: what its ranks have sent of a token, added up by the rank whose token it is, or by the one of its rail.
+#pragma once
+
+#include "cuda/device/low_latency_lines.cuh"
+#include "cuda/device/low_latency_rail.cuh"
+
+namespace deepep_moe {
+
+template <DType kType>
+struct NodeSums {
+    using Values = Piece<kType>;
+    static constexpr int kColumns = Values::kCount, kRanksAtOnce = 4;  // whose parts are on their way to the thread that adds them
+    using Sum = float[kColumns];
+
+    const RailCall& rail;
+    const LowLatencyContext& c;
+    const unsigned long long flag;
+    const int num_pieces, num_parts;  // of a row
+
+    __device__ NodeSums(const RailCall& rail, unsigned long long flag)
+        : rail(rail), c(rail.c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}
+
+    __device__ static void add(Sum& sum, const uint4& piece) {
+        float x[kColumns];
+        Values::load(piece, x);
+#pragma unroll
+        for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
+    }
+
+    // One warp, each lane its part `i`: adds what `ranks` (bit r: rank r of this node) have of a token of the rank of `node` that has this
+    // one's index, in their order. It lies where that rank of `node` would have put its own. A rank that is masked meanwhile is left out.
+    __device__ void add_ranks(Sum& sum, int node, int token, unsigned ranks, int i) const {
+#pragma unroll 1
+        for (unsigned rest = ranks; rest != 0;) {
+            int rank[kRanksAtOnce];
+#pragma unroll
+            for (int n = 0; n < kRanksAtOnce; ++n, rest &= rest - 1) rank[n] = __ffs(rest) - 1;
+            add_parts(sum, node, token, rank, i);
+        }
+    }
+
+private:
+    // rank: -1 where there is none.
+    __device__ void add_parts(Sum& sum, int node, int token, const int (&rank)[kRanksAtOnce], int i) const {
+        const Turn own(c, c.rank, rail.call);
+        const auto place = [&](int n) {
+            return rank[n] >= 0 && i < num_parts ? own.row(node * rail.r.ranks_per_node + rank[n], token) + i : nullptr;
+        };
+        Parts<kRanksAtOnce> parts;
+        unsigned here = 0;
+        const auto done = [&](bool masks_too) {
+            parts.load(place);
+            here = parts.here(place, flag);
+            unsigned given_up = 0;
+#pragma unroll
+            for (int n = 0; n < kRanksAtOnce; ++n)
+                given_up |= static_cast<unsigned>(masks_too && rank[n] >= 0 && is_masked(c, rail.first_rank() + rank[n])) << n;
+            return (here | __reduce_or_sync(kFullWarp, given_up)) == parts.kAll;
+        };
+        const bool is_done = look_until(c, done);
+#pragma unroll
+        for (int n = 0; n < kRanksAtOnce; ++n) {
+            if (rank[n] >= 0 && (here >> n & 1) != 0) add(sum, parts.values[n]);
+            if (!is_done && (here >> n & 1) == 0 && threadIdx.x % 32 == 0)
+                mask_or_report(c, rail.first_rank() + rank[n], GpuPhase::kCombineRows, rail.call, 0);
+        }
+    }
+};
+
+// The call whose handle a combine goes along.
+__device__ __forceinline__ unsigned long long dispatch_of(const LowLatencyCombineParams& p) {
+    return *reinterpret_cast<const unsigned long long*>(p.handle);
+}
+
+// Does the word of a rank say that it combines along the same dispatch? Else it is reported.
+__device__ __forceinline__ bool check_along(const LowLatencyContext& c, const LowLatencyCombineParams& p, unsigned long long flag,
+                                            unsigned long long word, int source) {
+    if (!check_what(c, flag, word, source)) return false;
+    const int own = LowLatencyWhat::value_in(dispatch_of(p)), theirs = LowLatencyWhat::value_in(word);
+    if (own != theirs) report(c, kMismatch, source, GpuPhase::kCombineRows, static_cast<long long>(dispatch_of(p)), theirs);
+    return own == theirs;
+}
+
+__device__ __forceinline__ void count_wait(const LowLatencyContext& c, int64_t* statistics, int source, unsigned long long since) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - since);
+}
+
+}  // namespace deepep_moe

@@ -1,0 +1,185 @@
+"""Benchmark of low-latency calls over nodes: how long kernels hold SMs in each half of a call, where the network's time is not theirs.
+
+Ranks are processes of this host that share its GPUs, nodes are virtual. Kernels post what they would put, and one behind them puts it as
+network cards of `--network-gbps` would (0: kernels put themselves, which over NVLink is a copy by the warp that puts). The half that
+receives is called once all rows have arrived, so its kernel waits for nothing. "kernel" is the time of a half's kernels by PyTorch's
+profiler, "wall" that of a whole call from a moment at which the streams of all ranks reach it, "host" that of the thread that makes it.
+Times are of the rank with the largest median. Dispatch and combine are checked to the bit first.
+
+The kernels of several processes run side by side under MPS only (`nvidia-cuda-mps-control -d`, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE); the
+same calls of the backend `nvlink`, all ranks one node, are timed in the same run.
+"""
+
+import argparse
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepep_moe import LowLatencyBuffer
+from deepep_moe.bench.common.records import record, write_json
+from deepep_moe.bench.common.timing import WARMUP, slowest
+from deepep_moe.bench.common.workload import Inputs, Shape, make_inputs
+from deepep_moe.bench.low_latency.operations import LowLatencyOperation, operations, verify
+from deepep_moe.testing import run_ranks
+
+_LEAD_S = 2e-3
+_TIMEOUT_S = 10.0  # of a call; ranks that cannot run side by side wait for each other that long
+_SLEEP_CYCLES = 2_000_000  # about a millisecond, while hosts reach the first launch
+_NETWORK = "rail_deliver"  # the kernel that plays it
+_MARK = "sin_kernel"
+_BLOCKS_OF_NETWORK = 8  # that calls leave free where they wait for it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, default in [("num-ranks", 4), ("ranks-per-node", 2), ("num-tokens", 128), ("hidden", 7168), ("num-experts", 256)]:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--num-topk", type=int, default=8)
+    parser.add_argument("--network-gbps", type=float, default=50.0, help="GB/s of the network card of a rank; 0: kernels put themselves")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--halves", action="store_true", help="no whole calls, in which kernels wait beside the network's")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Print one line per call and half, and write all records to `--json`."""
+    if not torch.cuda.is_available():
+        raise SystemExit("these calls are kernels of a GPU, which PyTorch does not see here")
+    records: list[dict[str, Any]] = run_ranks(measure, options.num_ranks, options, timeout_s=300, bind=options.bind)[0]
+    for r in records:
+        kernels = " + ".join(f"{name} {us:.1f}" for name, us in r["kernels_us"].items())
+        print(f"{r['name']:34} {r['half']:8} {r['us_median']:7.1f} us, host {r['us_host']:6.1f} us  {kernels}")
+    print(records[0]["hardware"])
+    write_json(options.json, records)
+
+
+def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Records of the calls over nodes, then of those of one node, of the slowest rank."""
+    num_gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % num_gpus)
+    device = torch.device("cuda", rank % num_gpus)
+    hardware = f"{num_ranks} ranks on {min(num_gpus, num_ranks)} x {torch.cuda.get_device_name(device)}"
+    records = []
+    for backend, per_node in (("nvshmem", options.ranks_per_node), ("nvlink", num_ranks)):
+        shape = Shape(num_ranks, options.hidden, options.num_experts, options.num_topk, 1, per_node)
+        everyone = [make_inputs(shape, options.num_tokens, source, device) for source in range(num_ranks)]
+        sizes = options.num_tokens, options.hidden, options.num_experts, options.num_topk
+        buffer = LowLatencyBuffer(None, *sizes, backend=backend, ranks_per_node=per_node, timeout_s=_TIMEOUT_S)
+        calls = operations(buffer, shape, everyone, rank)
+        for operation in calls:
+            verify(operation)
+        torch.cuda.synchronize()
+        buffer.check()
+        dist.barrier()
+        if backend == "nvshmem" and options.network_gbps > 0:
+            _native(buffer).play_network(options.network_gbps)
+            _native(buffer).num_blocks -= 0 if options.halves else _BLOCKS_OF_NETWORK
+        for operation in calls:
+            records += _records(buffer, operation, shape, everyone[rank], options, hardware)
+        buffer.destroy()
+    return records
+
+
+def _native(buffer: LowLatencyBuffer) -> Any:
+    backend: Any = buffer._backend
+    return backend._native
+
+
+def _records(
+    buffer: LowLatencyBuffer, operation: LowLatencyOperation, shape: Shape, mine: Inputs, options: argparse.Namespace, hardware: str
+) -> list[dict[str, Any]]:
+    backend = buffer.backend
+    kernels, host_us = _halves(operation, options.repeats)
+    settings = {"backend": backend, "num_ranks": shape.num_ranks, "dtype": operation.dtype, "layout": "expert"}
+    settings |= {name: getattr(options, name) for name in ("num_tokens", "hidden", "num_topk", "num_experts")}
+    assert shape.ranks_per_node is not None
+    more = {"name": f"low-latency {operation.name}, {backend} {shape.num_ranks // shape.ranks_per_node}x{shape.ranks_per_node}"}
+    more |= {"ranks_per_node": shape.ranks_per_node, "hardware": hardware, "wire": operation.wire}
+    more |= {"network_gbps": options.network_gbps if backend == "nvshmem" else None}
+    more |= {"sms_of_a_rank": torch.cuda.get_device_properties(mine.x.device).multi_processor_count}
+    made = []
+    for half, times in kernels.items():
+        sums = [sum(each) for each in zip(*times.values(), strict=True)]
+        extra = {
+            "half": half,
+            "us_host": statistics.median(host_us[half]),
+            "kernels_us": {k: statistics.median(v) for k, v in times.items()},
+        }
+        made.append(record(operation.op, settings, sums, 0, baseline=None, baseline_times=[], **more, **extra))
+    if options.halves:
+        return made
+    wall_us, whole_host_us = _whole(operation, options.repeats)
+    extra = {"half": "whole", "us_host": statistics.median(whole_host_us), "kernels_us": {}}
+    made.append(record(operation.op, settings, wall_us, 0, baseline=None, baseline_times=[], **more, **extra))
+    return made
+
+
+def _halves(operation: LowLatencyOperation, repeats: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[float]]]:
+    """Return by half the times of each kernel, microseconds, of the rank that takes longest, and the host's."""
+    host_us: dict[str, list[float]] = {"send": [], "receive": []}
+    mark = torch.zeros(1, device="cuda")
+    for _ in range(WARMUP):
+        operation.check(_in_halves(operation, {"send": [], "receive": []}, mark))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            _in_halves(operation, host_us, mark)
+    found: dict[str, dict[str, list[float]]] = {"send": defaultdict(list), "receive": defaultdict(list)}
+    half = "send"
+    for event in sorted(profile.events() or (), key=lambda event: event.time_range.start):
+        if _MARK in event.name:
+            half = "receive" if half == "send" else "send"
+        elif (name := _short(event.name)) not in ("", _NETWORK):
+            found[half][name].append(event.time_range.elapsed_us())
+    return {half: {name: slowest(us) for name, us in kernels.items()} for half, kernels in found.items()}, host_us
+
+
+def _short(name: str) -> str:
+    """The name of one of our kernels, of which some have none but their symbol; else nothing."""
+    told = re.search(r"(?:::|\d)((?:low_latency|rail)_[a-z]+)(?:<|I|\(|E)", name)
+    return told[1] if told else ""
+
+
+def _in_halves(operation: LowLatencyOperation, host_us: dict[str, list[float]], mark: torch.Tensor) -> Any:
+    """All ranks send, all rows arrive, all ranks receive; kernels on `mark` end the halves. Returns the result."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    began = time.perf_counter()
+    result, hook = operation.send()
+    host_us["send"].append(1e6 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    dist.barrier()
+    mark.sin_()
+    began = time.perf_counter()
+    hook()
+    host_us["receive"].append(1e6 * (time.perf_counter() - began))
+    mark.sin_()
+    torch.cuda.synchronize()
+    return result
+
+
+def _whole(operation: LowLatencyOperation, repeats: int) -> tuple[list[float], list[float]]:
+    """Return the times of whole calls of the slowest rank, and of its host, microseconds."""
+    times = [_timed_once(operation.call) for _ in range(WARMUP + repeats)][WARMUP:]
+    return slowest([wall for wall, _ in times]), [host for _, host in times]
+
+
+def _timed_once(call: Callable[[], Any]) -> tuple[float, float]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    moment = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
+    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
+    while time.monotonic() < moment.item():
+        pass
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    start.record()
+    began = time.perf_counter()
+    result = call()
+    host_us = 1e6 * (time.perf_counter() - began)
+    end.record()
+    end.synchronize()
+    del result
+    return start.elapsed_time(end) * 1e3, host_us
