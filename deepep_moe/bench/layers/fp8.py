@@ -223,9 +223,9 @@ def show(ranks: list[Measured], options: argparse.Namespace) -> None:
         f"{first.wire.ratio:.4f}x; kept copies {first.kept_bytes / 1e9:.2f} GB"
     )
     print("distance of fp8 from bf16, relative: " + ", ".join(f"{kind} {value:.1e}" for kind, value in first.differences[EACH].items()))
-    for name, kernels in first.kernels.items():
+    for name, of_layer in first.kernels.items():
         print(f"kernels of {name}, us a pass, the longest {options.kernels}:")
-        for kernel, us in sorted(kernels.items(), key=lambda item: -item[1])[: options.kernels]:
+        for kernel, us in sorted(of_layer.items(), key=lambda item: -item[1])[: options.kernels]:
             print(f"  {us:9.1f}  {kernel[:120]}")
 
 
