@@ -61,48 +61,54 @@ def compare(exact: list[float], ours: list[float], window: int) -> dict[str, Any
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    own, arguments, settings = _arguments(argv)
-    runs, compared = [], []
-    with launch.joined(arguments.device, bind=arguments.bind):
-        for seed in own.seeds:
-            curves = []
-            for fp8 in (False, True):
-                result = train.run(dataclasses.replace(settings, seed=seed, fp8_experts=fp8), arguments)
-                if launch.is_reporting():
-                    curves.append(result.losses)
-                    runs.append({"seed": seed, "experts": "fp8" if fp8 else "bf16", "seconds": result.seconds, "losses": result.losses})
+def _train(own: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings, record: dict[str, Any]) -> None:
+    """Train both from each seed, and write the record whenever a seed is done."""
+    for seed in own.seeds:
+        curves = []
+        for fp8 in (False, True):
+            result = train.run(dataclasses.replace(settings, seed=seed, fp8_experts=fp8), arguments)
             if launch.is_reporting():
-                compared.append({"seed": seed} | compare(*curves, own.window))
-    return _report(own, arguments, settings, runs, compared) if launch.is_reporting() else 0
+                curves.append(result.losses)
+                run = {"seed": seed, "experts": "fp8" if fp8 else "bf16", "seconds": result.seconds, "losses": result.losses}
+                record["runs"].append(run)
+        if launch.is_reporting():
+            record["compared"].append({"seed": seed} | compare(*curves, own.window))
+            record["is_near"] = all(each["all_finite"] and abs(each["difference_at_end"]) <= own.tolerance for each in record["compared"])
+            own.json.parent.mkdir(parents=True, exist_ok=True)
+            own.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _report(
-    own: argparse.Namespace,
-    arguments: argparse.Namespace,
-    settings: worker.Settings,
-    runs: list[dict[str, Any]],
-    compared: list[dict[str, Any]],
-) -> int:
-    print(f"{'seed':>6}{'bf16':>10}{'fp8':>10}{'at the end':>12}{'at most':>10}")
-    for each in compared:
-        losses = f"{each['bf16_at_end']:10.4f}{each['fp8_at_end']:10.4f}"
-        print(f"{each['seed']:6}{losses}{each['difference_at_end']:12.2%}{each['largest_difference']:10.2%}")
-    is_near = all(each["all_finite"] and abs(each["difference_at_end"]) <= own.tolerance for each in compared)
-    versions = {"deepep_moe": deepep_moe.__version__, "commit": commit(), "torch": torch.__version__}
-    about = {
+def _new_record(own: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings) -> dict[str, Any]:
+    names = ("model", "expert_width", "steps", "lr", "ep", "micro_batches", "cuda_graph", "shares_gpus")
+    return {
         "op": "loss curves of fp8 and bf16 experts",
         "hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(),
-        "versions": versions,
-        "shares_gpus": settings.shares_gpus,
+        "versions": {"deepep_moe": deepep_moe.__version__, "commit": commit(), "torch": torch.__version__},
         "num_ranks": arguments.num_ranks,
+        **{name: getattr(settings, name) for name in names},
+        "seeds": own.seeds,
+        "window": own.window,
+        "tolerance": own.tolerance,
+        "is_near": False,
+        "compared": [],
+        "runs": [],
     }
-    about |= {name: getattr(settings, name) for name in ("model", "expert_width", "steps", "lr", "ep", "micro_batches", "cuda_graph")}
-    about |= {"window": own.window, "tolerance": own.tolerance, "is_near": is_near}
-    own.json.parent.mkdir(parents=True, exist_ok=True)
-    own.json.write_text(json.dumps(about | {"compared": compared, "runs": runs}, indent=1) + "\n")
-    print(f"loss curves are {'near' if is_near else 'NOT near'} each other; wrote {own.json}")
-    return 0 if is_near else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 1 where a curve of fp8 is not near that of bf16."""
+    own, arguments, settings = _arguments(argv)
+    record = _new_record(own, arguments, settings)
+    with launch.joined(arguments.device, bind=arguments.bind):
+        _train(own, arguments, settings, record)
+    if not launch.is_reporting():
+        return 0
+    print(f"{'seed':>6}{'bf16':>10}{'fp8':>10}{'at the end':>12}{'at most':>10}")
+    for each in record["compared"]:
+        losses = f"{each['bf16_at_end']:10.4f}{each['fp8_at_end']:10.4f}"
+        print(f"{each['seed']:6}{losses}{each['difference_at_end']:12.2%}{each['largest_difference']:10.2%}")
+    print(f"loss curves are {'near' if record['is_near'] else 'NOT near'} each other; wrote {own.json}")
+    return 0 if record["is_near"] else 1
 
 
 if __name__ == "__main__":
