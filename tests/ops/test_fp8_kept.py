@@ -218,3 +218,37 @@ def test_nothing_is_saved_or_copied():
         assert_equal(run(other, True), run(module, False), "a copy")
     module.release_fp8_weights()
     assert module.kept_weights.num_bytes == 0
+
+
+# ---- CUDA graphs ----
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="CUDA graphs need a GPU")
+def test_captured_steps():
+    """Replays quantize the weights of that moment, once for both forwards. Copies of a graph serve no forward outside of it."""
+    module, plain = experts().cuda(), experts().cuda()
+    rows = QuantizedRows.of(randn(256, HIDDEN, seed=1).cuda())
+    counts = torch.tensor(COUNTS, device="cuda")
+
+    def step():
+        return [module(rows, counts, is_first_microbatch=is_first) for is_first in (True, False)]
+
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for factor in (1.0, 2.0):
+            for each in (module, plain):
+                each.down.mul_(factor)
+            graph.replay()
+            for y in captured:
+                assert torch.equal(y, plain(rows, counts)), f"times {factor}"
+        with pytest.raises(ValueError, match="the fp8 copies were made inside of a CUDA graph's capture, and this forward is outside"):
+            module(rows, counts, is_first_microbatch=False)
+        assert torch.equal(module(rows, counts, is_first_microbatch=True), plain(rows, counts))
