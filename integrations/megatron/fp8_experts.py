@@ -44,7 +44,10 @@ class Fp8GroupedMLP(GroupedMLP):
 
     def _copies_of_weights(self) -> dict[str, Any]:
         weights = self.linear_fc1.weight, self.linear_fc2.weight
-        if self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False) or _is_captured(weights[0]):
+        if _is_captured(weights[0]):
+            self.kept_weights.release()  # of forwards before the capture
+            return {}
+        if self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False):
             return {}
         is_first = self.is_first_microbatch or not self.kept_weights.has(*weights)
         self.is_first_microbatch = False

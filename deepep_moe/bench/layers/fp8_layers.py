@@ -123,13 +123,13 @@ def _wire(layer: MoELayer, x: Tensor, num_ranks: int, num_local_experts: int) ->
 
 def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> dict[str, Layer]:
     """Return Megatron-Core's layers with the dispatcher `alltoall`. Those in fp8 share one layer, but for the one whose router pads."""
-    from deepep_moe.integrations.megatron.harness.layers import te_fp8_layer
+    from deepep_moe.integrations.megatron.harness import layers as harness
 
     sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
     x, cotangent = _inputs(options, rank, device)
     x = x.detach().unsqueeze(1).requires_grad_()
     exact, fp8, padded = (
-        te_fp8_layer(fp8=fp8, router_pads=pads, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
+        harness.te_fp8_layer(fp8=fp8, router_pads=pads, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
         for fp8, pads in ((False, False), (True, False), (True, True))
     )
     count = options.micro_batches
@@ -137,8 +137,8 @@ def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: 
     def layer(module: Any, which: Callable[[int], bool | None], num_micro_batches: int = 1) -> Layer:
         leaves = {"input": x} | dict(module.named_parameters())
         return Layer(
-            lambda is_first: _run(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
-            num_micro_batches=num_micro_batches, which=which, release=lambda: _release(module),
+            lambda is_first: harness.run_te_layer(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
+            num_micro_batches=num_micro_batches, which=which, release=lambda: harness.release_te_copies(module),
         )  # fmt: skip
 
     return {
@@ -147,21 +147,3 @@ def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: 
         TE_SHARED: layer(fp8, lambda number: number % count == 0, count),
         TE_PADDED: layer(padded, lambda number: True),
     }
-
-
-def _run(layer: Any, x: Tensor, is_first: bool | None) -> Tensor:
-    from megatron.core.fp8_utils import get_fp8_context
-
-    if is_first:
-        layer.set_is_first_microbatch()
-    with get_fp8_context(layer.config):
-        return layer(x)[0]
-
-
-def _release(layer: Any) -> None:
-    """Drop TransformerEngine's copies of weights."""
-    for module in layer.modules():
-        copies = getattr(module, "_fp8_workspaces", None)
-        if isinstance(copies, dict):
-            copies.clear()
-    layer.set_is_first_microbatch()

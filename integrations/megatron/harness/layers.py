@@ -109,6 +109,25 @@ def te_fp8_layer(*, fp8: bool, router_pads: bool, seed: int, **sizes: Any) -> An
     return build_moe_layer(config, seed=seed, use_te=True)
 
 
+def run_te_layer(layer: Any, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+    """Run a layer in the fp8 context that a transformer block gives it. False: TransformerEngine uses the copies of weights that it has."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    if is_first_microbatch:
+        layer.set_is_first_microbatch()
+    with get_fp8_context(layer.config):
+        return layer(x)[0]
+
+
+def release_te_copies(layer: Any) -> None:
+    """Drop TransformerEngine's copies of weights. The next forward quantizes."""
+    for module in layer.modules():
+        copies = getattr(module, "_fp8_workspaces", None)
+        if isinstance(copies, dict):
+            copies.clear()
+    layer.set_is_first_microbatch()
+
+
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
