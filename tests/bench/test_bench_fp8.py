@@ -59,6 +59,38 @@ def test_table_and_records_with_rivals(capsys):
     assert records[2]["ratio"] == 3.0 and records[2]["kernel_us"] == 10.0
 
 
+def test_rivals_that_fail_are_left_out():
+    x, weight = torch.ones(2, 3), torch.ones(3, requires_grad=True)
+
+    def fails(is_first):
+        raise RuntimeError("no such kernel")
+
+    layers = {
+        name: fp8_layers.Layer(run, torch.ones(2, 3), {"weight": weight}, backend="alltoall")
+        for name, run in (("one", lambda is_first: x * weight), ("two", fails))
+    }
+    found, failures = fp8_layers._running(layers)
+    assert list(found) == ["one"] and failures == ["two failed with RuntimeError: no such kernel"]
+
+
+def test_micro_batches_by_hand():
+    """Of each three passes the first is a first micro-batch; a release begins anew."""
+    seen, weight = [], torch.ones(1, requires_grad=True)
+
+    def run(is_first):
+        seen.append(is_first)
+        return weight * 2
+
+    layer = fp8_layers.Layer(
+        run, torch.ones(1), {"weight": weight}, backend="shm", num_micro_batches=3, which=lambda number: number % 3 == 0
+    )
+    for _ in range(4):
+        layer.forward()
+    layer.release()
+    layer.forward()
+    assert seen == [True, False, False, True, True]
+
+
 def test_refusals():
     for arguments, message in (
         (["--num-experts", "3", "--num-ranks", "2"], "--num-experts 3 must be a multiple of --num-ranks 2"),

@@ -101,7 +101,8 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         if why:
             rivals = why
         else:
-            layers |= fp8_layers.make_rivals(options, rank, num_ranks, device)
+            theirs, how = fp8_layers.make_rivals(options, rank, num_ranks, device)
+            layers, rivals = layers | theirs, f"{rivals}, {how}"
         differences, num_different = _compare(layers)
         package = "torch" if why else "megatron-core"
         backend = next(iter(layers.values())).backend

@@ -121,15 +121,42 @@ def _wire(layer: MoELayer, x: Tensor, num_ranks: int, num_local_experts: int) ->
 # ---- Megatron-Core with TransformerEngine ----
 
 
-def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> dict[str, Layer]:
-    """Return Megatron-Core's layers with the dispatcher `alltoall`. Those in fp8 share one layer, but for the one whose router pads."""
+def make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], str]:
+    """Return Megatron-Core's layers with the dispatcher `alltoall`, and what is to be said of them.
+
+    Their activation is fused by `torch.compile`. Where that fails, it is not fused. Layers that do not run at all are left out.
+    """
+    torch.compiler.set_stance("default")
+    layers, failures = _running(_make_rivals(options, rank, num_ranks, device, fuses=True))
+    if not failures:
+        return layers, "SwiGLU fused"
+    torch.compiler.set_stance("force_eager")
+    layers, others = _running(_make_rivals(options, rank, num_ranks, device, fuses=False))
+    return layers, "; ".join(["SwiGLU not fused", *failures, *others])
+
+
+def _running(layers: dict[str, Layer]) -> tuple[dict[str, Layer], list[str]]:
+    """Return the layers that run, and why others do not."""
+    found, failures = {}, []
+    for name, layer in layers.items():
+        try:
+            layer.results()
+            found[name] = layer
+        except Exception as error:  # whatever another library raises
+            failures.append(f"{name} failed with {type(error).__name__}: {str(error)[:200]}")
+            layer.clear()
+    return found, failures
+
+
+def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device, *, fuses: bool) -> dict[str, Layer]:
+    """Those in fp8 share one layer, but for the one whose router pads."""
     from deepep_moe.integrations.megatron.harness import layers as harness
 
     sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
     x, cotangent = _inputs(options, rank, device)
     x = x.detach().unsqueeze(1).requires_grad_()
     exact, fp8, padded = (
-        harness.te_fp8_layer(fp8=fp8, router_pads=pads, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
+        harness.te_fp8_layer(fp8=fp8, router_pads=pads, fuses=fuses, seed=1, ep=num_ranks, dtype=torch.bfloat16, **sizes)
         for fp8, pads in ((False, False), (True, False), (True, True))
     )
     count = options.micro_batches
