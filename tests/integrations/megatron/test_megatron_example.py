@@ -291,6 +291,20 @@ def test_defaults_on_a_gpu(monkeypatch):
     assert chosen("--dispatcher", "alltoall") == ("bf16", False, False, False)
 
 
+def test_ranks_that_share_a_gpu(monkeypatch, capsys):
+    (train,) = _import_example("train")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    _, settings = train.settings_of(["--device", "cuda", "--num-ranks", "2", "--share-gpus"])
+    assert settings.shares_gpus and settings.ep == 2
+    with pytest.raises(SystemExit):
+        train.settings_of(["--device", "cuda", "--num-ranks", "2"])
+    assert "--device cuda needs a GPU for each of 2 ranks, this machine has 1" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        train.settings_of(["--device", "cuda", "--num-ranks", "2", "--share-gpus"])
+    assert "this machine has 0" in capsys.readouterr().err
+
+
 def _graph_worker(rank: int, num_ranks: int, cuda_graph: bool) -> list[float]:
     (worker,) = _import_example("worker")
     options = {"dtype": "bf16", "device": "cuda", "ep": 1, "cuda_graph": cuda_graph, "micro_batches": 2}
