@@ -12,6 +12,7 @@ all-reduce   small all-reduces with and without binding
 model        dispatch and combine over nodes, simulated
 megatron     a layer of Megatron-Core
 deepspeed    a layer of DeepSpeed
+fp8          a layer with fp8 experts, against bf16 and TransformerEngine
 
 All but `model` and `all-reduce` take `--bind`. Without a command, `--backend nvlink` means link, and everything else exchange.
 """
@@ -27,7 +28,7 @@ from deepep_moe.bench.exchange import nvlink as link
 from deepep_moe.bench.exchange import pipeline
 from deepep_moe.bench.gate import command as gate
 from deepep_moe.bench.host import command as host
-from deepep_moe.bench.layers import deepspeed, megatron
+from deepep_moe.bench.layers import deepspeed, fp8, megatron
 from deepep_moe.bench.low_latency import command as low_latency
 from deepep_moe.bench.low_latency import nodes
 from deepep_moe.bench.model import command as model
@@ -35,8 +36,8 @@ from deepep_moe.bench.overlap import command as overlap
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 COMMANDS = {
-    "exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "nodes": nodes, "overlap": overlap, "gate": gate,
-    "host": host, "model": model, "megatron": megatron, "deepspeed": deepspeed, "all-reduce": all_reduce,
+"exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "nodes": nodes, "overlap": overlap, "gate": gate,
+    "host": host, "model": model, "megatron": megatron, "deepspeed": deepspeed, "fp8": fp8, "all-reduce": all_reduce,
 }  # fmt: skip
 
 _UNBOUND = ("model", "all-reduce")  # nothing to bind; binds its ranks by turns

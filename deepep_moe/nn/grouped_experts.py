@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deepep_moe.arguments import as_int, check_bool
+from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.grouped_mlp import Activation, grouped_mlp
 
 
@@ -33,6 +34,7 @@ class GroupedExperts(nn.Module):
             rows come first, as in `SwiGLU.gate_up`.
         down: [num_local_experts, hidden, intermediate] parameter.
         up_bias, down_bias: [num_local_experts, rows of a matrix] parameters, or None.
+        kept_weights: the fp8 copies that forwards with `is_first_microbatch` share, see `deepep_moe.ops.KeptWeights`.
 
     Raises:
         TypeError: a setting has another type.
@@ -67,6 +69,7 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(self.num_local_experts, self.hidden, self.intermediate, **factory))
         self.up_bias = nn.Parameter(torch.empty(self.num_local_experts, inner, **factory)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(self.num_local_experts, self.hidden, **factory)) if bias else None
+        self.kept_weights = KeptWeights()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -77,7 +80,14 @@ class GroupedExperts(nn.Module):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor, num_rows_per_expert: Tensor | Sequence[int], probs: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        num_rows_per_expert: Tensor | Sequence[int],
+        probs: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
         """Return each row's output, times its prob.
 
         Args:
@@ -85,18 +95,25 @@ class GroupedExperts(nn.Module):
                 multiplied in fp8 (`deepep_moe.ops.grouped_mlp` says for which sizes).
             num_rows_per_expert: [num_local_experts], on the device of x or on the host. Their sum is at most num_rows. Rows behind it may
                 hold anything and come out as zeros.
-            probs: [num_rows] fp32, or None for ones. A `MoELayer` gives none, as its combine weights the rows.
+            probs: [num_rows] fp32, or None for ones. A `MoELayer` without fp8 gives none, as its combine weights the rows.
+            is_first_microbatch: of the forwards between two optimizer steps, with `QuantizedRows`: True in the first one, which quantizes
+                the weights and keeps the copies, and False in the others, which use them. None: each forward quantizes.
 
         Returns:
             [num_rows, hidden] in the dtype of x, which for `QuantizedRows` is bfloat16.
 
         Raises:
-            TypeError, ValueError: as `deepep_moe.ops.grouped_mlp`.
+            TypeError, ValueError: as `deepep_moe.ops.grouped_mlp` and `deepep_moe.ops.KeptWeights.take`.
         """
         return grouped_mlp(
             x, num_rows_per_expert, self.up, self.down, b1=self.up_bias, b2=self.down_bias, probs=probs, activation=self.activation,
-            recompute_activation=self.recompute_activation, zero_tail=self.zero_tail,
+            recompute_activation=self.recompute_activation, zero_tail=self.zero_tail, kept=self.kept_weights,
+            is_first_microbatch=is_first_microbatch,
         )  # fmt: skip
+
+    def release_fp8_weights(self) -> None:
+        """Drop the fp8 copies of the weights that are kept between forwards."""
+        self.kept_weights.release()
 
     def extra_repr(self) -> str:
         sizes = f"num_local_experts={self.num_local_experts}, hidden={self.hidden}, intermediate={self.intermediate}"

@@ -14,6 +14,7 @@ from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.router import Router
+from deepep_moe.ops.fp8_kept import check_is_first_microbatch, kept_in
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment, check_products, check_widths
 
 
@@ -157,16 +158,21 @@ class MoELayer(nn.Module):
                 f"{self.buffer.num_local_experts} of {router.num_experts}"
             )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape of x, in the dtype of the
         experts' outputs.
 
-        Collective over the buffer's group. Raises ValueError for another width or outputs of another shape, TypeError for outputs that are
-        no tensors, as `Buffer.dispatch`, and what router and experts raise. With fp8, BackendUnavailableError on a GPU without fp8
-        products. The peers of a rank that raises these raise EPPeerError.
+        is_first_microbatch: with fp8, of the forwards between two optimizer steps: True in the first one, which quantizes the experts'
+        weights and keeps the copies, 2 bytes a parameter; False in the others, which use them (docs/design/fp8_training.md). None: each
+        forward quantizes. Without fp8 it has no effect.
+
+        Collective over the buffer's group. Raises ValueError for another width, outputs of another shape, or `is_first_microbatch=False`
+        without copies; TypeError for outputs that are no tensors, as `Buffer.dispatch`, and what router and experts raise. With fp8,
+        BackendUnavailableError on a GPU without fp8 products. The peers of a rank that raises these raise EPPeerError.
         """
+        check_is_first_microbatch(is_first_microbatch)
         rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
-        return notify_peers_on_failure(self.buffer, self._combine, rows, out).view(x.shape)
+        return notify_peers_on_failure(self.buffer, self._combine, rows, out, is_first_microbatch).view(x.shape)
 
     def _dispatch(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, DispatchOutput]:
         if x.shape[-1] != self.router.hidden:
@@ -178,11 +184,12 @@ class MoELayer(nn.Module):
         how: dict[str, Any] = {"expert_alignment": self.expert_alignment, "num_recv_rows": self.num_recv_rows, "fp8": self.fp8}
         return rows, self.buffer.dispatch(rows, topk_idx, topk_weights, **how)
 
-    def _combine(self, rows: Tensor, out: DispatchOutput) -> Tensor:
+    def _combine(self, rows: Tensor, out: DispatchOutput, is_first_microbatch: bool | None) -> Tensor:
         is_local, weights = isinstance(self.experts, LocalExperts), out.recv_topk_weights
         counts = out.handle.num_rows_per_expert_list if is_local else out.handle.num_rows_per_expert
         if self.fp8:  # a weighted combine would need its rows, and their gradients in bf16
-            y, weights = self.experts(out.recv_x, counts, weights), None
+            which = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+            y, weights = self.experts(out.recv_x, counts, weights, **which), None
         else:
             y = self.experts(out.recv_x, counts)
         _check_output("the experts", y, out.recv_x)
@@ -192,6 +199,11 @@ class MoELayer(nn.Module):
             _check_output("the shared expert", shared, rows)
             shared = shared.to(y.dtype).contiguous()  # under autocast one of them may be in fp32
         return self.buffer.combine(y.contiguous(), out.handle, weights, bias=shared, fp8=self.fp8)
+
+    def release_fp8_weights(self) -> None:
+        """Drop the fp8 copies of the experts' weights that are kept between forwards. The next forward passes True or None."""
+        for kept in kept_in(self.experts):
+            kept.release()
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepep_moe.ops.fp8_kept import Fp8Copies
 from deepep_moe.ops.fp8_products import (
     GROUP_ALIGNMENT,
     check_alignment,
@@ -28,18 +29,21 @@ _Fp8 = tuple[Tensor, Tensor]  # values and scales
 
 @torch._disable_dynamo
 def fp8_mlp(
-    x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None], probs: Tensor | None,
-    act: Any, recompute: bool, zero_tail: bool, delay: Any,
+    x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, probs: Tensor | None, act: Any,
+    recompute: bool, zero_tail: bool, delay: Any, copies: Sequence[Fp8Copies] | None,
 ) -> Tensor:  # fmt: skip
-    """See `grouped_mlp`, which has checked the shapes. act: the activation, an object with `forward` and `backward`; None for SwiGLU."""
-    _check(x, counts, w1, w2, biases)
+    """See `grouped_mlp`, which has checked the shapes. act: the activation, an object with `forward` and `backward`; None for SwiGLU.
+    copies: of w1 and w2, which then are not quantized here."""
     groups = Groups(counts, len(w1), x)
     keeps = torch.is_grad_enabled() and not recompute
-    inner = _Linear.apply(x, w1, groups, keeps and x.requires_grad, zero_tail, delay)
-    return _ActivatedLinear.apply(inner, probs, w2, groups, act, recompute, keeps and inner.requires_grad, zero_tail, delay)
+    first, second = copies or (None, None)
+    inner = _Linear.apply(x, w1, groups, first, keeps and x.requires_grad, zero_tail, delay)
+    return _ActivatedLinear.apply(inner, probs, w2, groups, second, act, recompute, keeps and inner.requires_grad, zero_tail, delay)
 
 
-def _check(x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None]) -> None:
+@torch._disable_dynamo
+def check_fp8_mlp(x: QuantizedRows, counts: Tensor | Sequence[int], w1: Tensor, w2: Tensor, biases: Sequence[Tensor | None]) -> None:
+    """Raise for arguments that fp8 products do not take."""
     check_products(x.device)
     check_widths(**{"inner, the rows of w1,": w1.shape[1], "out, the rows of w2,": w2.shape[1], "the columns of w2": w2.shape[2]})
     check_alignment("the number of rows", len(x))
@@ -63,13 +67,17 @@ def _product(rows: _Fp8, matrices: _Fp8, groups: Groups) -> Tensor:
     return grouped_fp8_product(*rows, *matrices, groups.offsets)
 
 
-def _matrices(w: Tensor, keeps_transposed: bool) -> tuple[_Fp8, tuple[Tensor | None, Tensor | None]]:
+def _matrices(w: Tensor, copies: Fp8Copies | None, keeps_transposed: bool) -> tuple[_Fp8, tuple[Tensor | None, Tensor | None]]:
     """Return the fp8 matrices of the forward, and those of the backward if it is to keep them: one kernel makes both."""
+    if copies is not None:
+        return copies.plain, (None, None)
     return quantize_fp8_weights_both(w) if keeps_transposed else (quantize_fp8_weights(w), (None, None))
 
 
-def _transposed(w: Tensor, kept: Sequence[Tensor | None]) -> _Fp8:
-    values, scales = kept
+def _transposed(w: Tensor, copies: Fp8Copies | None, saved: Sequence[Tensor | None]) -> _Fp8:
+    if copies is not None:
+        return copies.transposed
+    values, scales = saved
     return quantize_fp8_weights(w, transposed=True) if values is None or scales is None else (values, scales)
 
 
@@ -104,10 +112,13 @@ class _Linear(torch.autograd.Function):
     """x @ w.T in bf16. The tail of the result is not set."""
 
     @staticmethod
-    def forward(ctx: Any, x: QuantizedRows, w: Tensor, groups: Groups, keeps: bool, zero_tail: bool, delay: Any) -> Tensor:
-        matrices, transposed = _matrices(w, keeps)
+    def forward(
+        ctx: Any, x: QuantizedRows, w: Tensor, groups: Groups, copies: Fp8Copies | None, keeps: bool, zero_tail: bool, delay: Any
+    ) -> Tensor:
+        matrices, transposed = _matrices(w, copies, keeps)
         ctx.save_for_backward(x.values, x.scales, w, *transposed)
-        ctx.groups, ctx.zero_tail, ctx.delay = groups, zero_tail, delay
+        # Not saved: hooks that move saved tensors away would move copies that others use too.
+        ctx.groups, ctx.copies, ctx.zero_tail, ctx.delay = groups, copies, zero_tail, delay
         return _product((x.values, x.scales), matrices, groups)
 
     @staticmethod
@@ -115,11 +126,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (values, scales, w, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
-        grad_x = _product(grads, _transposed(w, transposed), groups) if needs[0] else None
+        grad_x = _product(grads, _transposed(w, ctx.copies, transposed), groups) if needs[0] else None
         if grad_x is not None and ctx.zero_tail:
             groups.clear_tail(grad_x)
         compute = partial(_weight_gradient, grads, (values, scales), w, groups)
-        return grad_x, now_or_later("w1", compute, ctx.delay) if needs[1] else None, None, None, None, None
+        return grad_x, now_or_later("w1", compute, ctx.delay) if needs[1] else None, None, None, None, None, None
 
 
 class _ActivatedLinear(torch.autograd.Function):
@@ -127,8 +138,8 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, act: Any, recompute: bool, keeps: bool, zero_tail: bool,
-        delay: Any,
+        ctx: Any, inner: Tensor, probs: Tensor | None, w: Tensor, groups: Groups, copies: Fp8Copies | None, act: Any, recompute: bool,
+        keeps: bool, zero_tail: bool, delay: Any,
     ) -> Tensor:  # fmt: skip
         rows = _activated(act, inner, probs, groups)
         if rows[0].shape[1] != w.shape[2]:
@@ -136,9 +147,9 @@ class _ActivatedLinear(torch.autograd.Function):
                 f"w2 has shape {list(w.shape)}, but the activation of {inner.shape[1]} columns has {rows[0].shape[1]}; "
                 "the last dimension of w2 must be this"
             )
-        matrices, transposed = _matrices(w, keeps)
+        matrices, transposed = _matrices(w, copies, keeps)
         ctx.save_for_backward(inner, probs, w, *((None, None) if recompute else rows), *transposed)
-        ctx.groups, ctx.act, ctx.delay = groups, act, delay
+        ctx.groups, ctx.copies, ctx.act, ctx.delay = groups, copies, act, delay
         result = _product(rows, matrices, groups)
         return groups.clear_tail(result) if zero_tail else result
 
@@ -148,10 +159,10 @@ class _ActivatedLinear(torch.autograd.Function):
         (inner, probs, w, values, scales, *transposed), groups, needs = ctx.saved_tensors, ctx.groups, ctx.needs_input_grad
         grads = _quantized(grad)
         rows = _activated(ctx.act, inner, probs, groups) if values is None and needs[2] else (values, scales)
-        grad_activated = _product(grads, _transposed(w, transposed), groups)
+        grad_activated = _product(grads, _transposed(w, ctx.copies, transposed), groups)
         if ctx.act is None:
             grad_inner, grad_probs = swiglu_backward_fp8(grad_activated, inner, probs, groups)
         else:
             grad_inner, grad_probs, _ = ctx.act.backward(grad_activated, inner, probs, groups, False)
         grad_w = now_or_later("w2", partial(_weight_gradient, grads, rows, w, groups), ctx.delay) if needs[2] else None
-        return grad_inner, grad_probs, grad_w, None, None, None, None, None, None
+        return grad_inner, grad_probs, grad_w, None, None, None, None, None, None, None

@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from deepep_moe import _C, torch_module
 from deepep_moe.arguments import check_is_tensor
 from deepep_moe.device import is_gpu
-from deepep_moe.ops.fp8_mlp import fp8_mlp, now_or_later
+from deepep_moe.ops.fp8_kept import KeptWeights
+from deepep_moe.ops.fp8_mlp import check_fp8_mlp, fp8_mlp, now_or_later
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
 from deepep_moe.ops.quantized import QuantizedRows
 from deepep_moe.ops.swiglu import swiglu, swiglu_backward
@@ -36,6 +37,8 @@ def grouped_mlp(
     recompute_activation: bool = False,
     zero_tail: bool = True,
     delay: Delay | None = None,
+    kept: KeptWeights | None = None,
+    is_first_microbatch: bool | None = None,
 ) -> Tensor:
     """Return, for each row of expert e, `(act(x @ w1[e].T + b1[e]) * prob) @ w2[e].T + b2[e] * prob`.
 
@@ -68,13 +71,16 @@ def grouped_mlp(
             values there, for a caller that does not read them. The tail of the probs' gradient is always zero.
         delay: the backward makes no gradients of weights. It calls `delay("w2", compute)`, then `delay("w1", compute)`, where `compute()`
             returns the gradient, for a schedule that makes them later. Until then `compute` holds what it needs.
+        kept, is_first_microbatch: where fp8 copies of the weights stay between forwards, and whether this one makes them (True) or takes
+            them (False), as `KeptWeights.take` says. Only for `QuantizedRows`. None: each forward quantizes the weights.
 
     Returns:
         [num_rows, out] in the dtype of x. Operations and roundings are those of the expression in this dtype, as PyTorch evaluates it
         eagerly; a product with a prob is rounded once.
 
     Raises:
-        TypeError, ValueError: a tensor has another type, dtype, shape or device, or counts on the host do not fit.
+        TypeError, ValueError: a tensor has another type, dtype, shape or device, counts on the host do not fit, or no fitting copies are
+            kept.
     """
     if activation == "swiglu" and b1 is None and b2 is None and not zero_tail and delay is None and _is_native(x, counts):
         made: Tensor | None = torch_module.MODULE.grouped_swiglu(x, counts, w1, w2, probs, recompute_activation)  # type: ignore[union-attr]
@@ -83,8 +89,12 @@ def grouped_mlp(
     act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
     if isinstance(x, QuantizedRows):
         _check(x, w1, w2, b1, b2, probs)
+        check_fp8_mlp(x, counts, w1, w2, (b1, b2))
         own = None if activation == "swiglu" else act
-        return fp8_mlp(x, counts, w1, w2, (b1, b2), probs, own, recompute_activation, zero_tail, delay)
+        if kept is None and is_first_microbatch is not None:
+            raise ValueError(f"is_first_microbatch is {is_first_microbatch}, but nothing keeps copies; pass kept=KeptWeights(), or None")
+        copies = None if kept is None else kept.take(is_first_microbatch, w1, w2)
+        return fp8_mlp(x, counts, w1, w2, probs, own, recompute_activation, zero_tail, delay, copies)
     x, w1, w2, b1, b2 = _autocast(x, w1, w2, b1, b2)
     _check(x, w1, w2, b1, b2, probs)
     groups = Groups(counts, len(w1), x)

@@ -34,7 +34,8 @@ def settle_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     num_gpus = torch.cuda.device_count()
     if arguments.num_ranks is None:
         arguments.num_ranks = num_gpus if arguments.device == "cuda" else 2
-    if arguments.device == "cuda" and not 0 < arguments.num_ranks <= num_gpus:
+    most = max(arguments.num_ranks, 1) if num_gpus and getattr(arguments, "shares_gpus", False) else num_gpus
+    if arguments.device == "cuda" and not 0 < arguments.num_ranks <= most:
         parser.error(
             f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
             "give --num-ranks, or --device cpu"

@@ -9,6 +9,7 @@ import torch
 def one_after_another(model: Any, batches: list[dict[str, Any]]) -> torch.Tensor:
     """The mean loss of the micro batches; parameters have their gradients."""
     losses = []
+    model.set_is_first_microbatch()  # as Megatron-Core's schedules do: fp8 experts then quantize their weights once a step
     for batch in batches:
         loss = model(**batch).mean()
         (loss / len(batches)).backward()

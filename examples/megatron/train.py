@@ -71,6 +71,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write Megatron-Core's scalars of MoE layers, and ours, there")
     parser.add_argument("--timeline", action="store_true", help="on GPUs: profile two more steps at the end and draw who runs beside whom")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs; a launcher's ranks")
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        dest="shares_gpus",
+        help="ranks share the GPUs there are; other sums go over gloo, and are slow",
+    )
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks, divided by --etp)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (with sequence parallelism)")
     parser.add_argument("--etp", type=int, default=1, help="tensor-parallel size inside experts")
@@ -173,7 +179,8 @@ def _show_timeline(result: report.Result, folder: Path) -> None:
     timeline.plot(result.timeline, result.name, folder / f"timeline_{name}.png")
 
 
-def _run(settings: worker.Settings, arguments: argparse.Namespace) -> report.Result:
+def run(settings: worker.Settings, arguments: argparse.Namespace) -> report.Result:
+    """Train once on all ranks. Only a rank that reports gets a result."""
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
     elif settings.exact:
@@ -183,11 +190,16 @@ def _run(settings: worker.Settings, arguments: argparse.Namespace) -> report.Res
     return launch.on_ranks(worker.train, arguments.num_ranks, settings, timeout_s, bind=arguments.bind)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, or 1 where the compared curves differ by more than the tolerance."""
+def settings_of(argv: list[str] | None) -> tuple[argparse.Namespace, worker.Settings]:
+    """The command line's arguments, and what they say of a run."""
     arguments = _arguments(argv)
     fields = {field.name for field in dataclasses.fields(worker.Settings)}
-    settings = worker.Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+    return arguments, worker.Settings(**{name: value for name, value in vars(arguments).items() if name in fields})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0, or 1 where the compared curves differ by more than the tolerance."""
+    arguments, settings = settings_of(argv)
     entropy = data.unigram_entropy(data.load_corpus())
     runs = [settings] + ([_plain(settings, arguments.compare)] if arguments.compare else [])
     if arguments.sweep:
@@ -195,8 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     results = []
     with launch.joined(arguments.device, bind=arguments.bind):
-        for run in runs:
-            results.append(_run(run, arguments))
+        for each in runs:
+            results.append(run(each, arguments))
             if arguments.timeline and launch.is_reporting():
                 _show_timeline(results[-1], arguments.out)
     return _report(arguments, runs, results, entropy) if launch.is_reporting() else 0

@@ -61,6 +61,7 @@ class Settings:
     ep: int = 2
     tp: int = 1
     etp: int = 1
+    shares_gpus: bool = False
     progress: bool = True
 
     @property
@@ -280,7 +281,8 @@ def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     if settings.exact:
         _repeat_exactly()
     sizes = {"ep": settings.ep, "tp": settings.tp, "etp": settings.etp}
-    parallel = model_parallel(settings.device, **sizes, seed=settings.seed, options=settings.options)
+    how = {"seed": settings.seed, "options": settings.options, "shares_gpus": settings.shares_gpus}
+    parallel = model_parallel(settings.device, **sizes, **how)
     with parallel as device, _own_stream(device):
         result = _loop(Trainer(settings, device), data.load_corpus(), rank, num_ranks)
     return result if rank == 0 else None

@@ -25,12 +25,16 @@ def default_group(backend: str) -> Iterator[None]:
         shutil.rmtree(str(folder[0]), ignore_errors=True)
 
 
-def take_gpu(undo: contextlib.ExitStack) -> torch.device:
+def take_gpu(undo: contextlib.ExitStack, *, shares_gpus: bool = False) -> torch.device:
     """Make GPU r the device of the host's rank r, and the default group one over NCCL until `undo`. Collective.
 
+    `shares_gpus`: ranks share the GPUs there are by turns. NCCL does not serve that, so the default group stays as it is.
     Over several hosts the default group must be one over NCCL already. Raises ValueError where ranks of a host outnumber its GPUs.
     """
     rank, num_ranks, num_gpus = config.local_rank(), config.local_world_size(), torch.cuda.device_count()
+    if shares_gpus and num_gpus:
+        torch.cuda.set_device(rank % num_gpus)
+        return torch.device("cuda", rank % num_gpus)
     if num_ranks > num_gpus:
         raise ValueError(
             f"{num_ranks} ranks need a GPU each, but this process sees {num_gpus}; start fewer ranks, or make more GPUs visible"

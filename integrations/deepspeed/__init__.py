@@ -10,6 +10,6 @@ Importing this package does not import DeepSpeed.
 
 from deepep_moe.integrations.deepspeed.engines import disable, enable, initialize
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights
-from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers, restore_moe_layers
+from deepep_moe.integrations.deepspeed.plugin import replace_moe_layers, restore_moe_layers, set_is_first_microbatch
 
-__all__ = ["ExpertWeights", "disable", "enable", "initialize", "replace_moe_layers", "restore_moe_layers"]
+__all__ = ["ExpertWeights", "disable", "enable", "initialize", "replace_moe_layers", "restore_moe_layers", "set_is_first_microbatch"]

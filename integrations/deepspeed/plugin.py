@@ -14,6 +14,7 @@ from deepep_moe.errors import EPError
 from deepep_moe.integrations.deepspeed.buffers import Plan
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 from deepep_moe.integrations.deepspeed.options import Options
+from deepep_moe.ops.fp8_kept import check_is_first_microbatch
 
 _OLDEST, _NEWEST = (0, 14, 5), (0, 19, 8)
 _log = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ def restore_moe_layers(model: nn.Module) -> int:
     before = _plans_of(native + autoep)
     for layer in native:
         layer.__class__ = MOELayer
-        for name in ("deepep_moe_plan", "deepep_moe_topk_idx"):
+        for name in ("deepep_moe_plan", "deepep_moe_topk_idx", "is_first_microbatch", "kept_weights"):
             layer.__dict__.pop(name, None)
     if autoep:
         from deepep_moe.integrations.deepspeed.autoep.layer import restore
@@ -211,6 +212,33 @@ def restore_moe_layers(model: nn.Module) -> int:
     for plan in before:
         plan.release(native + autoep)
     return len(native) + len(autoep)
+
+
+def set_is_first_microbatch(model: nn.Module, value: bool | None) -> int:
+    """Say which forward of an optimizer step comes next, and return to how many swapped layers with `fp8` that is told.
+
+    Call this before every forward. True: the first one after an optimizer step. It quantizes the experts' weights and keeps the copies, 2
+    bytes a parameter. False: another one, which uses them. None: from now on each forward quantizes for itself, and nothing is kept.
+
+        for batch in batches:
+            set_is_first_microbatch(engine, engine.micro_steps % engine.gradient_accumulation_steps() == 0)
+            engine.backward(engine(batch))
+            engine.step()
+
+    Copies are kept where ZeRO 1 or 2 has the weights of all experts in one memory. Elsewhere each forward copies the weights and quantizes
+    them. With optimizers that write weights while forwards run (ZenFlow) leave it at None.
+
+    Raises TypeError for another value.
+    """
+    from deepep_moe.integrations.deepspeed.native.layer import PackedMOELayer
+
+    check_is_first_microbatch(value)
+    layers = [module for module in model.modules() if type(module) is PackedMOELayer and module.is_fp8]
+    for layer in layers:
+        layer.is_first_microbatch = value
+        if value is None:
+            layer.kept_weights = None
+    return len(layers)
 
 
 def _check_version() -> None:

@@ -1,10 +1,13 @@
 """Grouped experts whose products take the fp8 rows of a dispatch, and what their layers cannot be combined with (`enable(fp8=True)`)."""
 
+import functools
 from typing import Any
 
 import torch
 
 from deepep_moe.integrations.megatron.grouped_experts import REFUSED, GroupedMLP, check_config
+from deepep_moe.integrations.megatron.patches import Patches
+from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import check_widths
 
 _REFUSED = {name: fix for name, fix in REFUSED.items() if name != "fp8"} | {
@@ -15,14 +18,62 @@ _REFUSED = {name: fix for name, fix in REFUSED.items() if name != "fp8"} | {
 
 
 class Fp8GroupedMLP(GroupedMLP):
-    """A `GroupedMLP` that gets `QuantizedRows`: all products of both passes take fp8. Parameters and checkpoints are the same."""
+    """A `GroupedMLP` that gets `QuantizedRows`: all products of both passes take fp8. Parameters and checkpoints are the same.
+
+    Megatron-Core's schedules call `set_is_first_microbatch()` of the model before the first micro-batch of a step, as for
+    TransformerEngine's modules. From then on that forward quantizes the weights, and those of the other micro-batches use its copies.
+    """
 
     takes_fp8_rows = True
+
+    is_first_microbatch: bool | None = None
+    """None: nobody has said so yet, and each forward quantizes. Forwards set True to False."""
+
+    def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any):
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        self.kept_weights = KeptWeights()
 
     @staticmethod
     def check_config(config: Any) -> None:
         check_config(config, _REFUSED)
         check_widths(moe_ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size)
+
+    def release_fp8_weights(self) -> None:
+        """Drop the fp8 copies of the weights. The next forward makes new ones, if it shares them with others."""
+        self.kept_weights.release()
+
+    def _copies_of_weights(self) -> dict[str, Any]:
+        weights = self.linear_fc1.weight, self.linear_fc2.weight
+        if _is_captured(weights[0]):
+            self.kept_weights.release()  # of forwards before the capture
+            return {}
+        if self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False):
+            return {}
+        is_first = self.is_first_microbatch or not self.kept_weights.has(*weights)
+        self.is_first_microbatch = False
+        return {"kept": self.kept_weights, "is_first_microbatch": is_first}
+
+
+def _is_captured(weight: torch.Tensor) -> bool:
+    """Return whether the forward is captured into a CUDA graph, of which nobody knows to which micro-batches it will be replayed."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def serve_first_microbatches(patches: Patches) -> None:
+    """Let `set_is_first_microbatch()` of a model reach fp8 experts whatever the config's `fp8` is, without which Megatron-Core does
+    nothing in it."""
+    from megatron.core.transformer.module import MegatronModule
+
+    stock = MegatronModule.set_is_first_microbatch
+
+    @functools.wraps(stock)
+    def set_is_first_microbatch(self: Any) -> None:
+        stock(self)
+        for module in self.modules():
+            if isinstance(module, Fp8GroupedMLP):
+                module.is_first_microbatch = True
+
+    patches.set(MegatronModule, "set_is_first_microbatch", set_is_first_microbatch)
 
 
 def check_fp8(config: Any) -> None:

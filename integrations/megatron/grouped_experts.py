@@ -91,8 +91,13 @@ class GroupedMLP(SequentialMLP):
         output = grouped_mlp(
             rows, tokens_per_expert, first.weight, second.weight, b1=first.bias, b2=second.bias, probs=probs, activation=self._activation,
             recompute_activation=self._recompute_activation, zero_tail=False, delay=self._delay if self._delays else None,
+            **self._copies_of_weights(),
         )  # fmt: skip
         return output, None
+
+    def _copies_of_weights(self) -> dict[str, Any]:
+        """Return the arguments of `grouped_mlp` that say whether this forward shares copies of the weights. Here it has none."""
+        return {}
 
     def _delay(self, name: str, compute: Callable[[], Tensor]) -> None:
         self._due.append((self.linear_fc1 if name == "w1" else self.linear_fc2, compute))

@@ -259,6 +259,10 @@ def enable(
             from deepep_moe.integrations.megatron.grouped_experts import serve_experts
 
             serve_experts(patches, _is_ours, _experts_class(options))
+        if fp8:
+            from deepep_moe.integrations.megatron.fp8_experts import serve_first_microbatches
+
+            serve_first_microbatches(patches)
         _enabled = _Enabled(options, buffers, patches, _widen_choices())
     except BaseException:
         patches.restore()

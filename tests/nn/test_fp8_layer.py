@@ -31,10 +31,10 @@ def tokens(rank, device="cpu"):
     return torch.randn(NUM_TOKENS - rank, HIDDEN, generator=generator).bfloat16().to(device).requires_grad_()
 
 
-def run(layer, x, *, recompute=False):
+def run(layer, x, *, recompute=False, **which):
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, **which) if recompute else layer(x, **which)
     y.float().square().sum().backward()
     return {"y": y.detach(), "x": x.grad} | {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
 
@@ -60,6 +60,42 @@ def layers(rank, num_ranks, backend):
     }.items():
         for name, values in ours.items():
             assert_same(f"{what}: {name}", again[name], values)
+
+
+def micro_batches(rank, num_ranks, backend):
+    """Forwards that share copies of the weights have the results of those that quantize, over steps of an optimizer."""
+    device = device_of(backend, rank)
+    make = {"backend": backend, "device": device}
+    plain, layer = (make_layer(rank, num_ranks, fp8=True, **make) for _ in range(2))
+    x, names = tokens(rank, device), set(layer.state_dict())
+    for step in range(2):
+        for batch, recompute in enumerate((False, False, True)):
+            expected, got = run(plain, x), run(layer, x, recompute=recompute, is_first_microbatch=batch == 0)
+            for name, values in expected.items():
+                assert_same(f"step {step}, batch {batch}: {name}", got[name], values)
+        for each in (plain, layer):
+            torch.optim.SGD(each.parameters(), lr=1e-3).step()
+    kept = layer.experts.kept_weights
+    parameters = sum(parameter.numel() for parameter in layer.expert_parameters())
+    assert kept.num_bytes == 2 * parameters + 2 * 4 * parameters // 128**2 and set(layer.state_dict()) == names
+    layer.release_fp8_weights()
+    assert kept.num_bytes == 0
+    with pytest.raises((ValueError, EPPeerError), match="is_first_microbatch is False, but no fp8 copies of the weights are kept"):
+        layer(x, is_first_microbatch=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_micro_batches(backend):
+    run_ranks(micro_batches, 2, backend)
+
+
+def bad_micro_batch(rank, num_ranks):
+    with pytest.raises(TypeError, match="is_first_microbatch is 'first'; it must be True, False or None"):
+        make_layer(rank, num_ranks, fp8=True)(tokens(rank), is_first_microbatch="first")
+
+
+def test_bad_micro_batch():
+    run_ranks(bad_micro_batch, 1)
 
 
 def loaded(source, target):

@@ -7,7 +7,6 @@ the experts, with known counts, and nothing else: the least that any layer with 
 
 import importlib
 import time
-from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -154,20 +153,20 @@ def add_graph(steps: dict[str, Any]) -> None:
         steps[GRAPH] = Graphed(steps[GROUPED])
 
 
-def time_step(step: Any, device: torch.device, *, with_kernels: bool = False) -> StepTimes:
+def time_step(step: Any, device: torch.device, *, with_kernels: bool = False, chain: int = _CHAIN) -> StepTimes:
     """Time a chain of passes. Collective."""
     _synchronize(device)
     begin = time.perf_counter()
-    _chain(step)
+    _chain(step, chain)
     enqueued = time.perf_counter()
     _synchronize(device, meets=False)
     wall = time.perf_counter()
-    kernels = _kernel_us(lambda: _chain(step)) / _CHAIN if with_kernels and device.type == "cuda" else None
-    return StepTimes((wall - begin) * 1e6 / _CHAIN, (enqueued - begin) * 1e6 / _CHAIN, kernels)
+    kernels = sum(kernel_times(step, chain).values()) if with_kernels and device.type == "cuda" else None
+    return StepTimes((wall - begin) * 1e6 / chain, (enqueued - begin) * 1e6 / chain, kernels)
 
 
-def _chain(step: Any) -> None:
-    for _ in range(_CHAIN):
+def _chain(step: Any, length: int) -> None:
+    for _ in range(length):
         step.clear()
         step.forward()
         step.backward()
@@ -180,9 +179,9 @@ def _synchronize(device: torch.device, meets: bool = True) -> None:
         dist.barrier()
 
 
-def _kernel_us(call: Callable[[], Any]) -> float:
-    """Return the sum of the times of the kernels that `call` launches."""
+def kernel_times(step: Any, chain: int = _CHAIN) -> dict[str, float]:
+    """Return the microseconds that the kernels of each name take in one of a chain of passes."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
+        _chain(step, chain)
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages())
+    return {event.key: event.self_device_time_total / chain for event in profile.key_averages() if event.self_device_time_total > 0}

@@ -9,6 +9,7 @@ from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.integrations.common.untraced import untraced
 from deepep_moe.integrations.deepspeed.expert_weights import ExpertWeights, Reader
 from deepep_moe.integrations.deepspeed.native.grouped import stack, weights_of
+from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import check_products, check_widths
 from deepep_moe.ops.grouped_mlp import grouped_mlp
 
@@ -34,10 +35,26 @@ def fp8_weights(experts: Sequence[nn.Module], option: bool | Reader, x: Tensor) 
 
 
 @untraced
-def run_fp8(weights: Sequence[ExpertWeights], out: DispatchOutput) -> Tensor:
+def run_fp8(
+    weights: Sequence[ExpertWeights], out: DispatchOutput, kept: KeptWeights | None = None, is_first_microbatch: bool | None = None
+) -> Tensor:
     """Return the experts' outputs [num_rows, hidden] bf16, times the weight of each row. Experts of the buffer beyond `weights` have no
-    rows."""
+    rows. `kept` and `is_first_microbatch` are as in `grouped_mlp`; without copies False makes some."""
     counts = out.handle.num_rows_per_expert[: len(weights)]
     w1, w2 = (stack([getattr(own, name) for own in weights]) for name in ("w1", "w2"))
     assert w1 is not None and w2 is not None
-    return grouped_mlp(out.recv_x, counts, w1, w2, probs=out.recv_topk_weights, activation=weights[0].activation, zero_tail=False)
+    if kept is not None and is_first_microbatch is not None:
+        if not (_is_in_place(w1, weights[0].w1) and _is_in_place(w2, weights[0].w2)):
+            kept.release()  # this forward has copied the weights to other memory than the last one
+            is_first_microbatch = None
+        else:
+            is_first_microbatch = is_first_microbatch or not kept.has(w1, w2)
+    return grouped_mlp(
+        out.recv_x, counts, w1, w2, probs=out.recv_topk_weights, activation=weights[0].activation, zero_tail=False, kept=kept,
+        is_first_microbatch=is_first_microbatch,
+    )  # fmt: skip
+
+
+def _is_in_place(stacked: Tensor, first: Tensor) -> bool:
+    """Return whether the matrices of all experts are the parameters' own memory."""
+    return stacked.data_ptr() == first.data_ptr()

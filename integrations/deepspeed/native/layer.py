@@ -25,6 +25,7 @@ from deepep_moe.integrations.deepspeed.native.grouped import run_grouped, weight
 from deepep_moe.integrations.deepspeed.native.routing import Routing, route
 from deepep_moe.integrations.deepspeed.native.watched import has_hooks, is_replaced
 from deepep_moe.ops.dense import nodes_per_token
+from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT
 
 _UNTIMED = contextlib.nullcontext()
@@ -40,6 +41,10 @@ class PackedMOELayer(MOELayer):
     deepep_moe_plan: Plan | None = None
     deepep_moe_topk_idx: Tensor | None = None
     """[num_topk, num_tokens] choice of the last forward."""
+    is_first_microbatch: bool | None = None
+    """Which forward of an optimizer step comes next, as `set_is_first_microbatch` says; None where nobody does."""
+    kept_weights: KeptWeights | None = None
+    """fp8 copies of the experts' weights, once forwards share some."""
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor:
         """Take x [..., hidden] in fp32, bf16 or fp16, and used_token [num_tokens] or None.
@@ -64,6 +69,10 @@ class PackedMOELayer(MOELayer):
             options = plan_of(self).options
             exchange = self._exchange_exact if options.exact else self._exchange_fp8 if options.fp8 else self._exchange_fast
             return exchange(growing, x, routing).view(inputs[0].shape)
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.deepep_moe_plan is not None and self.deepep_moe_plan.options.fp8
 
     def nodes_per_token(self, num_nodes: int) -> Tensor:
         """Return how many of `num_nodes` nodes, which have consecutive ranks of the layer's group, the tokens of the last forward went to.
@@ -116,7 +125,9 @@ class PackedMOELayer(MOELayer):
 
         with self._timed(FIRST_ALLTOALL_TIMER, "time_falltoall"):
             buffer, out = growing.dispatch(x.shape[0], send)
-        outputs = notify_peers_on_failure(buffer, run_fp8, own, out)
+        if self.is_first_microbatch is not None and self.kept_weights is None:
+            self.kept_weights = KeptWeights()
+        outputs = notify_peers_on_failure(buffer, run_fp8, own, out, self.kept_weights, self.is_first_microbatch)
         with self._timed(SECOND_ALLTOALL_TIMER, "time_salltoall"):
             return buffer.combine(outputs, out.handle, fp8=BLOCKWISE)
 

@@ -100,6 +100,36 @@ def te_layer(dispatcher: str, like: Any, *, seed: int, **sizes: Any) -> Any:
     return layer
 
 
+def te_fp8_layer(*, fp8: bool, router_pads: bool, fuses: bool, seed: int, **sizes: Any) -> Any:
+    """Build a layer with the dispatcher `alltoall`, TransformerEngine's grouped experts and its fused router, with its blockwise fp8 recipe
+    or without. `router_pads`: groups of rows are padded by the router's map and not copied by the experts. `fuses`: SwiGLU and its prob are
+    one kernel, which `torch.compile` makes."""
+    if fp8:
+        sizes |= {"fp8": "e4m3", "fp8_recipe": "blockwise", "moe_router_padding_for_quantization": router_pads}
+    config = layer_config("alltoall", moe_router_fusion=True, **sizes)
+    config.bias_activation_fusion = fuses
+    return build_moe_layer(config, seed=seed, use_te=True)
+
+
+def run_te_layer(layer: Any, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+    """Run a layer in the fp8 context that a transformer block gives it. False: TransformerEngine uses the copies of weights that it has."""
+    from megatron.core.fp8_utils import get_fp8_context
+
+    if is_first_microbatch:
+        layer.set_is_first_microbatch()
+    with get_fp8_context(layer.config):
+        return layer(x)[0]
+
+
+def release_te_copies(layer: Any) -> None:
+    """Drop TransformerEngine's copies of weights. The next forward quantizes."""
+    for module in layer.modules():
+        copies = getattr(module, "_fp8_workspaces", None)
+        if isinstance(copies, dict):
+            copies.clear()
+    layer.set_is_first_microbatch()
+
+
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

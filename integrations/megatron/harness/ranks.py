@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepep_moe.integrations.common.process_groups import take_gpu
 from deepep_moe.integrations.megatron.harness.cpu import disable_cpu, enable_cpu
 from deepep_moe.integrations.megatron.harness.without_te import disable_without_te, enable_without_te
+from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.plugin import disable, enable
 
 DEVICES = ("cpu", "cuda")
@@ -20,11 +21,19 @@ DEVICES = ("cpu", "cuda")
 
 @contextlib.contextmanager
 def model_parallel(
-    device_type: str = "cpu", *, ep: int = 1, tp: int = 1, etp: int = 1, seed: int = 1234, options: dict[str, Any] | None = None
+    device_type: str = "cpu",
+    *,
+    ep: int = 1,
+    tp: int = 1,
+    etp: int = 1,
+    seed: int = 1234,
+    options: dict[str, Any] | None = None,
+    shares_gpus: bool = False,
 ) -> Iterator[torch.device]:
     """Make Megatron-Core's groups and random states in this process, a rank of torch.distributed, and yield the rank's device.
 
-    "cpu" keeps the default process group. "cuda" replaces it by one over NCCL, with rank r on GPU r. `options` are the arguments of
+    "cpu" keeps the default process group. "cuda" replaces it by one over NCCL, with rank r on GPU r; with `shares_gpus` it keeps a group
+    over gloo, and ranks share the GPUs there are. `options` are the arguments of
     `enable()`; None leaves the dispatcher off. All is undone at the end, except after an error on a GPU: the process has to end then, as
     kernels and collectives that wait for peers would hold up the tidying.
 
@@ -34,7 +43,7 @@ def model_parallel(
         raise ValueError(f"device_type is {device_type!r}; it must be one of {list(DEVICES)}")
     with contextlib.ExitStack() as undo:
         try:
-            device = _set_up_gpu(undo) if device_type == "cuda" else _set_up_cpu(undo)
+            device = _set_up_gpu(undo, shares_gpus) if device_type == "cuda" else _set_up_cpu(undo)
             _initialize(undo, ep=ep, tp=tp, etp=etp, seed=seed)
             undo.callback(disable)
             if options is not None:
@@ -42,7 +51,7 @@ def model_parallel(
             yield device
             if device.type == "cuda":
                 torch.cuda.synchronize()
-                dist.barrier(device_ids=[device.index])  # memory stays while a peer's kernel may write to it
+                dist.barrier(device_ids=None if shares_gpus else [device.index])  # memory stays while a peer's kernel may write to it
         except BaseException:
             if device_type == "cuda":
                 undo.pop_all()
@@ -55,14 +64,29 @@ def _set_up_cpu(undo: contextlib.ExitStack) -> torch.device:
     return torch.device("cpu")
 
 
-def _set_up_gpu(undo: contextlib.ExitStack) -> torch.device:
-    device = take_gpu(undo)
+def _set_up_gpu(undo: contextlib.ExitStack, shares_gpus: bool) -> torch.device:
+    device = take_gpu(undo, shares_gpus=shares_gpus)
+    if shares_gpus:
+        _reduce_one_by_one(undo)
     enable_without_te()
     undo.callback(disable_without_te)
     # Megatron-Core compiles small functions with torch.compile, which takes seconds in each process and again for new shapes.
     torch.compiler.set_stance("force_eager")
     undo.callback(torch.compiler.set_stance, "default")
     return device
+
+
+def _reduce_one_by_one(undo: contextlib.ExitStack) -> None:
+    """Let Megatron-Core's DDP reduce its buckets in calls of their own, because gloo joins calls for CPU tensors only."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    @contextlib.contextmanager
+    def one_by_one(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    patches = Patches()
+    patches.set(param_and_grad_buffer, "_coalescing_manager", one_by_one)
+    undo.callback(patches.restore)
 
 
 def _initialize(undo: contextlib.ExitStack, *, ep: int, tp: int, etp: int, seed: int) -> None:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.common.registry import all_buffers
-from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers
+from deepep_moe.integrations.deepspeed import initialize, replace_moe_layers, set_is_first_microbatch
 from deepep_moe.integrations.deepspeed.options import Options
 from deepep_moe.nn import SwiGLU
 from deepep_moe.ops import QuantizedRows
@@ -91,7 +91,7 @@ class Model(nn.Module):
         return nn.functional.mse_loss(self.output(h + y).float(), target.float()) + 0.01 * l_aux
 
 
-def engine_of(zero: int, section: dict[str, Any]) -> Any:
+def engine_of(zero: int, section: dict[str, Any], **others: Any) -> Any:
     model = Model()
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -100,6 +100,7 @@ def engine_of(zero: int, section: dict[str, Any]) -> Any:
         "bf16": {"enabled": True},
         "steps_per_print": 10**9,
         "deepep_moe": section,
+        **others,
     }
     return initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -135,6 +136,29 @@ def engines(rank: int, num_ranks: int, zero: int, folder: str) -> None:
 @pytest.mark.parametrize("zero", (1, 2))
 def test_engines(zero, tmp_path):
     run_ranks(engines, 2, zero, str(tmp_path), timeout_s=300)
+
+
+def accumulating(rank: int, num_ranks: int, zero: int) -> None:
+    """Two forwards of a step share copies of the weights where ZeRO has these in one memory. Losses are the same."""
+    with engine_ready("cpu"):
+        engines = [engine_of(zero, FP8, gradient_accumulation_steps=2) for _ in range(2)]
+        found: list[list[torch.Tensor]] = [[], []]
+        for micro in range(6):
+            assert set_is_first_microbatch(engines[1], engines[1].micro_steps % 2 == 0) == 1
+            for engine, losses_of in zip(engines, found, strict=True):
+                losses_of.append(losses(engine, rank, range(micro, micro + 1)))
+        assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
+        layer = engines[1].module.moe.deepspeed_moe
+        assert (layer.kept_weights.num_bytes > 0) == (zero > 0) and engines[0].module.moe.deepspeed_moe.kept_weights is None
+        set_is_first_microbatch(engines[1], None)
+        assert layer.kept_weights is None
+        with pytest.raises(TypeError, match="is_first_microbatch is 0; it must be True, False or None"):
+            set_is_first_microbatch(engines[1], 0)
+
+
+@pytest.mark.parametrize("zero", (0, 1, 2))
+def test_accumulating(zero):
+    run_ranks(accumulating, 2, zero, timeout_s=300)
 
 
 # ---- refusals ----

@@ -85,6 +85,40 @@ def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
     torch.testing.assert_close(curves[1].view(-1, 10).mean(1), curves[0].view(-1, 10).mean(1), rtol=0.005, atol=0)
 
 
+@pytest.mark.slow
+def test_curves_of_fp8_and_bf16(tmp_path):
+    """Micro-batches of a step share the copies of the weights. A tolerance of zero is not met."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "fp8_curves.py"), "--steps", "8", "--window", "4", "--seeds", "1", "2"]
+    for tolerance, code in ((0.01, 0), (0.0, 1)):
+        how = ["--num-ranks", "1", "--micro-batches", "2", "--tolerance", str(tolerance), "--json", str(tmp_path / "curves.json")]
+        done = subprocess.run([*command, *how], capture_output=True, text=True, env=environment, timeout=800)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("curves are near" in done.stdout) == (code == 0)
+        command[-2:] = ["1"]
+        if code == 0:
+            record = json.loads((tmp_path / "curves.json").read_text())
+            assert [(run["seed"], run["experts"], len(run["losses"])) for run in record["runs"]] == [
+                (seed, experts, 8) for seed in (1, 2) for experts in ("bf16", "fp8")
+            ]
+            assert record["is_near"] and record["micro_batches"] == 2 and record["runs"][0]["losses"] != record["runs"][1]["losses"]
+
+
+def test_what_two_curves_say():
+    """By hand: windows of two steps are 4, 2 and 4, 2.5; the first of five steps is left out."""
+    (fp8_curves,) = _import_example("fp8_curves")
+    found = fp8_curves.compare([9.0, 5.0, 3.0, 2.5, 1.5], [7.0, 4.0, 4.0, 3.0, 2.0], 2)
+    assert found == {"bf16_at_end": 2.0, "fp8_at_end": 2.5, "difference_at_end": 0.25, "largest_difference": 0.25, "all_finite": True}
+    assert not fp8_curves.compare([1.0, 1.0], [1.0, math.nan], 1)["all_finite"]
+
+
+def test_window_longer_than_the_run(capsys):
+    (fp8_curves,) = _import_example("fp8_curves")
+    with pytest.raises(SystemExit):
+        fp8_curves.main(["--steps", "5"])
+    assert "--window 30 must be positive, and at most the 5 steps" in capsys.readouterr().err
+
+
 def _import_example(*names: str) -> list:
     sys.path.insert(0, str(EXAMPLE))
     try:
@@ -255,6 +289,20 @@ def test_defaults_on_a_gpu(monkeypatch):
     assert chosen("--interleave") == ("bf16", True, True, False)
     assert chosen("--dtype", "fp32") == ("fp32", False, False, False)
     assert chosen("--dispatcher", "alltoall") == ("bf16", False, False, False)
+
+
+def test_ranks_that_share_a_gpu(monkeypatch, capsys):
+    (train,) = _import_example("train")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    _, settings = train.settings_of(["--device", "cuda", "--num-ranks", "2", "--share-gpus"])
+    assert settings.shares_gpus and settings.ep == 2
+    with pytest.raises(SystemExit):
+        train.settings_of(["--device", "cuda", "--num-ranks", "2"])
+    assert "--device cuda needs a GPU for each of 2 ranks, this machine has 1" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        train.settings_of(["--device", "cuda", "--num-ranks", "2", "--share-gpus"])
+    assert "this machine has 0" in capsys.readouterr().err
 
 
 def _graph_worker(rank: int, num_ranks: int, cuda_graph: bool) -> list[float]:

@@ -128,6 +128,54 @@ def test_checkpoint():
     run_ranks(checkpoint, 2)
 
 
+# ---- micro-batches of a step ----
+
+
+def counting(calls: list[int]) -> None:
+    from deepep_moe.ops import fp8_kept, fp8_mlp
+
+    for place in (fp8_kept, fp8_mlp):
+        stock = place.quantize_fp8_weights_both
+        place.quantize_fp8_weights_both = lambda w, stock=stock: calls.append(1) or stock(w)
+
+
+def micro_batches(rank: int, num_ranks: int) -> None:
+    """By Megatron-Core's signal, all forwards of a step use the copies of the first, with the same results."""
+    from megatron.core.transformer.module import MegatronModule
+
+    stock, calls = MegatronModule.set_is_first_microbatch, []
+    counting(calls)
+    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+        for changes in ({}, RECIPE, CASES["recomputed layer"]):
+            layer, other = (build_layer(config_of(sizes, changes)) for _ in range(2))
+            for step in range(2):
+                layer.set_is_first_microbatch()
+                for batch in range(3):
+                    x, grad = inputs(10 * batch + rank)
+                    calls.clear()
+                    ours = forward_backward(layer, x, grad * 1e6)
+                    assert len(calls) == (0 if batch else 2), f"{changes}: step {step}, batch {batch}: {len(calls)}"
+                    assert_equal(ours, forward_backward(other, x, grad * 1e6), f"{changes}: step {step}, batch {batch}")
+                for each in (layer, other):
+                    torch.optim.SGD(each.parameters(), lr=0.5).step()
+            assert layer.state_dict().keys() == other.state_dict().keys()
+            # A forward after a step of which nobody told it.
+            assert_equal(forward_backward(layer, x, grad), forward_backward(other, x, grad), f"{changes}: after a step")
+            assert layer.experts.kept_weights.num_bytes and not other.experts.kept_weights.num_bytes
+            layer.experts.release_fp8_weights()
+            assert not layer.experts.kept_weights.num_bytes
+            assert_equal(forward_backward(layer, x, grad), forward_backward(other, x, grad), f"{changes}: after a release")
+        layer = build_layer(config_of(sizes, {"disable_parameter_transpose_cache": True}))
+        layer.set_is_first_microbatch()
+        forward_backward(layer, x, grad)
+        assert not layer.experts.kept_weights.num_bytes
+    assert MegatronModule.set_is_first_microbatch is stock
+
+
+def test_micro_batches():
+    run_ranks(micro_batches, 2, timeout_s=300)
+
+
 # ---- refusals ----
 
 

@@ -1,0 +1,104 @@
+"""The benchmark of a layer with fp8 experts: its records, bytes and checks, on the CPU."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from bench_cases import RECORD_FIELDS, bench
+
+from deepep_moe.bench.layers import fp8, fp8_layers
+from deepep_moe.bench.layers.fp8 import Measured
+from deepep_moe.bench.layers.fp8_layers import BF16, EACH, KEPT, SHARED, Wire
+from deepep_moe.bench.layers.megatron_steps import StepTimes
+
+SIZES = ["--num-tokens", "48", "--hidden", "128", "--ffn-hidden", "128", "--num-topk", "2", "--num-experts", "4", "--repeats", "1"]
+
+
+def test_bytes_by_hand():
+    """A row of 7168 columns has 56 scales of 4 bytes."""
+    wire = Wire(num_rows=3, fp8_bytes=7168 + 4 * 56, bf16_bytes=2 * 7168)
+    assert wire.ratio == pytest.approx(0.515625)
+    found = wire.of_record()
+    assert found["dispatch_bytes"] == found["combine_gradient_bytes"] == {"fp8": 3 * 7392, "bf16": 3 * 14336}
+
+
+def test_records(tmp_path):
+    path = tmp_path / "fp8.json"
+    done = bench("--device", "cpu", "--num-ranks", "2", *SIZES, "--micro-batches", "3", "--json", str(path), command="fp8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = json.loads(path.read_text())
+    assert [(each["op"], each["rival"]) for each in records] == [(f"fp8 layer {name}", BF16) for name in (EACH, SHARED, KEPT)]
+    for each in records:
+        assert set(each) >= RECORD_FIELDS and each["num_ranks"] == 2 and each["wire"]["row_bytes"] == {"fp8": 132, "bf16": 256}
+        assert 48 <= each["wire"]["rows"] <= 96 and each["host_us"] > 0 and each["kernel_us"] is None
+        assert 0.01 < each["differences"]["output"] < 0.12 and each["rival_versions"].endswith("TransformerEngine needs a GPU")
+    # Two bytes and the scales of two of the four experts' parameters.
+    parameters = 2 * 3 * 128 * 128
+    assert [each["kept_bytes"] for each in records] == [0, *[2 * parameters + 8 * parameters // 128**2] * 2]
+    assert [each["micro_batches"] for each in records] == [None, 3, None]
+
+
+def measured(names):
+    times = {name: [StepTimes(100.0 * (i + 1), 50.0, None)] for i, name in enumerate(names)}
+    return Measured(
+        "nvlink", "a GPU", "versions", "TransformerEngine 2", Wire(1, 1, 2), {EACH: {"output": 0.05}}, 0, times,
+        {name: {"a_kernel": 7.0, "another": 3.0} for name in names}, dict.fromkeys(names, 10**9), 5,
+    )  # fmt: skip
+
+
+def test_table_and_records_with_rivals(capsys):
+    options = argparse.Namespace(num_tokens=1, hidden=128, num_topk=1, num_experts=1, ffn_hidden=128, micro_batches=4, kernels=1)
+    ranks = [measured((BF16, EACH, SHARED, KEPT, fp8_layers.TE_BF16, fp8_layers.TE_EACH))]
+    fp8.show(ranks, options)
+    shown = capsys.readouterr().out
+    assert "a_kernel" in shown and "another" not in shown and "0.5000x" in shown
+    assert "0.50x" in shown and "3.00x" in shown, "200 us against 100 of bf16 and 600 of TransformerEngine"
+    records = fp8.records_of(ranks, options)
+    assert [each["rival"] for each in records[:3]] == [BF16, fp8_layers.TE_BF16, fp8_layers.TE_EACH] and len(records) == 9
+    assert records[2]["ratio"] == 3.0 and records[2]["kernel_us"] == 10.0
+
+
+def test_rivals_that_fail_are_left_out():
+    x, weight = torch.ones(2, 3), torch.ones(3, requires_grad=True)
+
+    def fails(is_first):
+        raise RuntimeError("no such kernel")
+
+    layers = {
+        name: fp8_layers.Layer(run, torch.ones(2, 3), {"weight": weight}, backend="alltoall")
+        for name, run in (("one", lambda is_first: x * weight), ("two", fails))
+    }
+    found, failures = fp8_layers._running(layers)
+    assert list(found) == ["one"] and failures == ["two failed with RuntimeError: no such kernel"]
+
+
+def test_micro_batches_by_hand():
+    """Of each three passes the first is a first micro-batch; a release begins anew."""
+    seen, weight = [], torch.ones(1, requires_grad=True)
+
+    def run(is_first):
+        seen.append(is_first)
+        return weight * 2
+
+    layer = fp8_layers.Layer(
+        run, torch.ones(1), {"weight": weight}, backend="shm", num_micro_batches=3, which=lambda number: number % 3 == 0
+    )
+    for _ in range(4):
+        layer.forward()
+    layer.release()
+    layer.forward()
+    assert seen == [True, False, False, True, True]
+
+
+def test_refusals():
+    for arguments, message in (
+        (["--num-experts", "3", "--num-ranks", "2"], "--num-experts 3 must be a multiple of --num-ranks 2"),
+        (["--num-topk", "5"], "--num-topk 5 1 to the experts"),
+        (["--micro-batches", "0"], "--repeats, --micro-batches and --num-tokens must be at least 1"),
+        (["--device", "cuda"], "--device cuda needs a GPU, and this machine has none; give --device cpu"),
+    ):
+        if "cuda" in arguments and torch.cuda.is_available():
+            continue
+        done = bench("--device", "cpu", *SIZES, *arguments, command="fp8")
+        assert done.returncode == 1 and message in done.stderr, done.stderr
