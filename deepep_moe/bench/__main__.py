@@ -36,7 +36,7 @@ from deepep_moe.bench.overlap import command as overlap
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 COMMANDS = {
-"exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "nodes": nodes, "overlap": overlap, "gate": gate,
+    "exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "nodes": nodes, "overlap": overlap, "gate": gate,
     "host": host, "model": model, "megatron": megatron, "deepspeed": deepspeed, "fp8": fp8, "all-reduce": all_reduce,
 }  # fmt: skip
 

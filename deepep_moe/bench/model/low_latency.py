@@ -1,6 +1,6 @@
 """Low-latency calls over nodes, simulated row by row: ours in two hops, and DeepEP's with a message for each (token, expert).
 
- dispatch   SMs pack rows -> NIC, a put a few rows -> network -> SMs forward -> NVLink -> SMs place rows
+ dispatch   SMs pack rows -> NIC, a put a row -> network -> the rail's rank tells its node -> NVLink -> SMs place rows
  combine    SMs sum -> NVLink -> SMs add up a node's sums -> NIC -> network -> SMs add up nodes
 
 Assumptions, all of them:
@@ -19,18 +19,14 @@ import numpy as np
 from deepep_moe.bench.model.machine import MACHINES, Machine
 from deepep_moe.bench.model.queues import Floats, Ints, pass_through, serve
 
-PUT_ROWS = 2
-"""Rows of a put, as csrc/cuda/low_latency_rail.h has them."""
-
-
 @dataclass(frozen=True)
 class Latencies:
     """Of kernels at a few rows, microseconds: `benchmarks/results/h200-low-latency-*` say what a whole call of one host takes, in which all
     of these occur."""
 
     start_us: float = 4.0  # from a launch to the first row that leaves, or that is looked for
-    pack_us: float = 3.0  # of the rows of one put
-    hop_us: float = 4.0  # of a row that comes, to the ranks of the node, without the bytes
+    pack_us: float = 3.0  # of a row that is put
+    hop_us: float = 4.0  # of a row that comes, until ranks of the node have it, without the bytes
     place_us: float = 6.0  # from the last row to the end of a call
 
 
@@ -69,19 +65,7 @@ class _Call:
         source, self.token, self.node = np.nonzero(batch.nodes_of)
         own = source // batch.ranks_per_node == self.node
         self.source, self.token, self.node = source[~own], self.token[~own], self.node[~own]
-        self.forwarder = self.node * batch.ranks_per_node + self.source % batch.ranks_per_node
-
-    def puts(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return, by put: the tokens' rank, the rank of its rail, rows; and by row, in order of sources and nodes: its put."""
-        key = self.source * self.batch.num_ranks + self.forwarder
-        order = np.lexsort((self.token, key))
-        self.source, self.token, self.node, self.forwarder, key = (
-            array[order] for array in (self.source, self.token, self.node, self.forwarder, key)
-        )
-        slot = _place_among_equals(key)
-        put = np.cumsum((slot % PUT_ROWS == 0).astype(np.int64)) - 1
-        begins = slot % PUT_ROWS == 0
-        return self.source[begins], self.forwarder[begins], np.bincount(put), put
+        self.rail = self.node * batch.ranks_per_node + self.source % batch.ranks_per_node
 
     def network(self, sender: Ints, receiver: Ints, ready: Floats, num_bytes: Floats) -> Floats:
         """Return when puts have landed. Those that are ready together go to the next rank first, then the one behind."""
@@ -116,20 +100,19 @@ def _place_among_equals(key: Ints) -> Ints:
 def dispatch(batch: Batch, machine: Machine, latencies: Latencies, row_bytes: int, late: Floats) -> Floats:
     """Return how long each rank's dispatch takes, microseconds from its own launch, [num_ranks]."""
     c = _Call(batch, machine, latencies, row_bytes, late)
-    sender, receiver, rows, put = c.puts()
-    ready = late[sender] + latencies.start_us + latencies.pack_us
-    landed = c.network(sender, receiver, ready, rows.astype(np.float64) * row_bytes)[put]
+    ready = late[c.source] + latencies.start_us + latencies.pack_us
+    landed = c.network(c.source, c.rail, ready, np.full(len(c.source), float(row_bytes)))
     to = batch.experts_of.reshape(*batch.experts_of.shape[:2], -1, batch.ranks_per_node)[c.source, c.token, c.node]
     row, rank = np.nonzero(to)
-    forwarder = c.forwarder[row]
-    forwarded = np.maximum(landed[row], late[forwarder] + latencies.start_us) + latencies.hop_us
+    rail = c.rail[row]
     rank = c.node[row] * batch.ranks_per_node + rank
+    told = np.maximum(landed[row], np.maximum(late[rail], late[rank]) + latencies.start_us) + latencies.hop_us
     source, _, target = np.nonzero(batch.experts_of)
     own = source // batch.ranks_per_node == target // batch.ranks_per_node
     source, target = source[own], target[own]
     arrived = c.nvlink(
-        np.concatenate([forwarder, source]), np.concatenate([rank, target]),
-        np.concatenate([forwarded, late[source] + latencies.start_us + latencies.hop_us]), row_bytes,
+        np.concatenate([rail, source]), np.concatenate([rank, target]),
+        np.concatenate([told, late[source] + latencies.start_us + latencies.hop_us]), row_bytes,
     )  # fmt: skip
     return c.ends((np.concatenate([rank, target]), arrived))
 
@@ -137,7 +120,6 @@ def dispatch(batch: Batch, machine: Machine, latencies: Latencies, row_bytes: in
 def combine(batch: Batch, machine: Machine, latencies: Latencies, row_bytes: int, late: Floats) -> Floats:
     """Return how long each rank's combine takes, as `dispatch`."""
     c = _Call(batch, machine, latencies, row_bytes, late)
-    receiver, sender, rows, put = c.puts()
     source, token, rank = np.nonzero(batch.experts_of)
     order = np.lexsort(((source - rank - 1) % batch.num_ranks, token))  # as a rank pushes: of all sources by turns
     source, token, rank = source[order], token[order], rank[order]
@@ -147,13 +129,11 @@ def combine(batch: Batch, machine: Machine, latencies: Latencies, row_bytes: int
     arrived = c.nvlink(rank, at, ready, row_bytes)
     summed = np.zeros((batch.num_ranks, batch.experts_of.shape[1], batch.num_ranks // batch.ranks_per_node))
     np.maximum.at(summed, (source, token, node), arrived)
-    by_put = np.zeros(len(rows))
-    np.maximum.at(by_put, put, summed[c.source, c.token, c.node])
-    # The first put waits for all sums of its rows, and for the entry of its node's ranks.
-    by_put = np.maximum(by_put, late[sender] + latencies.start_us) + latencies.pack_us
-    landed = c.network(sender, receiver, by_put, rows.astype(np.float64) * row_bytes)
+    # A put waits for all sums of its row, and for the entry of its node's ranks.
+    ready = np.maximum(summed[c.source, c.token, c.node], late[c.rail] + latencies.start_us) + latencies.pack_us
+    landed = c.network(c.rail, c.source, ready, np.full(len(ready), float(row_bytes)))
     own = node == own_node
-    return c.ends((receiver, landed), (source[own], arrived[own]))
+    return c.ends((c.source, landed), (source[own], arrived[own]))
 
 
 def by_message(batch: Batch, machine: Machine, latencies: Latencies, row_bytes: int, late: Floats) -> Floats:
