@@ -1,0 +1,74 @@
+"""Many low-latency calls of random sizes and routings over nodes, whose sums are made again on the GPU in the order of the contract.
+
+The long run is two splits of 5,250 calls, under MPS:
+`DEEPEP_MOE_STRESS_ROUNDS=3500 pytest -m gpu tests/low_latency/test_low_latency_nodes_random.py`
+"""
+
+import random
+
+import pytest
+import torch
+from exchange_cases import device_of
+from random_routings import ROUNDS
+
+from deepep_moe import LowLatencyBuffer
+from deepep_moe.bench.common.workload import Shape, make_inputs
+from deepep_moe.bench.low_latency.operations import expected_combine, expected_dispatch, expert_rows, received
+from deepep_moe.testing import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+MAX_TOKENS = 16
+
+
+def is_same(found, expected):
+    return found.shape == expected.shape and torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def draw(shape, number, device):
+    sizes = random.Random(number)
+    first = number * shape.num_ranks
+    return [make_inputs(shape, sizes.randint(0, MAX_TOKENS), first + source, device) for source in range(shape.num_ranks)]
+
+
+def check_dispatch(out, expected, number):
+    there = received(out)
+    assert is_same(out.num_recv_tokens_per_expert, expected["num_recv_tokens_per_expert"]), number
+    assert is_same(out.recv_x.view(torch.uint8)[there], expected["recv_x"].view(torch.uint8)), number
+    if out.recv_x_scales is not None:
+        assert is_same(out.recv_x_scales[there], expected["recv_x_scales"]), number
+
+
+def one_round(buffer, shape, rank, number, device):
+    """A dispatch in fp8, or one in bf16 and its combine, whole or in halves."""
+    everyone = draw(shape, number, device)
+    mine, wire, split = everyone[rank], ("fp8", "bf16")[number % 2], number % 3 != 0
+    out = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, fp8=wire == "fp8", return_hook=split)
+    if split:
+        out.hook()
+    check_dispatch(out, expected_dispatch(everyone, shape, rank, wire), number)
+    if wire == "fp8":
+        return
+    rows = expert_rows(out, shape, rank, buffer.combine_input())
+    combined = buffer.combine(rows, out.handle, return_hook=split)
+    if split:
+        combined, hook = combined
+        hook()
+    assert is_same(combined, expected_combine(mine, shape, "bf16", rank)), number
+
+
+def rounds(rank, num_ranks, per_node, num_rounds):
+    device = device_of("nvshmem", rank)
+    shape = Shape(num_ranks, 256, 32, 4, 1, per_node)
+    sizes = MAX_TOKENS, shape.hidden, shape.num_experts, shape.num_topk
+    buffer = LowLatencyBuffer(None, *sizes, backend="nvshmem", ranks_per_node=per_node)
+    for number in range(num_rounds):
+        one_round(buffer, shape, rank, number, device)
+    torch.cuda.synchronize()
+    buffer.check()
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("num_ranks, per_node", ((4, 2), (4, 1)))
+def test_random_calls_over_nodes(num_ranks, per_node):
+    run_ranks(rounds, num_ranks, per_node, ROUNDS, timeout_s=600 + ROUNDS / 10)
