@@ -8,6 +8,7 @@
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
 # make lint   ruff, mypy and clang-format          make format   formats Python and C++
 # make docs   builds the documentation into build/site/index.html, which a browser opens without a server
+# make wheel   builds dist/: the source distribution, and a wheel without the modules of one PyTorch, which python -m deepep_moe.build adds
 # make bench   the CPU benchmark          make clean   removes what was built
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-deepspeed demo-overlap test test-all lint format docs bench clean install
+.PHONY: help demo demo-deepspeed demo-overlap test test-all lint format docs wheel bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
@@ -94,6 +95,14 @@ format: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
+
+# The wheel comes from the source distribution, in an isolated environment. auditwheel names it after the oldest glibc that it runs with.
+wheel: $(STAMP)
+	rm -rf build/wheel
+	DEEPEP_MOE_MODULES=_C $(RUN) build --outdir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(RUN) auditwheel repair --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+	@ls -l dist
 
 bench: $(STAMP)
 	$(RUN) deepep_moe.bench

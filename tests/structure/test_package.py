@@ -100,7 +100,7 @@ def test_features():
     if found["found_nvcc"]:
         assert found["autograd"] is True  # as `make install` builds it
     else:
-        assert found["autograd"].startswith("not built; to install deepep_moe again, by pip or with --no-build-isolation, builds it")
+        assert found["autograd"].startswith("not built; `python -m deepep_moe.build _torch` builds it for this PyTorch")
 
 
 def test_autograd_functions_of_another_build(monkeypatch):
@@ -114,11 +114,10 @@ def test_autograd_functions_of_another_build(monkeypatch):
     assert why_not(TORCH_VERSION=torch.__version__, SHIM_BYTES=size) == ""
     assert (
         why_not()
-        == "not built; to install deepep_moe again, by pip or with --no-build-isolation, builds it for the PyTorch that is there, "
-        "2.7 or newer, on a machine with nvcc"
+        == "not built; `python -m deepep_moe.build _torch` builds it for this PyTorch, 2.7 or newer; small MoE layers are slower without it"
     )
-    assert why_not(TORCH_VERSION="1.0", SHIM_BYTES=size).startswith(f"built for torch 1.0, this is {torch.__version__}; to install")
-    assert why_not(TORCH_VERSION=torch.__version__, SHIM_BYTES=1).startswith("of another build than deepep_moe._C; to install")
+    assert why_not(TORCH_VERSION="1.0", SHIM_BYTES=size).startswith(f"built for torch 1.0, this is {torch.__version__}; `python -m")
+    assert why_not(TORCH_VERSION=torch.__version__, SHIM_BYTES=1).startswith("of another build than deepep_moe._C; `python -m")
 
 
 # ---- README ----
