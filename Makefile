@@ -1,5 +1,5 @@
 # make install   installs and builds what the others need, into VENV
-# make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed)
+# make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed), and writes runs/demo/report.html
 # make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
 # make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
 # make demo-overlap   two micro-batches through a stack of MoE layers, by turns, and a picture of who runs what when
@@ -66,7 +66,7 @@ help:
 install: $(STAMP)
 
 demo: $(STAMP)
-	$(SCRIPT) examples/megatron/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --dispatcher deepep_moe --compare alltoall --out runs/demo $(DEMO_ARGS)
+	$(SCRIPT) examples/megatron/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --dispatcher deepep_moe --compare alltoall --timeline --out runs/demo $(DEMO_ARGS)
 
 demo-deepspeed: $(STAMP)
 	$(SCRIPT) examples/deepspeed/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-deepspeed $(DEMO_ARGS)

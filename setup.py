@@ -17,7 +17,7 @@ can be; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one 
 
 import sys
 
-if sys.version_info < (3, 11):  # before an import that older ones do not have
+if sys.version_info < (3, 11):  # noqa: UP036, as pip asks for the version only after this file has run
     found = ".".join(map(str, sys.version_info[:3]))
     raise SystemExit(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is {found}; use another: python3.11 -m pip install .")
 

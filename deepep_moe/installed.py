@@ -46,7 +46,7 @@ def why_not_built(package: Path = _PACKAGE) -> str:
 
 
 def other_copies(package: Path = _PACKAGE) -> str:
-    """Return a warning, or "", of other copies of this library on the path: which is imported depends on the folder that Python starts in."""
+    """Return a warning, or "", of other copies on the path: which is imported depends on the folder that Python starts in."""
     folders = dict.fromkeys(Path(entry or ".").resolve() / "deepep_moe" for entry in sys.path)
     others = [str(folder) for folder in folders if folder != package.resolve() and (folder / "_C.pyi").is_file()]
     if not others:

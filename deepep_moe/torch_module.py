@@ -1,7 +1,8 @@
 """The optional module `deepep_moe._torch`, which links PyTorch: plain calls of a buffer, with their gradients, from C++ (csrc/torch).
 
-A build in a clone makes it where it finds PyTorch and nvcc, `python -m deepep_moe.build` beside a wheel, for that PyTorch alone. Without it the same calls are made from Python: results are
-equal to the bit, and the host takes longer, which shows where a layer's kernels take less than a millisecond.
+A build in a clone makes it where it finds PyTorch and nvcc, `python -m deepep_moe.build` beside a wheel, for that PyTorch alone. Without
+it the same calls are made from Python: results are equal to the bit, and the host takes longer, which shows where a layer's kernels take
+less than a millisecond.
 """
 
 import importlib
