@@ -98,7 +98,7 @@ docs: $(STAMP)
 
 # The wheel comes from the source distribution, in an isolated environment. auditwheel names it after the oldest glibc that it runs with.
 wheel: $(STAMP)
-	rm -rf build/wheel
+	rm -rf build/wheel *.egg-info
 	DEEPEP_MOE_MODULES=_C $(RUN) build --outdir build/wheel .
 	PATH=$(abspath $(BIN)):$$PATH $(RUN) auditwheel repair --wheel-dir dist build/wheel/*.whl
 	mv build/wheel/*.tar.gz dist

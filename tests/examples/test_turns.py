@@ -89,8 +89,8 @@ def test_what_a_run_showed():
     ours.scalars = [{"deepep_moe/layer_2/exchange_ms": 1.0, "deepep_moe/layer_3/exchange_ms": 2.0}] * 2
     theirs = Result("alltoall", losses=[5.0, 3.0], step_s=[0.020, 0.020], tokens_per_s=[1.0, 1.0])
     assert pages.showed([ours, theirs], 3.5) == (
-        "deepep_moe trained to a loss of 4.000 in 2 steps, not yet below the 3.500 of a model without context; compared with alltoall, all steps "
-        "are equal to the bit. A step took 10.0 ms with deepep_moe (3.0 ms in the exchange) and 20.0 ms with alltoall, in the median."
+        "deepep_moe trained to a loss of 4.000 in 2 steps, not yet below the 3.500 of a model without context; compared with alltoall, all "
+        "steps are equal to the bit. A step took 10.0 ms with deepep_moe (3.0 ms in the exchange) and 20.0 ms with alltoall, in the median."
     )
     assert pages.showed([theirs], 4.5).endswith(
         "below the 4.500 of a model without context. A step took 20.0 ms with alltoall, in the median."

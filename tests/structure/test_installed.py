@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import deepep_moe
-from deepep_moe import installed
+from deepep_moe import build, installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(deepep_moe.__file__).parent
@@ -148,3 +148,34 @@ def test_a_level_that_is_none(monkeypatch):
         deepep_moe.config.log_level()
     monkeypatch.delenv("DEEPEP_MOE_LOG")
     assert deepep_moe.config.log_level() is None
+
+
+# ---- modules on demand ----
+
+
+def built_with(monkeypatch, tmp_path, capsys, code: int, says: str, *arguments: str) -> tuple[int, str]:
+    """What `python -m deepep_moe.build` does where pip says this and makes no wheel."""
+    (tmp_path / "sources").mkdir(exist_ok=True)
+    (tmp_path / "sources" / "setup.py").touch()
+    monkeypatch.setattr(build, "PACKAGE", tmp_path)
+    monkeypatch.setattr(
+        build.subprocess, "run", lambda command, **how: SimpleNamespace(returncode=code, stdout="" if "-P" in command else says)
+    )
+    return build.main(list(arguments)), capsys.readouterr().out
+
+
+def test_modules_that_cannot_be_built(monkeypatch, tmp_path, capsys):
+    says = "Building\n  deepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch\nmore\n"
+    code, told = built_with(monkeypatch, tmp_path, capsys, 0, says, "_torch")
+    assert code == 1 and "_torch: not built, see above" in told and "more" not in told
+    assert "\ndeepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch\n" in told
+    code, told = built_with(monkeypatch, tmp_path, capsys, 1, "no network\n")
+    assert code == 1 and "\nno network\n" in told and "_nvshmem: not built" in told
+
+
+def test_clones_and_wrong_names_are_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(build, "PACKAGE", tmp_path / "deepep_moe")
+    for arguments, told in ((["_triton"], "no module _triton; choose from _torch, _nvshmem"), ([], "is a clone, which builds all modules")):
+        with pytest.raises(SystemExit):
+            build.main(arguments)
+        assert told in capsys.readouterr().err
