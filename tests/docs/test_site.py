@@ -144,9 +144,9 @@ def test_built_pages_lead_somewhere_and_load_nothing_from_outside(site):
 def test_api_pages_have_every_public_name(site):
     import deepep_moe
     from deepep_moe import nn, ops
-    from deepep_moe.integrations import deepspeed, megatron
+    from deepep_moe.integrations import deepspeed, huggingface, megatron
 
-    for page, module in (("ops", ops), ("nn", nn), ("deepspeed", deepspeed), ("megatron", megatron)):
+    for page, module in (("ops", ops), ("nn", nn), ("deepspeed", deepspeed), ("megatron", megatron), ("huggingface", huggingface)):
         names = Page((site / "api" / f"{page}.html").read_text()).names
         missing = [
             name for name in module.__all__ if not any(re.fullmatch(rf"{module.__name__}\.(\w+\.)?{name}", found) for found in names)
