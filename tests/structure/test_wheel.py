@@ -127,7 +127,7 @@ def test_library_knows_no_torch(environment):
     symbols = run("nm", "-D", "--undefined-only", "--demangle", module, cwd=environment.folder)
     assert "malloc" in symbols and not re.search(r"\b(torch|c10|at)::", symbols)
     spec = f"u.spec_from_file_location('deepep_moe._C', {str(module)!r})"
-    code = f"import importlib.util as u; print(u.module_from_spec({spec}).__version__)"
+    code = f"import importlib.util as u; s = {spec}; m = u.module_from_spec(s); s.loader.exec_module(m); print(m.__version__)"
     assert run(sys.executable, "-I", "-S", "-c", code, cwd=environment.folder).strip() == VERSION
 
 
