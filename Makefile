@@ -1,5 +1,5 @@
 # make install   installs and builds what the others need, into VENV
-# make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed)
+# make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed), and writes runs/demo/report.html
 # make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
 # make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
 # make demo-overlap   two micro-batches through a stack of MoE layers, by turns, and a picture of who runs what when
@@ -8,6 +8,7 @@
 # VENV=       run PYTHON itself and install nothing          DEMO_ARGS   more options of examples/megatron/train.py
 # make lint   ruff, mypy and clang-format          make format   formats Python and C++
 # make docs   builds the documentation into build/site/index.html, which a browser opens without a server
+# make wheel   builds dist/: the source distribution, and a wheel without the modules of one PyTorch, which python -m deepep_moe.build adds
 # make bench   the CPU benchmark          make clean   removes what was built
 
 PYTHON ?= python3
@@ -32,7 +33,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-deepspeed demo-overlap test test-all lint format docs bench clean install
+.PHONY: help demo demo-deepspeed demo-overlap test test-all lint format docs wheel bench clean install
 
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON) -m
@@ -65,7 +66,7 @@ help:
 install: $(STAMP)
 
 demo: $(STAMP)
-	$(SCRIPT) examples/megatron/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --dispatcher deepep_moe --compare alltoall --out runs/demo $(DEMO_ARGS)
+	$(SCRIPT) examples/megatron/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --dispatcher deepep_moe --compare alltoall --timeline --out runs/demo $(DEMO_ARGS)
 
 demo-deepspeed: $(STAMP)
 	$(SCRIPT) examples/deepspeed/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-deepspeed $(DEMO_ARGS)
@@ -94,6 +95,14 @@ format: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
+
+# The wheel comes from the source distribution, in an isolated environment. auditwheel names it after the oldest glibc that it runs with.
+wheel: $(STAMP)
+	rm -rf build/wheel *.egg-info
+	DEEPEP_MOE_MODULES=_C $(RUN) build --outdir build/wheel .
+	PATH=$(abspath $(BIN)):$$PATH $(RUN) auditwheel repair --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+	@ls -l dist
 
 bench: $(STAMP)
 	$(RUN) deepep_moe.bench

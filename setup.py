@@ -7,10 +7,19 @@ is recorded in the module and shown by `deepep_moe.features()`.
 The optional module `deepep_moe._torch` is built where PyTorch is found as well, and serves that PyTorch alone. The optional module
 `deepep_moe._nvshmem` is built where NVSHMEM is found as well, and serves that major and minor version of NVSHMEM.
 
+A wheel for others has `_C` alone, which any PyTorch and any driver loads, and the sources of the other two (`make wheel`).
+`python -m deepep_moe.build` builds these where the wheel is installed.
+
 Environment: CUDA_HOME, NVSHMEM_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_torch`,
-DEEPEP_MOE_NVSHMEM=0 without `_nvshmem`; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this
-process.
+DEEPEP_MOE_NVSHMEM=0 without `_nvshmem`; DEEPEP_MOE_MODULES, the modules to build, such as `_C` or `_torch,_nvshmem`, by default all that
+can be; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
 """
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036, as pip asks for the version only after this file has run
+    found = ".".join(map(str, sys.version_info[:3]))
+    raise SystemExit(f"deepep_moe needs Python 3.11 or newer, and {sys.executable} is {found}; use another: python3.11 -m pip install .")
 
 import base64
 import hashlib
@@ -27,6 +36,7 @@ from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CompileError
 
@@ -35,6 +45,9 @@ HOST_FOLDERS = ("common", "cpu", "runtime", "runtime/shm", "bindings")
 CUDA_FOLDERS = ("runtime/nvlink", "bindings/cuda")  # host sources that are built only with CUDA; csrc/cuda holds the kernels
 # Those of them that nvcc knows: CUDA 12.8 and newer know the last, with PTX for what comes after it.
 GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100,compute_100"))
+LEAST_GCC = 11
+MODULES = os.environ.get("DEEPEP_MOE_MODULES", "_C,_torch,_nvshmem").split(",")
+BUILD_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # what a build needs beside csrc
 NUM_JOBS = int(os.environ.get("DEEPEP_MOE_BUILD_JOBS") or len(os.sched_getaffinity(0)))
 
 
@@ -99,15 +112,28 @@ def require_compiler() -> None:
     compiler = os.environ.get("CXX", "g++").split()[0]
     if shutil.which(compiler) is None:
         raise SystemExit(
-            f"deepep_moe needs a C++20 compiler and found no {compiler!r}: install gcc 11 or newer (apt install g++), or set CXX"
+            f"deepep_moe needs a C++20 compiler and found no {compiler!r}: install gcc {LEAST_GCC} or newer (apt install g++), or set CXX"
         )
+    told = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    if "g++" in Path(compiler).name and "clang" not in compiler and told.split(".")[0].isdigit() and int(told.split(".")[0]) < LEAST_GCC:
+        raise SystemExit(f"deepep_moe needs gcc {LEAST_GCC} or newer, and {compiler} is {told}: install g++-{LEAST_GCC}, or set CXX")
     include = Path(sysconfig.get_path("include"))
     if not (include / "Python.h").is_file():
         raise SystemExit(f"deepep_moe needs Python's headers and found no {include / 'Python.h'}: install them (apt install python3-dev)")
 
 
-def extension() -> Pybind11Extension:
+def extensions() -> list[Extension]:
+    """Those of MODULES that can be built here."""
     require_compiler()
+    makers = {"_C": lambda: [extension()], "_torch": torch_extensions, "_nvshmem": nvshmem_extensions}
+    if unknown := set(MODULES) - set(makers):
+        raise SystemExit(
+            f"DEEPEP_MOE_MODULES names {', '.join(sorted(unknown))}; it takes some of {', '.join(makers)}, separated by commas"
+        )
+    return [built for name, make in makers.items() if name in MODULES for built in make()]
+
+
+def extension() -> Pybind11Extension:
     headers = sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.cuh", "*.cu") for path in (ROOT / "csrc").rglob(pattern))
     nvcc, nvshmem = find_nvcc(), find_nvshmem()
     print(f"deepep_moe: nvcc: {nvcc or 'not found, building without GPU backends'}; NVSHMEM: {nvshmem or 'not found'}")
@@ -137,7 +163,7 @@ def torch_extensions() -> list[Extension]:
     """`deepep_moe._torch`, for the PyTorch that is found, on machines that build CUDA. A PyTorch that it does not compile with is served
     from Python."""
     torch = find_torch()
-    if torch is None or not find_nvcc():
+    if torch is None or ("_C" in MODULES and not find_nvcc()):  # it needs no nvcc itself, but a `_C` that was built with it
         print("deepep_moe: PyTorch or nvcc not found, building without deepep_moe._torch")
         return []
     version = runpy.run_path(str(torch / "version.py"))["__version__"]
@@ -250,6 +276,21 @@ class BuildWithCuda(build_ext):
         return script
 
 
+class BuildWithSources(build_py):
+    """Puts what `python -m deepep_moe.build` needs into a wheel, as deepep_moe/sources. An editable install has the clone."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode or "_C" not in MODULES:
+            return
+        files = [ROOT / name for name in BUILD_FILES]
+        files += [path for path in sorted((ROOT / "csrc").rglob("*")) if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
+        for path in files:
+            target = Path(self.build_lib, "deepep_moe", "sources", path.relative_to(ROOT))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
 class EditableWheel(editable_wheel):
     """Adds the clone to the end of sys.path. Python asks the finder of an editable install last, so the folder that holds a clone named
     deepep_moe would give an empty package of that name; a real package anywhere on sys.path comes before an empty one."""
@@ -312,8 +353,8 @@ def is_stale(object_file: str, source: str) -> bool:
 
 with ParallelCompile(default=NUM_JOBS, needs_recompile=is_stale):
     setup(
-        ext_modules=[extension(), *torch_extensions(), *nvshmem_extensions()],
-        cmdclass={"build_ext": BuildWithCuda, "editable_wheel": EditableWheel},
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildWithCuda, "build_py": BuildWithSources, "editable_wheel": EditableWheel},
         packages=[
             *find_packages(str(ROOT), include=["deepep_moe", "deepep_moe.*"]),
             *(f"deepep_moe.{name}" for name in find_packages(str(ROOT), include=["integrations", "integrations.*"])),

@@ -6,22 +6,22 @@
 
 import sys
 
-from deepep_moe import errors
+from deepep_moe import errors, installed, logs
 
 # The doctor imports this package although it may be what is broken; it looks at it from another process.
 _IS_DOCTOR = sys.argv[:1] == ["-m"] and "deepep_moe.doctor" in sys.orig_argv
 
 try:
     if not _IS_DOCTOR:
+        logs.follow_environment()
+        for _warning in (installed.check_torch(), installed.other_copies()):
+            if _warning:
+                logs.logger.warning(_warning)
         from deepep_moe._C import __version__
 except ModuleNotFoundError as error:
     if error.name != "deepep_moe._C":
         raise
-    raise ModuleNotFoundError(
-        f"{__path__[0]} holds the sources, where deepep_moe._C is not built: start Python in another folder than the clone's, or install "
-        "with pip install -e .",
-        name=error.name,
-    ) from None
+    raise ModuleNotFoundError(installed.why_not_built(), name=error.name) from None
 if not _IS_DOCTOR:
     from deepep_moe.event import Event
     from deepep_moe.exchange.buffer import Buffer, DispatchOutput, Layout

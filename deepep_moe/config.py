@@ -6,6 +6,7 @@ from pathlib import Path
 
 _DEFAULT_TIMEOUT_S = 300.0
 _MAX_THREADS = 64
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def _number(name: str, default: float, low: float, high: float) -> float:
@@ -93,6 +94,23 @@ def cache_folder() -> Path | None:
 def nvshmem_home() -> str | None:
     """Root of an NVSHMEM installation (`NVSHMEM_HOME`) to use in place of the pip package, else None."""
     return os.environ.get("NVSHMEM_HOME") or None
+
+
+def log_level() -> str | None:
+    """Least level of messages that go to stderr (`DEEPEP_MOE_LOG`), in capitals; None where the program's own logging decides.
+
+    Raises ValueError where it is no level.
+    """
+    level = os.environ.get("DEEPEP_MOE_LOG", "").strip().upper()
+    if level not in ("", *_LEVELS):
+        given = os.environ["DEEPEP_MOE_LOG"]
+        raise ValueError(f"environment variable DEEPEP_MOE_LOG={given!r} is no level; unset it or give one of {', '.join(_LEVELS).lower()}")
+    return level or None
+
+
+def with_variables(values: dict[str, str]) -> dict[str, str]:
+    """Return the environment of this process with `values`, for a process that it starts."""
+    return {**os.environ, **values}
 
 
 def given(names: Iterable[str]) -> dict[str, str]:

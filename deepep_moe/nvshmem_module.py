@@ -15,8 +15,7 @@ from deepep_moe import config
 
 _HOST_LIBRARY = "libnvshmem_host.so.3"
 _REBUILD = (
-    "install NVSHMEM (pip install nvidia-nvshmem-cu13==3.4.5, or NVSHMEM_HOME) and then deepep_moe again, on a machine with nvcc: "
-    "pip install --no-build-isolation deepep_moe"
+    "install NVSHMEM (pip install nvidia-nvshmem-cu13==3.4.5, or NVSHMEM_HOME), then, with nvcc, `python -m deepep_moe.build _nvshmem`"
 )
 
 

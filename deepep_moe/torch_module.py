@@ -1,7 +1,8 @@
 """The optional module `deepep_moe._torch`, which links PyTorch: plain calls of a buffer, with their gradients, from C++ (csrc/torch).
 
-The build makes it where it finds PyTorch and nvcc, for that PyTorch alone. Without it the same calls are made from Python: results are
-equal to the bit, and the host takes longer, which shows where a layer's kernels take less than a millisecond.
+A build in a clone makes it where it finds PyTorch and nvcc, `python -m deepep_moe.build` beside a wheel, for that PyTorch alone. Without
+it the same calls are made from Python: results are equal to the bit, and the host takes longer, which shows where a layer's kernels take
+less than a millisecond.
 """
 
 import importlib
@@ -12,10 +13,7 @@ import torch
 
 from deepep_moe import _C
 
-_REBUILD = (
-    "to install deepep_moe again, by pip or with --no-build-isolation, builds it for the PyTorch that is there, 2.7 or newer, on a machine "
-    "with nvcc"
-)
+_REBUILD = "`python -m deepep_moe.build _torch` builds it for this PyTorch, 2.7 or newer; small MoE layers are slower without it"
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -25,7 +23,7 @@ def _load() -> tuple[ModuleType | None, str]:
     except ModuleNotFoundError:
         return None, f"not built; {_REBUILD}"
     except ImportError as error:
-        return None, f"not to be loaded with torch {torch.__version__}; {_REBUILD}: {error}"
+        return None, f"not loadable with torch {torch.__version__} ({error}); {_REBUILD}"
     if torch.__version__ != module.TORCH_VERSION:
         return None, f"built for torch {module.TORCH_VERSION}, this is {torch.__version__}; {_REBUILD}"
     if getattr(_C, "SHIM_BYTES", 0) != module.SHIM_BYTES:

@@ -13,11 +13,14 @@ model        dispatch and combine over nodes, simulated
 megatron     a layer of Megatron-Core
 deepspeed    a layer of DeepSpeed
 fp8          a layer with fp8 experts, against bf16 and TransformerEngine
+compare      two pages of --report side by side
 
-All but `model` and `all-reduce` take `--bind`. Without a command, `--backend nvlink` means link, and everything else exchange.
+`--report FILE.html` writes a page of the records, which lie beside it. All but `model`, `all-reduce` and `compare` take `--bind`.
+Without a command, `--backend nvlink` means link, and everything else exchange.
 """
 
 import argparse
+import json
 import sys
 
 from deepep_moe import config
@@ -33,14 +36,16 @@ from deepep_moe.bench.low_latency import command as low_latency
 from deepep_moe.bench.low_latency import nodes
 from deepep_moe.bench.model import command as model
 from deepep_moe.bench.overlap import command as overlap
+from deepep_moe.bench.page import command as compare
+from deepep_moe.bench.page.records import page_of
 from deepep_moe.topology.option import add_bind, bind_this_rank
 
 COMMANDS = {
     "exchange": exchange, "link": link, "pipeline": pipeline, "low-latency": low_latency, "nodes": nodes, "overlap": overlap, "gate": gate,
-    "host": host, "model": model, "megatron": megatron, "deepspeed": deepspeed, "fp8": fp8, "all-reduce": all_reduce,
+    "host": host, "model": model, "megatron": megatron, "deepspeed": deepspeed, "fp8": fp8, "all-reduce": all_reduce, "compare": compare,
 }  # fmt: skip
 
-_UNBOUND = ("model", "all-reduce")  # nothing to bind; binds its ranks by turns
+_UNBOUND = ("model", "all-reduce", "compare")  # nothing to bind; binds its ranks by turns
 _ONE_PROCESS = ("gate", "host")  # the others start ranks of their own, or are ranks of a launcher
 
 
@@ -60,7 +65,8 @@ def main(arguments: list[str]) -> None:
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(command)
-        add_json(command)
+        if module is not compare:
+            add_json(command)
         if name in _UNBOUND:
             command.set_defaults(bind=False)
         else:
@@ -69,7 +75,13 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(_with_command(arguments))
     if options.bind and (options.is_one_process or config.launched_rank() is not None):
         bind_this_rank()
+    report = getattr(options, "report", None)
+    if report is None:
+        return options.main(options)
+    options.json = options.json or report.with_suffix(".json")
     options.main(options)
+    if not config.launched_rank():  # the others of a launcher write nothing
+        page_of(json.loads(options.json.read_text())).write(report)
 
 
 if __name__ == "__main__":

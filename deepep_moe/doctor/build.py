@@ -51,7 +51,7 @@ def torch_module(env: Environment) -> Finding:
         return ok("calls in C++", "built for this PyTorch")
     if why.startswith("not built") and not env.cuda.gpus:
         return absent("calls in C++", "not built; Python makes the calls, with the same bits")
-    advice = f"with this PyTorch and nvcc there: {_AGAIN}"
+    advice = "python -m deepep_moe.build _torch"
     reason = why.partition("; ")[0]
     if why.startswith("not built"):
         return warning("calls in C++", "deepep_moe._torch is not built, so the host needs longer for a call", advice)

@@ -4,10 +4,10 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from deepep_moe import installed
 from deepep_moe.doctor.environment import Environment
 from deepep_moe.doctor.findings import Finding, absent, fault, late, ok, warning
 
-_TORCH = ((2, 6), (2, 16))  # from, and first that is too new: as pyproject.toml has them
 _PYTHON = (3, 11)
 _LEAST_DRIVER = {12: "525", 13: "580"}  # of CUDA's release notes, by major version
 _INTEGRATIONS = (  # package, module, from, first that is too new: as pyproject.toml has them
@@ -36,13 +36,13 @@ def python(env: Environment) -> Finding:
 
 def torch(env: Environment) -> Finding:
     """PyTorch imports, and is of a version that the library was made for."""
-    wanted = f"pip install 'torch>={dotted(_TORCH[0])},<{dotted(_TORCH[1])}'"
+    wanted = f"pip install '{installed.wanted_torch()}'"
     if "torch" not in env.library:
         if env.library["late"]:
             return late("PyTorch", "its import", env.library["error"])
         return fault("PyTorch", f"it does not import: {env.library['error']}", wanted)
     version = env.library["torch"]["version"]
-    if not _TORCH[0] <= numbers(version)[:2] < _TORCH[1]:
+    if not installed.TORCH[0] <= numbers(version)[:2] < installed.TORCH[1]:
         return fault("PyTorch", f"version {version} is installed", wanted)
     return ok("PyTorch", f"{version}, {'CUDA ' + env.library['torch']['cuda'] if env.library['torch']['cuda'] else 'without CUDA'}")
 

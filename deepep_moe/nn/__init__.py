@@ -2,7 +2,11 @@
 
 from deepep_moe.low_latency.overlap import Span, Timeline, overlapped, routed_experts
 from deepep_moe.nn.grouped_experts import GroupedExperts
+from deepep_moe.nn.metrics import EventFile, JsonLines, Metrics
 from deepep_moe.nn.moe import LocalExperts, MoELayer, SwiGLU
 from deepep_moe.nn.router import Router
 
-__all__ = ["GroupedExperts", "LocalExperts", "MoELayer", "Router", "Span", "SwiGLU", "Timeline", "overlapped", "routed_experts"]
+__all__ = [
+    "EventFile", "GroupedExperts", "JsonLines", "LocalExperts", "Metrics", "MoELayer", "Router", "Span", "SwiGLU", "Timeline", "overlapped",
+    "routed_experts",
+]  # fmt: skip

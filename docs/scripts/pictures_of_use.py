@@ -42,6 +42,31 @@ def layouts() -> Picture:
     return p
 
 
+def steps() -> Picture:
+    p = Picture(760, 292, "Six tokens of two ranks: the rows that their experts get, and the sums that come back")
+    for x, title in ((85, "tokens"), (330, "rows of the experts"), (655, "sums")):
+        p.text(x, 22, title, anchor="middle", bold=True)
+    rows = ((("expert 0", ("1", "12", "13")), ("expert 1", ("1", "2"))), (("expert 2", ("2", "11", "13")), ("expert 3", ("3", "11", "12"))))
+    for rank, (tokens, sums) in enumerate(((("1", "2", "3"), ("1.5", "5", "6")), (("11", "12", "13"), ("38.5", "30", "26")))):
+        y = 36 + 126 * rank
+        for x, values in ((20, tokens), (590, sums)):
+            p.box(x, y, 130, 112, f"rank {rank}", "rank", top=True)
+            for number, value in enumerate(values):
+                p.box(x + 30, y + 28 + 27 * number, 70, 23, value, "row")
+        p.box(220, y, 300, 112, f"rank {rank}", "rank", top=True)
+        for number, (name, values) in enumerate(rows[rank]):
+            p.text(232, y + 50 + 40 * number, name)
+            for column, value in enumerate(values):
+                p.box(310 + 66 * column, y + 32 + 40 * number, 58, 26, value, "row")
+    for start, end, text in ((152, 216, "dispatch"), (522, 586, "combine")):
+        p.arrow(start, 92, end, 92)
+        p.arrow(start, 218, end, 218)
+        p.arrow(start, 120, end, 190, dashed=True)
+        p.arrow(start, 190, end, 120, dashed=True)
+        p.text((start + end) / 2, 286, text, size=12, anchor="middle")
+    return p
+
+
 def hooks() -> Picture:
     p = Picture(760, 210, "A call in two halves: no SM is held while the rows travel")
     for y, name in ((50, "GPU"), (110, "link")):
@@ -192,6 +217,6 @@ def doctor() -> Picture:
 
 
 PICTURES = {
-    "dispatch_combine": dispatch_combine, "layouts": layouts, "hooks": hooks, "two_hops": two_hops, "megatron": megatron,
+    "dispatch_combine": dispatch_combine, "steps": steps, "layouts": layouts, "hooks": hooks, "two_hops": two_hops, "megatron": megatron,
     "slots_and_rows": slots_and_rows, "backends": backends, "tuner": tuner, "places": places, "doctor": doctor,
 }  # fmt: skip

@@ -2,7 +2,10 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -68,3 +71,54 @@ def on_ranks(fn: Callable[..., Any], num_ranks: int, settings: Any, timeout_s: f
     if is_launched():
         return fn(dist.get_rank(), dist.get_world_size(), settings)
     return run_ranks(fn, num_ranks, settings, timeout_s=timeout_s, start_method="spawn", bind=bind)[0]
+
+
+class Turn:
+    """A run's place among runs that make their steps by turns, each in processes of its own: a busy machine then slows all of them alike.
+
+    One made without arguments belongs to a run that is alone, and waits for nobody.
+    """
+
+    def __init__(self, index: int = 0, semaphores: Sequence[Any] = (), failed: Any = None):
+        self.index, self._semaphores, self._failed = index, semaphores, failed
+
+    def take(self) -> float:
+        """Wait until it is this run's turn. Collective. Returns the seconds that this took."""
+        if not self._semaphores:
+            return 0.0
+        began = time.perf_counter()
+        if dist.get_rank() == 0:
+            self._semaphores[self.index].acquire()
+            if self._failed.is_set():
+                raise RuntimeError("the other run has failed; its error is above or below")
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def give(self) -> None:
+        """Let the next run go on, once all ranks of this one are done. Collective."""
+        if self._semaphores:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                self._semaphores[(self.index + 1) % len(self._semaphores)].release()
+
+
+def by_turns(fn: Callable[..., Any], num_ranks: int, runs: Sequence[Any], timeout_s: float, *, bind: bool) -> list[Any]:
+    """Start the ranks of all runs at once, and return what `fn(rank, num_ranks, settings, turn)` returns on rank 0 of each.
+
+    Every run takes and gives its turn equally often. Where one fails, so do the others.
+    """
+    context = multiprocessing.get_context("spawn")
+    semaphores, failed = [context.Semaphore(int(index == 0)) for index in range(len(runs))], context.Event()
+
+    def run(index: int) -> Any:
+        try:
+            turn = Turn(index, semaphores, failed)
+            return run_ranks(fn, num_ranks, runs[index], turn, timeout_s=timeout_s, start_method="spawn", bind=bind)[0]
+        except BaseException:
+            failed.set()
+            for semaphore in semaphores:
+                semaphore.release()
+            raise
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(run, range(len(runs))))

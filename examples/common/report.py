@@ -152,6 +152,28 @@ def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
     figure.savefig(path)
 
 
+def plot_exchange(results: list[Result], path: Path) -> bool:
+    """Draw milliseconds of the exchange in each forward, and nodes of a token, over steps. Return False where nobody counted any."""
+    panels = {
+        "exchange of a forward, ms": [(result.name, result.of_layers("exchange_ms")) for result in results],
+        "nodes of a token": [(result.name, result.nodes_per_token) for result in results],
+    }
+    panels = {label: [(name, values) for name, values in curves if any(values)] for label, curves in panels.items()}
+    panels = {label: curves for label, curves in panels.items() if curves}
+    if not panels:
+        return False
+    figure, axes = _new_axes(len(panels), 1.0 + 2.0 * len(panels), squeeze=False)
+    for panel, (label, curves) in zip(axes[:, 0], panels.items(), strict=True):
+        for (name, values), colour in zip(curves, _COLOURS, strict=False):
+            panel.plot(range(1, len(values) + 1), values, color=colour, label=name, linewidth=1.2)
+        panel.set(ylabel=label, ylim=(0, None))
+        panel.grid(axis="y", color="#e4e6e9", linewidth=0.8)
+    axes[0, 0].legend(frameon=False, loc="upper right")
+    axes[-1, 0].set_xlabel("step")
+    figure.savefig(path)
+    return True
+
+
 def table(results: list[Result], entropy: float) -> str:
     """The closing table, a column per run."""
     rows = [

@@ -14,14 +14,18 @@ from pathlib import Path
 
 import model
 import numpy as np
+import torch
 import worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import data
 import launch
+import pages
 import report
+import timeline
 
+from deepep_moe.bench.common.records import cpu_name
 from deepep_moe.topology.option import add_bind
 
 # Bits of sums over rows differ where DeepSpeed pads, and routing amplifies a last bit: README.md says how far curves part.
@@ -98,9 +102,12 @@ def main(argv: list[str] | None = None) -> int:
     names = [worker.OURS] + ([worker.DEEPSPEED] if arguments.compare else [])
     runs = [dataclasses.replace(settings, dispatcher=name, checkpoint=str(arguments.out / "checkpoints" / name)) for name in names]
     # Generous: the limit is for ranks that hang, not for slow machines.
-    timeout_s = 300.0 + 20.0 * settings.steps
+    timeout_s = 300.0 + 20.0 * len(runs) * settings.steps
     with launch.joined(arguments.device, bind=arguments.bind):
-        results = [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s, bind=arguments.bind) for run in runs]
+        if arguments.compare and arguments.device == "cpu":
+            results = launch.by_turns(worker.train, arguments.num_ranks, runs, timeout_s, bind=arguments.bind)
+        else:
+            results = [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s, bind=arguments.bind) for run in runs]
     return _report(arguments, runs, results) if launch.is_reporting() else 0
 
 
@@ -113,10 +120,21 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")
     print(report.table(results, entropy))
     print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png, checkpoints")
+    print(_write_page(arguments, results, entropy))
     if not arguments.compare:
         return 0
     agree = [_check_curves(results), _check_checkpoints(_cross(runs, arguments.num_ranks, bind=arguments.bind))]
     return 0 if all(agree) else 1
+
+
+def _write_page(arguments: argparse.Namespace, results: list[report.Result], entropy: float) -> str:
+    files = {}
+    for result in (result for result in results if result.timeline is not None):
+        files[f"What {result.name} did when"] = f"timeline_{result.name}.png"
+        timeline.plot(result.timeline, result.name, arguments.out / f"timeline_{result.name}.png")
+    hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
+    about = {"hardware": hardware, "torch": torch.__version__, "ranks": str(arguments.num_ranks), "ZeRO": str(arguments.zero)}
+    return pages.write("A small DeepSeek-V3 trained with DeepSpeed", results, entropy, arguments.out, about, files)
 
 
 if __name__ == "__main__":

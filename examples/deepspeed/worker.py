@@ -16,6 +16,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import data
+import timeline
+from launch import Turn
 from report import Result
 
 OURS, DEEPSPEED = "deepep_moe", "deepspeed"
@@ -111,39 +113,55 @@ def _nodes_per_token(engine: Any) -> float:
     return mean.item()
 
 
-def _loop(engine: Any, settings: Settings, device: torch.device) -> Result:
+def _loop(engine: Any, settings: Settings, device: torch.device, turn: Turn) -> Result:
     corpus, rank = data.load_corpus(), dist.get_rank()
     num_tokens = settings.num_sequences * settings.seq_length * dist.get_world_size()
     result, load = Result(settings.dispatcher), []
-    bar = tqdm(total=settings.steps, desc=settings.dispatcher, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
+    shown = rank == 0 and settings.progress
+    bar = tqdm(total=settings.steps, desc=settings.dispatcher, unit="step", disable=not shown, mininterval=0.5, position=turn.index)
     start = time.perf_counter()
     for step in range(settings.steps):
+        start += turn.take()
         tokens = _batch(corpus, settings, step, device)
         begin = time.perf_counter()
         loss, step_load = _step(engine, tokens, settings, step)
+        result.step_s.append(time.perf_counter() - begin)
         result.losses.append(loss)
         if settings.dispatcher == OURS:
             result.nodes_per_token.append(_nodes_per_token(engine))
-        result.tokens_per_s.append(num_tokens / (time.perf_counter() - begin))
+        result.tokens_per_s.append(num_tokens / result.step_s[-1])
         load.append(step_load)
         bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
         bar.update()
+        turn.give()
     bar.close()
     result.seconds, result.load = time.perf_counter() - start, np.stack(load)
     return result
 
 
-def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
-    """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
+def _timeline(engine: Any, settings: Settings, device: torch.device, turn: Turn) -> timeline.Timeline:
+    """Two steps more on a CPU, whose weights nobody needs."""
+    turn.take()
+    tokens = _batch(data.load_corpus(), settings, settings.steps, device)
+    found = timeline.record_cpu(lambda: _step(engine, tokens, settings, settings.steps))
+    turn.give()
+    return found
+
+
+def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = None) -> Result | None:
+    """One rank of one run (a gloo process group is there), which makes its steps in its `turn`; rank 0 returns what it measured."""
+    turn = turn or Turn()
     from deepep_moe.integrations.common.registry import all_buffers
     from deepep_moe.integrations.deepspeed.harness.ranks import engine_ready
 
     with engine_ready(settings.device) as device:
         engine = build_engine(settings)
-        result = _loop(engine, settings, device)
+        result = _loop(engine, settings, device, turn)
         result.backend = all_buffers()[0].backend if settings.dispatcher == OURS else dist.get_backend()
         if settings.checkpoint:
             engine.save_checkpoint(settings.checkpoint, tag=_TAG)
+        if device.type == "cpu":
+            result.timeline = _timeline(engine, settings, device, turn)
     return result if rank == 0 else None
 
 

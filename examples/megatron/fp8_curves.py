@@ -66,7 +66,7 @@ def _train(own: argparse.Namespace, arguments: argparse.Namespace, settings: wor
     for seed in own.seeds:
         curves = []
         for fp8 in (False, True):
-            result = train.run(dataclasses.replace(settings, seed=seed, fp8_experts=fp8), arguments)
+            [result] = train.run_all([dataclasses.replace(settings, seed=seed, fp8_experts=fp8)], arguments)
             if launch.is_reporting():
                 curves.append(result.losses)
                 run = {"seed": seed, "experts": "fp8" if fp8 else "bf16", "seconds": result.seconds, "losses": result.losses}

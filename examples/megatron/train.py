@@ -16,7 +16,6 @@ from pathlib import Path
 
 import config
 import numpy as np
-import timeline
 import torch
 import worker
 
@@ -27,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import data
 import launch
+import pages
 import report
+import timeline
 
 # Rounding apart, another dispatcher must not change training. One fp32 rounding of a loss near 5 is 5e-7. In bf16 a last bit soon changes
 # which experts some tokens go to, and training makes another run of that; so the first ten steps are compared.
@@ -69,7 +70,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=None, help="parts of a step's sequences (default: 1, with --interleave 2)")
     parser.add_argument("--sweep", action="store_true", help="train with each of these options in turn, and with alltoall; one table")
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write Megatron-Core's scalars of MoE layers, and ours, there")
-    parser.add_argument("--timeline", action="store_true", help="on GPUs: profile two more steps at the end and draw who runs beside whom")
+    parser.add_argument("--timeline", action="store_true", help="profile two more steps at the end and draw what ran when")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs; a launcher's ranks")
     parser.add_argument(
         "--share-gpus",
@@ -138,8 +139,6 @@ def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         parser.error("--sync-free needs --grouped-experts: other experts read their counts on the host")
     if arguments.fp8_experts and not (arguments.grouped_experts and arguments.dtype == "bf16"):
         parser.error("--fp8-experts needs --grouped-experts and --dtype bf16: their products take fp8 rows made of bf16 ones")
-    if arguments.timeline and arguments.device != "cuda":
-        parser.error("--timeline needs --device cuda: it is made of kernels")
     if arguments.cuda_graph and (arguments.device != "cuda" or not arguments.sync_free or arguments.interleave):
         parser.error(
             "--cuda-graph needs --device cuda and --sync-free, and excludes --interleave: a graph holds one schedule without waits"
@@ -173,21 +172,21 @@ def _sweep(settings: worker.Settings) -> list[worker.Settings]:
     return [_plain(plain, "alltoall"), *options, _plain(shared, "alltoall"), shared]
 
 
-def _show_timeline(result: report.Result, folder: Path) -> None:
-    print(f"{result.name}: {np.median(result.tokens_per_s):,.0f} tokens/s; {result.timeline}")
-    name = result.name.replace(" ", "").replace("+", "_")
-    timeline.plot(result.timeline, result.name, folder / f"timeline_{name}.png")
+def _timeline_file(result: report.Result) -> str:
+    return f"timeline_{result.name.replace(' ', '').replace('+', '_')}.png"
 
 
-def run(settings: worker.Settings, arguments: argparse.Namespace) -> report.Result:
-    """Train once on all ranks. Only a rank that reports gets a result."""
-    if settings.device == "cpu":
+def run_all(runs: list[worker.Settings], arguments: argparse.Namespace) -> list[report.Result]:
+    """On CPUs two runs make their steps by turns. On GPUs, and in a sweep, one run follows the other."""
+    if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
-    elif settings.exact:
+    elif any(run.exact for run in runs):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to compute the same bits in every run
     # Generous: the limit is for ranks that hang, not for slow machines.
-    timeout_s = 300.0 + 20.0 * settings.steps
-    return launch.on_ranks(worker.train, arguments.num_ranks, settings, timeout_s, bind=arguments.bind)
+    timeout_s = 300.0 + 20.0 * len(runs) * arguments.steps
+    if len(runs) == 2 and arguments.device == "cpu" and not launch.is_launched():
+        return launch.by_turns(worker.train, arguments.num_ranks, runs, timeout_s, bind=arguments.bind)
+    return [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s, bind=arguments.bind) for run in runs]
 
 
 def settings_of(argv: list[str] | None) -> tuple[argparse.Namespace, worker.Settings]:
@@ -205,12 +204,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.sweep:
         runs = _sweep(settings)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = []
     with launch.joined(arguments.device, bind=arguments.bind):
-        for each in runs:
-            results.append(run(each, arguments))
-            if arguments.timeline and launch.is_reporting():
-                _show_timeline(results[-1], arguments.out)
+        results = run_all(runs, arguments)
     return _report(arguments, runs, results, entropy) if launch.is_reporting() else 0
 
 
@@ -222,8 +217,14 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     report.write_summary(results, arguments.out / "summary.json", op="example step", **about)
     report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")
+    for result in (result for result in results if result.timeline is not None):
+        print(f"{result.name}: {np.median(result.tokens_per_s):,.0f} tokens/s; {result.timeline}")
+        timeline.plot(result.timeline, result.name, arguments.out / _timeline_file(result))
     print(report.comparison(results) if arguments.sweep else report.table(results, entropy))
     print(f"wrote {arguments.out}/metrics.jsonl, summary.json, loss.png, expert_load.png")
+    pictures = {f"What {result.name} did when": _timeline_file(result) for result in results if result.timeline is not None}
+    title = "A small DeepSeek-V3 trained with Megatron-Core"
+    print(pages.write(title, results, entropy, arguments.out, {name: str(value) for name, value in about.items()}, pictures))
     if len(results) == 1:
         return 0
     num_steps, tolerance = _COMPARED[arguments.dtype]

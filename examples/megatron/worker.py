@@ -14,7 +14,6 @@ import config
 import moe_report
 import numpy as np
 import passes
-import timeline
 import torch
 import torch.distributed as dist
 from moe_report import Scalars
@@ -23,6 +22,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import data
+import timeline
+from launch import Turn
 from report import Result
 
 
@@ -202,7 +203,7 @@ class Trainer:
         ]
 
 
-def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Result:
+def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int, turn: Turn) -> Result:
     from megatron.core import parallel_state
 
     settings = trainer.settings
@@ -215,14 +216,19 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
         return of_step.pin_memory().to(trainer.device, non_blocking=True) if trainer.device.type == "cuda" else of_step
 
     scalars = Scalars(_tensorboard(settings)) if rank == 0 else None
-    bar = tqdm(total=settings.steps, desc=settings.name, unit="step", disable=rank != 0 or not settings.progress, mininterval=0.5)
+    shown = rank == 0 and settings.progress
+    bar = tqdm(total=settings.steps, desc=settings.name, unit="step", disable=not shown, mininterval=0.5, position=turn.index)
     start = before = time.perf_counter()
-    earlier: Outcome | None = None
-    for step in range(settings.steps + 1):
-        # Read a step's results when the next one is under way: a GPU has no pause between them.
-        outcome = trainer.step(step, batch(step)) if step < settings.steps else None
-        if earlier is not None:
-            loss, step_load = earlier.read()
+    pending: list[Outcome] = []
+    # Read a GPU's results of a step when the next one is under way, so that it has no pause between them.
+    late = int(trainer.device.type == "cuda")
+    for step in range(settings.steps + late):
+        waited = turn.take()
+        start, before = start + waited, before + waited
+        if step < settings.steps:
+            pending.append(trainer.step(step, batch(step)))
+        if step >= late:
+            loss, step_load = pending.pop(0).read()
             now = time.perf_counter()
             result.losses.append(loss)
             result.step_s.append(now - before)
@@ -231,16 +237,21 @@ def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int) -> Re
             bar.set_postfix({"loss": f"{loss:.3f}", "tokens/s": f"{result.tokens_per_s[-1]:,.0f}"}, refresh=False)
             bar.update()
             before = now
-        earlier = outcome
         if (step + 1) % settings.report_interval == 0 and step < settings.steps:
             moe_report.report(scalars, step, trainer.config, settings.report_interval)
         if scalars is not None and step < settings.steps:
             result.add_scalars(scalars.take())
+        turn.give()
     bar.close()
     result.seconds, result.load = time.perf_counter() - start, np.stack(load)
     if settings.timeline:
-        tokens = batch(settings.steps)
-        result.timeline = timeline.record(partial(trainer.step, settings.steps, tokens), partial(trainer.forward_backward, tokens))
+        turn.take()
+        step_again = partial(trainer.step, settings.steps, batch(settings.steps))
+        if trainer.device.type == "cuda":
+            result.timeline = timeline.record(step_again, partial(trainer.forward_backward, batch(settings.steps)))
+        else:
+            result.timeline = timeline.record_cpu(step_again)
+        turn.give()
     result.backend = getattr(getattr(trainer.dispatchers[0], "buffer", None), "backend", "megatron")
     return result
 
@@ -267,8 +278,8 @@ def _own_stream(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
-    """One rank of one run (a gloo process group is there); rank 0 returns what it measured."""
+def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = None) -> Result | None:
+    """One rank of one run (a gloo process group is there), which makes its steps in its `turn`; rank 0 returns what it measured."""
     if settings.dispatcher == config.DEEP_EP:
         from deepep_moe.compat import deep_ep
 
@@ -284,5 +295,5 @@ def train(rank: int, num_ranks: int, settings: Settings) -> Result | None:
     how = {"seed": settings.seed, "options": settings.options, "shares_gpus": settings.shares_gpus}
     parallel = model_parallel(settings.device, **sizes, **how)
     with parallel as device, _own_stream(device):
-        result = _loop(Trainer(settings, device), data.load_corpus(), rank, num_ranks)
+        result = _loop(Trainer(settings, device), data.load_corpus(), rank, num_ranks, turn or Turn())
     return result if rank == 0 else None

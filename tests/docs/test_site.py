@@ -20,6 +20,9 @@ QUESTIONS = [  # of a reader; what he types first, and if that does not help; th
     ("How do I use it with Megatron?", "megatron", "moe flex dispatcher backend", "megatron.html"),
     ("How do I use it with DeepSpeed?", "deepspeed", "ds_config", "deepspeed.html"),
     ("How do I use it in my own layer?", "tutorial layer", "pytorch layer", "guide.html"),
+    ("How do I use it with a Hugging Face model?", "hugging face", "transformers mixtral", "huggingface.html"),
+    ("What moves in an exchange?", "step by step", "exchange tutorial", "steps.html"),
+    ("How do I see messages or metrics?", "logging", "tensorboard metrics", "watch.html"),
     ("How do I decode small batches?", "decode", "small batches", "inference.html"),
     ("How do I overlap two micro-batches?", "overlap micro-batches", "overlap", "design/overlap.html"),
     ("How do I run on several hosts?", "several hosts", "several nodes", "multi_node.html"),
@@ -144,9 +147,9 @@ def test_built_pages_lead_somewhere_and_load_nothing_from_outside(site):
 def test_api_pages_have_every_public_name(site):
     import deepep_moe
     from deepep_moe import nn, ops
-    from deepep_moe.integrations import deepspeed, megatron
+    from deepep_moe.integrations import deepspeed, huggingface, megatron
 
-    for page, module in (("ops", ops), ("nn", nn), ("deepspeed", deepspeed), ("megatron", megatron)):
+    for page, module in (("ops", ops), ("nn", nn), ("deepspeed", deepspeed), ("megatron", megatron), ("huggingface", huggingface)):
         names = Page((site / "api" / f"{page}.html").read_text()).names
         missing = [
             name for name in module.__all__ if not any(re.fullmatch(rf"{module.__name__}\.(\w+\.)?{name}", found) for found in names)

@@ -20,8 +20,9 @@ BLOCKS = {
     for name, text in TEXTS.items()
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
 }
-ALONE = [("README.md", 1), ("docs/index.md", 0), ("docs/inference.md", 0)]
-UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0)]
+ALONE = [("README.md", 1), ("docs/index.md", 0), ("docs/inference.md", 0), ("docs/watch.md", 0)]
+STEPS = [("docs/steps.md", number) for number in range(7)]
+UNDER_TORCHRUN = [("README.md", 0), ("docs/guide.md", 0), ("docs/huggingface.md", 0), *STEPS]
 IN_DEEPSPEED = [("docs/deepspeed.md", number) for number in range(4)]
 
 
@@ -30,11 +31,13 @@ def test_every_block_is_run_below():
 
 
 @pytest.mark.parametrize("key", ALONE, ids=str)
-def test_block_runs_alone(key):
+def test_block_runs_alone(key, tmp_path):
     assert len(BLOCKS[key].strip().splitlines()) <= 20
-    result = subprocess.run([sys.executable, "-c", BLOCKS[key]], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run([sys.executable, "-c", BLOCKS[key]], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == {"README.md": "shm True\n", "docs/index.md": "shm torch.Size([512, 256])\n"}.get(key[0], "")
+    scalars = ["loss", *(f"deepep_moe/layer_1/{name}" for name in ("busiest_expert", "exchange_ms", "rows"))]
+    expected = {"README.md": "shm True\n", "docs/index.md": "shm torch.Size([512, 256])\n", "docs/watch.md": f"{scalars}\n"}
+    assert result.stdout == expected.get(key[0], "")
 
 
 def run_under_torchrun(script: str, folder: Path, device: str) -> list[str]:
@@ -77,6 +80,28 @@ def test_guide_script_runs(device, tmp_path):
     for rank, output in enumerate(run_under_torchrun(BLOCKS["docs/guide.md", 0], tmp_path, device)):
         line = re.fullmatch(rf"rank {rank}: {backend}, (\d+) rows, gradient of x (\d+\.\d+)\n", output)
         assert line and int(line[1]) > 0 and float(line[2]) > 0, output
+
+
+def test_steps_print_what_the_page_says(tmp_path):
+    """The page is one script in pieces, each with what rank 0 prints for both."""
+    printed, of_the_other = run_under_torchrun("\n".join(BLOCKS[key] for key in STEPS), tmp_path, "cpu")
+    told = re.findall(r"```text\n(.*?)```", TEXTS["docs/steps.md"], flags=re.DOTALL)
+    assert len(told) == len(STEPS) and printed == "".join(told) and not of_the_other
+
+
+HUGGING_FACE = """
+import sys; sys.path.insert(0, "examples/huggingface")
+import torch, torch.distributed as dist, model as example
+dist.init_process_group("gloo"); torch.manual_seed(0)
+model, tokens = example.build(stand_in=True), torch.randint(0, 256, (2, 9))
+{block}
+print(len(own)); dist.destroy_process_group()
+"""
+
+
+def test_hugging_face_block_runs(tmp_path):
+    for output in run_under_torchrun(HUGGING_FACE.format(block=BLOCKS["docs/huggingface.md", 0]), tmp_path, "cpu"):
+        assert output == "4\n", "up and down of two blocks"
 
 
 class Gated(nn.Module):

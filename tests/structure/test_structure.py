@@ -13,7 +13,7 @@ from deepep_moe import nvshmem_module
 ROOT = Path(__file__).parents[2]
 # A room may import itself and those after it, but not the one beside it.
 PYTHON_ROOMS = [
-    ("examples",), ("deepep_moe.tune",), ("deepep_moe.bench", "deepep_moe.doctor", "deepep_moe.launch"),
+    ("examples",), ("deepep_moe.tune",), ("deepep_moe.bench", "deepep_moe.build", "deepep_moe.doctor", "deepep_moe.launch"),
     ("deepep_moe.integrations", "deepep_moe.compat"), ("deepep_moe.nn",), ("deepep_moe.exchange", "deepep_moe.low_latency"),
     ("deepep_moe.ops",), ("deepep_moe.group", "deepep_moe.topology", "deepep_moe.tuning"),
 ]  # fmt: skip
@@ -27,7 +27,9 @@ FOUNDATION = {
     "event",
     "features",
     "host_pool",
+    "installed",
     "library",
+    "logs",
     "nvshmem_module",
     "torch_module",
 }

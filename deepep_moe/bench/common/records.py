@@ -91,13 +91,14 @@ def record(
 
 def _without_files(arguments: list[str]) -> list[str]:
     """Return the arguments that repeat a measurement, without the files that results went to."""
-    names = ("--json", "--plot", "--output")
+    names = ("--json", "--plot", "--output", "--report")
     kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if before not in names]
     return [argument for argument in kept if argument.split("=")[0] not in names]
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", "--output", type=Path, help="file to write the records to")
+    parser.add_argument("--report", type=Path, metavar="FILE.html", help="page of the records to write, which needs no network")
 
 
 def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:

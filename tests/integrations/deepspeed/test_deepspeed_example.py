@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from deepep_moe.bench.page.page import read
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
@@ -85,4 +86,7 @@ def test_training_learns_and_equals_deepspeed(tmp_path):
     assert losses[0] == records[STEPS]["loss"], "the first step has the bits of DeepSpeed's"
     for name in ("loss.png", "expert_load.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    (runs,) = read(tmp_path / "report.html").tables
+    ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
+    assert ours["step, ms"] > ours["exchange, ms"] > 0 and theirs["step, ms"] > theirs["exchange, ms"] > 0
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"deepep_moe", "deepspeed"}

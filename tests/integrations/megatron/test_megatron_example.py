@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepep_moe.bench.page.page import read
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -38,7 +39,7 @@ def test_stock_deepep_trains_to_the_same_loss(tmp_path):
 @pytest.mark.slow
 def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", str(STEPS), "--compare", "alltoall"]
+    command = [sys.executable, "-W", "ignore", str(EXAMPLE / "train.py"), "--steps", str(STEPS), "--compare", "alltoall", "--timeline"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "loss curves of deepep_moe and alltoall agree" in done.stdout
@@ -68,6 +69,16 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     assert all(run["tokens_per_s_median"] > 0 and run["loss_last_10"] < 4 for run in summary)
     for name in ("loss.png", "expert_load.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    page = read(tmp_path / "report.html")
+    (runs,) = page.tables
+    ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
+    assert (ours["run"], theirs["run"], ours["steps"]) == ("deepep_moe", "alltoall", STEPS)
+    assert 0 < ours["exchange, ms"] < ours["step, ms"] and theirs["exchange, ms"] > 0 and ours["nodes per token"] == 1.0
+    captions = ["Loss", "Tokens of each expert", "Exchange and nodes", "What deepep_moe did when", "What alltoall did when"]
+    assert [picture.caption for picture in page.pictures] == captions and page.told in done.stdout
+    assert (
+        page.told.startswith("deepep_moe trained to a loss of ") and "compared with alltoall, all steps are equal to the bit" in page.told
+    )
 
 
 @pytest.mark.slow
@@ -212,7 +223,6 @@ REFUSED = [
     (["--interleave", "--recompute"], "--interleave and --recompute exclude each other"),
     (["--interleave", "--shared-overlap"], "--interleave and --shared-overlap exclude each other"),
     (["--micro-batches", "3"], "--micro-batches 3 must divide the 8 sequences"),
-    (["--timeline"], "--timeline needs --device cuda"),
     (["--cuda-graph"], "--cuda-graph needs --device cuda and --sync-free"),
     (["--sweep", "--compare", "alltoall"], "--sweep compares with alltoall itself"),
 ]
@@ -253,7 +263,7 @@ def test_megatron_lm_parses_that_command_line():
 
 def test_figures_of_a_timeline():
     """Two streams by hand: a dispatch of 4 ms with a product beside 3 of them, a combine alone, and a gap."""
-    (timeline,) = _import_example("timeline")
+    _, timeline = _import_example("worker", "timeline")
     dispatch, combine = ("void deepep_moe::(anonymous namespace)::" + name for name in ("dispatch<deepep_moe::BulkRing>", "combine<1>"))
     kernels = [
         timeline.Kernel(dispatch, 7, 0.0, 4.0),

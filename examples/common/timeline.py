@@ -1,4 +1,4 @@
-"""What a GPU does in training steps: which kernels run side by side, how much of the exchange is hidden, how often the host waits."""
+"""What a GPU, or the thread that trains on a CPU, does in training steps: what runs side by side, how much of the exchange is hidden."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -8,14 +8,18 @@ from typing import Any
 import torch
 
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
-_COLOURS = {"dispatch": "#3b7d4f", "combine": "#9b2d30", "exchange of NCCL": "#7d5fa0", "products": "#1f5fa8", "other": "#b9c0c7"}
-_EXCHANGE = ("dispatch", "combine", "exchange of NCCL")
+_COLOURS = {"dispatch": "#3b7d4f", "combine": "#9b2d30", "all-to-all": "#7d5fa0", "products": "#1f5fa8", "other": "#b9c0c7"}
+_EXCHANGE = ("dispatch", "combine", "all-to-all")
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "flash", "fmha", "cudnn")
+# Autograd functions and operators of a CPU. The backward of combine is a dispatch, and the other way round.
+_ON_CPU = {"_Dispatch": "dispatch", "_CombineBackward": "dispatch", "_Combine": "combine", "_DispatchBackward": "combine"}
+_ON_CPU |= dict.fromkeys(("_AllToAll", "_AllToAllBackward"), "all-to-all")
+_ON_CPU |= dict.fromkeys(("aten::mm", "aten::bmm", "aten::addmm", "aten::scaled_dot_product_attention"), "products")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of this rank's GPU. Times are in milliseconds from the first one."""
+    """A kernel of this rank's GPU, or an operator on a CPU. Times are in milliseconds from the first one."""
 
     name: str
     stream: int
@@ -25,11 +29,13 @@ class Kernel:
     @property
     def kind(self) -> str:
         """A key of _COLOURS."""
+        if self.name in _ON_CPU:
+            return _ON_CPU[self.name]
         for word in ("dispatch", "combine"):
             if f"::{word}<" in self.name and "deepep_moe" in self.name:
                 return word
         if "ncclDevKernel_SendRecv" in self.name:
-            return "exchange of NCCL"
+            return "all-to-all"
         return "products" if any(word in self.name for word in _PRODUCTS) else "other"
 
     @property
@@ -45,6 +51,7 @@ class Timeline:
     num_steps: int
     num_waits: int
     """Calls that make the host wait for the GPU, in a forward and backward."""
+    device: str = "cuda"
 
     @property
     def busy(self) -> float:
@@ -64,10 +71,15 @@ class Timeline:
         return both / _length(exchange) if exchange else 0.0
 
     def figures(self) -> dict[str, float]:
+        if self.device == "cpu":
+            return {"exchange_ms": self.exchange_ms}
         found = {"gpu_busy": self.busy, "exchange_ms": self.exchange_ms, "exchange_hidden": self.hidden(), "host_waits": self.num_waits}
         return found | {f"{kind}_hidden": self.hidden([kind]) for kind in ("dispatch", "combine")}
 
     def __str__(self) -> str:
+        if self.device == "cpu":
+            part = self.exchange_ms * self.num_steps / max(kernel.end for kernel in self.kernels)
+            return f"exchange {self.exchange_ms:.2f} ms a step, {part:.0%} of it"
         return (
             f"the GPU is busy {self.busy:.1%} of a step; exchange {self.exchange_ms:.2f} ms a step, {self.hidden():.0%} of it beside other "
             f"kernels; the host waits {self.num_waits} times in forward and backward"
@@ -88,8 +100,38 @@ def _length(intervals: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in intervals)
 
 
+def record_cpu(step: Callable[[], object], num_steps: int = 2) -> Timeline:
+    """Run `num_steps` whole steps, and return what the thread that has most to do did. Collective if they are."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(num_steps):
+            step()
+    by_thread: dict[int, list[Any]] = {}
+    for event in _events(profile):
+        by_thread.setdefault(event.start_thread_id(), []).append(event)
+    events = sorted(max(by_thread.values(), key=len), key=lambda event: event.start_ns())
+    begin = events[0].start_ns()
+    seen = [Kernel(event.name(), 0, (event.start_ns() - begin) / 1e6, (event.end_ns() - begin) / 1e6) for event in events]
+    named: list[Kernel] = []
+    for kernel in (kernel for kernel in seen if kernel.name in _ON_CPU):
+        if not named or kernel.start >= named[-1].end:  # what it calls itself is inside
+            named.append(kernel)
+    others = [Kernel("other", 0, *gap) for gap in _without(_union(seen), [(kernel.start, kernel.end) for kernel in named])]
+    return Timeline(named + others, num_steps, 0, "cpu")
+
+
+def _without(intervals: list[tuple[float, float]], holes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return `intervals` without `holes`, both in order."""
+    left = []
+    for start, end in intervals:
+        for hole in (hole for hole in holes if start <= hole[0] < end):
+            left.append((start, hole[0]))
+            start = hole[1]
+        left.append((start, end))
+    return [(start, end) for start, end in left if end > start]
+
+
 def record(step: Callable[[], object], forward_backward: Callable[[], object], num_steps: int = 2) -> Timeline:
-    """Run `num_steps` whole steps after another one, and then a forward and backward more. Collective if they are.
+    """On a GPU, run `num_steps` whole steps after another one, and then a forward and backward more. Collective if they are.
 
     The first step is left out: the GPU was idle before it. All steps have the same kernels, so it is the first share of them.
     """
@@ -136,7 +178,8 @@ def plot(timeline: Timeline, title: str, path: Path, num_ms: float | None = None
         for kind, colour in _COLOURS.items():
             bars = [(k.start, k.end - k.start) for k in timeline.kernels if k.stream == stream and k.kind == kind and k.start < end]
             axes.broken_barh(bars, (row - 0.4, 0.8), color=colour)
-    axes.set(yticks=range(len(streams)), yticklabels=[f"stream {stream}" for stream in streams], xlim=(0, end), xlabel="ms")
+    names = ["CPU"] if timeline.device == "cpu" else [f"stream {stream}" for stream in streams]
+    axes.set(yticks=range(len(streams)), yticklabels=names, xlim=(0, end), xlabel="ms")
     axes.invert_yaxis()
     axes.set_title(f"{title}\n{timeline}", loc="left", fontsize=9)
     figure.legend(

@@ -1,0 +1,54 @@
+"""Whether this installation can work: one sentence for each way in which it cannot. `import deepep_moe` asks first of all."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+TORCH = ((2, 6), (2, 16))
+"""Versions of PyTorch: from, and the first that is too new. pyproject.toml has the same."""
+
+_PACKAGE = Path(__file__).parent
+
+
+def wanted_torch() -> str:
+    """Return what pip is to install."""
+    return "torch>={}.{},<{}.{}".format(*TORCH[0], *TORCH[1])
+
+
+def check_torch() -> str:
+    """Return a warning, or "", of the PyTorch that is installed. Raises ImportError without one, and for one that is too old."""
+    advice = f"{sys.executable} -m pip install '{wanted_torch()}'"
+    try:
+        version = importlib.import_module("torch").__version__
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"deepep_moe needs PyTorch, which {sys.executable} does not have; {advice}", name="torch") from None
+    numbers = tuple(map(int, re.findall(r"\d+", str(version))[:2]))
+    told = f"deepep_moe is made for PyTorch {'.'.join(map(str, TORCH[0]))} to {TORCH[1][0]}.{TORCH[1][1] - 1}, and {version} is installed"
+    if numbers < TORCH[0]:
+        raise ImportError(f"{told}; {advice}")
+    return "" if numbers < TORCH[1] else f"{told}; where something fails, {advice}"
+
+
+def why_not_built(package: Path = _PACKAGE) -> str:
+    """Return why `package` has no `_C` for this Python."""
+    this = f"{sys.version_info.major}.{sys.version_info.minor}"
+    built_for = [found[1] for path in package.glob("_C.*.so") if (found := re.search(r"cpython-3(\d+)", path.name))]
+    if built_for:
+        others = ", ".join(f"3.{minor}" for minor in sorted(built_for, key=int))
+        return f"deepep_moe in {package} was built for Python {others}, and this is Python {this}; install it with {sys.executable} -m pip"
+    return (
+        f"{package} holds the sources, where deepep_moe._C is not built: start Python in another folder than the clone's, or install "
+        "with pip install -e ."
+    )
+
+
+def other_copies(package: Path = _PACKAGE) -> str:
+    """Return a warning, or "", of other copies on the path: which is imported depends on the folder that Python starts in."""
+    folders = dict.fromkeys(Path(entry or ".").resolve() / "deepep_moe" for entry in sys.path)
+    others = [str(folder) for folder in folders if folder != package.resolve() and (folder / "_C.pyi").is_file()]
+    if not others:
+        return ""
+    return f"{package} is imported, and sys.path has another deepep_moe in {', '.join(others)}; remove one (pip uninstall deepep-moe)"

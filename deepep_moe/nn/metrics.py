@@ -1,0 +1,195 @@
+"""What MoE layers do: rows of each expert, time of the exchange, nodes of a token. For the console, TensorBoard and Weights & Biases."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.nn.writers import EventFile, JsonLines
+from deepep_moe.ops.dense import nodes_per_token
+
+__all__ = ["EventFile", "JsonLines", "LayerMetrics", "LayerReport", "Metrics"]
+NUM_TOTALS = 5  # of a layer: milliseconds, timed forwards, calls over capacity, nodes of all tokens, tokens
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One MoE layer since the last report, over all ranks."""
+
+    layer: int
+    """The layer's number in the model, from 1; of Megatron-Core, its own number."""
+    rows_per_expert: list[int]
+    """[num_experts] rows that experts got, padding included, in all forwards."""
+    exchange_ms: float
+    """Dispatch and combine of a forward, mean over ranks: on GPUs from entry to exit on the stream, on CPUs of the host. 0 where all
+    were replayed from a CUDA graph, in which nothing is timed."""
+    num_over_capacity: int
+    """Forwards that ended with EPCapacityError, counted on each rank."""
+    nodes_per_token: float = 1.0
+    """Nodes that a token goes to, its own among them if it has an expert there; mean over tokens. 1 where there is one node."""
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the busiest expert, relative to an even share; 0 without rows."""
+        total = sum(self.rows_per_expert)
+        return max(self.rows_per_expert) * len(self.rows_per_expert) / total if total else 0.0
+
+
+class LayerMetrics:
+    """One layer of this rank since the last report."""
+
+    def __init__(self, num_local_experts: int):
+        self.num_over_capacity = 0
+        self._num_local_experts = num_local_experts
+        self._rows: torch.Tensor | None = None  # the same memory all along, for graphs that add to it
+        self._nodes: torch.Tensor | None = None  # likewise: nodes of all tokens, and tokens
+        self._ms, self._num_timed = 0.0, 0.0
+        self._events: list[tuple[Any, Any]] = []  # around calls on a GPU that have not been looked at
+
+    def count(self, rows_per_expert: torch.Tensor) -> None:
+        """[num_local_experts] rows of a forward, wherever they are."""
+        if self._rows is None:
+            self._rows = torch.zeros(self._num_local_experts, dtype=torch.int64, device=rows_per_expert.device)
+        self._rows += rows_per_expert
+
+    def count_nodes(self, topk_idx: torch.Tensor, buffer: Buffer) -> None:
+        """Count the nodes of the tokens of topk_idx [num_tokens, num_topk], whose experts are numbered as `buffer` numbers them."""
+        num_nodes = buffer.num_ranks // buffer.ranks_per_node
+        if num_nodes == 1:
+            return
+        if self._nodes is None:
+            self._nodes = torch.zeros(2, dtype=torch.int64, device=topk_idx.device)
+        self._nodes[0] += nodes_per_token(topk_idx, buffer.num_experts, num_nodes).sum()
+        self._nodes[1] += topk_idx.shape[0]
+
+    @contextlib.contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Time one of the two calls of a forward. The host does not wait."""
+        if device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._ms, self._num_timed = self._ms + 1e3 * (time.perf_counter() - began), self._num_timed + 0.5
+            return
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        yield
+        events[1].record()
+        self._events.append(events)
+
+    def take(self) -> tuple[torch.Tensor, list[float]]:
+        """Return the rows [num_local_experts] on the CPU and the totals, and begin anew. Calls that still run count in the next report."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.pop(0)
+            self._ms, self._num_timed = self._ms + begin.elapsed_time(end), self._num_timed + 0.5
+        rows = torch.zeros(self._num_local_experts, dtype=torch.int64) if self._rows is None else self._rows.to("cpu", copy=True)
+        nodes = [0.0, 0.0] if self._nodes is None else self._nodes.double().tolist()
+        totals = [self._ms, self._num_timed, float(self.num_over_capacity), *nodes]
+        for counts in (self._rows, self._nodes):
+            if counts is not None:
+                counts.zero_()
+        self._ms, self._num_timed, self.num_over_capacity = 0.0, 0.0, 0
+        return rows, totals
+
+
+class Metrics:
+    """Follows the MoE layers of a model, and writes what they did since the last report as scalars.
+
+    A layer is a module with a `buffer` and `experts`: `MoELayer`, or what `deepep_moe.integrations.huggingface.spread_experts` puts into a
+    model. Hooks of PyTorch gather it, so layers that nobody follows do nothing for it, and a compiled layer is not followed inside a graph.
+
+    Args:
+        model: its layers are followed from now on, on every rank.
+        writers: each has `add_scalar(name, value, step)`, as TensorBoard's writer and `EventFile`, or `log(values, step=step)`, as a run of
+            Weights & Biases and `JsonLines`. Give them on one rank.
+
+    Raises:
+        TypeError: a writer has neither method.
+        ValueError: the model has no such layer.
+    """
+
+    def __init__(self, model: nn.Module, writers: Sequence[Any] = ()):
+        for writer in writers:
+            if not hasattr(writer, "add_scalar") and not hasattr(writer, "log"):
+                raise TypeError(f"{writer!r} has neither add_scalar (TensorBoard) nor log (Weights & Biases); pass such a writer")
+        layers = [
+            module for module in model.modules() if isinstance(getattr(module, "buffer", None), Buffer) and hasattr(module, "experts")
+        ]
+        if not layers:
+            raise ValueError(f"{type(model).__name__} has no MoE layer of deepep_moe; pass a model that has one")
+        self.writers = list(writers)
+        self._layers = [_Followed(layer) for layer in layers]
+
+    def take(self) -> list[LayerReport]:
+        """Return a report of every layer, in the order of the model, and begin anew. Collective over all ranks."""
+        num_experts = max(layer.buffer.num_experts for layer in self._layers)
+        table = torch.zeros(len(self._layers), num_experts + NUM_TOTALS, dtype=torch.float64)
+        for row, layer in zip(table, self._layers, strict=True):
+            rows, totals = layer.metrics.take()
+            first = layer.buffer.rank * layer.buffer.num_local_experts
+            row[first : first + len(rows)] = rows.double()
+            row[num_experts:] = torch.tensor(totals, dtype=torch.float64)
+        if dist.is_available() and dist.is_initialized():
+            table = table.to("cuda") if dist.get_backend() == "nccl" else table
+            dist.all_reduce(table)
+        reports = []
+        for number, (layer, (*rows, ms, num_timed, num_over, _, _)) in enumerate(zip(self._layers, table.tolist(), strict=True), start=1):
+            counts = [int(count) for count in rows[: layer.buffer.num_experts]]
+            reports.append(LayerReport(number, counts, ms / max(num_timed, 1.0), int(num_over)))
+        return reports
+
+    def write(self, step: int, values: dict[str, float] | None = None) -> dict[str, float]:
+        """Return the scalars of all layers and `values`, and give them to the writers. Collective over all ranks.
+
+        Names are `deepep_moe/layer_<number>/` and `busiest_expert` (rows of the busiest expert over an even share), `exchange_ms` (of a
+        forward) or `rows`.
+        """
+        scalars = dict(values or {})
+        for report in self.take():
+            name = f"deepep_moe/layer_{report.layer}"
+            scalars |= {f"{name}/busiest_expert": report.busiest, f"{name}/exchange_ms": report.exchange_ms}
+            scalars[f"{name}/rows"] = float(sum(report.rows_per_expert))
+        for writer in self.writers:
+            if hasattr(writer, "add_scalar"):
+                for name, value in scalars.items():
+                    writer.add_scalar(name, value, step)
+            else:
+                writer.log(scalars, step=step)
+        return scalars
+
+
+class _Followed:
+    """A layer with hooks at the begin and the end of its two calls."""
+
+    def __init__(self, layer: Any):
+        self.buffer: Buffer = layer.buffer
+        self.metrics = LayerMetrics(self.buffer.num_local_experts)
+        self._timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        # Dispatch begins behind the router, combine behind the shared expert, where the layer has them.
+        if isinstance(router := getattr(layer, "router", None), nn.Module):
+            router.register_forward_hook(lambda module, args, output: self._begin(args[0]))
+        else:
+            layer.register_forward_pre_hook(lambda module, args: self._begin(args[0]))
+        layer.experts.register_forward_pre_hook(lambda module, args: self._dispatched(args[1]))
+        shared = getattr(layer, "shared_expert", None)
+        (layer.experts if shared is None else shared).register_forward_hook(lambda module, args, output: self._begin(args[0]))
+        layer.register_forward_hook(lambda module, args, output: self._end())
+
+    def _begin(self, x: Tensor) -> None:
+        self._timed = self.metrics.timed(x.device)
+        self._timed.__enter__()
+
+    def _end(self) -> None:
+        self._timed.__exit__(None, None, None)
+
+    def _dispatched(self, rows_per_expert: Tensor | Sequence[int]) -> None:
+        self._end()
+        self.metrics.count(rows_per_expert if isinstance(rows_per_expert, Tensor) else torch.tensor(rows_per_expert))

@@ -1,0 +1,58 @@
+"""The page that a training run leaves, report.html: what it showed, its figures and its pictures."""
+
+from pathlib import Path
+
+import numpy as np
+import report
+from report import Result
+
+from deepep_moe.bench.page.page import Page, Picture, Table
+
+_COLUMNS = ["run", "backend", "steps", "last loss", "tokens/s", "step, ms", "exchange, ms", "busiest expert", "nodes per token", "seconds"]
+
+
+def write(title: str, results: list[Result], entropy: float, folder: Path, about: dict[str, str], timelines: dict[str, str]) -> str:
+    """Write report.html with the pictures that lie in `folder`, `timelines` by their captions among them. Return what the run showed."""
+    files = {"Loss": "loss.png", "Tokens of each expert": "expert_load.png"}
+    if report.plot_exchange(results, folder / "exchange.png"):
+        files["Exchange and nodes"] = "exchange.png"
+    pictures = [Picture.of_file(caption, folder / name) for caption, name in (files | timelines).items()]
+    told = showed(results, entropy)
+    Page(title, told, about, [Table("Runs", _COLUMNS, [_row(result) for result in results])], pictures).write(folder / "report.html")
+    return told
+
+
+def showed(results: list[Result], entropy: float) -> str:
+    """Return two sentences: what was learned, and how long a step took."""
+    first, loss = results[0], last_loss(results[0])
+    below = "below" if loss < entropy else "not yet below"
+    told = (
+        f"{first.name} trained to a loss of {loss:.3f} in {len(first.losses)} steps, {below} the {entropy:.3f} of a model without context"
+    )
+    if len(results) > 1:
+        told += f"; compared with {results[1].name}, {report.agreement(results)}"
+    return f"{told}. A step took {' and '.join(_step(result) for result in results[:2])}, in the median."
+
+
+def last_loss(result: Result) -> float:
+    return float(np.mean(result.losses[-10:]))
+
+
+def exchange_ms(result: Result) -> float | None:
+    """Milliseconds of a step in the exchange: of a timeline forward and backward, else of the forwards; None where nobody measured."""
+    if result.timeline is not None:
+        return result.timeline.exchange_ms
+    measured = result.of_layers("exchange_ms")
+    return float(np.median(measured)) if any(measured) else None
+
+
+def _step(result: Result) -> str:
+    exchange = exchange_ms(result)
+    of_it = "" if exchange is None else f" ({exchange:.1f} ms in the exchange)"
+    return f"{1e3 * np.median(result.step_s):.1f} ms with {result.name}{of_it}"
+
+
+def _row(result: Result) -> list[str | float | None]:
+    nodes = float(np.mean(result.nodes_per_token[-10:])) if result.nodes_per_token else None
+    figures = [last_loss(result), float(np.median(result.tokens_per_s)), 1e3 * float(np.median(result.step_s)), exchange_ms(result)]
+    return [result.name, result.backend, len(result.losses), *figures, report.busiest(result), nodes, result.seconds]

@@ -1,0 +1,97 @@
+"""Two runs of an example make their steps by turns, and the figures of a CPU's timeline."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from deepep_moe.testing import RankFailedError
+
+COMMON = Path(__file__).parents[2] / "examples" / "common"
+
+
+@pytest.fixture(autouse=True)
+def _common(monkeypatch):
+    monkeypatch.syspath_prepend(COMMON)
+
+
+def steps(rank: int, num_ranks: int, run: tuple[str, str], turn) -> float:
+    """Three steps, of which each writes when it begins and ends. Returns the seconds of waits."""
+    name, file = run
+    waited = 0.0
+    for _ in range(3):
+        waited += turn.take()
+        with open(file, "a") as log:
+            log.write(f"{name}\n")
+        time.sleep(0.05)
+        with open(file, "a") as log:
+            log.write(f"{name}\n")
+        turn.give()
+    return waited
+
+
+def fails(rank: int, num_ranks: int, run: str, turn) -> None:
+    for _ in range(3):
+        turn.take()
+        if run == "second":
+            raise ValueError("no such luck")
+        turn.give()
+
+
+def test_steps_by_turns(tmp_path):
+    import launch
+
+    file = tmp_path / "log"
+    waited = launch.by_turns(steps, 2, [("a", str(file)), ("b", str(file))], 120, bind=False)
+    log = file.read_text().split()
+    assert log == ["a"] * 4 + ["b"] * 4 + ["a"] * 4 + ["b"] * 4 + ["a"] * 4 + ["b"] * 4, "two ranks, a line at the begin and end of a step"
+    assert all(seconds >= 0.05 for seconds in waited), "a wait for a step of the other"
+
+
+def test_a_run_that_fails_ends_the_other():
+    import launch
+
+    with pytest.raises(RankFailedError, match="no such luck|the other run has failed"):
+        launch.by_turns(fails, 1, ["first", "second"], 120, bind=False)
+
+
+def test_a_run_alone_waits_for_nobody():
+    import launch
+
+    turn = launch.Turn()
+    assert turn.take() == 0.0 and turn.give() is None
+
+
+def test_timeline_of_a_cpu():
+    import timeline
+    import torch
+
+    x = torch.randn(64, 64)
+    seen = timeline.record_cpu(lambda: (x @ x).relu(), num_steps=3)
+    kinds = [kernel.kind for kernel in seen.kernels]
+    assert kinds.count("products") == 3 and set(kinds) == {"products", "other"} and seen.figures() == {"exchange_ms": 0.0}
+    assert timeline._without([(0, 10), (20, 30)], [(0, 1), (4, 6), (20, 30)]) == [(1, 4), (6, 10)]
+    kernels = [
+        timeline.Kernel("_Dispatch", 0, 0.0, 2.0),
+        timeline.Kernel("_DispatchBackward", 0, 3.0, 4.0),
+        timeline.Kernel("other", 0, 2.0, 6.0),
+    ]
+    seen = timeline.Timeline(kernels, 2, 0, "cpu")
+    assert [kernel.kind for kernel in kernels] == ["dispatch", "combine", "other"]
+    assert str(seen) == "exchange 1.50 ms a step, 50% of it"
+
+
+def test_what_a_run_showed():
+    import pages
+    from report import Result
+
+    ours = Result("deepep_moe", losses=[5.0, 3.0], step_s=[0.010, 0.010], tokens_per_s=[1.0, 1.0])
+    ours.scalars = [{"deepep_moe/layer_2/exchange_ms": 1.0, "deepep_moe/layer_3/exchange_ms": 2.0}] * 2
+    theirs = Result("alltoall", losses=[5.0, 3.0], step_s=[0.020, 0.020], tokens_per_s=[1.0, 1.0])
+    assert pages.showed([ours, theirs], 3.5) == (
+        "deepep_moe trained to a loss of 4.000 in 2 steps, not yet below the 3.500 of a model without context; compared with alltoall, all "
+        "steps are equal to the bit. A step took 10.0 ms with deepep_moe (3.0 ms in the exchange) and 20.0 ms with alltoall, in the median."
+    )
+    assert pages.showed([theirs], 4.5).endswith(
+        "below the 4.500 of a model without context. A step took 20.0 ms with alltoall, in the median."
+    )

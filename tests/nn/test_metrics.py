@@ -1,0 +1,140 @@
+"""Metrics of MoE layers and the files that they go to."""
+
+import json
+import struct
+
+import pytest
+import torch
+
+from deepep_moe.nn import EventFile, GroupedExperts, JsonLines, Metrics, MoELayer, Router, SwiGLU
+from deepep_moe.nn.writers import masked_crc
+from deepep_moe.testing import run_ranks
+
+
+class Writer:
+    """Keeps what TensorBoard's writer would get."""
+
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+
+def layers(num_ranks: int) -> torch.nn.Sequential:
+    """One layer with a shared expert and experts one by one, and one with grouped experts alone. All tokens choose the experts 0 and 1."""
+    found = []
+    for experts in ([SwiGLU(16, 8) for _ in range(4 // num_ranks)], GroupedExperts(4 // num_ranks, 16, 8)):
+        router = Router(16, 4, 2, expert_bias=True)
+        router.expert_bias.copy_(torch.tensor([2.0, 1.0, -5.0, -5.0]))
+        shared = SwiGLU(16, 8) if isinstance(experts, list) else None
+        found.append(MoELayer(router, experts, shared, num_max_tokens_per_rank=8))
+    return torch.nn.Sequential(*found)
+
+
+def reports_worker(rank: int, num_ranks: int):
+    model, writer = layers(num_ranks), Writer()
+    metrics = Metrics(model, [writer])
+    for num_tokens in (8 - rank, 3):
+        model(torch.randn(num_tokens, 16)).sum().backward()
+    first = metrics.take()
+    model(torch.randn(5, 16))
+    scalars = metrics.write(7, {"loss": 2.0})
+    assert writer.scalars == [(name, value, 7) for name, value in scalars.items()]
+    return first, scalars, metrics.take()
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_reports_of_layers(num_ranks):
+    reports = run_ranks(reports_worker, num_ranks)
+    first, scalars, nothing = reports[0]
+    tokens = sum(8 - rank + 3 for rank in range(num_ranks))
+    assert [(report.layer, report.rows_per_expert, report.busiest) for report in first] == [
+        (n, [tokens, tokens, 0, 0], 2.0) for n in (1, 2)
+    ]
+    assert all(report.exchange_ms > 0 for report in first)
+    names = [f"deepep_moe/layer_{n}/{name}" for n in (1, 2) for name in ("busiest_expert", "exchange_ms", "rows")]
+    assert list(scalars) == ["loss", *names] and scalars["loss"] == 2.0
+    assert scalars["deepep_moe/layer_2/rows"] == 2 * 5 * num_ranks and scalars["deepep_moe/layer_1/busiest_expert"] == 2.0
+    assert [(report.rows_per_expert, report.exchange_ms) for report in nothing] == [([0] * 4, 0.0)] * 2
+    assert all(of_rank[0] == first for of_rank in reports), "every rank has the sums of all"
+
+
+def test_what_cannot_be_followed():
+    with pytest.raises(ValueError, match="^Linear has no MoE layer of deepep_moe; pass a model that has one$"):
+        Metrics(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"has neither add_scalar \(TensorBoard\) nor log \(Weights & Biases\)"):
+        Metrics(torch.nn.Linear(2, 2), [print])
+
+
+# ---- files ----
+
+
+def test_history_of_a_run(tmp_path):
+    file = JsonLines(tmp_path / "run" / "history.jsonl")
+    file.log({"loss": 2.5}, step=3)
+    file.log({"loss": 2.0, "a/b": 1.0}, step=4)
+    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
+    assert all(line.pop("_timestamp") > 1e9 for line in lines)
+    assert lines == [{"_step": 3, "loss": 2.5}, {"_step": 4, "loss": 2.0, "a/b": 1.0}]
+
+
+def records(data: bytes):
+    """The records of a file of TensorFlow, each after its checksums were found right."""
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = data[12 : 12 + length]
+        assert struct.unpack("<I", data[8:12])[0] == masked_crc(data[:8])
+        assert struct.unpack("<I", data[12 + length : 16 + length])[0] == masked_crc(event)
+        yield event
+        data = data[16 + length :]
+
+
+def fields(message: bytes):
+    """Number and value of each field of a protocol buffer: bytes, an int, or the bytes of a float."""
+
+    def varint():
+        nonlocal message
+        value, shift = 0, 0
+        while True:
+            byte, message = message[0], message[1:]
+            value, shift = value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+
+    while message:
+        key = varint()
+        kind = key & 7
+        size = {1: 8, 5: 4, 2: None, 0: None}[kind]
+        if kind == 0:
+            yield key >> 3, varint()
+            continue
+        size = varint() if kind == 2 else size
+        yield key >> 3, message[:size]
+        message = message[size:]
+
+
+def test_checksum():
+    """The example of RFC 3720, B.4: 32 bytes of zeros have the CRC 0x8a9136aa. TensorFlow rotates it by 15 bits and adds a constant."""
+    crc = 0x8A9136AA
+    assert masked_crc(bytes(32)) == (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def test_events(tmp_path):
+    writer = EventFile(tmp_path / "run")
+    writer.add_scalar("moe/rows", 0.25, 300)
+    first, second = (dict(fields(event)) for event in records(writer.path.read_bytes()))
+    assert first[3] == b"brain.Event:2" and struct.unpack("<d", first[1])[0] > 1e9
+    value = dict(fields(dict(fields(second[5]))[1]))
+    assert second[2] == 300 and value[1] == b"moe/rows" and struct.unpack("<f", value[2]) == (0.25,)
+    assert writer.path.name.startswith("events.out.tfevents.")
+    writer.close()
+
+
+def test_tensorboard_reads_events(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = EventFile(tmp_path)
+    for step in range(3):
+        writer.add_scalar("loss", 1.0 / (1 + step), step)
+    events = loader.EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 1.0), (1, 0.5), (2, pytest.approx(1 / 3))]
