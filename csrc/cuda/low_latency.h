@@ -52,7 +52,8 @@ struct LowLatencyState {
 
 struct LowLatencyContext : GpuWaits {
     LowLatencyConfig config;
-    int ranks_per_node;  // consecutive ones, which reach each other
+    unsigned first_rank, ranks_per_node;  // of this node: ranks that reach each other
+    unsigned rail;                        // bit r: rank r has index 0 in its node
     GpuLowLatencyLayout layout;
     LowLatencyState* state;
     unsigned* seen_masks;  // host memory: of the state

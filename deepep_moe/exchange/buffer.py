@@ -367,6 +367,7 @@ class Buffer(Sizes):
         stays until all peers have destroyed their buffers too, or ended: they may still write to it. Where that takes longer than a second,
         it goes with the next buffer that this process makes or destroys."""
         self.calls.destroy()
+        self._group = None  # a process group that outlives destroy_process_group may abort the process as it ends
 
 
 @torch._disable_dynamo

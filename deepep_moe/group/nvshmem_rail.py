@@ -40,8 +40,8 @@ class Rail:
         _alive.add(self)
 
     def attach(self, world: nvshmem_world.World, shim: str, *, maps_node: bool = False) -> None:
-        """Let rows cross: allocate symmetric memory. `shim`: the function of `_nvshmem` that returns the kernels. `maps_node`: they read the
-        memory of all ranks of the node. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those where
+        """Let rows cross: allocate symmetric memory. `shim`: the function of `_nvshmem` that returns the kernels. `maps_node`: they read
+        the memory of all ranks of the node. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those where
         the others' memory is not mapped."""
         self._address, self._world = world.allocate(self.num_bytes), world
         s = self._settings

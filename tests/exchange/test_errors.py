@@ -1,9 +1,11 @@
 """What a user sees when something is wrong: a clear error on the rank that caused it, and no hang on the others."""
 
+import gc
 import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, WEIGHTS, X, good_inputs, make_buffer
 
 from deepep_moe import Buffer
@@ -327,6 +329,19 @@ def test_use_after_destroy():
         with pytest.raises(BufferDestroyedError, match="this buffer was destroyed; create a new Buffer"):
             call()
     assert "destroyed" in repr(buffer)
+
+
+def lets_the_group_go(rank, _):
+    group = dist.new_group()
+    buffer = Buffer(group, 8, HIDDEN, 4, 2)
+    buffer.dispatch(X, IDX)
+    buffer.destroy()
+    dist.destroy_process_group(group)
+    assert group not in gc.get_referents(buffer), "it would end with the interpreter, and its threads may abort the process then"
+
+
+def test_destroyed_buffer_lets_its_group_go():
+    run_ranks(lets_the_group_go, 2)
 
 
 def test_use_in_a_forked_process():

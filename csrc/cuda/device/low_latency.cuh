@@ -52,10 +52,8 @@ __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank,
 
 // With a rank of this node, those of its rail: what they send here comes by its memory.
 __device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int rank) {
-    if (rank / c.ranks_per_node != c.rank / c.ranks_per_node) return 1u << rank;
-    unsigned bits = 0;
-    for (int one = rank % c.ranks_per_node; one < c.config.num_ranks; one += c.ranks_per_node) bits |= 1u << one;
-    return bits;
+    const unsigned index = rank - c.first_rank;
+    return index < c.ranks_per_node ? c.rail << index : 1u << rank;
 }
 
 __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
@@ -156,8 +154,7 @@ struct Sources {
 
 // All lanes of a warp: until all ranks have entered the call, as far as this block can see. counts: it is the one that keeps statistics.
 template <class Words>
-__device__ __forceinline__ Sources meet(const LowLatencyContext& c, const Words& words, unsigned long long flag, int64_t* statistics,
-                                        bool counts) {
+__device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long long flag, int64_t* statistics, bool counts) {
     const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
     unsigned long long word = 0;

@@ -126,13 +126,16 @@ void NvlinkLowLatency::check_link(int rank, const std::string& bus) const {
 LowLatencyContext NvlinkLowLatency::context() const {
     LowLatencyContext c{memory_.waits(timeout_s_, &host_->failure, &state_->gave_up, &state_->ended),
                         config_,
-                        ranks_per_node_,
+                        static_cast<unsigned>(first_rank_),
+                        static_cast<unsigned>(ranks_per_node_),
+                        0,
                         layout_,
                         state_,
                         &host_->masks,
                         masks_stalled_,
                         failed_mark_,
                         {}};
+    for (int rank = 0; rank < config_.num_ranks; rank += ranks_per_node_) c.rail |= 1u << rank;
     for (int rank = first_rank_; rank < first_rank_ + ranks_per_node_; ++rank) c.workspaces[rank] = memory_.of(rank);
     return c;
 }

@@ -19,6 +19,7 @@ import numpy as np
 from deepep_moe.bench.model.machine import MACHINES, Machine
 from deepep_moe.bench.model.queues import Floats, Ints, pass_through, serve
 
+
 @dataclass(frozen=True)
 class Latencies:
     """Of kernels at a few rows, microseconds: `benchmarks/results/h200-low-latency-*` say what a whole call of one host takes, in which all
