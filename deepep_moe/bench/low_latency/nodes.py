@@ -97,7 +97,8 @@ def _records(
     settings = {"backend": backend, "num_ranks": shape.num_ranks, "dtype": operation.dtype, "layout": "expert"}
     settings |= {name: getattr(options, name) for name in ("num_tokens", "hidden", "num_topk", "num_experts")}
     assert shape.ranks_per_node is not None
-    more: dict[str, Any] = {"name": f"low-latency {operation.name}, {backend} {shape.num_ranks // shape.ranks_per_node}x{shape.ranks_per_node}"}
+    nodes = f"{shape.num_ranks // shape.ranks_per_node}x{shape.ranks_per_node}"
+    more: dict[str, Any] = {"name": f"low-latency {operation.name}, {backend} {nodes}"}
     more |= {"ranks_per_node": shape.ranks_per_node, "hardware": hardware, "wire": operation.wire}
     more |= {"network_gbps": options.network_gbps if backend == "nvshmem" else None}
     more |= {"sms_of_a_rank": torch.cuda.get_device_properties(mine.x.device).multi_processor_count}
