@@ -11,11 +11,12 @@ same calls of the backend `nvlink`, all ranks one node, are timed in the same ru
 """
 
 import argparse
+import math
 import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def _records(
     buffer: LowLatencyBuffer, operation: LowLatencyOperation, shape: Shape, mine: Inputs, options: argparse.Namespace, hardware: str
 ) -> list[dict[str, Any]]:
     backend = buffer.backend
-    kernels, host_us = _halves(operation, options.repeats)
+    kernels, spans, host_us = _halves(operation, options.repeats)
     settings = {"backend": backend, "num_ranks": shape.num_ranks, "dtype": operation.dtype, "layout": "expert"}
     settings |= {name: getattr(options, name) for name in ("num_tokens", "hidden", "num_topk", "num_experts")}
     assert shape.ranks_per_node is not None
@@ -104,13 +105,12 @@ def _records(
     more |= {"sms_of_a_rank": torch.cuda.get_device_properties(mine.x.device).multi_processor_count}
     made = []
     for half, times in kernels.items():
-        sums = [sum(each) for each in zip(*times.values(), strict=True)]
         extra = {
             "half": half,
             "us_host": statistics.median(host_us[half]),
             "kernels_us": {k: statistics.median(v) for k, v in times.items()},
         }
-        made.append(record(operation.op, settings, sums, 0, baseline=None, baseline_times=[], **more, **extra))
+        made.append(record(operation.op, settings, spans[half], 0, baseline=None, baseline_times=[], **more, **extra))
     if options.halves:
         return made
     wall_us, whole_host_us = _whole(operation, options.repeats)
@@ -119,8 +119,12 @@ def _records(
     return made
 
 
-def _halves(operation: LowLatencyOperation, repeats: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[float]]]:
-    """Return by half the times of each kernel, microseconds, of the rank that takes longest, and the host's."""
+_ByHalf = dict[str, list[float]]
+
+
+def _halves(operation: LowLatencyOperation, repeats: int) -> tuple[dict[str, _ByHalf], _ByHalf, _ByHalf]:
+    """Return by half the times of each kernel, from the start of the first to the end of the last, both of the rank that takes longest,
+    and of the host; all microseconds."""
     host_us: dict[str, list[float]] = {"send": [], "receive": []}
     mark = torch.zeros(1, device="cuda")
     for _ in range(WARMUP):
@@ -128,14 +132,25 @@ def _halves(operation: LowLatencyOperation, repeats: int) -> tuple[dict[str, dic
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(repeats):
             _in_halves(operation, host_us, mark)
-    found: dict[str, dict[str, list[float]]] = {"send": defaultdict(list), "receive": defaultdict(list)}
-    half = "send"
-    for event in sorted(profile.events() or (), key=lambda event: event.time_range.start):
+    kernels, spans = by_half(profile.events() or ())
+    longest = {half: {name: slowest(us) for name, us in of_half.items()} for half, of_half in kernels.items()}
+    return longest, {half: slowest(us) for half, us in spans.items()}, host_us
+
+
+def by_half(events: Iterable[Any]) -> tuple[dict[str, _ByHalf], _ByHalf]:
+    """Return by half the times of each of our kernels, and the spans from the start of the first to the end of the last: a kernel may start
+    while the one before it still runs. `events`: of the profiler, in which a marking kernel ends each half; the network's is none of it."""
+    kernels: dict[str, _ByHalf] = {"send": defaultdict(list), "receive": defaultdict(list)}
+    spans: _ByHalf = {"send": [], "receive": []}
+    half, begin, end = "send", math.inf, 0.0
+    for event in sorted(events, key=lambda event: event.time_range.start):
         if _MARK in event.name:
-            half = "receive" if half == "send" else "send"
+            spans[half].append(end - begin)
+            half, begin, end = "receive" if half == "send" else "send", math.inf, 0.0
         elif (name := _short(event.name)) not in ("", _NETWORK):
-            found[half][name].append(event.time_range.elapsed_us())
-    return {half: {name: slowest(us) for name, us in kernels.items()} for half, kernels in found.items()}, host_us
+            kernels[half][name].append(event.time_range.elapsed_us())
+            begin, end = min(begin, event.time_range.start), max(end, event.time_range.end)
+    return kernels, spans
 
 
 def _short(name: str) -> str:
