@@ -14,6 +14,8 @@ import torch.distributed as dist
 WARMUP = 3  # calls that are made first and not counted
 _SLEEP_US = 1000.0  # the device sleeps while the host reaches the first launch of the call
 _LEAD_S = 1e-3  # ranks agree on a start that is this far ahead
+_SHARED_LEAD_S = 2e-3  # of ranks that share a GPU
+_SLEEP_CYCLES = 2_000_000  # about a millisecond, while their hosts reach the first launch
 _MAX_MARKS = 4  # in one call
 _QUEUED = 20  # calls that wait on the device for their turn
 
@@ -197,6 +199,25 @@ def _meet() -> None:
     agreed = moment.item()
     while time.monotonic() < agreed:
         pass
+
+
+def from_one_moment(call: Callable[[], Any]) -> tuple[float, float]:
+    """Return the time of a call on the GPU from a moment at which the streams of all ranks reach it, and that of its host. Collective."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    moment = torch.tensor([time.monotonic() + _SHARED_LEAD_S], dtype=torch.float64)
+    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
+    while time.monotonic() < moment.item():
+        pass
+    torch.cuda._sleep(_SLEEP_CYCLES)
+    start.record()
+    began = time.perf_counter()
+    result = call()
+    host_us = 1e6 * (time.perf_counter() - began)
+    end.record()
+    end.synchronize()
+    del result
+    return start.elapsed_time(end) * 1e3, host_us
 
 
 def slowest(times: _Times) -> _Times:

@@ -11,23 +11,19 @@ it they take turns, and no ratio says anything.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deepep_moe import Buffer
 from deepep_moe.bench.common.records import record, write_json
-from deepep_moe.bench.common.timing import WARMUP, slowest
+from deepep_moe.bench.common.timing import WARMUP, from_one_moment, slowest
 from deepep_moe.bench.common.workload import Inputs, Shape, make_inputs
 from deepep_moe.testing import run_ranks
 
-_LEAD_S = 2e-3
 _TIMEOUT_S = 30.0  # of a call; ranks that cannot run side by side wait for each other that long
-_SLEEP_CYCLES = 2_000_000  # about a millisecond, while hosts reach the first launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,20 +101,4 @@ def _crossing_bytes(inputs: Inputs, shape: Shape, rank: int) -> int:
 
 def _timed(call: Callable[[], Any], repeats: int) -> list[float]:
     """Return the times of the slowest rank, microseconds, from a moment at which the streams of all ranks reach the call."""
-    return slowest([_timed_once(call) for _ in range(WARMUP + repeats)][WARMUP:])
-
-
-def _timed_once(call: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    moment = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
-    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
-    while time.monotonic() < moment.item():
-        pass
-    torch.cuda._sleep(_SLEEP_CYCLES)
-    start.record()
-    result = call()
-    end.record()
-    end.synchronize()
-    del result
-    return start.elapsed_time(end) * 1e3
+    return slowest([from_one_moment(call)[0] for _ in range(WARMUP + repeats)][WARMUP:])

@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,14 +24,12 @@ import torch.distributed as dist
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.bench.common.records import record, write_json
-from deepep_moe.bench.common.timing import WARMUP, slowest
+from deepep_moe.bench.common.timing import WARMUP, from_one_moment, slowest
 from deepep_moe.bench.common.workload import Inputs, Shape, make_inputs
 from deepep_moe.bench.low_latency.operations import LowLatencyOperation, operations, verify
 from deepep_moe.testing import run_ranks
 
-_LEAD_S = 2e-3
 _TIMEOUT_S = 10.0  # of a call; ranks that cannot run side by side wait for each other that long
-_SLEEP_CYCLES = 2_000_000  # about a millisecond, while hosts reach the first launch
 _NETWORK = "rail_deliver"  # the kernel that plays it
 _MARK = "sin_kernel"
 _BLOCKS_OF_NETWORK = 8  # that calls leave free where they wait for it
@@ -179,23 +177,5 @@ def _in_halves(operation: LowLatencyOperation, host_us: dict[str, list[float]], 
 
 def _whole(operation: LowLatencyOperation, repeats: int) -> tuple[list[float], list[float]]:
     """Return the times of whole calls of the slowest rank, and of its host, microseconds."""
-    times = [_timed_once(operation.call) for _ in range(WARMUP + repeats)][WARMUP:]
+    times = [from_one_moment(operation.call) for _ in range(WARMUP + repeats)][WARMUP:]
     return slowest([wall for wall, _ in times]), [host for _, host in times]
-
-
-def _timed_once(call: Callable[[], Any]) -> tuple[float, float]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    moment = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
-    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
-    while time.monotonic() < moment.item():
-        pass
-    torch.cuda._sleep(_SLEEP_CYCLES)
-    start.record()
-    began = time.perf_counter()
-    result = call()
-    host_us = 1e6 * (time.perf_counter() - began)
-    end.record()
-    end.synchronize()
-    del result
-    return start.elapsed_time(end) * 1e3, host_us
