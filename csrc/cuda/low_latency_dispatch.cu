@@ -216,7 +216,7 @@ struct Receiver {
         const unsigned long long landed = load_acquire(Turn(c, c.rank, call).landed(from.source, from.token));
         LowLatencyLane there{-1, 0, 0.0f};
         if (lane < config.num_topk) there = rail.lanes(from.source, from.token)[lane];
-        is_here = landed >> kWhatBits >= call;
+        is_here = landed >> kWhatBits == call;
         const int expert = there.expert - rail.r.index * num_local;
         there.expert = static_cast<int16_t>(there.expert >= 0 && expert >= 0 && expert < num_local ? expert : -1);
         return there;
@@ -309,7 +309,9 @@ struct Receiver {
         bool is_here = false;
         if (lane == 0) {
             const unsigned long long* const landed = Turn(c, c.rank, call).landed(from.source, from.token);
-            is_here = wait_word_of(c, landed, call, from.source, GpuPhase::kRailRows) != 0 && load_acquire(landed) >> kWhatBits >= call;
+            const unsigned long long word = wait_word_of(c, landed, call, from.source, GpuPhase::kRailRows) == 0 ? 0 : load_acquire(landed);
+            is_here = word >> kWhatBits == call;
+            if (word >> kWhatBits > call) report_what(c, flag, word, from.source);
             if (!is_here && gave_up(c)) fail();
         }
         __syncwarp();

@@ -71,8 +71,9 @@ struct Finisher {
         bool came = lane == rail.r.node;
         if (lane < num_nodes && !came && !rail.is_lost(lane)) {
             const int source = rail.rank_in(lane);
-            const unsigned long long since = now_ns(),
-                                     word = rail.wait(rail.entered(source), source, GpuPhase::kRailEntry, behind_node_ns(c));
+            const unsigned long long since = now_ns(), *const entered = rail.entered(source);
+            const unsigned long long word = blockIdx.x == 0 ? rail.wait_to_tell(entered, source, GpuPhase::kRailEntry, behind_node_ns(c))
+                                                            : rail.wait(entered, source, GpuPhase::kRailEntry, behind_node_ns(c));
             if (blockIdx.x == 0) count_wait(c, p.statistics, source, since);
             if (blockIdx.x == 0 && word != 0) rail.tell_entered(source, word);  // who catches up on this call looks for it
             came = word != 0 && check_entry(source, word);

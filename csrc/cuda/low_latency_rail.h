@@ -103,6 +103,7 @@ struct LowLatencyRailShim {
     const char* (*deliver)(const LowLatencyRailDeliver&, void* stream) noexcept;
 };
 constexpr const char* kLowLatencyRailShimName = "deepep_moe.LowLatencyRailShim";
-constexpr int64_t kLowLatencyRailShimBytes = sizeof(LowLatencyRailDispatch) + sizeof(LowLatencyRailCombine) + sizeof(LowLatencyRailControl);
+constexpr int64_t kLowLatencyRailShimBytes = sizeof(LowLatencyRailDispatch) + sizeof(LowLatencyRailCombine) +
+                                             sizeof(LowLatencyRailControl) + sizeof(LowLatencyRailDeliver) + sizeof(LowLatencyPost);
 
 }  // namespace deepep_moe

@@ -56,6 +56,24 @@ struct RailCall {
         return 0;
     }
 
+    // The same for a thread that others of this node wait for, whose part in the call goes on when this rank's has ended. It ends at once
+    // only where this rank has waited for the same one in vain.
+    __device__ unsigned long long wait_to_tell(const unsigned long long* word, int source, GpuPhase phase,
+                                               unsigned long long timeout_ns) const {
+        const unsigned long long deadline = now_ns() + timeout_ns;
+        unsigned long long seen = load_acquire(word);
+#pragma unroll 1
+        for (unsigned round = 1; seen >> kWhatBits < call && !is_masked(c, source); ++round) {
+            pause_ns(kPauseNs);
+            seen = load_acquire(word);
+            if (round % kLooks != 0 || seen >> kWhatBits >= call) continue;
+            if (has_lost(source) || now_ns() >= deadline) break;
+        }
+        if (seen >> kWhatBits >= call) return seen;
+        mask_or_report(c, source, phase, call, seen);
+        return 0;
+    }
+
     // One thread: tells the ranks of this node what it has seen of one of its rail.
     __device__ void tell_entered(int source, unsigned long long word) const {
         fence_system();  // once: what has been seen is seen by whoever sees the words
@@ -70,36 +88,50 @@ struct RailCall {
     }
 
 private:
+    __device__ bool has_lost(int source) const {
+        const volatile GpuFailure* const failure = c.failure;
+        return gave_up(c) && failure->peer == source && failure->kind >= kTimeout && failure->kind <= kPeerEnded;
+    }
     template <class T>
     __device__ T* at(int source, int64_t offset) const {
         return reinterpret_cast<T*>(r.bases[source % r.ranks_per_node] + offset);
     }
 };
 
-// Threads of which each waits for a word of the rail, and tells the ranks of this node: entries first, then rows.
+// Threads of which each waits for a word of the rail, and tells the ranks of this node: entries, and rows. A warp waits for one rank, as
+// its threads may go on together only.
 struct Relay {
+    static constexpr int kLanes = 32;
     const RailCall& rail;
     const LowLatencyDispatchParams& p;
 
     // As many tasks as there may be words.
     __device__ static int num_tasks(const LowLatencyRailContext& r) {
-        return (r.num_nodes - 1) * static_cast<int>(1 + r.context.config.num_max_tokens);
+        return (r.num_nodes - 1) * static_cast<int>(round_up(1 + r.context.config.num_max_tokens, kLanes));
     }
 
+    // first: of this thread; step: of all threads, a multiple of kLanes.
     __device__ void run(int first, int step) const {
         const unsigned long long flag = p.what.flag(rail.call, 0);
         const int num_peers = rail.r.num_nodes - 1;
 #pragma unroll 1
         for (int task = first; task < num_tasks(rail.r); task += step) {
-            const int source = rail.rank_in(rail.node_at(1 + task % num_peers)), token = task / num_peers - 1;
-            const unsigned long long word = rail.wait(rail.entered(source), source, GpuPhase::kRailEntry, rail.c.timeout_ns);
+            const int turn = task / kLanes % num_peers, token = task / kLanes / num_peers * kLanes + task % kLanes - 1;
+            const int source = rail.rank_in(rail.node_at(1 + turn));
+            const unsigned long long word = rail.wait_to_tell(rail.entered(source), source, GpuPhase::kRailEntry, rail.c.timeout_ns);
             if (word != 0 && token < 0) rail.tell_entered(source, word);
             const bool is_same = ((word ^ flag) >> kValueBitsOfFlag) == 0;
             if (is_same && token >= 0 && token < LowLatencyWhat::value_in(word)) tell_row(source, token, flag);
+            if (word == 0 && gave_up(rail.c)) fail();
         }
     }
 
 private:
+    // No combine may go along the handle: it does not say which ranks have which rows.
+    __device__ void fail() const {
+        *reinterpret_cast<unsigned long long*>(p.handle + LowLatencyHandleLayout(rail.c.config).failed) = rail.call ^ rail.c.failed;
+    }
+
     // Which ranks of this node have it goes to the handle, as this rank will add up what they make of it.
     __device__ void tell_row(int source, int token, unsigned long long flag) const {
         const LowLatencyConfig& config = rail.c.config;
@@ -110,7 +142,11 @@ private:
             if (lanes[k].expert >= 0) ranks |= 1u << lanes[k].expert / config.num_local_experts;
         auto* const kept = reinterpret_cast<unsigned*>(p.handle + LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks);
         kept[rail.node_of(source) * config.num_max_tokens + token] = ranks;
-        if (ranks == 0 || rail.wait(rail.arrived(source, token), source, GpuPhase::kRailRows, rail.c.timeout_ns) == 0) return;
+        if (ranks == 0) return;
+        const unsigned long long word = rail.wait_to_tell(rail.arrived(source, token), source, GpuPhase::kRailRows, rail.c.timeout_ns);
+        if (word >> kWhatBits > rail.call) report_what(rail.c, flag, word, source);
+        if (word >> kWhatBits != rail.call && gave_up(rail.c)) fail();
+        if (word >> kWhatBits != rail.call) return;
         fence_system();
 #pragma unroll 1
         for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {

@@ -73,6 +73,7 @@ NvlinkLowLatency::~NvlinkLowLatency() {
     if (getpid() != owner_pid_) return;  // a forked child has no CUDA
     const DeviceGuard guard(device_, std::nothrow);
     cudaDeviceSynchronize();
+    rail_.reset();
     release();
 }
 
@@ -150,7 +151,7 @@ void NvlinkLowLatency::begin(bool sends, uintptr_t address) {
     LowLatencyControlParams params{};
     params.action = LowLatencyControlParams::kCatchUp;
     params.context = context();
-    if (rail_) rail_->control(params, num_blocks, stream);
+    if (rail_) rail_->relay(params.context, nullptr, num_blocks, stream), rail_->control(params, stream);
     launch_low_latency_control(params, stream);
 }
 
@@ -182,8 +183,9 @@ void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream
     const bool refuses = params.action == LowLatencyControlParams::kRefuse;
     begin(refuses, stream);
     params.context = context();
-    if (rail_ && refuses) rail_->control(params, num_blocks, as_stream(stream));
+    if (rail_ && refuses) rail_->control(params, as_stream(stream));
     launch_low_latency_control(params, as_stream(stream));
+    if (rail_ && refuses) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // it may wait, and the refusal does not
     last_.ends();
     if (refuses) num_to_catch_up_ = kMaxInFlight;
 }

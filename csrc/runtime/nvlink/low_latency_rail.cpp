@@ -34,7 +34,8 @@ LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyR
 }
 
 LowLatencyRail::~LowLatencyRail() {
-    if (network_ != nullptr) cudaStreamDestroy(network_), cudaEventDestroy(posted_);
+    if (network_ == nullptr) return;
+    cudaStreamDestroy(network_), cudaEventDestroy(posted_);
     cudaFree(made_.posts);
 }
 
@@ -115,8 +116,7 @@ void LowLatencyRail::receive_combine(const LowLatencyContext& context, const Low
     launch_low_latency_finish({of(context), params, num_blocks}, stream);
 }
 
-void LowLatencyRail::control(const LowLatencyControlParams& params, int num_blocks, void* stream) {
-    relay(params.context, nullptr, num_blocks, stream);
+void LowLatencyRail::control(const LowLatencyControlParams& params, void* stream) {
     check_launch(shim_.control({of(params.context), params, 1}, stream));
 }
 

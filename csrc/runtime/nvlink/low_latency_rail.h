@@ -26,7 +26,11 @@ public:
     void send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream);
     void receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks, void* stream);
     // A refusal, or what comes before a call after one; ahead of that of the node.
-    void control(const LowLatencyControlParams& params, int num_blocks, void* stream);
+    void control(const LowLatencyControlParams& params, void* stream);
+    // Ranks of a node wait for what others have to tell. So whatever may wait first tells it of all dispatches that were sent, whose hooks
+    // may come later. `but`: the handle of one that tells it itself. Throws std::invalid_argument in the capture of a CUDA graph, where one
+    // outside of it waits for its hook.
+    void relay(const LowLatencyContext& context, const std::byte* but, int num_blocks, void* stream);
 
     // For benchmarks with virtual nodes: kernels post what they would put, and others beside them put it as a network of `gbps` would.
     // 0: the network itself.
@@ -34,10 +38,6 @@ public:
 
 private:
     void deliver(const LowLatencyContext& context, const std::byte* call, int64_t row_bytes, void* stream);
-    // Ranks of a node wait for what others have to tell. So whatever may wait first tells it of all dispatches that were sent, whose hooks
-    // may come later. `but`: the handle of one that tells it itself. Throws std::invalid_argument in the capture of a CUDA graph, where one
-    // outside of it waits for its hook.
-    void relay(const LowLatencyContext& context, const std::byte* but, int num_blocks, void* stream);
     LowLatencyRailContext of(const LowLatencyContext& context) const;
 
     const LowLatencyConfig config_;
