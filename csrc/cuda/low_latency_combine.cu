@@ -194,7 +194,7 @@ struct Kernel {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16);
 #pragma unroll 1
         for (int token = blockIdx.x + warp * gridDim.x; token < p.num_tokens; token += kWarps * gridDim.x) {
-            const unsigned masks = __shfl_sync(kFullWarp, *static_cast<volatile unsigned*>(&c.state->masks), 0);  // the same for all lanes
+            const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same for all lanes
             LowLatencyLane own{-1, 0, 0.0f};
             if (lane < config.num_topk) own.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
             const uint4 part = head_part(own, flag);

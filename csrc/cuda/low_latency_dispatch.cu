@@ -43,7 +43,7 @@ struct SeveralNodes {
     static constexpr bool kIsOne = false;
     using Words = RailWords;
     const RailCall rail;
-    __device__ Words words() const { return Words(rail); }
+    __device__ Words words() const { return {rail}; }
 };
 
 template <DType kType, bool kQuantized, class Nodes>
@@ -144,7 +144,7 @@ struct Receiver {
         if (warp == 0)
             store_sources(meet(c, nodes.words(), flag, p.statistics, tells));
         else
-            wait_counts(c, nodes.words(), flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
+            wait_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
         __syncthreads();
         if (threadIdx.x == 0 && lacks_a_rank() && gave_up(c)) fail();
         if (c.masks_stalled) agree_across_blocks();
@@ -153,7 +153,7 @@ struct Receiver {
 
     __device__ bool lacks_a_rank() const {
         const unsigned all = kFullWarp >> (32 - config.num_ranks), here = shared().came & ~shared().lacking;
-        return here != all && (here | *static_cast<volatile unsigned*>(&c.state->masks)) != all;
+        return here != all && (here | masks_of(c)) != all;
     }
 
     // One warp.
@@ -169,7 +169,7 @@ struct Receiver {
             store_sources(agreed(c, nodes.words(), flag,
                                  {shared().came & ~shared().lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
         __syncthreads();
-        read_counts_again(c, nodes.words(), flag, shared().more, shared().came & shared().lacking);
+        read_counts_again(c, flag, shared().more, shared().came & shared().lacking);
         __syncthreads();
     }
 
@@ -213,10 +213,9 @@ struct Receiver {
     // One warp: this lane's of a token that is told by a message, and whether its row has landed as well.
     __device__ LowLatencyLane lane_from_outside(const SourceToken& from, bool& is_here) const {
         const RailCall& rail = nodes.rail;
-        const unsigned long long landed = load_acquire(Turn(c, c.rank, call).landed(from.source, from.token));
         LowLatencyLane there{-1, 0, 0.0f};
         if (lane < config.num_topk) there = rail.lanes(from.source, from.token)[lane];
-        is_here = landed >> kWhatBits == call;
+        is_here = load_acquire(Turn(c, c.rank, call).landed(from.source, from.token)) >> kWhatBits == call;
         const int expert = there.expert - rail.r.index * num_local;
         there.expert = static_cast<int16_t>(there.expert >= 0 && expert >= 0 && expert < num_local ? expert : -1);
         return there;

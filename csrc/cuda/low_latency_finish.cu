@@ -14,11 +14,21 @@ namespace {
 using Launch = LowLatencyRailCombine;
 
 constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
+constexpr int kAhead = 4;  // rows of other nodes that are on their way at once
 
-// In shared memory.
+// As many parts of a token as the block has threads: what makes their sum.
+struct Task {
+    int token, first_part;
+    TokenSums own;                   // of this node
+    int num, num_before;             // rows of other nodes, and of those before this one
+    int nodes[kLowLatencyMaxRanks];  // that they are of
+    const uint4* rows[kLowLatencyMaxRanks];
+};
+
 struct Shared {
-    unsigned came;                                  // nodes that combine along the same dispatch
-    unsigned nodes[kWarps - 1], ranks[kWarps - 1];  // whose rows of a token have come; of this node, that have the token
+    unsigned came;  // nodes that combine along the same dispatch
+    Task tasks[kWarps - 1];
+    alignas(16) uint4 ahead[kAhead][kThreads];  // a piece of each row for each thread
 };
 
 template <DType kType>
@@ -38,7 +48,7 @@ struct Finisher {
           c(l.rail.context),
           p(l.call),
           flag(p.what.flag(call, 0)),
-          sums(rail, flag),
+          sums(c, flag),
           num_nodes(l.rail.num_nodes),
           num_tasks((sums.num_parts + kThreads - 1) / kThreads),
           row_bytes(16 * static_cast<int64_t>(sums.num_pieces)) {}
@@ -55,13 +65,13 @@ struct Finisher {
 #pragma unroll 1
         for (int first = blockIdx.x; first < end || first == static_cast<int>(blockIdx.x); first += (kWarps - 1) * step) {
             if (warp != 0)
-                wait_rows(first + (warp - 1) * step, end);
+                find(first + (warp - 1) * step, end, shared().tasks[warp - 1]);
             else if (first == static_cast<int>(blockIdx.x))
                 meet_rail();
             __syncthreads();
 #pragma unroll 1
             for (int n = 0; n < kWarps - 1 && first + n * step < end; ++n)
-                add_up(first + n * step, shared().nodes[n] & shared().came, shared().ranks[n]);
+                add_up(shared().tasks[n]);
             __syncthreads();
         }
     }
@@ -89,46 +99,43 @@ struct Finisher {
     }
 
     // One warp, lane by node: until the rows of a task's token have come, as far as they will.
-    __device__ void wait_rows(int task, int end) const {
-        const unsigned ranks = task < end ? ranks_of(task / num_tasks) : 0;
+    __device__ void find(int task, int end, Task& out) const {
+        if (task >= end) return;
+        const int token = task / num_tasks, source = rail.rank_in(min(lane, num_nodes - 1));
+        const unsigned ranks = ranks_of(token);
         bool is_here = false;
-        if (lane < num_nodes && lane != rail.r.node && (ranks & rail.ranks_of(lane)) != 0) {
-            const int source = rail.rank_in(lane);
-            is_here = rail.wait(rail.arrived(source, task / num_tasks), source, GpuPhase::kRailRows, behind_node_ns(c)) != 0;
-        }
-        const unsigned nodes = __ballot_sync(kFullWarp, is_here);
-        if (lane != 0) return;
-        shared().nodes[warp - 1] = nodes;
-        shared().ranks[warp - 1] = (ranks & rail.ranks_of(rail.r.node)) >> rail.first_rank();
+        if (lane < num_nodes && lane != rail.r.node && (ranks & rail.ranks_of(lane)) != 0)
+            is_here = rail.wait(rail.arrived(source, token), source, GpuPhase::kRailRows, behind_node_ns(c)) != 0;
+        const unsigned nodes = __ballot_sync(kFullWarp, is_here), before = nodes & ((1u << lane) - 1);
+        if (is_here) out.nodes[__popc(before)] = lane, out.rows[__popc(before)] = pieces(rail.row(source, token, row_bytes));
+        if (lane == rail.r.node) out.num_before = __popc(before);
+        if (lane == 0) out.token = token, out.first_part = (task - token * num_tasks) * kThreads, out.num = __popc(nodes);
+        find_sums(rail, rail.r.node, token, (ranks & rail.ranks_of(rail.r.node)) >> rail.first_rank(), out.own);
     }
 
-    // nodes: other ones, of which there is a row; ranks: of this one. Rows of the first ones set out before anything is waited for.
-    __device__ void add_up(int task, unsigned nodes, unsigned ranks) const {
-        constexpr int kAhead = 2;
-        const int token = task / num_tasks, part = task % num_tasks * kThreads + warp * 32, piece = piece_of(part + lane);
+    // Rows of other nodes set out before anything is waited for.
+    __device__ void add_up(const Task& task) const {
+        const int part = task.first_part + warp * 32, piece = piece_of(part + lane);
         if (part >= sums.num_parts) return;
         const bool is_any = !ends_line() && piece < sums.num_pieces;
-        const auto load = [&](int node) { return __ldcg(pieces(rail.row(rail.rank_in(node), token, row_bytes)) + piece); };
-        uint4 ahead[kAhead] = {};
-        unsigned rest = is_any ? nodes : 0;
-#pragma unroll
-        for (int n = 0; n < kAhead; ++n, rest &= rest - 1)
-            if (rest != 0) ahead[n] = load(__ffs(rest) - 1);
-        float total[Sums::kColumns] = {};
-        int num_before = 0;
 #pragma unroll 1
-        for (int node = 0; node < num_nodes; ++node) {
-            if (node == rail.r.node) {
-                float sum[Sums::kColumns] = {};
-                sums.add_ranks(sum, node, token, ranks, part + lane);
+        for (int n = 0; n < min(task.num, kAhead) && is_any; ++n) copy_async(&shared().ahead[n][threadIdx.x], task.rows[n] + piece);
+        float own[Sums::kColumns] = {}, total[Sums::kColumns] = {};
+        sums.add_ranks(own, task.own, part + lane);
+        if (!is_any) return;
+        wait_copies();
+        add_rows(total, task, 0, task.num_before, piece);
 #pragma unroll
-                for (int v = 0; v < Sums::kColumns; ++v) total[v] = __fadd_rn(total[v], sum[v]);
-            } else if ((nodes >> node & 1) != 0 && is_any) {
-                Sums::add(total, num_before == 0 ? ahead[0] : num_before == 1 ? ahead[1] : load(node));
-                ++num_before;
-            }
-        }
-        if (is_any) pieces(p.combined_x + token * row_bytes)[piece] = Sums::Values::store(total);
+        for (int v = 0; v < Sums::kColumns; ++v) total[v] = __fadd_rn(total[v], own[v]);
+        add_rows(total, task, task.num_before, task.num, piece);
+        pieces(p.combined_x + task.token * row_bytes)[piece] = Sums::Values::store(total);
+    }
+
+    __device__ static void add_rows(float (&total)[Sums::kColumns], const Task& task, int begin, int end, int piece) {
+#pragma unroll 1
+        for (int n = begin; n < end; ++n)
+            if ((shared().came >> task.nodes[n] & 1) != 0)
+                Sums::add(total, n < kAhead ? shared().ahead[n][threadIdx.x] : __ldcg(task.rows[n] + piece));
     }
 };
 

@@ -63,8 +63,8 @@ struct LowLatencyRailHandle {
 
 // What a benchmark's network puts in a kernel's place: a row, or behind those of all tokens the message.
 struct LowLatencyPost {
-    unsigned long long flag;  // of the call, written last
-    long long bytes;
+    unsigned long long flag;  // of the call
+    int64_t from, bytes;
 };
 
 // Ranks have their numbers in the group everywhere: rank `index` of node `node` is node * ranks_per_node + index.

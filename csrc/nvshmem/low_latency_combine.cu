@@ -17,11 +17,19 @@ namespace {
 
 using Launch = LowLatencyRailCombine;
 
-constexpr int kThreads = tuning::kLowLatencyThreads;
+constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 - 1;
+
+// What has crossed of another node, or might have.
+struct Task {
+    int node, token;  // node: -1 behind the last
+    bool has_crossed;
+    TokenSums sums;
+};
 
 struct Shared {
     unsigned came;  // ranks of this node that combine along the same dispatch
     bool gave_up;
+    Task tasks[2];  // by turns: one is added up while the next is found
 };
 
 template <DType kType>
@@ -43,7 +51,7 @@ struct Summer {
           config(c.config),
           p(l.call),
           flag(p.what.flag(call, 0)),
-          sums(rail, flag),
+          sums(c, flag),
           row_bytes(16 * static_cast<int64_t>(sums.num_pieces)) {}
 
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
@@ -75,17 +83,32 @@ struct Summer {
         }
         __syncthreads();
         const int num_peers = rail.r.num_nodes - 1, step = static_cast<int>(gridDim.x);
-        int nth = blockIdx.x;  // tasks of this block: entries first, then tokens of one node after the other
+        int nth = blockIdx.x;  // entries first, then tokens of one node after the other
 #pragma unroll 1
         for (; nth < num_peers; nth += step) enter_rail(rail.node_at(nth + 1), failed);
         nth -= num_peers;
+        if (warp == kLastWarp) find(nth, failed, shared().tasks[0]);
+        __syncthreads();
 #pragma unroll 1
-        for (int turn = 1; turn <= num_peers; ++turn) {
-            const int node = rail.node_at(turn), num_tokens = failed || rail.is_lost(node) ? 0 : tokens_of(node);
-#pragma unroll 1
-            for (; nth < num_tokens; nth += step) send_sum(node, nth);
-            nth -= num_tokens;
+        for (int turn = 0; shared().tasks[turn].node >= 0; turn ^= 1) {
+            if (warp == kLastWarp) find(nth += step, failed, shared().tasks[turn ^ 1]);
+            send_sum(shared().tasks[turn]);
         }
+    }
+
+    // One warp: the nth token of other nodes.
+    __device__ void find(int nth, bool failed, Task& out) const {
+        int node = -1;
+#pragma unroll 1
+        for (int turn = 1; turn < rail.r.num_nodes && node < 0; ++turn) {
+            const int next = rail.node_at(turn), num_tokens = failed || rail.is_lost(next) ? 0 : tokens_of(next);
+            if (nth < num_tokens) node = next;
+            else nth -= num_tokens;
+        }
+        const unsigned ranks =
+            node < 0 ? 0 : in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + nth];
+        find_sums(rail, node, nth, ranks & shared().came, out.sums);
+        if (lane == 0) out.node = node, out.token = nth, out.has_crossed = ranks != 0;
     }
 
     // Of the rail's rank there.
@@ -130,23 +153,22 @@ struct Summer {
         rail.put_message(node, refuses ? static_cast<int64_t>(sizeof(LowLatencyReason)) : 0, refuses ? refusing_word() : own_word());
     }
 
-    // All threads: what the ranks of this node have of a token of the rail's rank in another one, if it has crossed.
-    __device__ void send_sum(int node, int token) const {
-        const unsigned ranks =
-            in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + token];
-        if (ranks == 0) return;
+    // All threads: what the ranks of this node have of a token of the rail's rank in another one. They have met when it returns, and one
+    // warp puts while the others go on.
+    __device__ void send_sum(const Task& task) const {
+        const bool has_crossed = task.has_crossed;
+        const int node = task.node, token = task.token;
         std::byte* const to = rail.row_for(node, token, row_bytes);
 #pragma unroll 1
-        for (int part = warp * 32; part < sums.num_parts; part += kThreads) {
+        for (int part = warp * 32; has_crossed && part < sums.num_parts; part += kThreads) {
             float sum[Sums::kColumns] = {};
-            sums.add_ranks(sum, node, token, ranks & shared().came, part + lane);
+            sums.add_ranks(sum, task.sums, part + lane);
             const int piece = piece_of(part + lane);
             if (!ends_line() && piece < sums.num_pieces) pieces(to)[piece] = Sums::Values::store(sum);
         }
-        // Of a rank that has given up meanwhile, sums may lack a rank's rows: they do not go, and the other node's rank gives up too.
-        fence_system();
         __syncthreads();
-        if (warp == 0 && __shfl_sync(kFullWarp, gave_up(c), 0) == 0) rail.put_row(node, token, row_bytes, flag);
+        // Of a rank that has given up meanwhile, sums may lack a rank's rows: they do not go, and the other node's rank gives up too.
+        if (has_crossed && warp == 0 && __shfl_sync(kFullWarp, gave_up(c), 0) == 0) rail.put_row(node, token, to, row_bytes, flag);
     }
 };
 

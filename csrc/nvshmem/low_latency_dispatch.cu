@@ -42,7 +42,7 @@ struct OtherNodes {
     template <class Sender>
     __device__ void tell(const Sender& s, int turn, bool accepted) const {
         const int node = rail.node_at(turn);
-        const unsigned reached = this->reached(*static_cast<volatile unsigned*>(&rail.c.state->masks));
+        const unsigned reached = this->reached(masks_of(rail.c));
         LowLatencyWhat what = p.what;
         what.is_refused = !accepted;
         if (accepted) write_routing(s, node, reached);
@@ -54,36 +54,37 @@ struct OtherNodes {
                          what.flag(rail.call, p.num_tokens));
     }
 
-    // All threads: pieces of a row that has its last ones, if is_last, to all nodes that it goes to.
+    // A row as it crosses, whichever nodes it goes to.
     template <class Sender>
-    __device__ void send_pieces(const Sender& s, int token, unsigned ranks, const typename Sender::Staged& staged, int begin, int count,
-                                bool is_last) const {
-        if ((ranks & ~rail.ranks_of(rail.r.node)) == 0) return;
-        const int64_t row_bytes = rail_row_bytes(rail.c.config, 16 * static_cast<int64_t>(s.num_pieces), kQuantized);
+    __device__ void keep_piece(const Sender& s, int token, int at, const uint4& piece) const {
+        pieces(row(s, token))[at] = piece;
+    }
+    template <class Sender>
+    __device__ void keep_scale(const Sender& s, int token, int at, float scale) const {
+        reinterpret_cast<float*>(row(s, token) + 16 * s.num_pieces)[at] = scale;
+    }
+
+    // All threads of a block that has kept the row and met: to all nodes that it goes to. Warps that have no columns first: they put while
+    // the others go on.
+    template <class Sender>
+    __device__ void put(const Sender& s, int token, unsigned ranks) const {
 #pragma unroll 1
-        for (int at = threadIdx.x; at < count; at += kThreads) {
-            const uint4 piece = staged.pieces[at];
-#pragma unroll 1
-            for (int turn = 1; turn < num_nodes(); ++turn) {
-                const int node = rail.node_at(turn);
-                if ((ranks & rail.ranks_of(node)) == 0) continue;
-                std::byte* const row = rail.row_for(node, token, row_bytes);
-                pieces(row)[begin + at] = piece;
-                if (kQuantized && at % kPiecesOfBlock == 0)
-                    reinterpret_cast<float*>(row + 16 * s.num_pieces)[(begin + at) / kPiecesOfBlock] = staged.scales[at / kPiecesOfBlock];
-            }
-        }
-        if (!is_last) return;
-        fence_system();
-        __syncthreads();
-#pragma unroll 1
-        for (int turn = 1 + s.warp; turn < num_nodes(); turn += kWarps) {
+        for (int turn = 1 + (2 * kWarps - 2 - s.warp) % kWarps; turn < num_nodes(); turn += kWarps) {
             const int node = rail.node_at(turn);
-            if ((ranks & rail.ranks_of(node)) != 0) rail.put_row(node, token, row_bytes, s.flag);
+            if ((ranks & rail.ranks_of(node)) != 0) rail.put_row(node, token, row(s, token), row_bytes(s), s.flag);
         }
     }
 
 private:
+    template <class Sender>
+    __device__ int64_t row_bytes(const Sender& s) const {
+        return rail_row_bytes(rail.c.config, 16 * static_cast<int64_t>(s.num_pieces), kQuantized);
+    }
+    template <class Sender>
+    __device__ std::byte* row(const Sender& s, int token) const {
+        return rail.row_for(rail.node_at(1), token, row_bytes(s));
+    }
+
     // reached: ranks of all nodes.
     template <class Sender>
     __device__ void write_routing(const Sender& s, int node, unsigned reached) const {

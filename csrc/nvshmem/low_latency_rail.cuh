@@ -20,14 +20,13 @@ struct RailPuts : RailCall {
 
     // All threads of a block, which have written it: enters the call in a node, with so much of a message.
     __device__ void put_message(int node, int64_t bytes, unsigned long long flag) const {
-        fence_system();
         __syncthreads();
         if (threadIdx.x / 32 == 0) put(message_of(node, bytes), node, flag, r.layout.num_tokens);
         __syncthreads();
     }
-    // One warp, of a block that has written the row, with a fence of each thread, and met since.
-    __device__ void put_row(int node, int token, int64_t row_bytes, unsigned long long flag) const {
-        put(row_of(node, token, row_bytes), node, flag, token);
+    // One warp, of a block that has written the row, as row_for says for some node, and met since.
+    __device__ void put_row(int node, int token, const std::byte* row, int64_t row_bytes, unsigned long long flag) const {
+        put(row_of(node, token, row - own(), row_bytes), node, flag, token);
     }
 
     // All threads of a block: puts what was posted in place of a put, if it was in this call. nth: the token, or num_tokens for the
@@ -35,7 +34,7 @@ struct RailPuts : RailCall {
     __device__ void deliver(int node, int64_t nth, int64_t row_bytes) const {
         const LowLatencyPost post = *post_of(node, nth);
         if (post.flag >> kWhatBits != call) return;
-        const Put what = nth == r.layout.num_tokens ? message_of(node, post.bytes) : row_of(node, static_cast<int>(nth), row_bytes);
+        const Put what = nth == r.layout.num_tokens ? message_of(node, post.bytes) : row_of(node, static_cast<int>(nth), post.from, row_bytes);
         auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
         if (what.bytes != 0)
             nvshmemx_putmem_signal_nbi_block(own() + what.to, own() + what.from, what.bytes, word, post.flag, NVSHMEM_SIGNAL_SET,
@@ -61,21 +60,19 @@ private:
     __device__ Put message_of(int node, int64_t bytes) const {
         return {r.layout.out_of(call, node), r.layout.in_of(call, r.node), round_up(bytes, 16), r.layout.entered_of(call, r.node)};
     }
-    __device__ Put row_of(int node, int token, int64_t row_bytes) const {
-        return {r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes,
-                r.layout.inbox + r.layout.box_of(call, node, r.node) + token * row_bytes, row_bytes,
+    __device__ Put row_of(int node, int token, int64_t from, int64_t row_bytes) const {
+        return {from, r.layout.inbox + r.layout.box_of(call, node, r.node) + token * row_bytes, row_bytes,
                 r.layout.arrived_of(call, r.node, token)};
     }
     __device__ LowLatencyPost* post_of(int node, int64_t nth) const {
         return r.posts + r.layout.nth(call, node) * (r.layout.num_tokens + 1) + nth;
     }
-    // One warp. Of no bytes only the word goes. nth: as of `deliver`.
+    // One warp. Of no bytes only the word goes. nth: as of `deliver`. Its fence is for all that the block had written before it met.
     __device__ void put(const Put& what, int node, unsigned long long flag, int64_t nth) const {
+        fence_system();
         auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
         if (r.posts != nullptr) {
-            if (threadIdx.x % 32 != 0) return;
-            post_of(node, nth)->bytes = what.bytes;
-            store_release(&post_of(node, nth)->flag, flag);
+            if (threadIdx.x % 32 == 0) *post_of(node, nth) = {flag, what.from, what.bytes};
         } else if (what.bytes != 0) {
             nvshmemx_putmem_signal_nbi_warp(own() + what.to, own() + what.from, what.bytes, word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
         } else if (threadIdx.x % 32 == 0) {

@@ -14,13 +14,15 @@ def event(name, start, end):
 
 
 def test_kernels_that_overlap():
-    """A sum that starts early ends the half, the network's kernel and others count for nothing, and marks part the halves."""
+    """A sum that starts early ends the half; the network's kernel, others, and what is not between two marks count for nothing."""
     profile = []
     for at in (0, 100):
         profile += [
+            event(ANONYMOUS.format("low_latency_dispatch"), at - 9, at - 3), event(MARK, at - 2, at - 1),
             event(ANONYMOUS.format("low_latency_combine"), at, at + 33), event(SYMBOL, at + 5, at + 45),
             event("_ZN10deepep_moe12rail_deliverENS_2", at + 46, at + 70), event(MARK, at + 71, at + 72),
-            event("void at::native::fill", at + 72, at + 73), event(ANONYMOUS.format("low_latency_finish"), at + 74, at + 88),
+            event(ANONYMOUS.format("low_latency_dispatch"), at + 72, at + 73), event(MARK, at + 73, at + 74),
+            event("void at::native::fill", at + 74, at + 75), event(ANONYMOUS.format("low_latency_finish"), at + 74, at + 88),
             event(MARK, at + 90, at + 91),
         ]  # fmt: skip
     kernels, spans = by_half(reversed(profile))

@@ -40,9 +40,8 @@ __device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& 
     return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(c.rank));
 }
 
-__device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) {
-    return *static_cast<volatile unsigned*>(&c.state->masks) >> rank & 1;
-}
+__device__ __forceinline__ unsigned masks_of(const LowLatencyContext& c) { return *static_cast<volatile unsigned*>(&c.state->masks); }
+__device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) { return masks_of(c) >> rank & 1; }
 
 // Does it take part in the call?
 __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank, unsigned long long call) {
@@ -63,7 +62,7 @@ __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int ran
         told = masks;
         *static_cast<volatile unsigned*>(c.seen_masks) = told;
         __threadfence_system();
-        masks = *static_cast<volatile unsigned*>(&c.state->masks);
+        masks = masks_of(c);
     } while (masks != told);
 }
 
@@ -132,17 +131,15 @@ __device__ __noinline__ inline bool agree(const LowLatencyContext& c, unsigned l
     return seen % 2 != 0;
 }
 
-// Where ranks say that they are in a call, and how many tokens they have for each expert: in this rank's workspace. Such words say all
-// there is to say.
+// Where ranks say that they are in a call: in this rank's workspace. Such words say all there is to say.
 struct WorkspaceWords {
-    static constexpr bool kAcquires = false;
     const LowLatencyContext& c;
     const unsigned long long call;
     __device__ const unsigned long long* entered(int source) const { return Turn(c, c.rank, call).entered(source); }
-    // Of rank i / num_local_experts and its tokens for local expert i % num_local_experts: the word that tells, and what it tells.
-    __device__ const unsigned long long* telling(int i) const { return Turn(c, c.rank, call).counts(0) + i; }
-    __device__ int told(int, unsigned long long word) const { return LowLatencyWhat::value_in(word); }
     __device__ static unsigned long long look(const unsigned long long* word) { return load_relaxed(word); }
+    __device__ unsigned long long wait(const unsigned long long* word, int source) const {
+        return wait_word_of(c, word, call, source, GpuPhase::kEntry);
+    }
     __device__ void keep_reason(int, unsigned long long) const {}
 };
 
@@ -164,10 +161,7 @@ __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long l
         const unsigned long long* const entered = words.entered(source);
         word = words.look(entered);
         const bool is_expected = takes_part(c, source, call);
-        if (word >> kWhatBits < call) {
-            word = wait_word_of(c, entered, call, source, GpuPhase::kEntry);
-            if (Words::kAcquires && word != 0) word = words.look(entered);
-        }
+        if (word >> kWhatBits < call) word = words.wait(entered, source);
         if (!is_expected) word = 0;
         if (counts)
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);

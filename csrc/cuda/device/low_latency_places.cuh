@@ -83,37 +83,28 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
 
 // How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of
 // `step` threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`, which is 0 before.
-template <class Words>
-__device__ __forceinline__ void wait_counts(const LowLatencyContext& c, const Words& words, unsigned long long flag, int* counts,
-                                            unsigned* lacking, int first, int step) {
-    const unsigned long long call = flag >> kWhatBits;
+__device__ __forceinline__ void wait_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first,
+                                            int step) {
+    const unsigned long long call = flag >> kWhatBits, *const told = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
     for (int i = first; i < c.config.num_experts; i += step) {
-        const unsigned long long* const telling = words.telling(i);
-        unsigned long long word = words.look(telling);
+        unsigned long long word = load_relaxed(told + i);
         if (((word ^ flag) >> kValueBitsOfFlag) != 0) {
             const int source = i / c.config.num_local_experts;
-            word = is_masked(c, source) ? 0 : wait_word_of(c, telling, call, source, GpuPhase::kEntry);
-            if (Words::kAcquires && word != 0) word = words.look(telling);
+            word = is_masked(c, source) ? 0 : wait_word_of(c, told + i, call, source, GpuPhase::kEntry);
             if (word != 0 && !check_what(c, flag, word, source)) word = 0;
             if (word == 0) atomicOr(lacking, 1u << source);
         }
-        counts[i] = word == 0 ? 0 : words.told(i, word);
+        counts[i] = LowLatencyWhat::value_in(word);
     }
 }
 
 // All threads of a block: the counts of `sources`, all of which other blocks of this rank have seen.
-template <class Words>
-__device__ __noinline__ void read_counts_again(const LowLatencyContext& c, Words words, unsigned long long flag, int* counts,
-                                               unsigned sources) {
-    const unsigned long long call = flag >> kWhatBits;
+__device__ __noinline__ inline void read_counts_again(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned sources) {
+    const unsigned long long call = flag >> kWhatBits, *const told = Turn(c, c.rank, call).counts(0);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < c.config.num_experts; i += blockDim.x) {
-        if ((sources >> i / c.config.num_local_experts & 1) == 0) continue;
-        unsigned long long word = seen_elsewhere(words.telling(i), call);
-        if (Words::kAcquires) word = words.look(words.telling(i));
-        counts[i] = words.told(i, word);
-    }
+    for (int i = threadIdx.x; i < c.config.num_experts; i += blockDim.x)
+        if ((sources >> i / c.config.num_local_experts & 1) != 0) counts[i] = LowLatencyWhat::value_in(seen_elsewhere(told + i, call));
 }
 
 // How many tokens the ranks of `came` before `source` have for a local expert.

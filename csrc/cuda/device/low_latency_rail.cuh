@@ -8,6 +8,42 @@
 
 namespace deepep_moe {
 
+// See RailCall. Of a kernel's code once, as its callers wait in several places.
+__device__ __noinline__ inline unsigned long long wait_network_word(const LowLatencyContext& c, const unsigned long long* word,
+                                                                    unsigned long long call, int source, GpuPhase phase,
+                                                                    unsigned long long timeout_ns) {
+    const auto load = [](const unsigned long long* from) { return load_acquire(from); };
+    unsigned long long seen = load_acquire(word);
+    if (seen >> kWhatBits >= call) return seen;
+    if (is_masked(c, source)) return 0;
+    seen = watch_word<kPauseNs, kLooks>(c, word, load, call << kWhatBits, source, timeout_ns);
+    if (seen >> kWhatBits >= call) return seen;
+    mask_or_report(c, source, phase, call, seen);
+    return 0;
+}
+
+__device__ __forceinline__ bool has_lost(const LowLatencyContext& c, int source) {
+    const volatile GpuFailure* const failure = c.failure;
+    return gave_up(c) && failure->peer == source && failure->kind >= kTimeout && failure->kind <= kPeerEnded;
+}
+
+__device__ __noinline__ inline unsigned long long wait_network_word_to_tell(const LowLatencyContext& c, const unsigned long long* word,
+                                                                            unsigned long long call, int source, GpuPhase phase,
+                                                                            unsigned long long timeout_ns) {
+    const unsigned long long deadline = now_ns() + timeout_ns;
+    unsigned long long seen = load_acquire(word);
+#pragma unroll 1
+    for (unsigned round = 1; seen >> kWhatBits < call && !is_masked(c, source); ++round) {
+        pause_ns(kPauseNs);
+        seen = load_acquire(word);
+        if (round % kLooks != 0 || seen >> kWhatBits >= call) continue;
+        if (has_lost(c, source) || now_ns() >= deadline) break;
+    }
+    if (seen >> kWhatBits >= call) return seen;
+    mask_or_report(c, source, phase, call, seen);
+    return 0;
+}
+
 struct RailCall {
     const LowLatencyRailContext& r;
     const LowLatencyContext& c;
@@ -46,39 +82,22 @@ struct RailCall {
     // One thread: a word that the network writes, once it is of this call; 0 where its rank is masked, or has been now, or the failure is
     // reported.
     __device__ unsigned long long wait(const unsigned long long* word, int source, GpuPhase phase, unsigned long long timeout_ns) const {
-        const auto load = [](const unsigned long long* from) { return load_acquire(from); };
-        unsigned long long seen = load_acquire(word);
-        if (seen >> kWhatBits >= call) return seen;
-        if (is_masked(c, source)) return 0;
-        seen = watch_word<kPauseNs, kLooks>(c, word, load, call << kWhatBits, source, timeout_ns);
-        if (seen >> kWhatBits >= call) return seen;
-        mask_or_report(c, source, phase, call, seen);
-        return 0;
+        return wait_network_word(c, word, call, source, phase, timeout_ns);
     }
-
     // The same for a thread that others of this node wait for, whose part in the call goes on when this rank's has ended. It ends at once
     // only where this rank has waited for the same one in vain.
     __device__ unsigned long long wait_to_tell(const unsigned long long* word, int source, GpuPhase phase,
                                                unsigned long long timeout_ns) const {
-        const unsigned long long deadline = now_ns() + timeout_ns;
-        unsigned long long seen = load_acquire(word);
-#pragma unroll 1
-        for (unsigned round = 1; seen >> kWhatBits < call && !is_masked(c, source); ++round) {
-            pause_ns(kPauseNs);
-            seen = load_acquire(word);
-            if (round % kLooks != 0 || seen >> kWhatBits >= call) continue;
-            if (has_lost(source) || now_ns() >= deadline) break;
-        }
-        if (seen >> kWhatBits >= call) return seen;
-        mask_or_report(c, source, phase, call, seen);
-        return 0;
+        return wait_network_word_to_tell(c, word, call, source, phase, timeout_ns);
     }
 
     // One thread: tells the ranks of this node what it has seen of one of its rail.
     __device__ void tell_entered(int source, unsigned long long word) const {
+        const unsigned masks = masks_of(c);
         fence_system();  // once: what has been seen is seen by whoever sees the words
+#pragma unroll 1
         for (int to = first_rank(); to < first_rank() + r.ranks_per_node; ++to)
-            if (!is_masked(c, to)) store_relaxed(Turn(c, to, call).entered(source), word);
+            if ((masks >> to & 1) == 0) store_relaxed(Turn(c, to, call).entered(source), word);
     }
 
     // One thread: the reason of a refusal goes where the host looks for it.
@@ -88,10 +107,6 @@ struct RailCall {
     }
 
 private:
-    __device__ bool has_lost(int source) const {
-        const volatile GpuFailure* const failure = c.failure;
-        return gave_up(c) && failure->peer == source && failure->kind >= kTimeout && failure->kind <= kPeerEnded;
-    }
     template <class T>
     __device__ T* at(int source, int64_t offset) const {
         return reinterpret_cast<T*>(r.bases[source % r.ranks_per_node] + offset);
@@ -116,11 +131,12 @@ struct Relay {
         const int num_peers = rail.r.num_nodes - 1;
 #pragma unroll 1
         for (int task = first; task < num_tasks(rail.r); task += step) {
-            const int turn = task / kLanes % num_peers, token = task / kLanes / num_peers * kLanes + task % kLanes - 1;
+            const int turn = task / kLanes % num_peers, nth = task / kLanes / num_peers * kLanes + task % kLanes, token = nth - 1;
             const int source = rail.rank_in(rail.node_at(1 + turn));
             const unsigned long long word = rail.wait_to_tell(rail.entered(source), source, GpuPhase::kRailEntry, rail.c.timeout_ns);
-            if (word != 0 && token < 0) rail.tell_entered(source, word);
             const bool is_same = ((word ^ flag) >> kValueBitsOfFlag) == 0;
+            if (word != 0 && token < 0) rail.tell_entered(source, word);
+            if (word != 0) tell_counts(source, word, is_same, nth);
             if (is_same && token >= 0 && token < LowLatencyWhat::value_in(word)) tell_row(source, token, flag);
             if (word == 0 && gave_up(rail.c)) fail();
         }
@@ -130,6 +146,20 @@ private:
     // No combine may go along the handle: it does not say which ranks have which rows.
     __device__ void fail() const {
         *reinterpret_cast<unsigned long long*>(p.handle + LowLatencyHandleLayout(rail.c.config).failed) = rail.call ^ rail.c.failed;
+    }
+
+    // Of the nth thread for this source. Where it does something else, there are none, but the words say so.
+    __device__ void tell_counts(int source, unsigned long long word, bool is_same, int nth) const {
+        const unsigned long long told = word - LowLatencyWhat::value_in(word);
+        const int num_local = rail.c.config.num_local_experts, step = num_tasks(rail.r) / (rail.r.num_nodes - 1);
+        const unsigned masks = masks_of(rail.c);
+#pragma unroll 1
+        for (int expert = nth; expert < rail.experts_of_node(); expert += step) {
+            const int to = rail.first_rank() + expert / num_local;
+            if ((masks >> to & 1) == 0)
+                store_relaxed(Turn(rail.c, to, rail.call).counts(source) + expert % num_local,
+                              told + (is_same ? rail.counts(source)[expert] : 0));
+        }
     }
 
     // Which ranks of this node have it goes to the handle, as this rank will add up what they make of it.
@@ -147,37 +177,25 @@ private:
         if (word >> kWhatBits > rail.call) report_what(rail.c, flag, word, source);
         if (word >> kWhatBits != rail.call && gave_up(rail.c)) fail();
         if (word >> kWhatBits != rail.call) return;
+        const unsigned masks = masks_of(rail.c);
         fence_system();
 #pragma unroll 1
-        for (unsigned rest = ranks; rest != 0; rest &= rest - 1) {
-            const int to = rail.first_rank() + __ffs(rest) - 1;
-            if (!is_masked(rail.c, to)) store_relaxed(Turn(rail.c, to, rail.call).landed(source, token), flag);
-        }
+        for (unsigned rest = ranks & ~(masks >> rail.first_rank()); rest != 0; rest &= rest - 1)
+            store_relaxed(Turn(rail.c, rail.first_rank() + __ffs(rest) - 1, rail.call).landed(source, token), flag);
     }
 };
 
-// As WorkspaceWords, of ranks of all nodes: a word of one outside announces what lies in the memory of its rail's rank here.
+// As WorkspaceWords, of ranks of all nodes: a word of one outside announces the lanes that lie in the memory of its rail's rank here.
 struct RailWords {
-    static constexpr bool kAcquires = true;
     const RailCall rail;
-    const WorkspaceWords here;
-
-    __device__ explicit RailWords(const RailCall& rail) : rail(rail), here{rail.c, rail.call} {}
-    __device__ const unsigned long long* entered(int source) const { return here.entered(source); }
-    __device__ const unsigned long long* telling(int i) const {
-        return rail.is_outside(source_of(i)) ? here.entered(source_of(i)) : here.telling(i);
-    }
-    __device__ int told(int i, unsigned long long word) const {
-        const int source = source_of(i), num_local = rail.c.config.num_local_experts;
-        return rail.is_outside(source) ? rail.counts(source)[rail.r.index * num_local + i % num_local] : here.told(i, word);
-    }
+    __device__ const unsigned long long* entered(int source) const { return Turn(rail.c, rail.c.rank, rail.call).entered(source); }
     __device__ static unsigned long long look(const unsigned long long* word) { return load_acquire(word); }
+    __device__ unsigned long long wait(const unsigned long long* word, int source) const {
+        return rail.wait(word, source, GpuPhase::kEntry, rail.c.timeout_ns);
+    }
     __device__ void keep_reason(int source, unsigned long long word) const {
         if (rail.is_outside(source) && LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) rail.keep_reason(source);
     }
-
-private:
-    __device__ int source_of(int i) const { return i / rail.c.config.num_local_experts; }
 };
 
 // As long as a row's rank may wait for one of its own node first, and then tell.

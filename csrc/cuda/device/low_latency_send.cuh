@@ -26,6 +26,7 @@ struct NobodyOutside {
     static constexpr bool kIsAny = false;
     const LowLatencyContext& c;
     __device__ int first_rank() const { return 0; }
+    __device__ int num_nodes() const { return 1; }
     __device__ int num_ranks() const { return c.config.num_ranks; }
     __device__ unsigned reached(unsigned masks) const { return ~masks; }
 };
@@ -34,6 +35,7 @@ struct NobodyOutside {
 template <DType kType, bool kQuantized, class Outside>
 struct Sender {
     static constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32, kStagingThreads = SendShared::kStagingThreads;
+    static constexpr int kTokensOfTelling = 2;          // are sent while a block tells one node or rank
     static constexpr int kColumns = 16;                 // that become a piece, of a row that is quantized
     static constexpr int kPieces = kQuantized ? 1 : 2;  // of a row, of a thread at once
     static constexpr int kStagedPieces = kPieces * kStagingThreads;
@@ -90,13 +92,13 @@ private:
             if (!accepted && threadIdx.x == 0) fail();
             send_counts(blockIdx.x, accepted);
         } else if (block < p.num_tokens) {
-            send_rows(block, static_cast<int>(gridDim.x) - config.num_ranks, FirstMarks(c, p), false);
+            send_rows(block, FirstMarks(c, p), false);
         }
     }
 
-    // A block that has told a node or a rank takes the tokens that are left when all others have one.
+    // A block that has told a node or a rank takes the tokens that are left when all others have some, which takes them as long.
     __device__ void send_by_turns() const {
-        const int num_outside = outside.num_nodes() - 1, num_tasks = num_outside + outside.num_ranks(), step = static_cast<int>(gridDim.x);
+        const int num_outside = outside.num_nodes() - 1, num_tasks = this->num_tasks(), step = static_cast<int>(gridDim.x);
         const FirstMarks experts(c, p);
         const bool tells = static_cast<int>(blockIdx.x) < num_tasks;
         bool accepted = true;
@@ -116,8 +118,18 @@ private:
             }
         }
         if (!accepted) return;  // those that do not know send rows that nobody takes
-        const int first = (static_cast<int>(blockIdx.x) - num_tasks) % step;
-        send_rows(first < 0 ? first + step : first, step, experts, tells);
+        send_rows(tells ? num_ahead() + blockIdx.x : blockIdx.x - num_tasks, experts, tells);
+    }
+
+    // Of telling.
+    __device__ int num_tasks() const { return outside.num_nodes() - 1 + outside.num_ranks(); }
+    // Blocks that only send rows, and their tokens before a block that tells takes one.
+    __device__ int num_others() const { return max(0, static_cast<int>(gridDim.x) - num_tasks()); }
+    __device__ int num_ahead() const { return kTokensOfTelling * num_others(); }
+    __device__ int next(int token) const {
+        if constexpr (!Outside::kIsAny) return token + static_cast<int>(gridDim.x) - config.num_ranks;
+        if (token + num_others() < num_ahead()) return token + num_others();
+        return token < num_ahead() ? num_ahead() + static_cast<int>(blockIdx.x) : token + static_cast<int>(gridDim.x);
     }
 
     // No combine may go along the handle: what a block has not received it has not placed.
@@ -166,10 +178,10 @@ public:
 private:
     // Of a token, what crosses first, as it has the longer way. The head before the row: by the time that the row has come, its receiver
     // knows where it belongs. All places are worked out while the first token's columns are on their way, unless they are already.
-    __device__ void send_rows(int first, int step, const FirstMarks& experts, bool knows_places) const {
+    __device__ void send_rows(int first, const FirstMarks& experts, bool knows_places) const {
         int turn = 0;
 #pragma unroll 1
-        for (int token = first; token < p.num_tokens; token += step) {
+        for (int token = first; token < p.num_tokens; token = next(token)) {
             const bool sends_head = warp == kWarps - 1;  // which has no columns
             const Lane own(*this, token, sends_head);
             unsigned ranks = 0;
@@ -178,12 +190,13 @@ private:
                 const Given given(*this, token, begin);
                 if (token == first && begin == 0 && !knows_places) find_places(experts);
                 if (sends_head && begin == 0) shared.ranks[turn] = own.ranks();
-                given.stage(*this, staged(turn));
+                given.stage(*this, staged(turn), token, begin);
                 __syncthreads();
                 if (begin == 0) ranks = shared.ranks[turn];
                 const int count = min(kStagedPieces, num_pieces - begin);
-                if constexpr (Outside::kIsAny)
-                    outside.send_pieces(*this, token, ranks, staged(turn), begin, count, begin + count == num_pieces);
+                if constexpr (Outside::kIsAny) {
+                    if (begin + count == num_pieces) outside.put(*this, token, ranks);
+                }
                 if (sends_head && begin == 0) send_head(token, own, ranks);
                 const int first_part = begin / kLinePieces * kPartsOfLine;
                 staged(turn).push(c, outside.first_rank(), outside.num_ranks(), ranks, count, kQuantized, flag,
@@ -209,7 +222,7 @@ private:
 
         __device__ Lane(const Sender& s, int token, bool is_any) {
             if (!is_any) return;
-            masks = __shfl_sync(kFullWarp, *static_cast<volatile unsigned*>(&s.c.state->masks), 0);  // the same for all lanes
+            masks = __shfl_sync(kFullWarp, masks_of(s.c), 0);  // the same for all lanes
             reached = s.outside.reached(masks);
             if (s.lane >= s.config.num_topk) return;
             const int64_t at = static_cast<int64_t>(token) * s.config.num_topk + s.lane, chosen = expert_at(s.p, at);
@@ -256,7 +269,7 @@ private:
             }
         }
 
-        __device__ void stage(const Sender& s, Staged& staged) const {
+        __device__ void stage(const Sender& s, Staged& staged, int token, int begin) const {
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
                 uint4 value = raw[i][0];
@@ -268,8 +281,14 @@ private:
                     const Fp8Block block(largest_of<kPiecesOfBlock>(x), s.p.what.is_rounded);
                     value = block.store(x).raw;
                     if (i < num && at % kPiecesOfBlock == 0) staged.scales[at / kPiecesOfBlock] = block.scale;
+                    if constexpr (Outside::kIsAny) {
+                        if (i < num && at % kPiecesOfBlock == 0) s.outside.keep_scale(s, token, (begin + at) / kPiecesOfBlock, block.scale);
+                    }
                 }
                 if (i < num) staged.pieces[at] = value;
+                if constexpr (Outside::kIsAny) {
+                    if (i < num) s.outside.keep_piece(s, token, begin + at, value);
+                }
             }
         }
     };

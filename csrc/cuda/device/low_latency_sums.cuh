@@ -6,19 +6,37 @@
 
 namespace deepep_moe {
 
+// In shared memory: the ranks of this node that have a sum of a token, in their order, and where these lie here.
+struct TokenSums {
+    int num;
+    int ranks[kLowLatencyMaxHostRanks];
+    const uint4* rows[kLowLatencyMaxHostRanks];
+};
+
+// One warp. ranks (bit r: rank r of this node) have a sum of a token of the rank of `node` that has this one's index. It lies where that
+// rank of `node` would have put its own.
+__device__ __forceinline__ void find_sums(const RailCall& rail, int node, int token, unsigned ranks, TokenSums& out) {
+    const int lane = threadIdx.x % 32;
+    if ((ranks >> lane & 1) != 0) {
+        const int nth = __popc(ranks & ((1u << lane) - 1));
+        out.ranks[nth] = rail.first_rank() + lane;
+        out.rows[nth] = Turn(rail.c, rail.c.rank, rail.call).row(node * rail.r.ranks_per_node + lane, token);
+    }
+    if (lane == 0) out.num = __popc(ranks);
+}
+
 template <DType kType>
 struct NodeSums {
     using Values = Piece<kType>;
     static constexpr int kColumns = Values::kCount, kRanksAtOnce = 4;  // whose parts are on their way to the thread that adds them
     using Sum = float[kColumns];
 
-    const RailCall& rail;
     const LowLatencyContext& c;
     const unsigned long long flag;
     const int num_pieces, num_parts;  // of a row
 
-    __device__ NodeSums(const RailCall& rail, unsigned long long flag)
-        : rail(rail), c(rail.c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}
+    __device__ NodeSums(const LowLatencyContext& c, unsigned long long flag)
+        : c(c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}
 
     __device__ static void add(Sum& sum, const uint4& piece) {
         float x[kColumns];
@@ -27,42 +45,33 @@ struct NodeSums {
         for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
     }
 
-    // One warp, each lane its part `i`: adds what `ranks` (bit r: rank r of this node) have of a token of the rank of `node` that has this
-    // one's index, in their order. It lies where that rank of `node` would have put its own. A rank that is masked meanwhile is left out.
-    __device__ void add_ranks(Sum& sum, int node, int token, unsigned ranks, int i) const {
+    // One warp, each lane its part `i`: adds all of a token's, in their order. A rank that is masked meanwhile is left out.
+    __device__ void add_ranks(Sum& sum, const TokenSums& from, int i) const {
 #pragma unroll 1
-        for (unsigned rest = ranks; rest != 0;) {
-            int rank[kRanksAtOnce];
-#pragma unroll
-            for (int n = 0; n < kRanksAtOnce; ++n, rest &= rest - 1) rank[n] = __ffs(rest) - 1;
-            add_parts(sum, node, token, rank, i);
-        }
+        for (int first = 0; first < from.num; first += kRanksAtOnce) add_parts(sum, from, first, i);
     }
 
 private:
-    // rank: -1 where there is none.
-    __device__ void add_parts(Sum& sum, int node, int token, const int (&rank)[kRanksAtOnce], int i) const {
-        const Turn own(c, c.rank, rail.call);
-        const auto place = [&](int n) {
-            return rank[n] >= 0 && i < num_parts ? own.row(node * rail.r.ranks_per_node + rank[n], token) + i : nullptr;
-        };
+    __device__ void add_parts(Sum& sum, const TokenSums& from, int first, int i) const {
+        const int num = from.num - first;
+        const auto place = [&](int n) { return n < num && i < num_parts ? from.rows[first + n] + i : nullptr; };
         Parts<kRanksAtOnce> parts;
         unsigned here = 0;
         const auto done = [&](bool masks_too) {
             parts.load(place);
             here = parts.here(place, flag);
             unsigned given_up = 0;
-#pragma unroll
-            for (int n = 0; n < kRanksAtOnce; ++n)
-                given_up |= static_cast<unsigned>(masks_too && rank[n] >= 0 && is_masked(c, rail.first_rank() + rank[n])) << n;
+            if (masks_too)
+                for (int n = 0; n < min(num, kRanksAtOnce); ++n)
+                    given_up |= static_cast<unsigned>(is_masked(c, from.ranks[first + n])) << n;
             return (here | __reduce_or_sync(kFullWarp, given_up)) == parts.kAll;
         };
         const bool is_done = look_until(c, done);
 #pragma unroll
         for (int n = 0; n < kRanksAtOnce; ++n) {
-            if (rank[n] >= 0 && (here >> n & 1) != 0) add(sum, parts.values[n]);
+            if (n < num && (here >> n & 1) != 0) add(sum, parts.values[n]);
             if (!is_done && (here >> n & 1) == 0 && threadIdx.x % 32 == 0)
-                mask_or_report(c, rail.first_rank() + rank[n], GpuPhase::kCombineRows, rail.call, 0);
+                mask_or_report(c, from.ranks[first + n], GpuPhase::kCombineRows, flag >> kWhatBits, 0);
         }
     }
 };

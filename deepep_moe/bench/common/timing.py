@@ -15,7 +15,7 @@ WARMUP = 3  # calls that are made first and not counted
 _SLEEP_US = 1000.0  # the device sleeps while the host reaches the first launch of the call
 _LEAD_S = 1e-3  # ranks agree on a start that is this far ahead
 _SHARED_LEAD_S = 2e-3  # of ranks that share a GPU
-_SLEEP_CYCLES = 2_000_000  # about a millisecond, while their hosts reach the first launch
+SLEEP_CYCLES = 2_000_000  # about a millisecond, while their hosts reach the first launch
 _MAX_MARKS = 4  # in one call
 _QUEUED = 20  # calls that wait on the device for their turn
 
@@ -209,7 +209,7 @@ def from_one_moment(call: Callable[[], Any]) -> tuple[float, float]:
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)
     while time.monotonic() < moment.item():
         pass
-    torch.cuda._sleep(_SLEEP_CYCLES)
+    torch.cuda._sleep(SLEEP_CYCLES)
     start.record()
     began = time.perf_counter()
     result = call()

@@ -1,10 +1,11 @@
 """Benchmark of low-latency calls over nodes: how long kernels hold SMs in each half of a call, where the network's time is not theirs.
 
 Ranks are processes of this host that share its GPUs, nodes are virtual. Kernels post what they would put, and one behind them puts it as
-network cards of `--network-gbps` would (0: kernels put themselves, which over NVLink is a copy by the warp that puts). The half that
-receives is called once all rows have arrived, so its kernel waits for nothing. "kernel" is the time of a half's kernels by PyTorch's
-profiler, "wall" that of a whole call from a moment at which the streams of all ranks reach it, "host" that of the thread that makes it.
-Times are of the rank with the largest median. Dispatch and combine are checked to the bit first.
+network cards of `--network-gbps` would. With 0 kernels put themselves, which over NVLink is a copy by the warp that puts, and whole calls
+are timed as well: kernels that wait leave no room for one that plays a network. The half that receives is called once all rows have arrived. The ranks take turns to be timed, behind the others, so that a rank neither waits for one
+nor shares the GPU's memory with it. "kernel" is the time of a half's kernels by PyTorch's profiler, "wall" that of a whole call from a
+moment at which the streams of all ranks reach it, "host" that of the thread that makes it. Times are of the slowest rank of each round.
+Dispatch and combine are checked to the bit first.
 
 The kernels of several processes run side by side under MPS only (`nvidia-cuda-mps-control -d`, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE); the
 same calls of the backend `nvlink`, all ranks one node, are timed in the same run.
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from deepep_moe import LowLatencyBuffer
 from deepep_moe.bench.common.records import record, write_json
-from deepep_moe.bench.common.timing import WARMUP, from_one_moment, slowest
+from deepep_moe.bench.common.timing import SLEEP_CYCLES, WARMUP, from_one_moment, slowest
 from deepep_moe.bench.common.workload import Inputs, Shape, make_inputs
 from deepep_moe.bench.low_latency.operations import LowLatencyOperation, operations, verify
 from deepep_moe.testing import run_ranks
@@ -32,7 +33,6 @@ from deepep_moe.testing import run_ranks
 _TIMEOUT_S = 10.0  # of a call; ranks that cannot run side by side wait for each other that long
 _NETWORK = "rail_deliver"  # the kernel that plays it
 _MARK = "sin_kernel"
-_BLOCKS_OF_NETWORK = 8  # that calls leave free where they wait for it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--num-topk", type=int, default=8)
     parser.add_argument("--network-gbps", type=float, default=50.0, help="GB/s of the network card of a rank; 0: kernels put themselves")
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--halves", action="store_true", help="no whole calls, in which kernels wait beside the network's")
+    parser.add_argument("--repeats", type=int, default=30, help="times of each rank")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -68,6 +67,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[dict
         everyone = [make_inputs(shape, options.num_tokens, source, device) for source in range(num_ranks)]
         sizes = options.num_tokens, options.hidden, options.num_experts, options.num_topk
         buffer = LowLatencyBuffer(None, *sizes, backend=backend, ranks_per_node=per_node, timeout_s=_TIMEOUT_S)
+        gate = Gate(rank, num_ranks, device)
         calls = operations(buffer, shape, everyone, rank)
         for operation in calls:
             verify(operation)
@@ -75,24 +75,26 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[dict
         buffer.check()
         dist.barrier()
         if backend == "nvshmem" and options.network_gbps > 0:
-            _native(buffer).play_network(options.network_gbps)
-            _native(buffer).num_blocks -= 0 if options.halves else _BLOCKS_OF_NETWORK
+            backend_of_call: Any = buffer._backend
+            backend_of_call._native.play_network(options.network_gbps)
         for operation in calls:
-            records += _records(buffer, operation, shape, everyone[rank], options, hardware)
+            records += _records(buffer, gate, operation, shape, everyone[rank], options, hardware)
+        gate.buffer.destroy()
         buffer.destroy()
     return records
 
 
-def _native(buffer: LowLatencyBuffer) -> Any:
-    backend: Any = buffer._backend
-    return backend._native
-
-
 def _records(
-    buffer: LowLatencyBuffer, operation: LowLatencyOperation, shape: Shape, mine: Inputs, options: argparse.Namespace, hardware: str
+    buffer: LowLatencyBuffer,
+    gate: "Gate",
+    operation: LowLatencyOperation,
+    shape: Shape,
+    mine: Inputs,
+    options: argparse.Namespace,
+    hardware: str,
 ) -> list[dict[str, Any]]:
     backend = buffer.backend
-    kernels, spans, host_us = _halves(operation, options.repeats)
+    kernels, spans, host_us = _halves(gate, operation, options.repeats)
     settings = {"backend": backend, "num_ranks": shape.num_ranks, "dtype": operation.dtype, "layout": "expert"}
     settings |= {name: getattr(options, name) for name in ("num_tokens", "hidden", "num_topk", "num_experts")}
     assert shape.ranks_per_node is not None
@@ -109,7 +111,7 @@ def _records(
             "kernels_us": {k: statistics.median(v) for k, v in times.items()},
         }
         made.append(record(operation.op, settings, spans[half], 0, baseline=None, baseline_times=[], **more, **extra))
-    if options.halves:
+    if options.network_gbps > 0:
         return made
     wall_us, whole_host_us = _whole(operation, options.repeats)
     extra = {"half": "whole", "us_host": statistics.median(whole_host_us), "kernels_us": {}}
@@ -120,32 +122,63 @@ def _records(
 _ByHalf = dict[str, list[float]]
 
 
-def _halves(operation: LowLatencyOperation, repeats: int) -> tuple[dict[str, _ByHalf], _ByHalf, _ByHalf]:
-    """Return by half the times of each kernel, from the start of the first to the end of the last, both of the rank that takes longest,
+class Gate:
+    """What all streams pass within a few microseconds of each other, however far apart their hosts are: a call of one token."""
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device):
+        self.rank, self.num_ranks = rank, num_ranks
+        self.buffer = LowLatencyBuffer(None, 1, 128, num_ranks, num_ranks, backend="nvlink", timeout_s=_TIMEOUT_S)
+        self._x = torch.zeros(1, 128, dtype=torch.bfloat16, device=device)
+        self._everyone = torch.arange(num_ranks, device=device)[None]
+        self._mark = torch.zeros(1, device=device)
+
+    def open(self, last: int) -> None:
+        """Collective. Rank `last` follows when the others have done what comes next. Returns well before the stream has passed."""
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        self.buffer.dispatch(self._x, self._everyone)
+        if self.rank == last:
+            torch.cuda._sleep(SLEEP_CYCLES // 2)
+        self.mark()
+
+    def own(self, of_turns: list[float]) -> list[float]:
+        """Return what belongs to turns in which this rank was last."""
+        return of_turns[self.rank :: self.num_ranks]
+
+    def mark(self) -> None:
+        """Begin or end what is timed, with a kernel of PyTorch."""
+        self._mark.sin_()
+
+
+def _halves(gate: Gate, operation: LowLatencyOperation, repeats: int) -> tuple[dict[str, _ByHalf], _ByHalf, _ByHalf]:
+    """Return by half the times of each kernel, from the start of the first to the end of the last, both of the slowest rank of each round,
     and of the host; all microseconds."""
     host_us: dict[str, list[float]] = {"send": [], "receive": []}
-    mark = torch.zeros(1, device="cuda")
-    for _ in range(WARMUP):
-        operation.check(_in_halves(operation, {"send": [], "receive": []}, mark))
+    for turn in range(WARMUP):
+        operation.check(_in_halves(gate, turn, operation, {"send": [], "receive": []}))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            _in_halves(operation, host_us, mark)
+        for turn in range(repeats * gate.num_ranks):
+            _in_halves(gate, turn, operation, host_us)
     kernels, spans = by_half(profile.events() or ())
-    longest = {half: {name: slowest(us) for name, us in of_half.items()} for half, of_half in kernels.items()}
-    return longest, {half: slowest(us) for half, us in spans.items()}, host_us
+    longest = {half: {name: slowest(gate.own(us)) for name, us in of_half.items()} for half, of_half in kernels.items()}
+    return longest, {half: slowest(gate.own(us)) for half, us in spans.items()}, host_us
 
 
 def by_half(events: Iterable[Any]) -> tuple[dict[str, _ByHalf], _ByHalf]:
     """Return by half the times of each of our kernels, and the spans from the start of the first to the end of the last: a kernel may start
-    while the one before it still runs. `events`: of the profiler, in which a marking kernel ends each half; the network's is none of it."""
+    while the one before it still runs. `events`: of the profiler, in which marking kernels begin and end each half; the network's is none
+    of it."""
     kernels: dict[str, _ByHalf] = {"send": defaultdict(list), "receive": defaultdict(list)}
     spans: _ByHalf = {"send": [], "receive": []}
-    half, begin, end = "send", math.inf, 0.0
+    num_marks, begin, end = 0, math.inf, 0.0
     for event in sorted(events, key=lambda event: event.time_range.start):
+        half = "send" if num_marks % 4 < 2 else "receive"
         if _MARK in event.name:
-            spans[half].append(end - begin)
-            half, begin, end = "receive" if half == "send" else "send", math.inf, 0.0
-        elif (name := _short(event.name)) not in ("", _NETWORK):
+            if num_marks % 2 != 0:
+                spans[half].append(end - begin)
+            num_marks, begin, end = num_marks + 1, math.inf, 0.0
+        elif num_marks % 2 != 0 and (name := _short(event.name)) not in ("", _NETWORK):
             kernels[half][name].append(event.time_range.elapsed_us())
             begin, end = min(begin, event.time_range.start), max(end, event.time_range.end)
     return kernels, spans
@@ -157,20 +190,18 @@ def _short(name: str) -> str:
     return told[1] if told else ""
 
 
-def _in_halves(operation: LowLatencyOperation, host_us: dict[str, list[float]], mark: torch.Tensor) -> Any:
-    """All ranks send, all rows arrive, all ranks receive; kernels on `mark` end the halves. Returns the result."""
-    torch.cuda.synchronize()
-    dist.barrier()
+def _in_halves(gate: Gate, turn: int, operation: LowLatencyOperation, host_us: dict[str, list[float]]) -> Any:
+    """All ranks send, all rows arrive, all ranks receive; one rank after the others, by turns. Returns the result."""
+    gate.open(turn % gate.num_ranks)
     began = time.perf_counter()
     result, hook = operation.send()
     host_us["send"].append(1e6 * (time.perf_counter() - began))
-    torch.cuda.synchronize()
-    dist.barrier()
-    mark.sin_()
+    gate.mark()
+    gate.open(turn % gate.num_ranks)
     began = time.perf_counter()
     hook()
     host_us["receive"].append(1e6 * (time.perf_counter() - began))
-    mark.sin_()
+    gate.mark()
     torch.cuda.synchronize()
     return result
 
