@@ -1,8 +1,8 @@
 """Train with experts in bf16 and in fp8, from several seeds, and compare the loss curves.
 
 python examples/megatron/fp8_curves.py --device cuda --num-ranks 1 --json runs/fp8.json
-python examples/megatron/fp8_curves.py --device cuda --num-ranks 2 --share-gpus ...    # two ranks on one GPU
-python examples/megatron/fp8_curves.py --rounding ...    # and bf16 with each expert's product on its own: what rounding alone does
+python examples/megatron/fp8_curves.py --device cuda --num-ranks 2 --share-gpus --backend nvlink ...    # two ranks on one GPU
+python examples/megatron/fp8_curves.py --nudged ...    # and bf16 with a learning rate a millionth larger: what chance alone does
 
 Other options are those of train.py, for both runs. The loss at the end is the mean over the last steps. It must be as near to that of bf16
 as --tolerance says, and every loss must be finite; else the exit code is 1.
@@ -27,12 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 
 import launch
 
-_ROUNDING = "bf16, one by one"
-_EXPERTS: dict[str, dict[str, Any]] = {
-    "bf16": {"fp8_experts": False},
-    "fp8": {"fp8_experts": True},
-    _ROUNDING: {"fp8_experts": False, "grouped_experts": False, "sync_free": False},
-}
+_NUDGED = "bf16, nudged"
 _DEFAULTS = ["--grouped-experts", "--dtype", "bf16", "--expert-width", "128", "--lr", "1e-3", "--steps", "300", "--gate"]
 
 
@@ -42,7 +37,7 @@ def _arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Nam
     parser.add_argument("--window", type=int, default=30, help="steps whose mean loss is compared, at the end and all along")
     parser.add_argument("--tolerance", type=float, default=0.005, help="relative difference of the loss at the end")
     parser.add_argument("--json", type=Path, default=Path("runs/fp8_curves.json"))
-    parser.add_argument("--rounding", action="store_true", help="train a third time, in bf16 with other products")
+    parser.add_argument("--nudged", action="store_true", help="train a third time, in bf16 with a learning rate a millionth larger")
     own, others = parser.parse_known_args(argv)
     arguments, settings = train.settings_of([*_DEFAULTS, *others])
     if not 0 < own.window <= settings.steps:
@@ -70,24 +65,30 @@ def compare(exact: list[float], ours: list[float], window: int) -> dict[str, Any
 
 
 def _train(own: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings, record: dict[str, Any]) -> None:
-    """Train both from each seed, and write the record whenever a seed is done."""
+    """Train each from each seed, and write the record whenever a run is done."""
     for seed in own.seeds:
         curves = {}
-        for name, experts in _EXPERTS.items():
-            if name == _ROUNDING and not own.rounding:
-                continue
-            [result] = train.run_all([dataclasses.replace(settings, seed=seed, **experts)], arguments)
+        experts = {"bf16": {"fp8_experts": False}, "fp8": {"fp8_experts": True}}
+        if own.nudged:
+            experts[_NUDGED] = {"fp8_experts": False, "lr": settings.lr * (1 + 1e-6)}
+        for name, options in experts.items():
+            [result] = train.run_all([dataclasses.replace(settings, seed=seed, **options)], arguments)
             if launch.is_reporting():
                 curves[name] = result.losses
                 record["runs"].append({"seed": seed, "experts": name, "seconds": result.seconds, "losses": result.losses})
+                _write(own, record)
         if launch.is_reporting():
             found = compare(curves["bf16"], curves["fp8"], own.window)
-            if own.rounding:
-                found["rounding_at_end"] = compare(curves["bf16"], curves[_ROUNDING], own.window)["difference_at_end"]
+            if own.nudged:
+                found["nudged_at_end"] = compare(curves["bf16"], curves[_NUDGED], own.window)["difference_at_end"]
             record["compared"].append({"seed": seed} | found)
             record["is_near"] = all(each["all_finite"] and abs(each["difference_at_end"]) <= own.tolerance for each in record["compared"])
-            own.json.parent.mkdir(parents=True, exist_ok=True)
-            own.json.write_text(json.dumps(record, indent=1) + "\n")
+            _write(own, record)
+
+
+def _write(own: argparse.Namespace, record: dict[str, Any]) -> None:
+    own.json.parent.mkdir(parents=True, exist_ok=True)
+    own.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _new_record(own: argparse.Namespace, arguments: argparse.Namespace, settings: worker.Settings) -> dict[str, Any]:
@@ -118,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'seed':>6}{'bf16':>10}{'fp8':>10}{'at the end':>12}{'at most':>10}")
     for each in record["compared"]:
         losses = f"{each['bf16_at_end']:10.4f}{each['fp8_at_end']:10.4f}"
-        rounding = f"   rounding alone {each['rounding_at_end']:.2%}" if own.rounding else ""
-        print(f"{each['seed']:6}{losses}{each['difference_at_end']:12.2%}{each['largest_difference']:10.2%}{rounding}")
+        chance = f"   nudged bf16 {each['nudged_at_end']:.2%}" if own.nudged else ""
+        print(f"{each['seed']:6}{losses}{each['difference_at_end']:12.2%}{each['largest_difference']:10.2%}{chance}")
     print(f"loss curves are {'near' if record['is_near'] else 'NOT near'} each other; wrote {own.json}")
     return 0 if record["is_near"] else 1
 

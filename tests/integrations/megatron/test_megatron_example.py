@@ -102,7 +102,7 @@ def test_curves_of_fp8_and_bf16(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", str(EXAMPLE / "fp8_curves.py"), "--steps", "8", "--window", "4", "--seeds", "1", "2"]
     for tolerance, code in ((0.01, 0), (0.0, 1)):
-        how = ["--num-ranks", "1", "--micro-batches", "2", "--tolerance", str(tolerance), "--json", str(tmp_path / "curves.json")]
+        how = ["--num-ranks", "1", "--micro-batches", "2", "--nudged", "--tolerance", str(tolerance), "--json", str(tmp_path / "curves.json")]
         done = subprocess.run([*command, *how], capture_output=True, text=True, env=environment, timeout=800)
         assert done.returncode == code, done.stdout + done.stderr
         assert ("curves are near" in done.stdout) == (code == 0)
@@ -110,8 +110,9 @@ def test_curves_of_fp8_and_bf16(tmp_path):
         if code == 0:
             record = json.loads((tmp_path / "curves.json").read_text())
             assert [(run["seed"], run["experts"], len(run["losses"])) for run in record["runs"]] == [
-                (seed, experts, 8) for seed in (1, 2) for experts in ("bf16", "fp8")
+                (seed, experts, 8) for seed in (1, 2) for experts in ("bf16", "fp8", "bf16, nudged")
             ]
+            assert all(0 < abs(each["nudged_at_end"]) < 0.01 for each in record["compared"])
             assert record["is_near"] and record["micro_batches"] == 2 and record["runs"][0]["losses"] != record["runs"][1]["losses"]
 
 
