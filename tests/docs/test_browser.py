@@ -1,0 +1,83 @@
+"""The documentation site and the pages of runs in a real browser, of a desktop and of a phone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser import Browser, find_chrome
+from questions import QUESTIONS
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "benchmarks" / "results"
+WIDTHS = {"desktop": 1280, "phone": 390}
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not find_chrome(), reason="no Chromium or Chrome on this machine")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser(find_chrome()) as opened:
+        yield opened
+
+
+def found_by(browser: Browser, site: Path, query: str) -> list[str]:
+    """Return the pages that the site's search lists for it, in their order."""
+    links = "[...document.querySelectorAll('.md-search-result__item > a')]"
+    for typed, is_done in (("", f"{links}.length === 0"), (query, f"{links}.length > 0")):
+        browser.value(f"""(() => {{
+            const input = document.querySelector(".md-search__input");
+            input.focus();
+            input.value = {typed!r};
+            input.dispatchEvent(new KeyboardEvent("keyup", {{bubbles: true}}));
+        }})()""")
+        browser.wait(is_done)
+    paths = browser.value(f"{links}.map(link => new URL(link.href).pathname)")
+    return list(dict.fromkeys(path.removeprefix(f"{site}/") for path in paths))
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_pages_fit_and_complain_of_nothing(site, browser, width):
+    pages = [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]  # which is served from the root of a host
+    assert len(pages) > 50
+    found = {}
+    for page in pages:
+        browser.open(page, width)
+        widest, pictures = browser.value(
+            "[document.documentElement.scrollWidth, [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)]"
+        )
+        if browser.complaints or widest > width or pictures:
+            found[str(page.relative_to(site))] = (widest, pictures, list(browser.complaints))
+    assert not found
+
+
+def test_search(site, browser):
+    browser.open(site / "index.html", WIDTHS["desktop"])
+    lost = {}
+    for question, first, second, page in QUESTIONS:
+        tries = {query: found_by(browser, site, query)[:3] for query in (first, second)}
+        if not any(page in found for found in tries.values()):
+            lost[question] = tries
+    assert not lost and not browser.complaints
+
+
+def test_page_of_a_run(browser, tmp_path):
+    """A benchmark's page, and two of them side by side."""
+    for name in ("a", "b"):
+        command = [sys.executable, "-m", "deepep_moe.bench", "model", "--report", str(tmp_path / f"{name}.html")]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    pages = [str(tmp_path / f"{name}.html") for name in ("a", "b", "both")]
+    subprocess.run([sys.executable, "-m", "deepep_moe.bench", "compare", *pages[:2], "--out", pages[2]], check=True, capture_output=True)
+    for page in pages:
+        for width in WIDTHS.values():
+            browser.open(Path(page), width)
+            assert browser.value("document.documentElement.scrollWidth") <= width and not browser.complaints, page
+            assert len(browser.value("document.body.innerText")) > 500
+
+
+def test_complaints_are_heard(browser, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("<script>console.error('an error'); null.x</script><img src='nowhere.png'>")
+    browser.open(page, 390)
+    told = " ".join(browser.complaints)
+    assert "an error" in told and "TypeError" in told and "ERR_FILE_NOT_FOUND" in told

@@ -1,0 +1,28 @@
+"""What readers of the documentation look for."""
+
+QUESTIONS = [  # of a reader; what he types first, and if that does not help; the page
+    ("How do I install it?", "install", "pip install nvcc", "install.html"),
+    ("How do I use it with Megatron?", "megatron", "moe flex dispatcher backend", "megatron.html"),
+    ("How do I use it with DeepSpeed?", "deepspeed", "ds_config", "deepspeed.html"),
+    ("How do I use it in my own layer?", "tutorial layer", "pytorch layer", "guide.html"),
+    ("How do I use it with a Hugging Face model?", "hugging face", "transformers mixtral", "huggingface.html"),
+    ("What moves in an exchange?", "step by step", "exchange tutorial", "steps.html"),
+    ("How do I see messages or metrics?", "logging", "tensorboard metrics", "watch.html"),
+    ("How do I decode small batches?", "decode", "small batches", "inference.html"),
+    ("How do I overlap two micro-batches?", "overlap micro-batches", "overlap", "design/overlap.html"),
+    ("How do I run on several hosts?", "several hosts", "several nodes", "multi_node.html"),
+    ("How do I come from DeepEP?", "deepep", "import deep_ep", "coming_from_deepep.html"),
+    ("How do I come from all-to-all?", "all-to-all", "migrate", "coming_from_deepep.html"),
+    ("How do I make it faster?", "faster", "num_sms setting", "tuning.html"),
+    ("What does EPTimeoutError mean?", "EPTimeoutError", "timeout error", "troubleshoot.html"),
+    ("What does this message mean?", "ranks make different calls", "message", "troubleshoot.html"),
+    ("How long does a rank wait?", "deadline", "how long wait", "troubleshoot.html"),
+    ("What can this machine run?", "doctor", "machine run", "doctor.html"),
+    ("Which backend is chosen?", "backend auto", "which backend", "backends.html"),
+    ("How fast is it?", "benchmark", "measured", "benchmarks.html"),
+    ("Which cores belong to which GPU?", "numa", "bind ranks", "topology.html"),
+    ("What does `Buffer.dispatch` take?", "buffer dispatch", "Buffer", "api/buffer.html"),
+    ("How does the sum of combine round?", "combine rounding", "contract combine", "design/contract.html"),
+    ("What is a handle?", "handle glossary", "glossary", "glossary.html"),
+    ("What changed?", "changelog", "first release", "changelog.html"),
+]
