@@ -70,8 +70,7 @@ struct Finisher {
                 meet_rail();
             __syncthreads();
 #pragma unroll 1
-            for (int n = 0; n < kWarps - 1 && first + n * step < end; ++n)
-                add_up(shared().tasks[n]);
+            for (int n = 0; n < kWarps - 1 && first + n * step < end; ++n) add_up(shared().tasks[n]);
             __syncthreads();
         }
     }

@@ -34,7 +34,8 @@ struct RailPuts : RailCall {
     __device__ void deliver(int node, int64_t nth, int64_t row_bytes) const {
         const LowLatencyPost post = *post_of(node, nth);
         if (post.flag >> kWhatBits != call) return;
-        const Put what = nth == r.layout.num_tokens ? message_of(node, post.bytes) : row_of(node, static_cast<int>(nth), post.from, row_bytes);
+        const Put what =
+            nth == r.layout.num_tokens ? message_of(node, post.bytes) : row_of(node, static_cast<int>(nth), post.from, row_bytes);
         auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
         if (what.bytes != 0)
             nvshmemx_putmem_signal_nbi_block(own() + what.to, own() + what.from, what.bytes, word, post.flag, NVSHMEM_SIGNAL_SET,

@@ -213,7 +213,8 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     """Write the files and print the tables. Return the exit code."""
     report.write_metrics(results, arguments.out / "metrics.jsonl")
     about = {"hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(), "torch": torch.__version__}
-    about |= {name: getattr(arguments, name) for name in ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width", "max_sms")}
+    names = ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width", "max_sms")
+    about |= {name: value for name in names if (value := getattr(arguments, name)) is not None}
     report.write_summary(results, arguments.out / "summary.json", op="example step", **about)
     report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")

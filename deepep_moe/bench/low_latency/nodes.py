@@ -2,10 +2,12 @@
 
 Ranks are processes of this host that share its GPUs, nodes are virtual. Kernels post what they would put, and one behind them puts it as
 network cards of `--network-gbps` would. With 0 kernels put themselves, which over NVLink is a copy by the warp that puts, and whole calls
-are timed as well: kernels that wait leave no room for one that plays a network. The half that receives is called once all rows have arrived. The ranks take turns to be timed, behind the others, so that a rank neither waits for one
-nor shares the GPU's memory with it. "kernel" is the time of a half's kernels by PyTorch's profiler, "wall" that of a whole call from a
-moment at which the streams of all ranks reach it, "host" that of the thread that makes it. Times are of the slowest rank of each round.
-Dispatch and combine are checked to the bit first.
+are timed as well: kernels that wait leave no room for one that plays a network.
+
+The half that receives is called once all rows have arrived. The ranks take turns to be timed, behind the others, so that a rank neither
+waits for one nor shares the GPU's memory with it. "kernel" is the time of a half's kernels by PyTorch's profiler, "wall" that of a whole
+call from a moment at which the streams of all ranks reach it, "host" that of the thread that makes it. Times are of the slowest rank of
+each round. Dispatch and combine are checked to the bit first.
 
 The kernels of several processes run side by side under MPS only (`nvidia-cuda-mps-control -d`, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE); the
 same calls of the backend `nvlink`, all ranks one node, are timed in the same run.

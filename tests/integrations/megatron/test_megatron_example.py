@@ -102,7 +102,8 @@ def test_curves_of_fp8_and_bf16(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", str(EXAMPLE / "fp8_curves.py"), "--steps", "8", "--window", "4", "--seeds", "1", "2"]
     for tolerance, code in ((0.01, 0), (0.0, 1)):
-        how = ["--num-ranks", "1", "--micro-batches", "2", "--nudged", "--tolerance", str(tolerance), "--json", str(tmp_path / "curves.json")]
+        how = ["--num-ranks", "1", "--micro-batches", "2", "--nudged", "--tolerance", str(tolerance)]
+        how += ["--json", str(tmp_path / "curves.json")]
         done = subprocess.run([*command, *how], capture_output=True, text=True, env=environment, timeout=800)
         assert done.returncode == code, done.stdout + done.stderr
         assert ("curves are near" in done.stdout) == (code == 0)
