@@ -129,7 +129,7 @@ def gate_full(
         TypeError, ValueError: as `gate`; `num_ranks` does not divide the experts.
     """
     defaults: dict[str, Any] = gate.__kwdefaults__  # type: ignore[assignment]
-    if unknown := options.keys() - defaults.keys():
+    if unknown := [name for name in options if name not in defaults]:
         raise TypeError(f"gate_full has no argument {', '.join(sorted(unknown))}; it takes dense, num_ranks, shares, {', '.join(defaults)}")
     options = defaults | options
     native = _native(logits)

@@ -121,6 +121,16 @@ def has_kernels(device: torch.device) -> bool:
     return _grouped_mm() is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@functools.cache
+def _runs_on_cpus() -> bool:
+    one = torch.ones(1, 8, 8, dtype=torch.bfloat16)
+    try:
+        _grouped_mm()(one[0], one, offs=torch.tensor([8], dtype=torch.int32))  # type: ignore[misc]
+    except NotImplementedError:
+        return False
+    return True
+
+
 def why_not_grouped(rows: Tensor, num_columns: int) -> str | None:
     """Return why products of rows [num_rows, in] with weights [num_experts, num_columns, in] are made expert by expert; None if not."""
     if _grouped_mm() is None:
@@ -129,6 +139,8 @@ def why_not_grouped(rows: Tensor, num_columns: int) -> str | None:
         return f"x has dtype {str(rows.dtype).removeprefix('torch.')}; grouped products need bfloat16"
     if any(size * rows.element_size() % _ALIGNMENT for size in (rows.shape[1], num_columns)):
         return f"an expert's matrix has {num_columns} rows and {rows.shape[1]} columns; grouped products need multiples of 8"
+    if not is_gpu(rows.device) and not _runs_on_cpus():
+        return f"PyTorch {torch.__version__} has grouped products for GPUs only; install PyTorch 2.10 or newer"
     if is_gpu(rows.device) and not has_kernels(rows.device):
         return f"{torch.cuda.get_device_name(rows.device)} has no kernel for grouped products; they need a Hopper or Blackwell GPU"
     return None

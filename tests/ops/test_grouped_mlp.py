@@ -127,6 +127,7 @@ def refuse(*_):
     raise AssertionError("the host has read counts that are on the device")
 
 
+@pytest.mark.skipif(not grouped_products._runs_on_cpus(), reason="this PyTorch has no grouped products for CPUs")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("bias", (False, True), ids=("", "bias"))
 def test_counts_that_the_host_does_not_read(case, bias, monkeypatch):
@@ -275,9 +276,12 @@ def test_refusals(message):
 
 def test_reasons_to_go_expert_by_expert(monkeypatch):
     rows = torch.ones(4, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(grouped_products, "_runs_on_cpus", lambda: True)
     assert grouped_products.why_not_grouped(rows, 8) is None
     assert "x has dtype float32; grouped products need bfloat16" in grouped_products.why_not_grouped(rows.float(), 8)
     assert "12 rows and 16 columns; grouped products need multiples of 8" in grouped_products.why_not_grouped(rows, 12)
+    monkeypatch.setattr(grouped_products, "_runs_on_cpus", lambda: False)
+    assert "has grouped products for GPUs only; install PyTorch 2.10 or newer" in grouped_products.why_not_grouped(rows, 8)
     monkeypatch.setattr(grouped_products, "_grouped_mm", lambda: None)
     assert "has no torch.nn.functional.grouped_mm; install PyTorch 2.10 or newer" in grouped_products.why_not_grouped(rows, 8)
 

@@ -20,7 +20,7 @@ from deepep_moe.device import DTYPE_NAMES
 from deepep_moe.errors import EPCapacityError, EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
 from deepep_moe.exchange.backends.base import LAYOUTS, CachedDispatchArgs, Capabilities, CombineArgs, DispatchArgs, Mode, Move, Rows
 from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_difference
-from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops
+from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.rendezvous import Exchange, Introduction, hang_up, is_of_handler
@@ -218,7 +218,7 @@ class CollectiveBackend:
         else:
             destinations, tokens = self._sent(topk_idx)
             sent = destinations.bincount(minlength=s.num_ranks).tolist()
-            ways = _at_once(Step([part[tokens] for part in parts], sent, num_received, True))
+            ways = _at_once(Step(picked(parts, tokens), sent, num_received, True))
         arrived = self._go(ways, "dispatch rows")
         local = arrived[1] - s.rank * s.num_local_experts
         arrived[1] = torch.where((local >= 0) & (local < s.num_local_experts), local, -1)

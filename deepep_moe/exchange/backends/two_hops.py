@@ -21,6 +21,11 @@ from deepep_moe.group.settings import Settings
 _Result = TypeVar("_Result")
 
 
+def picked(parts: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
+    """Return these rows of each, whatever its dtype: PyTorch 2.8 picks no fp8 rows on CPUs."""
+    return [(part.view(torch.uint8) if part.element_size() == 1 else part)[rows.to(part.device)].view(part.dtype) for part in parts]
+
+
 class Step(NamedTuple):
     """Rows of several kinds to every rank, in one message: `all_to_all_single` of the group."""
 
@@ -69,12 +74,12 @@ class TwoHops:
         lanes = next(i for i, part in enumerate(parts) if part is topk_idx)
         nodes, tokens = self._in_nodes(topk_idx).t().nonzero(as_tuple=True)
         sent = self._at(self._of_index, nodes.bincount(minlength=self._num_nodes).tolist())
-        here = yield Step([part[tokens] for part in parts], sent, self._at(self._of_index, num_to_forward), False)
+        here = yield Step(picked(parts, tokens), sent, self._at(self._of_index, num_to_forward), False)
         targets, rows = self._in_ranks(here[lanes]).t().nonzero(as_tuple=True)
         sent = self._at(self._of_node, targets.bincount(minlength=self._size).tolist())
-        arrived = yield Step([part[rows] for part in here], sent, self._at(self._of_node, self._by_index(num_received)), True)
+        arrived = yield Step(picked(here, rows), sent, self._at(self._of_node, self._by_index(num_received)), True)
         order = _transposed(num_received, self._num_nodes, self._size)  # of blocks: it was by index, then node
-        return [part[order.argsort().to(part.device)] for part in arrived]
+        return picked(arrived, order.argsort())
 
     def combine(self, parts: list[Tensor], topk_idx: Tensor, num_to_forward: list[int], num_received: list[int]) -> Steps[list[Sums]]:
         """Send this rank's row of each token that it has received, by (source rank, token), and values of its lanes if there are any.
@@ -87,7 +92,7 @@ class TwoHops:
         order = _transposed(num_received, self._num_nodes, self._size)
         sent = self._at(self._of_node, self._by_index(num_received))
         per_rank = in_ranks.sum(0).tolist()
-        rows = yield Step([part[order.to(part.device)] for part in parts], sent, self._at(self._of_node, per_rank), False)
+        rows = yield Step(picked(parts, order), sent, self._at(self._of_node, per_rank), False)
         sums = self._add_up(rows, in_ranks, lanes, per_rank)
         own, others = self._own(num_to_forward)
         back = [sums[0][others].to(parts[0].dtype), *(values[others] for values in sums[1:])]
