@@ -4,10 +4,10 @@
 //   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[on processors kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
 //     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | what each backend makes of rows [num_ranks][num_max_tokens]
 //
-// Row `source` of every array is written by rank `source` only. A rank's calls, dispatches and combines alike, have numbers 1, 2, ... in
-// the order in which they send, the same on every rank; call n uses turn n % kTurns. Flags hold the number of their call, what the rank
-// does in it, and a value, so nothing is cleared between calls: `entered` the rank's number of tokens, in a combine the last bits of the
-// number of its dispatch, each of `counts` its tokens for an expert.
+// Row `source` of every array is written by rank `source` only, or for one of another node by the rank of its rail here. A rank's calls,
+// dispatches and combines alike, have numbers 1, 2, ... in the order in which they send, the same on every rank; call n uses turn n %
+// kTurns. Flags hold the number of their call, what the rank does in it, and a value, so nothing is cleared between calls: `entered` the
+// rank's number of tokens, in a combine the last bits of the number of its dispatch, each of `counts` its tokens for an expert.
 //
 // At most kMaxInFlight calls are sent and not yet received: a rank that sends call n has received n - 2, for which all had sent n - 2, for
 // which all had received n - 4. So turns never meet, without any word from a receiver.

@@ -97,7 +97,7 @@ struct Finisher {
         return check_along(c, p, flag, word, source);
     }
 
-    // One warp, lane by node: until the rows of a task's token have come, as far as they will.
+    // One warp, lane by node: what makes the sum of a task, once the rows of its token have come, as far as they will.
     __device__ void find(int task, int end, Task& out) const {
         if (task >= end) return;
         const int token = task / num_tasks, source = rail.rank_in(min(lane, num_nodes - 1));

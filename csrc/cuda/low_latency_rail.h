@@ -47,7 +47,8 @@ struct LowLatencyRailLayout {
     }
     DEEPEP_MOE_HD int64_t in_of(unsigned long long call, int node) const { return in + nth(call, node) * message_bytes; }
     DEEPEP_MOE_HD int64_t out_of(unsigned long long call, int node) const { return out + nth(call, node) * message_bytes; }
-    // Of a box that a rank of `owner` has for `other`, in its inbox or outbox.
+    // Of a box that a rank of `owner` has for `other`, in its inbox or outbox. A dispatch keeps each row once, for all nodes: in the box
+    // for the next node.
     DEEPEP_MOE_HD int64_t box_of(unsigned long long call, int owner, int other) const {
         return (static_cast<int64_t>(call % kTurns) * (num_nodes - 1) + other - (other > owner)) * box_bytes;
     }

@@ -101,14 +101,16 @@ struct Summer {
         int node = -1;
 #pragma unroll 1
         for (int turn = 1; turn < rail.r.num_nodes && node < 0; ++turn) {
-            const int next = rail.node_at(turn), num_tokens = failed || rail.is_lost(next) ? 0 : tokens_of(next);
+            const int next = rail.node_at(turn), num_tokens = failed ? 0 : tokens_of(next);
             if (nth < num_tokens)
                 node = next;
             else
                 nth -= num_tokens;
         }
         const unsigned ranks =
-            node < 0 ? 0 : in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + nth];
+            node < 0 || rail.is_lost(node)
+                ? 0
+                : in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + nth];
         find_sums(rail, node, nth, ranks & shared().came, out.sums);
         if (lane == 0) out.node = node, out.token = nth, out.has_crossed = ranks != 0;
     }

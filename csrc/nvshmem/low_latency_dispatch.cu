@@ -1,5 +1,5 @@
 // Low-latency dispatch over nodes, the half that sends: as in one node (cuda/device/low_latency_send.cuh), and beside it to each other node
-// a message and the rows that cross, packed. It waits for nobody. The half that receives reads both where the network has written them
+// a message and the rows that cross, kept once. It waits for nobody. The half that receives reads both where the network has written them
 // (cuda/low_latency_dispatch.cu).
 #include <nvshmem.h>
 #include <nvshmemx.h>
@@ -64,8 +64,8 @@ struct OtherNodes {
         reinterpret_cast<float*>(row(s, token) + 16 * s.num_pieces)[at] = scale;
     }
 
-    // All threads of a block that has kept the row and met: to all nodes that it goes to. Warps that have no columns first: they put while
-    // the others go on.
+    // All threads of a block that has kept the row and met: to all nodes that it goes to. The last warps first, as one of them has no
+    // columns: it puts while the others go on.
     template <class Sender>
     __device__ void put(const Sender& s, int token, unsigned ranks) const {
 #pragma unroll 1

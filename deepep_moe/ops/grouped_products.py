@@ -123,9 +123,9 @@ def has_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def _runs_on_cpus() -> bool:
-    one = torch.ones(1, 8, 8, dtype=torch.bfloat16)
+    one = torch.ones(1, 8, 8, dtype=torch.bfloat16, device="cpu")
     try:
-        _grouped_mm()(one[0], one, offs=torch.tensor([8], dtype=torch.int32))  # type: ignore[misc]
+        _grouped_mm()(one[0], one, offs=torch.tensor([8], dtype=torch.int32, device="cpu"))  # type: ignore[misc]
     except NotImplementedError:
         return False
     return True

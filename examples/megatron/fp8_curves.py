@@ -4,7 +4,7 @@ python examples/megatron/fp8_curves.py --device cuda --num-ranks 1 --json runs/f
 python examples/megatron/fp8_curves.py --device cuda --num-ranks 2 --share-gpus --backend nvlink ...    # two ranks on one GPU
 python examples/megatron/fp8_curves.py --nudged ...    # and bf16 with a learning rate a millionth larger: what chance alone does
 
-Other options are those of train.py, for both runs. The loss at the end is the mean over the last steps. It must be as near to that of bf16
+Other options are those of train.py, for all runs. The loss at the end is the mean over the last steps. It must be as near to that of bf16
 as --tolerance says, and every loss must be finite; else the exit code is 1.
 """
 

@@ -6,6 +6,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -104,6 +105,8 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._read:
+            if not select.select([self._from], [], [], _TIMEOUT_S)[0]:
+                raise TimeoutError(f"the browser said nothing for {_TIMEOUT_S:.0f} s")
             block = os.read(self._from, 1 << 16)
             if not block:
                 raise RuntimeError("the browser has ended")

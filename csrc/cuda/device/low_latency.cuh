@@ -177,7 +177,10 @@ __device__ __noinline__ Sources agreed(const LowLatencyContext& c, Words words, 
     const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
     const bool has_come = (own.came >> source & 1) != 0, came = source < c.config.num_ranks && agree(c, call, source, has_come);
-    if (came && !has_come) own.num_tokens = LowLatencyWhat::value_in(seen_elsewhere(words.entered(source), call));
+    if (came && !has_come) {
+        seen_elsewhere(words.entered(source), call);
+        own.num_tokens = LowLatencyWhat::value_in(words.look(words.entered(source)));
+    }
     return {__ballot_sync(kFullWarp, came), came ? own.num_tokens : 0};
 }
 

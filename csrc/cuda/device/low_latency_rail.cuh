@@ -113,8 +113,8 @@ private:
     }
 };
 
-// Threads of which each waits for a word of the rail, and tells the ranks of this node: entries, and rows. A warp waits for one rank, as
-// its threads may go on together only.
+// Threads of which each waits for a word of the rail, and tells the ranks of this node: entries, counts, and rows. A warp waits for one
+// rank, as its threads may go on together only.
 struct Relay {
     static constexpr int kLanes = 32;
     const RailCall& rail;
@@ -136,7 +136,7 @@ struct Relay {
             const unsigned long long word = rail.wait_to_tell(rail.entered(source), source, GpuPhase::kRailEntry, rail.c.timeout_ns);
             const bool is_same = ((word ^ flag) >> kValueBitsOfFlag) == 0;
             if (word != 0 && token < 0) rail.tell_entered(source, word);
-            if (word != 0) tell_counts(source, word, is_same, nth);
+            if (is_same) tell_counts(source, flag, nth);
             if (is_same && token >= 0 && token < LowLatencyWhat::value_in(word)) tell_row(source, token, flag);
             if (word == 0 && gave_up(rail.c)) fail();
         }
@@ -148,17 +148,15 @@ private:
         *reinterpret_cast<unsigned long long*>(p.handle + LowLatencyHandleLayout(rail.c.config).failed) = rail.call ^ rail.c.failed;
     }
 
-    // Of the nth thread for this source. Where it does something else, there are none, but the words say so.
-    __device__ void tell_counts(int source, unsigned long long word, bool is_same, int nth) const {
-        const unsigned long long told = word - LowLatencyWhat::value_in(word);
+    // The part of the nth thread for this source, of a message of this call: what `entered` says of others ends all waits.
+    __device__ void tell_counts(int source, unsigned long long flag, int nth) const {
         const int num_local = rail.c.config.num_local_experts, step = num_tasks(rail.r) / (rail.r.num_nodes - 1);
         const unsigned masks = masks_of(rail.c);
 #pragma unroll 1
         for (int expert = nth; expert < rail.experts_of_node(); expert += step) {
             const int to = rail.first_rank() + expert / num_local;
             if ((masks >> to & 1) == 0)
-                store_relaxed(Turn(rail.c, to, rail.call).counts(source) + expert % num_local,
-                              told + (is_same ? rail.counts(source)[expert] : 0));
+                store_relaxed(Turn(rail.c, to, rail.call).counts(source) + expert % num_local, flag + rail.counts(source)[expert]);
         }
     }
 

@@ -1,7 +1,7 @@
 // The half of a low-latency dispatch that sends: counts and rows to the ranks of this node, and by `Outside` what goes to other nodes.
 //
 //   some blocks    each one other node, then one rank of this node: what they must know before rows
-//   all others     a token at a time: rows that cross, packed; then head (place among this rank's tokens of each expert, weight) and row to
+//   all others     a token at a time: the row for other nodes, then head (place among this rank's tokens of each expert, weight) and row to
 //                  the ranks of this node, in lines of 128 bytes that bring their flags. Rows are quantized once, on their way.
 //
 // One warp computes what all warps of a block need, because the kernel is bound by instruction issue.
