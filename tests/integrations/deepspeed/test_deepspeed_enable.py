@@ -126,6 +126,7 @@ loss = engine(torch.randn(2, 16, 32))
 engine.backward(loss)
 engine.step()
 print("trained with", type(engine.module.moe.deepspeed_moe).__name__)
+torch.distributed.destroy_process_group()
 """
 
 
