@@ -1,7 +1,7 @@
 // Low-latency dispatch and combine, on processors and GPUs alike: what lies in one rank's workspace, which its peers write, and what a
 // call is made of.
 //
-//   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[on processors kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
+//   resumed u64[num_ranks] | left u64[num_ranks] | reasons char[kTurns][num_ranks][kMaxReasonBytes] | kTurns turns, each:
 //     entered u64[num_ranks] | counts u64[num_ranks][num_local_experts] | what each backend makes of rows [num_ranks][num_max_tokens]
 //
 // Row `source` of every array is written by rank `source` only, or for one of another node by the rank of its rail here. A rank's calls,
@@ -87,14 +87,15 @@ DEEPEP_MOE_HD constexpr int64_t round_up(int64_t value, int64_t multiple) { retu
 
 struct LowLatencyLayout {
     int64_t resumed, left, reasons, turns, total_bytes;
+    int64_t num_ranks;
     int64_t entered, counts, rows, turn_bytes;  // in a turn
 
     LowLatencyLayout() = default;
-    DEEPEP_MOE_HD LowLatencyLayout(const LowLatencyConfig& c, int64_t bytes_of_rows, int reasons_per_rank = 1) : resumed(0), entered(0) {
+    DEEPEP_MOE_HD LowLatencyLayout(const LowLatencyConfig& c, int64_t bytes_of_rows) : resumed(0), num_ranks(c.num_ranks), entered(0) {
         const int64_t ranks = c.num_ranks;
         left = 8 * ranks;
         reasons = left + 8 * ranks;
-        turns = round_up(reasons + kMaxReasonBytes * ranks * reasons_per_rank, 128);
+        turns = round_up(reasons + kMaxReasonBytes * ranks * kTurns, 128);
         counts = 8 * ranks;
         rows = round_up(counts + 8 * ranks * c.num_local_experts, 128);
         turn_bytes = rows + bytes_of_rows;
@@ -103,7 +104,10 @@ struct LowLatencyLayout {
     // Offsets of a rank's words in the workspace of another.
     DEEPEP_MOE_HD int64_t resumed_of(int source) const { return resumed + 8 * source; }
     DEEPEP_MOE_HD int64_t left_of(int source) const { return left + 8 * source; }
-    DEEPEP_MOE_HD int64_t reason_of(int source) const { return reasons + static_cast<int64_t>(kMaxReasonBytes) * source; }
+    // A rank may refuse two calls before a peer looks at the first one's reason, so each turn has its own.
+    DEEPEP_MOE_HD int64_t reason_of(int source, unsigned long long call) const {
+        return reasons + kMaxReasonBytes * (static_cast<int64_t>(call % kTurns) * num_ranks + source);
+    }
 };
 
 // What one rank remembers of a dispatch for its combines, in memory of the caller:

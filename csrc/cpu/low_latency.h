@@ -13,22 +13,15 @@ namespace deepep_moe {
 // Rows of a turn: lanes LowLatencyLane[num_ranks][num_max_tokens][num_topk] | arrived u64[num_ranks][num_max_tokens][kArrivedWords] |
 // slots [num_ranks][num_max_tokens] of slot_bytes.
 struct HostLowLatencyLayout : LowLatencyLayout {
-    static constexpr int kArrivedWords = 16;  // of one flag of `arrived`, of which the first is used: each has its own line of memory
-    int num_ranks;
+    static constexpr int kArrivedWords = 16;    // of one flag of `arrived`, of which the first is used: each has its own line of memory
     int64_t slot_bytes, lanes, arrived, slots;  // in a turn
 
     explicit HostLowLatencyLayout(const LowLatencyConfig& c)
-        : LowLatencyLayout(c, bytes_of_lanes(c) + c.capacity() * (8 * kArrivedWords + bytes_of_slot(c)), kTurns),
-          num_ranks(c.num_ranks),
+        : LowLatencyLayout(c, bytes_of_lanes(c) + c.capacity() * (8 * kArrivedWords + bytes_of_slot(c))),
           slot_bytes(bytes_of_slot(c)),
           lanes(rows),
           arrived(lanes + bytes_of_lanes(c)),
           slots(arrived + c.capacity() * 8 * kArrivedWords) {}
-
-    // A rank may refuse two calls before a peer looks at the first one's reason, so each turn has its own.
-    int64_t reason_of(int source, uint64_t call) const {
-        return LowLatencyLayout::reason_of(static_cast<int>(call % kTurns) * num_ranks + source);
-    }
 
 private:
     static int64_t bytes_of_lanes(const LowLatencyConfig& c) {

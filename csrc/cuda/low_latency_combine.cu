@@ -2,7 +2,8 @@
 //
 //   sending      a block a token: sums the rows of the token's experts on this rank and pushes the sum, in lines that bring their flags.
 //                Its last warp sums nothing: it looks for the rows of the next token, and waits for its weights, if this call brings any:
-//                then a block first pushes those of its own tokens, in heads like a dispatch's, and waits until all ranks are in the call
+//                then a block first pushes those of its own tokens, in heads like a dispatch's, and waits until all ranks are in the call.
+//                Those of other nodes have been pushed here by then (nvshmem/low_latency_weights.cu)
 //   receiving    a warp waits until all ranks are in the call; then each thread waits for a part of the sums of a token and adds them, in
 //                rank order
 //
@@ -45,7 +46,7 @@ static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks o
 __device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, int to,
                                        const GpuFailure& why) {
     if (is_masked(c, to)) return;
-    LowLatencyReason* reason = reason_at(c, to);
+    LowLatencyReason* reason = reason_at(c, to, c.rank, call);
     reason->why = why;
     reason->text[0] = '\0';
     __threadfence_system();
@@ -66,7 +67,7 @@ __device__ __noinline__ void refuse_handle(const LowLatencyContext& c, LowLatenc
 // One warp: ranks that this one has given up, and so will not sum for as it has no weights of theirs, learn it should they come late.
 __device__ __noinline__ void refuse_late(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, unsigned came) {
     const int to = static_cast<int>(threadIdx.x % 32);
-    if (!gave_up(c) || to >= c.config.num_ranks || to == c.rank || (came >> to & 1) != 0) return;
+    if (!gave_up(c) || to >= c.config.num_ranks || to == c.rank || !is_in_node(c, to) || (came >> to & 1) != 0) return;
     if (load_relaxed(Turn(c, c.rank, call).entered(to)) >> kWhatBits >= call) return;  // it is here, and does something else
     refuse(c, what, call, to, own_failure(c));
 }
@@ -189,9 +190,10 @@ struct Kernel {
         return (came >> lane & 1) != 0;
     }
 
-    // A warp a token, to all ranks that have rows of it.
+    // A warp a token, to all ranks of this node that have rows of it.
     __device__ void send_weights() const {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16);
+        const unsigned node = ((1u << c.ranks_per_node) - 1) << c.first_rank;
 #pragma unroll 1
         for (int token = blockIdx.x + warp * gridDim.x; token < p.num_tokens; token += kWarps * gridDim.x) {
             const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same for all lanes
@@ -199,7 +201,7 @@ struct Kernel {
             if (lane < config.num_topk) own.weight = p.topk_weights[static_cast<int64_t>(token) * config.num_topk + lane];
             const uint4 part = head_part(own, flag);
 #pragma unroll 1
-            for (unsigned rest = ranks_of(token) & ~masks; rest != 0; rest &= rest - 1)
+            for (unsigned rest = ranks_of(token) & node & ~masks; rest != 0; rest &= rest - 1)
                 store_part(Turn(c, __ffs(rest) - 1, call).head(c.rank, token) + lane, part, lane < num_parts);
         }
     }

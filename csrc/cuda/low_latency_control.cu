@@ -13,9 +13,6 @@ __device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, in
 
 constexpr int kThreads = tuning::kLowLatencyControlThreads;
 
-// Ranks of other nodes learn by the rail.
-__device__ bool is_in_node(const LowLatencyContext& c, int rank) { return c.workspaces[rank] != nullptr; }
-
 // All threads. Of a rank that comes back: it may have sent calls that it will make again.
 __device__ void forget_flags(const LowLatencyContext& c, int source) {
     for (int turn = 0; turn < kTurns; ++turn) {
@@ -74,7 +71,7 @@ __device__ void refuse(const LowLatencyControlParams& p) {
     what.is_refused = true;
     for (int to = 0; to < c.config.num_ranks; ++to) {
         if (to == c.rank || is_masked(c, to) || !is_in_node(c, to)) continue;
-        LowLatencyReason* reason = reason_at(c, to);
+        LowLatencyReason* reason = reason_at(c, to, c.rank, call);
         for (int i = 0; i < static_cast<int>(sizeof(reason->text)); ++i) reason->text[i] = p.reason[i];
         __threadfence_system();  // the reason first; then it is in every word that a peer may look at
         const Turn there(c, to, call);

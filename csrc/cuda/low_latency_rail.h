@@ -3,8 +3,8 @@
 //
 // Symmetric memory of a rank, at the same offsets on all ranks; [kTurns] is indexed by the call, as in common/low_latency.h:
 //
-//   entered u64[kTurns][num_nodes] | arrived u64[kTurns][num_nodes][num_max_tokens] | messages in [kTurns][num_nodes] | messages out,
-//   likewise | inbox [kTurns][num_nodes - 1] boxes | outbox, likewise
+//   entered u64[kTurns][num_nodes] | weighed, likewise | arrived u64[kTurns][num_nodes][num_max_tokens] | messages in [kTurns][num_nodes] |
+//   messages out, likewise | inbox [kTurns][num_nodes - 1] boxes | outbox, likewise
 //
 // Row `node` of each array but those of what goes out is written by that node's rank only, and read by all ranks of the owner's node. Words
 // are flags as LowLatencyWhat makes them. A box has a row for each token of the rank whose tokens they are; not all rows cross.
@@ -17,22 +17,24 @@ namespace deepep_moe {
 
 // What a message has; one of a refusal has a LowLatencyReason instead.
 //   dispatch: counts i32[experts of the node] | lanes LowLatencyLane[num_tokens][num_topk], whose experts are numbers within the node
-//   combine: nothing, but with weights of its own f32[num_tokens][num_topk]
+//   combine: nothing
+// A combine with weights of its own has these behind it, f32[num_tokens][num_topk], which cross ahead of it with a word in `weighed`.
 struct LowLatencyRailLayout {
-    int64_t entered, arrived, in, out, inbox, outbox, total_bytes;
-    int64_t lanes, message_bytes, box_bytes;  // lanes: in a message of a dispatch
+    int64_t entered, weighed, arrived, in, out, inbox, outbox, total_bytes;
+    int64_t lanes, weights, message_bytes, box_bytes;  // in a message: of a dispatch, of a combine
     int64_t num_tokens;
     int num_nodes;
 
     LowLatencyRailLayout() = default;
     DEEPEP_MOE_HD LowLatencyRailLayout(const LowLatencyConfig& c, int num_nodes)
-        : entered(0), num_tokens(c.num_max_tokens), num_nodes(num_nodes) {
+        : entered(0), weights(round_up(kMaxReasonBytes, 128)), num_tokens(c.num_max_tokens), num_nodes(num_nodes) {
         const int64_t num_lanes = c.num_max_tokens * c.num_topk, lane_bytes = static_cast<int64_t>(sizeof(LowLatencyLane));
         lanes = round_up(int64_t{4} * (c.num_experts / num_nodes), 16);
-        const int64_t routing_bytes = round_up(lanes + lane_bytes * num_lanes, 128);
-        message_bytes = routing_bytes > kMaxReasonBytes ? routing_bytes : round_up(kMaxReasonBytes, 128);
+        const int64_t routing_bytes = lanes + lane_bytes * num_lanes, weights_end = weights + 4 * num_lanes;
+        message_bytes = round_up(routing_bytes > weights_end ? routing_bytes : weights_end, 128);
         box_bytes = round_up(c.num_max_tokens * 4 * c.hidden, 128);
-        arrived = round_up(int64_t{8} * kTurns * num_nodes, 128);
+        weighed = int64_t{8} * kTurns * num_nodes;
+        arrived = round_up(2 * weighed, 128);
         in = arrived + round_up(int64_t{8} * kTurns * num_nodes * num_tokens, 128);
         out = in + kTurns * num_nodes * message_bytes;
         inbox = out + kTurns * num_nodes * message_bytes;
@@ -42,6 +44,7 @@ struct LowLatencyRailLayout {
 
     DEEPEP_MOE_HD int64_t nth(unsigned long long call, int node) const { return static_cast<int64_t>(call % kTurns) * num_nodes + node; }
     DEEPEP_MOE_HD int64_t entered_of(unsigned long long call, int node) const { return entered + 8 * nth(call, node); }
+    DEEPEP_MOE_HD int64_t weighed_of(unsigned long long call, int node) const { return weighed + 8 * nth(call, node); }
     DEEPEP_MOE_HD int64_t arrived_of(unsigned long long call, int node, int64_t token) const {
         return arrived + 8 * (nth(call, node) * num_tokens + token);
     }
@@ -99,6 +102,7 @@ using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  //
 struct LowLatencyRailShim {
     int64_t bytes;  // of the params: both modules are of one build
     const char* (*send)(const LowLatencyRailDispatch&, void* stream) noexcept;
+    const char* (*weigh)(const LowLatencyRailCombine&, void* stream) noexcept;
     const char* (*sum)(const LowLatencyRailCombine&, void* stream) noexcept;
     const char* (*control)(const LowLatencyRailControl&, void* stream) noexcept;
     const char* (*deliver)(const LowLatencyRailDeliver&, void* stream) noexcept;

@@ -10,7 +10,7 @@
 
 #include "cuda/device/low_latency_sums.cuh"
 #include "nvshmem/low_latency.h"
-#include "nvshmem/low_latency_rail.cuh"
+#include "nvshmem/low_latency_combine.cuh"
 
 namespace deepep_moe {
 namespace {
@@ -33,45 +33,16 @@ struct Shared {
 };
 
 template <DType kType>
-struct Summer {
+struct Summer : RailCombine {
     using Sums = NodeSums<kType>;
 
-    const RailPuts rail;
-    const LowLatencyContext& c;
-    const LowLatencyConfig& config;
-    const LowLatencyCombineParams& p;
-    const unsigned long long flag;  // of this rank in the call, its value 0
     const Sums sums;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t row_bytes;
 
     __device__ Summer(const Launch& l, unsigned long long call)
-        : rail(l.rail, call),
-          c(l.rail.context),
-          config(c.config),
-          p(l.call),
-          flag(p.what.flag(call, 0)),
-          sums(c, flag),
-          row_bytes(16 * static_cast<int64_t>(sums.num_pieces)) {}
+        : RailCombine(l, call), sums(c, flag), row_bytes(16 * static_cast<int64_t>(sums.num_pieces)) {}
 
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
-
-    template <class T>
-    __device__ const T* in_handle(int64_t offset) const {
-        return reinterpret_cast<const T*>(p.handle + offset);
-    }
-    __device__ bool has_failed() const {
-        return *in_handle<unsigned long long>(LowLatencyHandleLayout(config).failed) == (dispatch_of(p) ^ c.failed);
-    }
-    __device__ unsigned long long own_word() const { return flag + LowLatencyWhat::value_in(dispatch_of(p)); }
-    __device__ unsigned long long refusing_word() const {
-        LowLatencyWhat what = p.what;
-        what.is_refused = true;
-        return what.flag(rail.call, 0);
-    }
-    __device__ GpuFailure failed_handle() const {
-        return {kFailedHandle, c.rank, static_cast<int>(GpuPhase::kEntry), static_cast<long long>(dispatch_of(p)), 0};
-    }
 
     __device__ void run() const {
         const bool failed = has_failed();
@@ -107,30 +78,9 @@ struct Summer {
             else
                 nth -= num_tokens;
         }
-        const unsigned ranks =
-            node < 0 || rail.is_lost(node)
-                ? 0
-                : in_handle<unsigned>(LowLatencyRailHandle(config, rail.r.num_nodes).in_ranks)[node * config.num_max_tokens + nth];
+        const unsigned ranks = node < 0 || rail.is_lost(node) ? 0 : ranks_of(node, nth);
         find_sums(rail, node, nth, ranks & shared().came, out.sums);
         if (lane == 0) out.node = node, out.token = nth, out.has_crossed = ranks != 0;
-    }
-
-    // Of the rail's rank there.
-    __device__ int tokens_of(int node) const { return in_handle<int32_t>(LowLatencyHandleLayout(config).num_tokens)[rail.rank_in(node)]; }
-
-    // Lane r of the first warp of the first block tells rank r of this node.
-    __device__ void enter_node(bool failed) const {
-        const int to = rail.first_rank() + lane;
-        if (lane == 0) *reinterpret_cast<unsigned long long*>(p.call) = rail.call;
-        if (failed && lane == 0) report(c, kFailedHandle, c.rank, GpuPhase::kEntry, static_cast<long long>(dispatch_of(p)), 0);
-        if (lane >= rail.r.ranks_per_node || is_masked(c, to)) return;
-        if (failed) {
-            LowLatencyReason* const reason = reason_at(c, to);
-            reason->why = failed_handle();
-            reason->text[0] = '\0';
-            __threadfence_system();
-        }
-        store_relaxed(Turn(c, to, rail.call).entered(c.rank), failed ? refusing_word() : own_word());
     }
 
     // One warp: which ranks of this node have come, in bits of their index.
@@ -152,7 +102,6 @@ struct Summer {
         if (threadIdx.x == 0) shared().gave_up = gave_up(c);
         __syncthreads();
         const bool refuses = failed || shared().gave_up;
-        if (rail.is_lost(node)) return;
         if (refuses && threadIdx.x == 0) rail.write_reason(node, failed ? failed_handle() : own_failure(c));
         rail.put_message(node, refuses ? static_cast<int64_t>(sizeof(LowLatencyReason)) : 0, refuses ? refusing_word() : own_word());
     }

@@ -18,7 +18,6 @@ __device__ void refuse(const Launch& l, const RailPuts& rail) {
     what.is_refused = true;
     for (int turn = 1; turn < l.rail.num_nodes; ++turn) {
         const int node = rail.node_at(turn);
-        if (rail.is_lost(node)) continue;
         auto& reason = *reinterpret_cast<LowLatencyReason*>(rail.message_for(node));
         if (threadIdx.x < sizeof(reason.text)) reason.text[threadIdx.x] = l.call.reason[threadIdx.x];
         if (threadIdx.x == 0) reason.why = {};
@@ -48,8 +47,8 @@ __global__ void __launch_bounds__(kThreads, 1) rail_control(const __grid_constan
     if (l.call.action == LowLatencyControlParams::kCatchUp) catch_up(l, c, call);
 }
 
-constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send, &launch_rail_sum, &launch_rail_control,
-                                   &launch_rail_deliver};
+constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send,    &launch_rail_weigh,
+                                   &launch_rail_sum,         &launch_rail_control, &launch_rail_deliver};
 
 }  // namespace
 

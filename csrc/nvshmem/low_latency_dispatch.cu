@@ -46,7 +46,6 @@ struct OtherNodes {
         LowLatencyWhat what = p.what;
         what.is_refused = !accepted;
         if (accepted) write_routing(s, node, reached);
-        if (rail.is_lost(node)) return;
         if (!accepted && threadIdx.x == 0) rail.write_reason(node, refusal());
         const int64_t routing_bytes =
             rail.r.layout.lanes + static_cast<int64_t>(sizeof(LowLatencyLane)) * p.num_tokens * rail.c.config.num_topk;

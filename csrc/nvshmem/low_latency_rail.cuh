@@ -18,11 +18,20 @@ struct RailPuts : RailCall {
         return own() + r.layout.outbox + r.layout.box_of(call, r.node, node) + token * row_bytes;
     }
 
-    // All threads of a block, which have written it: enters the call in a node, with so much of a message.
+    // All threads of a block, which have written it: enters the call in a node, with so much of a message. Not where its rank is masked.
     __device__ void put_message(int node, int64_t bytes, unsigned long long flag) const {
         __syncthreads();
-        if (threadIdx.x / 32 == 0) put(message_of(node, bytes), node, flag, r.layout.num_tokens);
+        if (threadIdx.x / 32 == 0 && !sees_lost(node)) put(message_of(node, bytes), node, flag, r.layout.num_tokens);
         __syncthreads();
+    }
+    // All threads of a block, which have written them behind the message: ahead of the call's entry in a node.
+    __device__ void put_weights(int node, int64_t bytes, unsigned long long flag) const {
+        __syncthreads();
+        const int64_t at = r.layout.weights;
+        if (threadIdx.x / 32 == 0 && !sees_lost(node))
+            put_now({r.layout.out_of(call, node) + at, r.layout.in_of(call, r.node) + at, round_up(bytes, 16),
+                     r.layout.weighed_of(call, r.node)},
+                    node, flag);
     }
     // One warp, of a block that has written the row, as row_for says for some node, and met since.
     __device__ void put_row(int node, int token, const std::byte* row, int64_t row_bytes, unsigned long long flag) const {
@@ -58,6 +67,8 @@ private:
     };
 
     __device__ std::byte* own() const { return r.bases[r.index]; }
+    // One warp, of which each lane may see another mask.
+    __device__ bool sees_lost(int node) const { return __shfl_sync(kFullWarp, is_lost(node), 0); }
     __device__ Put message_of(int node, int64_t bytes) const {
         return {r.layout.out_of(call, node), r.layout.in_of(call, r.node), round_up(bytes, 16), r.layout.entered_of(call, r.node)};
     }
@@ -70,11 +81,14 @@ private:
     }
     // One warp. Of no bytes only the word goes. nth: as of `deliver`. Its fence is for all that the block had written before it met.
     __device__ void put(const Put& what, int node, unsigned long long flag, int64_t nth) const {
+        if (r.posts == nullptr) return put_now(what, node, flag);
+        fence_system();
+        if (threadIdx.x % 32 == 0) *post_of(node, nth) = {flag, what.from, what.bytes};
+    }
+    __device__ void put_now(const Put& what, int node, unsigned long long flag) const {
         fence_system();
         auto* const word = reinterpret_cast<uint64_t*>(own() + what.word);
-        if (r.posts != nullptr) {
-            if (threadIdx.x % 32 == 0) *post_of(node, nth) = {flag, what.from, what.bytes};
-        } else if (what.bytes != 0) {
+        if (what.bytes != 0) {
             nvshmemx_putmem_signal_nbi_warp(own() + what.to, own() + what.from, what.bytes, word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
         } else if (threadIdx.x % 32 == 0) {
             nvshmemx_signal_op(word, flag, NVSHMEM_SIGNAL_SET, r.pes[node]);

@@ -303,7 +303,7 @@ def test_workspace_formula_on_gpus():
     for case in (Case([1], hidden=24, num_experts=1, num_topk=1), Case([1], hidden=7168, num_experts=256, num_topk=16, max_tokens=128)):
         slot = 128 * -(-case.num_topk // 15) + 128 * -(-case.hidden // 28)
         turn = -(-(8 + 8 * case.num_experts) // 128) * 128 + case.max_tokens * slot
-        assert make_buffer(case, "nvlink", 0).workspace_bytes == 256 + 4 * turn
+        assert make_buffer(case, "nvlink", 0).workspace_bytes == 1024 + 4 * turn
 
 
 def lose_row(case, paths, call, owner, source, token):
@@ -393,7 +393,7 @@ def lose_counts(buffer, case, call, source):
             or os.stat(path).st_size != buffer.workspace_bytes
         ):
             continue
-        turns = -(-256 * case.num_ranks // 128) * 128
+        turns = -(-976 * case.num_ranks // 128) * 128
         turn_bytes = (buffer.workspace_bytes - turns) // 4
         num_bytes = 8 * buffer.num_local_experts
         at = turns + call % 4 * turn_bytes + 8 * case.num_ranks + source * num_bytes

@@ -46,8 +46,30 @@ def check_cases(rank, _, cases):
 
 # ---- as the reference ----
 
+
+def weighed_by_hand(rank, _):
+    """Two nodes of one rank: rank 0 holds experts 0 and 1, rank 1 holds 2 and 3; every expert returns 10 * x."""
+    device = device_of("nvshmem", rank)
+    buffer = LowLatencyBuffer(None, 2, 8, 4, 2, backend="nvshmem", ranks_per_node=1, timeout_s=60)
+    x = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])[rank].expand(2, 8).contiguous().to(device)
+    idx = torch.tensor([[[0, 2], [3, -1]], [[2, 3], [0, 1]]])[rank].to(device)
+    weights = torch.tensor([[[0.5, 0.25], [2.0, 9.0]], [[1.0, 1.0], [3.0, 0.0]]])[rank].to(device)
+    for given in (None, torch.full_like(weights, 7)):  # weights of the dispatch do not count
+        out = buffer.dispatch(x, idx, given)
+        into = torch.full_like(x, torch.nan)
+        assert buffer.combine(out.recv_x * 10, out.handle, topk_weights=weights, out=into) is into
+        assert into.tolist() == [[[7.5] * 8, [40.0] * 8], [[60.0] * 8, [120.0] * 8]][rank]
+        again = buffer.combine(out.recv_x, out.handle, topk_weights=2 * weights)  # along the same handle
+        assert again[:, 0].tolist() == [[1.5, 8.0], [12.0, 24.0]][rank]
+    assert buffer.combine(out.recv_x, out.handle)[:, 0].tolist() == [[14.0, 14.0], [42.0, 56.0]][rank]
+
+
+def test_weights_at_combine_by_hand():
+    run_ranks(weighed_by_hand, 2)
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMATS = ({}, {"fp8": True}, {"fp8": True, "scale_format": "ue8m0"}, {"with_weights": False})
+FORMATS = ({}, {"fp8": True}, {"fp8": True, "scale_format": "ue8m0"}, {"with_weights": False}, {"combine_weights": True})
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -56,7 +78,7 @@ def test_equals_reference(split):
     modes = ("now", "hook", "async")
     cases = [
         case_of(split, seed=seed, dtype=DTYPES[seed % 3], mode=modes[seed % 3], index_dtype=(torch.int64, torch.int32)[seed % 2], **chosen)
-        for seed, chosen in enumerate(FORMATS + FORMATS[:2])
+        for seed, chosen in enumerate(FORMATS + FORMATS[::-1])
     ]
     run_ranks(check_cases, SPLITS[split][0], cases)
 
@@ -65,18 +87,20 @@ def test_extreme_routings():
     cases = [
         [case_of("2x2", [24, 5, 24, 1], num_topk=32, num_experts=48, masked=0.0, hidden=8)],
         [case_of("2x2", [24, 24, 24, 24], num_topk=1, num_experts=4, masked=0.0, hidden=8)],
+        [case_of("2x2", [24, 5, 0, 1], num_topk=32, num_experts=48, hidden=8, combine_weights=True)],
         [case_of("2x2", [6, 7, 8, 9], masked=1.0), case_of("2x2", [0, 0, 0, 0]), case_of("2x2", [0, 24, 0, 0])],
         [case_of("2x2", [1, 0, 1, 1], max_tokens=1, num_experts=1024, num_topk=20, hidden=2048)],
     ]
     for one in cases:
-        run_ranks(check_cases, 4, one)
+        run_ranks(check_cases, one[0].num_ranks, one)
 
 
 def test_long_rows_and_many_tokens(monkeypatch):
     """Rows that a block takes in several goes, and tokens of which a block looks at a part at a time."""
     monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", "depth=2048")  # 600 tokens are 600 puts, which a busy network has all at once
     run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)])
-    run_ranks(check_cases, 2, [case_of("2x1", [600, 1], max_tokens=600, hidden=8)], start_method="spawn")
+    many = case_of("2x1", [600, 1], max_tokens=600, hidden=8)
+    run_ranks(check_cases, 2, [many, replace(many, combine_weights=True)], start_method="spawn")
 
 
 # ---- hooks ----
@@ -84,7 +108,7 @@ def test_long_rows_and_many_tokens(monkeypatch):
 
 def two_in_flight(rank, _, split):
     """Hooks in either order, and not in the same one on all ranks."""
-    cases = [case_of(split, mode="hook", seed=seed) for seed in range(2)]
+    cases = [case_of(split, mode="hook", seed=seed, combine_weights=seed == 1) for seed in range(2)]
     buffer = make_buffer(cases[0], "nvshmem", rank)
     expected = [Expected(case) for case in cases]
     for begin in (0, 1, rank % 2):
@@ -209,7 +233,7 @@ def masked_ranks(rank, _, split, masked, mode):
     assert masked in buffer.masked_ranks
     without = replace(case, without=masked)
     for seed in range(5):
-        run_case(buffer, replace(without, seed=seed), rank, "nvshmem")
+        run_case(buffer, replace(without, seed=seed, combine_weights=seed > 2), rank, "nvshmem")
     lost = [without.is_lost(rank, replace(case, seed=seed).inputs(rank)[1] // (case.num_experts // case.num_ranks)) for seed in range(5)]
     assert buffer.statistics().num_dropped.item() == sum(int(each.sum()) for each in lost)
     with pytest.raises(ValueError, match="a masked rank is not taken back over several nodes; make a new LowLatencyBuffer"):
@@ -258,9 +282,6 @@ def other_refusals(rank, _):
     x = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
     with pytest.raises(ValueError, match="wire is 'fp8'; pass wire=None: a buffer of 2 nodes does not serve that"):
         buffer.combine(x, out.handle, wire="fp8")
-    with pytest.raises(ValueError, match="topk_weights were given to combine; give them to dispatch: a buffer of 2 nodes does not"):
-        weights = case.inputs(rank)[2].to(x.device)
-        buffer.combine(x, out.handle, topk_weights=weights)
     for seed in range(3):  # and it goes on
         run_case(buffer, replace(case, seed=seed), rank, "nvshmem")
 

@@ -58,31 +58,34 @@ def bad_indices(rank, _):
         out = buffer.dispatch(x, idx * 0 if rank == CULPRIT else idx, weights)
         finish(buffer)
     rows = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=device)
-    with pytest.raises((ValueError, EPPeerError), match="handle"):  # of a dispatch that has failed on every rank
-        buffer.combine(rows, out.handle)
-        finish(buffer)
-    check_usable(buffer, rank)
+    for given in (None, weights):
+        with pytest.raises((ValueError, EPPeerError), match="handle"):  # of a dispatch that has failed on every rank
+            buffer.combine(rows, out.handle, topk_weights=given)
+            finish(buffer)
+        check_usable(buffer, rank)
 
 
 def test_bad_indices():
     run_ranks(bad_indices, 4)
 
 
-def refused_combine(rank, _):
-    """The ranks of the node name the culprit, and those of the other node who has told them."""
+def refused_combine(rank, _, weighed):
+    """The ranks of the node name the culprit, and those of the other node who has told them, or with weights perhaps the culprit."""
     buffer = make_buffer(CASE, "nvshmem", rank)
     out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
     rows = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
     with pytest.raises(ValueError if rank == CULPRIT else EPPeerError, match="wire is 'fp4'|its call: EPPeerError") as caught:
-        buffer.combine(rows, out.handle, wire="fp4" if rank == CULPRIT else None)
+        weights = CASE.inputs(rank)[2].to(rows.device) if weighed else None
+        buffer.combine(rows, out.handle, wire="fp4" if rank == CULPRIT else None, topk_weights=weights)
         finish(buffer)
     if rank != CULPRIT:
-        assert caught.value.rank in {0: (2,), 1: (3,), 3: (2,)}[rank], (rank, caught.value)
+        assert caught.value.rank in {0: (2,), 1: (2, 3) if weighed else (3,), 3: (2,)}[rank], (rank, caught.value)
     check_usable(buffer, rank)
 
 
-def test_refused_combine():
-    run_ranks(refused_combine, 4)
+@pytest.mark.parametrize("weighed", (False, True))
+def test_refused_combine(weighed):
+    run_ranks(refused_combine, 4, weighed)
 
 
 def different_calls(rank, _):
@@ -94,10 +97,18 @@ def different_calls(rank, _):
     check_usable(buffer, rank)
     outputs = [start_dispatch(buffer, CASE, rank, "nvshmem")[0] for _ in range(2)]
     rows = torch.zeros(outputs[0].recv_x.shape, dtype=torch.bfloat16, device=outputs[0].recv_x.device)
-    with pytest.raises((EPMismatchError, EPPeerError), match="combine with the handle of call"):
-        buffer.combine(rows, outputs[rank // 2].handle)
-        finish(buffer)
-    check_usable(buffer, rank)
+    weights = CASE.inputs(rank)[2].to(rows.device)
+    for given in (None, weights):
+        with pytest.raises((EPMismatchError, EPPeerError), match="combine with the handle of call"):
+            buffer.combine(rows, outputs[rank // 2].handle, topk_weights=given)
+            finish(buffer)
+        check_usable(buffer, rank)
+    out, _ = start_dispatch(buffer, CASE, rank, "nvshmem")
+    for have_weights in ((CULPRIT,), (0, 1), (0, 1, 3)):
+        with pytest.raises((EPMismatchError, EPPeerError), match="combine of bfloat16, with topk_weights"):
+            buffer.combine(rows, out.handle, topk_weights=weights if rank in have_weights else None)
+            finish(buffer)
+        check_usable(buffer, rank)
 
 
 def test_different_calls():
@@ -118,7 +129,9 @@ def is_late(rank, _, operation):
         if operation == "dispatch":
             start_dispatch(buffer, CASE, rank, "nvshmem")
         else:
-            buffer.combine(torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device), out.handle)
+            rows = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
+            weights = CASE.inputs(rank)[2].to(rows.device) if operation == "combine with weights" else None
+            buffer.combine(rows, out.handle, topk_weights=weights)
         torch.cuda.synchronize()
         buffer.check()
     took = time.monotonic() - began
@@ -132,14 +145,16 @@ def is_late(rank, _, operation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+@pytest.mark.parametrize("operation", ("dispatch", "combine", "combine with weights"))
 def test_late_rank(operation):
     run_ranks(is_late, 4, operation)
 
 
 def late_hosts(rank, _):
     """Hosts that are late in turn, within the deadline, change nothing."""
-    cases = [replace(CASE, seed=seed, mode=("now", "hook")[seed % 2], fp8=seed % 3 == 0) for seed in range(8)]
+    cases = [
+        replace(CASE, seed=seed, mode=("now", "hook")[seed % 2], fp8=seed % 3 == 0, combine_weights=seed % 3 == 1) for seed in range(8)
+    ]
     buffer = make_buffer(cases[0], "nvshmem", rank)
     expected = [Expected(case) for case in cases]
     for number, (case, told) in enumerate(zip(cases, expected, strict=True)):
@@ -180,7 +195,7 @@ def many_calls(rank, num_ranks, per_node, num_calls):
     case = Case([24, 3, 17, 0, 9, 24, 1, 12][:num_ranks], ranks_per_node=per_node, num_topk=5)
     buffer = make_buffer(case, "nvshmem", rank)
     for seed in range(num_calls):
-        run_case(buffer, replace(case, seed=seed, fp8=seed % 2 == 0), rank, "nvshmem")
+        run_case(buffer, replace(case, seed=seed, fp8=seed % 2 == 0, combine_weights=seed % 3 == 0), rank, "nvshmem")
     buffer.destroy()
 
 

@@ -35,9 +35,9 @@ private:
     std::byte* const base;
 };
 
-// This rank's, in the workspace of `owner`.
-__device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& c, int owner) {
-    return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(c.rank));
+// Of `source` in a call, in the workspace of `owner`.
+__device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& c, int owner, int source, unsigned long long call) {
+    return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(source, call));
 }
 
 __device__ __forceinline__ unsigned masks_of(const LowLatencyContext& c) { return *static_cast<volatile unsigned*>(&c.state->masks); }
@@ -49,10 +49,12 @@ __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank,
     return !is_masked(c, rank) & (call >= first_call);
 }
 
+// Ranks of other nodes are reached, and heard of, by those of their rail.
+__device__ __forceinline__ bool is_in_node(const LowLatencyContext& c, int rank) { return rank - c.first_rank < c.ranks_per_node; }
+
 // With a rank of this node, those of its rail: what they send here comes by its memory.
 __device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int rank) {
-    const unsigned index = rank - c.first_rank;
-    return index < c.ranks_per_node ? c.rail << index : 1u << rank;
+    return is_in_node(c, rank) ? c.rail << (rank - c.first_rank) : 1u << rank;
 }
 
 __device__ __noinline__ inline void set_mask(const LowLatencyContext& c, int rank, bool masked) {
@@ -77,7 +79,7 @@ __device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, i
 }
 
 // A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is
-// reported.
+// reported. That of a rank outside is told by one of this node, which may have waited as long for it.
 __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word,
                                                                unsigned long long call, int source, GpuPhase phase) {
     const unsigned long long expected = call << kWhatBits;
@@ -85,7 +87,8 @@ __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyC
     if (seen >= expected) return seen;
     if (!takes_part(c, source, call)) return 0;
     seen = watch_word<kLowLatencyPauseNs, kLooks>(
-        c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, source, c.timeout_ns);
+        c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, source,
+        is_in_node(c, source) ? c.timeout_ns : 2 * c.timeout_ns);
     if (seen >= expected) return seen;
     mask_or_report(c, source, phase, call, seen);
     return 0;
@@ -106,7 +109,7 @@ __device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsi
     if (last != call)
         report(c, kOvertaken, source, GpuPhase::kEntry, static_cast<long long>(call), static_cast<long long>(last));
     else if (LowLatencyWhat::unpacked(seen).is_refused)
-        report(c, kPeerRefused, source, GpuPhase::kEntry, 0, 0);
+        report(c, kPeerRefused, source, GpuPhase::kEntry, static_cast<long long>(call), 0);
     else
         report(c, kMismatch, source, GpuPhase::kEntry, expected, seen);
 }

@@ -27,21 +27,27 @@ __device__ __forceinline__ bool has_lost(const LowLatencyContext& c, int source)
     return gave_up(c) && failure->peer == source && failure->kind >= kTimeout && failure->kind <= kPeerEnded;
 }
 
-__device__ __noinline__ inline unsigned long long wait_network_word_to_tell(const LowLatencyContext& c, const unsigned long long* word,
-                                                                            unsigned long long call, int source, GpuPhase phase,
-                                                                            unsigned long long timeout_ns) {
+template <class Look>
+__device__ __forceinline__ unsigned long long look_to_tell(const LowLatencyContext& c, const Look& look, unsigned long long call,
+                                                           int source, GpuPhase phase, unsigned long long timeout_ns) {
     const unsigned long long deadline = now_ns() + timeout_ns;
-    unsigned long long seen = load_acquire(word);
+    unsigned long long seen = look();
 #pragma unroll 1
     for (unsigned round = 1; seen >> kWhatBits < call && !is_masked(c, source); ++round) {
         pause_ns(kPauseNs);
-        seen = load_acquire(word);
+        seen = look();
         if (round % kLooks != 0 || seen >> kWhatBits >= call) continue;
         if (has_lost(c, source) || now_ns() >= deadline) break;
     }
     if (seen >> kWhatBits >= call) return seen;
     mask_or_report(c, source, phase, call, seen);
     return 0;
+}
+
+__device__ __noinline__ inline unsigned long long wait_network_word_to_tell(const LowLatencyContext& c, const unsigned long long* word,
+                                                                            unsigned long long call, int source, GpuPhase phase,
+                                                                            unsigned long long timeout_ns) {
+    return look_to_tell(c, [word] { return load_acquire(word); }, call, source, phase, timeout_ns);
 }
 
 struct RailCall {
@@ -60,9 +66,12 @@ struct RailCall {
     __device__ int experts_of_node() const { return r.ranks_per_node * c.config.num_local_experts; }
     __device__ unsigned ranks_of(int node) const { return ((1u << r.ranks_per_node) - 1) << node * r.ranks_per_node; }
 
-    // Of a rank outside. The first two are words of the network, for the rank of its rail.
+    // Of a rank outside. The first three are words of the network, for the rank of its rail.
     __device__ unsigned long long* entered(int source) const {
         return at<unsigned long long>(source, r.layout.entered_of(call, node_of(source)));
+    }
+    __device__ unsigned long long* weighed(int source) const {
+        return at<unsigned long long>(source, r.layout.weighed_of(call, node_of(source)));
     }
     __device__ unsigned long long* arrived(int source, int token) const {
         return at<unsigned long long>(source, r.layout.arrived_of(call, node_of(source), token));
@@ -74,6 +83,9 @@ struct RailCall {
     __device__ const int32_t* counts(int source) const { return at<int32_t>(source, r.layout.in_of(call, node_of(source))); }
     __device__ const LowLatencyLane* lanes(int source, int token) const {
         return at<LowLatencyLane>(source, r.layout.in_of(call, node_of(source)) + r.layout.lanes) + token * c.config.num_topk;
+    }
+    __device__ const float* weights(int source, int token) const {
+        return at<float>(source, r.layout.in_of(call, node_of(source)) + r.layout.weights) + token * c.config.num_topk;
     }
     __device__ const std::byte* row(int source, int token, int64_t row_bytes) const {
         return at<std::byte>(source, r.layout.inbox + r.layout.box_of(call, r.node, node_of(source))) + token * row_bytes;
@@ -91,6 +103,17 @@ struct RailCall {
         return wait_network_word_to_tell(c, word, call, source, phase, timeout_ns);
     }
 
+    // One thread: until the weights of a rank have come, or its entry says that it does something else than `flag`.
+    __device__ unsigned long long wait_weights_to_tell(int source, unsigned long long flag) const {
+        const unsigned long long *const weighed = this->weighed(source), *const entered = this->entered(source);
+        const auto look = [&] {
+            const unsigned long long seen = load_acquire(weighed), entry = load_acquire(entered);
+            const bool is_other = entry >> kWhatBits >= call && ((entry ^ flag) >> kValueBitsOfFlag) != 0;
+            return seen >> kWhatBits < call && is_other ? entry : seen;
+        };
+        return look_to_tell(c, look, call, source, GpuPhase::kRailEntry, c.timeout_ns);
+    }
+
     // One thread: tells the ranks of this node what it has seen of one of its rail.
     __device__ void tell_entered(int source, unsigned long long word) const {
         const unsigned masks = masks_of(c);
@@ -102,7 +125,7 @@ struct RailCall {
 
     // One thread: the reason of a refusal goes where the host looks for it.
     __device__ void keep_reason(int source) const {
-        *reinterpret_cast<LowLatencyReason*>(c.workspaces[c.rank] + c.layout.reason_of(source)) = reason(source);
+        *reason_at(c, c.rank, source, call) = reason(source);
         __threadfence_system();
     }
 

@@ -162,7 +162,7 @@ private:
     // All threads, of which each may have seen another `masked`.
     __device__ void tell_reason(int to, bool masked) const {
         if (threadIdx.x == 0 && !masked) {
-            LowLatencyReason* reason = reason_at(c, to);
+            LowLatencyReason* reason = reason_at(c, to, c.rank, call);
             reason->why = refusal();
             reason->text[0] = '\0';
             __threadfence_system();

@@ -258,7 +258,8 @@ std::string NvlinkLowLatency::describe_mismatch(const GpuFailure& f, int reporte
 std::string NvlinkLowLatency::describe(const GpuFailure& f, int reporter) const {
     const std::string me = "rank " + std::to_string(reporter), peer = "rank " + std::to_string(f.peer);
     switch (f.kind) {
-        case kPeerRefused: return reporter == rank_ ? failures_.peer_refused(f.peer, reason_of(f.peer)) : peer + " did not make its call";
+        case kPeerRefused:
+            return reporter == rank_ ? failures_.peer_refused(f.peer, reason_of(f.peer, f.expected)) : peer + " did not make its call";
         case kOvertaken:
             return peer + " is in call " + std::to_string(f.seen) + " already, " + me + " in call " + std::to_string(f.expected) + ": " +
                    peer + " gave up waiting for a rank, and calls of its that were enqueued went on";
@@ -276,9 +277,9 @@ void NvlinkLowLatency::raise(const GpuFailure& f) const {
     }
 }
 
-std::string NvlinkLowLatency::reason_of(int peer) const {
+std::string NvlinkLowLatency::reason_of(int peer, long long call) const {
     LowLatencyReason reason{};
-    failures_.read(&reason, memory_.of(rank_) + layout_.reason_of(peer), sizeof(reason));
+    failures_.read(&reason, memory_.of(rank_) + layout_.reason_of(peer, call), sizeof(reason));
     return reason.text[0] != '\0' ? reason.text : Failures::reason_of(reason.why, describe(reason.why, peer));
 }
 

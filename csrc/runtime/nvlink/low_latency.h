@@ -61,7 +61,7 @@ private:
     [[noreturn]] void raise(const GpuFailure& failure) const;
     std::string describe(const GpuFailure& failure, int reporter) const;
     std::string describe_mismatch(const GpuFailure& failure, int reporter) const;
-    std::string reason_of(int peer) const;
+    std::string reason_of(int peer, long long call) const;
 
     const LowLatencyConfig config_;
     const GpuLowLatencyLayout layout_;

@@ -104,6 +104,7 @@ void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCo
         const int node = rank / made_.ranks_per_node, here = made_.node * made_.ranks_per_node + rank % made_.ranks_per_node;
         pushes.workspaces[rank] = context.workspaces[here] + (node - made_.node) * node_bytes;
     }
+    if (params.what.has_weights) check_launch(shim_.weigh({of(context), params, made_.num_nodes - 1}, stream));
     launch_low_latency_combine({pushes, params, true, false, num_blocks, false}, stream);
     const int64_t num_tasks = (made_.num_nodes - 1) * (1 + config_.num_max_tokens);
     check_launch(shim_.sum({of(context), params, static_cast<int>(std::min<int64_t>(num_tasks, num_blocks))}, stream));

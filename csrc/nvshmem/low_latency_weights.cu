@@ -1,0 +1,85 @@
+// Weights that a low-latency combine over nodes brings: ahead of the kernel of a node that sends, which then finds those of other nodes as
+// if their ranks were in this one. A block for each other node puts this rank's there, waits for those of the rail's rank there, and pushes
+// them, in heads like a dispatch's, to the ranks of this node that have rows of the token.
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "nvshmem/low_latency.h"
+#include "nvshmem/low_latency_combine.cuh"
+
+namespace deepep_moe {
+namespace {
+
+using Launch = LowLatencyRailCombine;
+
+constexpr int kThreads = tuning::kLowLatencyThreads, kWarps = kThreads / 32;
+
+struct Shared {
+    unsigned long long word;  // of the rail's rank in the block's node
+};
+
+struct Weigher : RailCombine {
+    using RailCombine::RailCombine;
+
+    __device__ static Shared& shared() { return *shared_memory<Shared>(); }
+
+    __device__ void run() const {
+        const bool failed = has_failed();
+        const int node = rail.node_at(1 + static_cast<int>(blockIdx.x));
+        if (blockIdx.x == 0 && warp == 0) enter_node(failed);
+        if (!failed) send(node);
+        if (threadIdx.x == 0) shared().word = hear(rail.rank_in(node));
+        __syncthreads();
+        if (!failed && ((shared().word ^ flag) >> kValueBitsOfFlag) == 0) push(node);
+    }
+
+    __device__ void send(int node) const {
+        auto* const to = reinterpret_cast<float*>(rail.message_for(node) + rail.r.layout.weights);
+        const int num_lanes = p.num_tokens * config.num_topk;
+#pragma unroll 1
+        for (int at = threadIdx.x; at < num_lanes; at += kThreads) to[at] = p.topk_weights[at];
+        rail.put_weights(node, int64_t{4} * num_lanes, own_word());
+    }
+
+    // One thread. The ranks of this node hear what it has heard, so that they know of the call too.
+    __device__ unsigned long long hear(int source) const {
+        const unsigned long long word = rail.wait_weights_to_tell(source, flag);
+        if (word == 0) return word;
+        if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) {
+#pragma unroll 1
+            for (int to = rail.first_rank(); to < rail.first_rank() + rail.r.ranks_per_node; ++to)
+                if (!is_masked(c, to)) *reason_at(c, to, source, rail.call) = rail.reason(source);
+        }
+        rail.tell_entered(source, word);
+        return word;
+    }
+
+    // A warp a token of the rail's rank in a node.
+    __device__ void push(int node) const {
+        const int num_tokens = tokens_of(node), num_parts = static_cast<int>(c.layout.head_bytes / 16), source = rail.rank_in(node);
+#pragma unroll 1
+        for (int token = warp; token < num_tokens; token += kWarps) {
+            const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same for all lanes
+            LowLatencyLane own{-1, 0, 0.0f};
+            if (lane < config.num_topk) own.weight = __ldcg(rail.weights(source, token) + lane);
+            const uint4 part = head_part(own, flag);
+#pragma unroll 1
+            for (unsigned rest = ranks_of(node, token) & ~(masks >> rail.first_rank()); rest != 0; rest &= rest - 1)
+                store_part(Turn(c, rail.first_rank() + __ffs(rest) - 1, rail.call).head(source, token) + lane, part, lane < num_parts);
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads, 1) rail_weigh(const __grid_constant__ Launch l) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
+    Weigher(l, next_call(l.rail.context)).run();
+}
+
+}  // namespace
+
+const char* launch_rail_weigh(const Launch& l, void* stream) noexcept {
+    return try_launch<rail_weigh>("rail_weigh", l.num_blocks, sizeof(Shared), l, stream, starts_early());
+}
+
+}  // namespace deepep_moe
