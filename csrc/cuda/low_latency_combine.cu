@@ -342,27 +342,9 @@ struct Kernel {
         const bool is_done = look_until(c, done);
 #pragma unroll
         for (int n = 0; n < kRanksAtOnce; ++n) {
-            if (rank[n] >= 0 && (here >> n & 1) != 0) add(sum, parts.values[n], i);
+            if (rank[n] >= 0 && (here >> n & 1) != 0) add_part<kType, kQuantized>(sum, parts.values[n], i);
             if (!is_done && (here >> n & 1) == 0 && lane == 0) mask_or_report(c, rank[n], GpuPhase::kCombineRows, call, 0);
         }
-    }
-
-    // Columns of a part. All lanes must call it.
-    __device__ void add(float (&sum)[kColumns], const uint4& part, int i) const {
-        float x[kColumns];
-        if constexpr (!kQuantized) {
-            Values::load(part, x);
-        } else {
-            const int end = lane / kPartsOfLine * kPartsOfLine + kLinePieces;
-            const float scale =
-                scale_of(piece_of(i), make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0));
-            Fp8Columns<kColumns> y;
-            y.raw = part;
-#pragma unroll
-            for (int v = 0; v < kColumns; ++v) x[v] = __fmul_rn(load_fp8(y.values[v]), scale);
-        }
-#pragma unroll
-        for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
     }
 };
 

@@ -25,15 +25,17 @@ struct Task {
     const uint4* rows[kLowLatencyMaxRanks];
 };
 
+template <bool kQuantized>
 struct Shared {
     unsigned came;  // nodes that combine along the same dispatch
     Task tasks[kWarps - 1];
-    alignas(16) uint4 ahead[kAhead][kThreads];  // a piece of each row for each thread
+    alignas(16) uint4 ahead[kAhead][kThreads];                        // a piece of each row for each thread
+    alignas(16) float scales[kAhead][kQuantized ? 4 * kThreads : 4];  // four for each thread, of which one is the piece's
 };
 
-template <DType kType>
+template <DType kType, bool kQuantized>
 struct Finisher {
-    using Sums = NodeSums<kType>;
+    using Sums = NodeSums<kType, kQuantized>;
 
     const RailCall rail;
     const LowLatencyContext& c;
@@ -41,7 +43,7 @@ struct Finisher {
     const unsigned long long flag;  // of this rank in the call, its value 0
     const Sums sums;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_nodes, num_tasks;  // tasks: of a token
-    const int64_t row_bytes;
+    const int64_t row_bytes;                                                           // as it crosses
 
     __device__ Finisher(const Launch& l, unsigned long long call)
         : rail(l.rail, call),
@@ -51,9 +53,9 @@ struct Finisher {
           sums(c, flag),
           num_nodes(l.rail.num_nodes),
           num_tasks((sums.num_parts + kThreads - 1) / kThreads),
-          row_bytes(16 * static_cast<int64_t>(sums.num_pieces)) {}
+          row_bytes(rail_row_bytes(c.config, 16 * static_cast<int64_t>(sums.num_pieces), kQuantized)) {}
 
-    __device__ static Shared& shared() { return *shared_memory<Shared>(); }
+    __device__ static Shared<kQuantized>& shared() { return *shared_memory<Shared<kQuantized>>(); }
 
     // The ranks of all nodes that have rows of a token.
     __device__ unsigned ranks_of(int token) const {
@@ -118,7 +120,11 @@ struct Finisher {
         if (part >= sums.num_parts) return;
         const bool is_any = !ends_line() && piece < sums.num_pieces;
 #pragma unroll 1
-        for (int n = 0; n < min(task.num, kAhead) && is_any; ++n) copy_async(&shared().ahead[n][threadIdx.x], task.rows[n] + piece);
+        for (int n = 0; n < min(task.num, kAhead) && is_any; ++n) {
+            const int block = piece / kPiecesOfBlock;
+            copy_async(&shared().ahead[n][threadIdx.x], task.rows[n] + piece);
+            if constexpr (kQuantized) copy_async(&shared().scales[n][4 * threadIdx.x], scales_of(task.rows[n]) + block / 4 * 4);
+        }
         float own[Sums::kColumns] = {}, total[Sums::kColumns] = {};
         sums.add_ranks(own, task.own, part + lane);
         if (!is_any) return;
@@ -127,22 +133,41 @@ struct Finisher {
 #pragma unroll
         for (int v = 0; v < Sums::kColumns; ++v) total[v] = __fadd_rn(total[v], own[v]);
         add_rows(total, task, task.num_before, task.num, piece);
-        pieces(p.combined_x + task.token * row_bytes)[piece] = Sums::Values::store(total);
+        constexpr int kPieces = Sums::kColumns / Sums::Values::kCount;
+        uint4* const to = pieces(p.combined_x) + (task.token * static_cast<int64_t>(sums.num_pieces) + piece) * kPieces;
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) to[j] = Sums::Values::store(total + j * Sums::Values::kCount);
     }
 
-    __device__ static void add_rows(float (&total)[Sums::kColumns], const Task& task, int begin, int end, int piece) {
+    __device__ void add_rows(float (&total)[Sums::kColumns], const Task& task, int begin, int end, int piece) const {
 #pragma unroll 1
         for (int n = begin; n < end; ++n)
-            if ((shared().came >> task.nodes[n] & 1) != 0)
-                Sums::add(total, n < kAhead ? shared().ahead[n][threadIdx.x] : __ldcg(task.rows[n] + piece));
+            if ((shared().came >> task.nodes[n] & 1) != 0) {
+                const uint4 row = n < kAhead ? shared().ahead[n][threadIdx.x] : __ldcg(task.rows[n] + piece);
+                if constexpr (kQuantized) {
+                    const int block = piece / kPiecesOfBlock;
+                    add_fp8(total, row,
+                            n < kAhead ? shared().scales[n][4 * threadIdx.x + block % 4] : __ldcg(scales_of(task.rows[n]) + block));
+                } else {
+                    add_piece<kType>(total, row);
+                }
+            }
     }
+
+    __device__ const float* scales_of(const uint4* row) const { return reinterpret_cast<const float*>(row + sums.num_pieces); }
 };
 
-template <DType kType>
+template <DType kType, bool kQuantized>
 __global__ void __launch_bounds__(kThreads, 2) low_latency_finish(const __grid_constant__ Launch l) {
     let_next_kernel_start();
     wait_for_kernel_before();
-    Finisher<kType>(l, *reinterpret_cast<const unsigned long long*>(l.call.call)).run();
+    Finisher<kType, kQuantized>(l, *reinterpret_cast<const unsigned long long*>(l.call.call)).run();
+}
+
+template <DType kType, bool kQuantized>
+void launch_wire(const Launch& l, void* stream) {
+    constexpr int64_t kBytes = sizeof(Shared<kQuantized>);
+    launch<low_latency_finish<kType, kQuantized>>("low_latency_finish", l.num_blocks, kThreads, kBytes, l, stream, starts_early());
 }
 
 }  // namespace
@@ -152,7 +177,7 @@ void launch_low_latency_finish(Launch l, void* stream) {
     const int64_t threads = kPartsOfLine * GpuLowLatencyLayout::lines_of(l.rail.context.config.hidden / 4);  // for a token, at most
     l.num_blocks = static_cast<int>(std::clamp<int64_t>(l.call.num_tokens * ((threads + kThreads - 1) / kThreads), 1, l.num_blocks));
     with_dtype(l.call.what.dtype, "combine takes float32, bfloat16 or float16", [&](auto dtype) {
-        launch<low_latency_finish<dtype.value>>("low_latency_finish", l.num_blocks, kThreads, sizeof(Shared), l, stream, starts_early());
+        l.call.what.fp8 ? launch_wire<dtype.value, true>(l, stream) : launch_wire<dtype.value, false>(l, stream);
     });
 }
 

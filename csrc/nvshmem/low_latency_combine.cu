@@ -18,6 +18,8 @@ namespace {
 using Launch = LowLatencyRailCombine;
 
 constexpr int kThreads = tuning::kLowLatencyThreads, kLastWarp = kThreads / 32 - 1;
+constexpr int kPiecesAtOnce = kThreads / kPartsOfLine * kLinePieces;  // of a block
+static_assert(kPiecesAtOnce % kWholePieces == 0);
 
 // What has crossed of another node, or might have.
 struct Task {
@@ -29,18 +31,19 @@ struct Task {
 struct Shared {
     unsigned came;  // ranks of this node that combine along the same dispatch
     bool gave_up;
-    Task tasks[2];  // by turns: one is added up while the next is found
+    Task tasks[2];                                // by turns: one is added up while the next is found
+    alignas(16) float largest[2][kPiecesAtOnce];  // magnitudes of pieces, by turns
 };
 
-template <DType kType>
+template <DType kType, bool kQuantized>
 struct Summer : RailCombine {
-    using Sums = NodeSums<kType>;
+    using Sums = NodeSums<kType, kQuantized>;
 
     const Sums sums;
     const int64_t row_bytes;
 
     __device__ Summer(const Launch& l, unsigned long long call)
-        : RailCombine(l, call), sums(c, flag), row_bytes(16 * static_cast<int64_t>(sums.num_pieces)) {}
+        : RailCombine(l, call), sums(c, flag), row_bytes(rail_row_bytes(config, 16 * static_cast<int64_t>(sums.num_pieces), kQuantized)) {}
 
     __device__ static Shared& shared() { return *shared_memory<Shared>(); }
 
@@ -112,30 +115,60 @@ struct Summer : RailCombine {
         const bool has_crossed = task.has_crossed;
         const int node = task.node, token = task.token;
         std::byte* const to = rail.row_for(node, token, row_bytes);
+        if constexpr (kQuantized) {
+            if (has_crossed) write_fp8(to, task.sums);
+        } else {
 #pragma unroll 1
-        for (int part = warp * 32; has_crossed && part < sums.num_parts; part += kThreads) {
-            float sum[Sums::kColumns] = {};
-            sums.add_ranks(sum, task.sums, part + lane);
-            const int piece = piece_of(part + lane);
-            if (!ends_line() && piece < sums.num_pieces) pieces(to)[piece] = Sums::Values::store(sum);
+            for (int part = warp * 32; has_crossed && part < sums.num_parts; part += kThreads) {
+                float sum[Sums::kColumns] = {};
+                sums.add_ranks(sum, task.sums, part + lane);
+                const int piece = piece_of(part + lane);
+                if (!ends_line() && piece < sums.num_pieces) pieces(to)[piece] = Sums::Values::store(sum);
+            }
         }
         __syncthreads();
         // Of a rank that has given up meanwhile, sums may lack a rank's rows: they do not go, and the other node's rank gives up too.
         if (has_crossed && warp == 0 && __shfl_sync(kFullWarp, gave_up(c), 0) == 0) rail.put_row(node, token, to, row_bytes, flag);
     }
+
+    // All threads: a row with its scales. Eight threads have the columns of a scale, and not always of one warp.
+    __device__ void write_fp8(std::byte* to, const TokenSums& from) const {
+#pragma unroll 1
+        for (int first = 0; first < sums.num_parts; first += kThreads) {
+            const int part = first + warp * 32, piece = piece_of(part + lane), nth = piece % kPiecesAtOnce;
+            float* const largest = shared().largest[first / kThreads % 2];
+            const bool is_any = !ends_line() && piece < sums.num_pieces;
+            float sum[Sums::kColumns] = {};
+            if (part < sums.num_parts) sums.add_ranks(sum, from, part + lane);
+            if (is_any) largest[nth] = largest_of<1>(sum);
+            __syncthreads();
+            if (is_any) write_fp8_piece(to, piece, sum, largest + nth / kPiecesOfBlock * kPiecesOfBlock);
+        }
+    }
+    // One thread. largest: of the pieces of its scale.
+    __device__ void write_fp8_piece(std::byte* to, int piece, const float (&sum)[Sums::kColumns], const float* largest) const {
+        float values[kPiecesOfBlock];
+#pragma unroll
+        for (int i = 0; i < kPiecesOfBlock; ++i) values[i] = largest[i];
+        const Fp8Block block(largest_of<1>(values), false);
+        pieces(to)[piece] = block.store(sum).raw;
+        if (piece % kPiecesOfBlock == 0) reinterpret_cast<float*>(to + config.hidden)[piece / kPiecesOfBlock] = block.scale;
+    }
 };
 
 // The kernel of the node that sends has counted the call.
-template <DType kType>
+template <DType kType, bool kQuantized>
 __global__ void __launch_bounds__(kThreads, 2) rail_sum(const __grid_constant__ Launch l) {
     let_next_kernel_start();
     wait_for_kernel_before();
-    Summer<kType>(l, next_call(l.rail.context) - 1).run();
+    Summer<kType, kQuantized>(l, next_call(l.rail.context) - 1).run();
 }
 
 template <DType kType>
 const char* launch_type(const Launch& l, void* stream) noexcept {
-    return try_launch<rail_sum<kType>>("rail_sum", l.num_blocks, sizeof(Shared), l, stream, starts_early());
+    if (l.call.what.fp8)  // whatever the dtype
+        return try_launch<rail_sum<DType::kBFloat16, true>>("rail_sum", l.num_blocks, sizeof(Shared), l, stream, starts_early());
+    return try_launch<rail_sum<kType, false>>("rail_sum", l.num_blocks, sizeof(Shared), l, stream, starts_early());
 }
 
 }  // namespace

@@ -247,7 +247,7 @@ class LowLatencyBuffer(Sizes):
             out: [num_tokens, hidden], dtype of `x`, to write to.
             wire: None: rows travel in the dtype of `x`. "fp8": as e4m3 with one fp32 scale for 128 columns, half the bytes of bf16: each
                 rank's contribution is off by at most 1/16 of itself, or 2^-10 / 448 of the largest magnitude in its 128 columns (1e-4 at
-                least) where that is more.
+                least) where that is more. Over nodes the sum of a node is quantized again where it crosses, with such an error of its own.
             async_op: return at once with an Event.
             return_hook: return at once with a hook, as `dispatch`.
 

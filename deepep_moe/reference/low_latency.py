@@ -42,20 +42,31 @@ def combine(
     """Combine of all ranks, for rows `x` [num_rows, hidden] that lie as `received` says, weighted by its `recv_topk_weights`, or by
     `topk_weights` [num_tokens, num_topk] of the tokens' ranks, as if the dispatch had been given these.
 
-    fp8: sums of the experts' rank travel quantized, from fp32; of one node only. ranks_per_node: as of `exchange.combine`.
+    fp8: a sum is quantized from fp32 as it travels, that of the experts' rank, and that of a node where the token is another node's.
+    ranks_per_node: as of `exchange.combine`.
     """
     weights = [there.recv_topk_weights for there in received if there.recv_topk_weights is not None]
     if topk_weights is not None:
         weights = [_weights_of_rows(there, topk_weights) for there in received]
     if not fp8:
         return exchange.combine(x, received, num_tokens, weights, ranks_per_node=ranks_per_node)
+    per_node = ranks_per_node or len(x)
     totals = [torch.zeros(n, x[0].shape[1]) for n in num_tokens]
-    for rank, there in enumerate(received):
-        for slot, (source, token) in enumerate(there.tokens):
-            row = exchange.expert_side(there, x[rank].float(), weights[rank], slot)
-            y, scales = quantize_fp8(row[None])
-            totals[source][token] += (y.float() * scales.repeat_interleave(BLOCK, dim=1))[0]
+    for first in range(0, len(x), per_node):
+        of_node = [torch.zeros_like(total) for total in totals]
+        for rank in range(first, first + per_node):
+            for slot, (source, token) in enumerate(received[rank].tokens):
+                row = exchange.expert_side(received[rank], x[rank].float(), weights[rank], slot)
+                of_node[source][token] += _through_fp8(row[None])[0]
+        for source, rows in enumerate(of_node):
+            crosses = source // per_node != first // per_node
+            totals[source] += _through_fp8(rows) if crosses else rows
     return [total.to(x[0].dtype) for total in totals]
+
+
+def _through_fp8(rows: Tensor) -> Tensor:
+    y, scales = quantize_fp8(rows)
+    return y.float() * scales.repeat_interleave(BLOCK, dim=1)
 
 
 def _weights_of_rows(there: Received, topk_weights: Sequence[Tensor]) -> Tensor:

@@ -20,13 +20,14 @@ from low_latency_cases import (
     start_dispatch,
 )
 
-from deepep_moe import LowLatencyBuffer, nn
+from deepep_moe import LowLatencyBuffer, nn, reference
 from deepep_moe.errors import BackendUnavailableError
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-SPLITS = {"2x1": (2, 1), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2), "2x4": (8, 4), "4x2": (8, 2)}  # nodes x ranks: (ranks, of a node)
+# nodes x ranks: (ranks, of a node)
+SPLITS = {"2x1": (2, 1), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2), "2x4": (8, 4), "4x2": (8, 2), "8x1": (8, 1)}
 NUM_TOKENS = [9, 21, 0, 17, 1, 24, 5, 12]
 
 
@@ -69,7 +70,10 @@ def test_weights_at_combine_by_hand():
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMATS = ({}, {"fp8": True}, {"fp8": True, "scale_format": "ue8m0"}, {"with_weights": False}, {"combine_weights": True})
+FORMATS = (
+    {}, {"fp8": True}, {"wire": "fp8"}, {"fp8": True, "scale_format": "ue8m0"}, {"fp8": True, "wire": "fp8"}, {"with_weights": False},
+    {"combine_weights": True}, {"combine_weights": True, "wire": "fp8"},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -78,7 +82,7 @@ def test_equals_reference(split):
     modes = ("now", "hook", "async")
     cases = [
         case_of(split, seed=seed, dtype=DTYPES[seed % 3], mode=modes[seed % 3], index_dtype=(torch.int64, torch.int32)[seed % 2], **chosen)
-        for seed, chosen in enumerate(FORMATS + FORMATS[::-1])
+        for seed, chosen in enumerate(FORMATS + FORMATS[-2:])
     ]
     run_ranks(check_cases, SPLITS[split][0], cases)
 
@@ -99,8 +103,39 @@ def test_long_rows_and_many_tokens(monkeypatch):
     """Rows that a block takes in several goes, and tokens of which a block looks at a part at a time."""
     monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", "depth=2048")  # 600 tokens are 600 puts, which a busy network has all at once
     run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)])
+    run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384, wire="fp8", dtype=dtype) for dtype in DTYPES])
     many = case_of("2x1", [600, 1], max_tokens=600, hidden=8)
     run_ranks(check_cases, 2, [many, replace(many, combine_weights=True)], start_method="spawn")
+
+
+@pytest.mark.parametrize("split", ("2x2", "2x4", "8x1"))
+def test_scales_of_two_warps(split):
+    """Sums in fp8 whose scales have columns of two warps; with eight nodes, more rows than set out at once."""
+    modes, settings = ("now", "hook", "async"), {"hidden": 640, "num_topk": 8, "wire": "fp8"}
+    cases = [case_of(split, [4, 7, 0, 3, 1, 6, 2, 5], seed=i, dtype=DTYPES[i], mode=modes[i], **settings) for i in range(3)]
+    run_ranks(check_cases, SPLITS[split][0], cases)
+
+
+def fp8_by_hand(rank, num_ranks, per_node):
+    """A token of each rank goes to all four, of which each returns its three columns. First columns of what the tokens get."""
+    rows = torch.zeros(4, 128)
+    rows[:, :3] = torch.tensor([[0.0, 3.5, 0.0], [448.0, 0.0, 0.0], [448.0, 1.0, 0.0], [0.0, 0.0625, 0.875]])
+    idx = torch.arange(4)[None]
+    there = reference.low_latency.dispatch([torch.zeros(1, 128)] * 4, [idx] * 4, None, 4)
+    told = reference.low_latency.combine([row.expand(4, 128) for row in rows], there, [1] * 4, fp8=True, ranks_per_node=per_node)
+    device = device_of("nvshmem", rank)
+    buffer = LowLatencyBuffer(None, 1, 128, 4, 4, backend="nvshmem", ranks_per_node=per_node, timeout_s=60)
+    out = buffer.dispatch(torch.zeros(1, 128, device=device), idx.to(device))
+    y = buffer.combine(rows[rank].expand(1, 4, 128).contiguous().to(device), out.handle, wire="fp8")
+    assert_same("combined_x", y, told[rank])
+    return y[0, :3].tolist()
+
+
+def test_fp8_wire_by_hand():
+    """Each rank's scale is a power of two, so its sum is exact. Nodes of two: 1 + 0.0625 stays exact on ranks 2 and 3, and is 1 for ranks 0
+    and 1, where 448 in the same block makes its scale 1 and e4m3 has 1 and 1.125. Nodes of one: no sum is rounded."""
+    assert run_ranks(fp8_by_hand, 4, 2) == [[896.0, 4.5, 0.875]] * 2 + [[896.0, 4.5625, 0.875]] * 2
+    assert run_ranks(fp8_by_hand, 4, 1) == [[896.0, 4.5625, 0.875]] * 4
 
 
 # ---- hooks ----
@@ -233,7 +268,8 @@ def masked_ranks(rank, _, split, masked, mode):
     assert masked in buffer.masked_ranks
     without = replace(case, without=masked)
     for seed in range(5):
-        run_case(buffer, replace(without, seed=seed, combine_weights=seed > 2), rank, "nvshmem")
+        settings = {"wire": (None, "fp8")[seed % 2], "combine_weights": seed > 2}
+        run_case(buffer, replace(without, seed=seed, **settings), rank, "nvshmem")
     lost = [without.is_lost(rank, replace(case, seed=seed).inputs(rank)[1] // (case.num_experts // case.num_ranks)) for seed in range(5)]
     assert buffer.statistics().num_dropped.item() == sum(int(each.sum()) for each in lost)
     with pytest.raises(ValueError, match="a masked rank is not taken back over several nodes; make a new LowLatencyBuffer"):
@@ -278,10 +314,6 @@ def other_refusals(rank, _):
     with pytest.raises(BackendUnavailableError, match=r"it serves several nodes, and all 4 ranks are one"):
         LowLatencyBuffer(None, 8, 128, 24, 3, backend="nvshmem", ranks_per_node=4)
     buffer = make_buffer(case, "nvshmem", rank)
-    out, _ = start_dispatch(buffer, case, rank, "nvshmem")
-    x = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
-    with pytest.raises(ValueError, match="wire is 'fp8'; pass wire=None: a buffer of 2 nodes does not serve that"):
-        buffer.combine(x, out.handle, wire="fp8")
     for seed in range(3):  # and it goes on
         run_case(buffer, replace(case, seed=seed), rank, "nvshmem")
 
@@ -314,10 +346,11 @@ def crossing(rank, _, split, fp8):
     begin = count()
     out, _ = start_dispatch(buffer, case, rank, "nvshmem")
     middle = count()
-    buffer.combine(torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device), out.handle)
+    x = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
+    buffer.combine(x, out.handle, wire="fp8" if fp8 else None)
     end = count()
-    sent = goes(rank, 1 - node) * (1024 + 4 * 8 if fp8 else 2048)
-    returned = goes(pe, node) * 2048
+    row_bytes = 1024 + 4 * 8 if fp8 else 2048
+    sent, returned = goes(rank, 1 - node) * row_bytes, goes(pe, node) * row_bytes
     message = 4 * case.num_experts // 2 + 8 * case.num_tokens[rank] * case.num_topk
     assert sent + message <= middle - begin < sent + message + 16, (begin, middle, sent, message)
     assert end - middle == returned, (middle, end, returned)

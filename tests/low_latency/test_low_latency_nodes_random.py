@@ -40,7 +40,7 @@ def check_dispatch(out, expected, number):
 
 
 def one_round(buffer, shape, rank, number, device):
-    """A dispatch in fp8, or one in bf16 and its combine, whole or in halves."""
+    """A dispatch in fp8, or one in bf16 and its combine over either wire, whole or in halves."""
     everyone = draw(shape, number, device)
     mine, wire, split = everyone[rank], ("fp8", "bf16")[number % 2], number % 3 != 0
     out = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, fp8=wire == "fp8", return_hook=split)
@@ -50,11 +50,12 @@ def one_round(buffer, shape, rank, number, device):
     if wire == "fp8":
         return
     rows = expert_rows(out, shape, rank, buffer.combine_input())
-    combined = buffer.combine(rows, out.handle, return_hook=split)
+    back = ("fp8", "bf16")[number // 2 % 2]
+    combined = buffer.combine(rows, out.handle, wire="fp8" if back == "fp8" else None, return_hook=split)
     if split:
         combined, hook = combined
         hook()
-    assert is_same(combined, expected_combine(mine, shape, "bf16", rank)), number
+    assert is_same(combined, expected_combine(mine, shape, back, rank)), number
 
 
 def rounds(rank, num_ranks, per_node, num_rounds):

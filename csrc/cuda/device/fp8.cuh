@@ -38,6 +38,15 @@ union Fp8Columns {
 
 __device__ __forceinline__ float load_fp8(__nv_fp8_storage_t x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, __NV_E4M3))); }
 
+// Adds columns of e4m3 with one scale.
+template <int kColumns>
+__device__ __forceinline__ void add_fp8(float (&sum)[kColumns], const typename Fp8Columns<kColumns>::Raw& raw, float scale) {
+    Fp8Columns<kColumns> y;
+    y.raw = raw;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(load_fp8(y.values[i]), scale));
+}
+
 // How the columns of one scale are stored. is_rounded: the scale is the next power of two.
 struct Fp8Block {
     float scale, factor;

@@ -1,6 +1,8 @@
-// Rows of low-latency calls on their way, in the lines of cuda/low_latency.h: how a block stores them, and how a warp waits for them.
+// Rows of low-latency calls on their way, in the lines of cuda/low_latency.h: how a block stores them, and how a warp waits for them
+// and adds them up.
 #pragma once
 
+#include "cuda/device/fp8.cuh"
 #include "cuda/device/low_latency.cuh"
 #include "cuda/device/rows.cuh"
 
@@ -133,5 +135,25 @@ struct Parts {
         return here;
     }
 };
+
+template <DType kType, int kColumns>
+__device__ __forceinline__ void add_piece(float (&sum)[kColumns], const uint4& piece) {
+    float x[kColumns];
+    Piece<kType>::load(piece, x);
+#pragma unroll
+    for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
+}
+
+// All lanes of a warp: adds the columns of part `i` of lines, which are kType, or fp8 with the scales that end a line.
+template <DType kType, bool kQuantized, int kColumns>
+__device__ __forceinline__ void add_part(float (&sum)[kColumns], const uint4& part, int i) {
+    if constexpr (kQuantized) {
+        const int end = threadIdx.x % 32 / kPartsOfLine * kPartsOfLine + kLinePieces;
+        const uint4 scales = make_uint4(__shfl_sync(kFullWarp, part.x, end), __shfl_sync(kFullWarp, part.y, end), 0, 0);
+        add_fp8(sum, part, scale_of(piece_of(i), scales));
+    } else {
+        add_piece<kType>(sum, part);
+    }
+}
 
 }  // namespace deepep_moe

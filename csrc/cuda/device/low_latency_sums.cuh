@@ -25,25 +25,20 @@ __device__ __forceinline__ void find_sums(const RailCall& rail, int node, int to
     if (lane == 0) out.num = __popc(ranks);
 }
 
-template <DType kType>
+// kQuantized: sums travel as fp8.
+template <DType kType, bool kQuantized>
 struct NodeSums {
     using Values = Piece<kType>;
-    static constexpr int kColumns = Values::kCount, kRanksAtOnce = 4;  // whose parts are on their way to the thread that adds them
+    static constexpr int kColumns = kQuantized ? 16 : Values::kCount;  // of a piece as it travels
+    static constexpr int kRanksAtOnce = kQuantized ? 2 : 4;            // whose parts are on their way to the thread that adds them
     using Sum = float[kColumns];
 
     const LowLatencyContext& c;
     const unsigned long long flag;
-    const int num_pieces, num_parts;  // of a row
+    const int num_pieces, num_parts;  // of a row as it travels
 
     __device__ NodeSums(const LowLatencyContext& c, unsigned long long flag)
         : c(c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}
-
-    __device__ static void add(Sum& sum, const uint4& piece) {
-        float x[kColumns];
-        Values::load(piece, x);
-#pragma unroll
-        for (int v = 0; v < kColumns; ++v) sum[v] = __fadd_rn(sum[v], x[v]);
-    }
 
     // One warp, each lane its part `i`: adds all of a token's, in their order. A rank that is masked meanwhile is left out.
     __device__ void add_ranks(Sum& sum, const TokenSums& from, int i) const {
@@ -69,7 +64,7 @@ private:
         const bool is_done = look_until(c, done);
 #pragma unroll
         for (int n = 0; n < kRanksAtOnce; ++n) {
-            if (n < num && (here >> n & 1) != 0) add(sum, parts.values[n]);
+            if (n < num && (here >> n & 1) != 0) add_part<kType, kQuantized>(sum, parts.values[n], i);
             if (!is_done && (here >> n & 1) == 0 && threadIdx.x % 32 == 0)
                 mask_or_report(c, from.ranks[first + n], GpuPhase::kCombineRows, flag >> kWhatBits, 0);
         }

@@ -15,6 +15,12 @@ void check_launch(const char* error) {
     if (error != nullptr) throw std::runtime_error(error);
 }
 
+// Of a row as it crosses: in fp8 its scales lie behind it.
+int64_t bytes_of_row(const LowLatencyConfig& c, LowLatencyWhat what) {
+    if (what.fp8) return round_up(c.hidden + 4 * (c.hidden / kScaleBlock), 16);
+    return c.hidden * (what.dtype == DType::kFloat32 ? 4 : 2);
+}
+
 }  // namespace
 
 LowLatencyRail::LowLatencyRail(const LowLatencyConfig& config, const LowLatencyRailShim& shim, const std::vector<uintptr_t>& bases,
@@ -73,8 +79,7 @@ void LowLatencyRail::send_dispatch(const LowLatencyContext& context, LowLatencyD
     const int num_tasks = made_.num_nodes - 1 + made_.ranks_per_node + params.num_tokens;
     check_launch(shim_.send({of(context), params, std::min(num_tasks, num_blocks)}, stream));
     to_relay_.push_back({params, capture_of(static_cast<cudaStream_t>(stream))});
-    const int64_t bytes = config_.hidden * (params.what.dtype == DType::kFloat32 ? 4 : 2);
-    deliver(context, params.handle, params.what.fp8 ? round_up(config_.hidden + 4 * (config_.hidden / kScaleBlock), 16) : bytes, stream);
+    deliver(context, params.handle, bytes_of_row(config_, params.what), stream);
 }
 
 void LowLatencyRail::relay(const LowLatencyContext& context, const std::byte* but, int num_blocks, void* stream) {
@@ -108,7 +113,7 @@ void LowLatencyRail::send_combine(const LowLatencyContext& context, LowLatencyCo
     launch_low_latency_combine({pushes, params, true, false, num_blocks, false}, stream);
     const int64_t num_tasks = (made_.num_nodes - 1) * (1 + config_.num_max_tokens);
     check_launch(shim_.sum({of(context), params, static_cast<int>(std::min<int64_t>(num_tasks, num_blocks))}, stream));
-    deliver(context, params.call, config_.hidden * (params.what.dtype == DType::kFloat32 ? 4 : 2), stream);
+    deliver(context, params.call, bytes_of_row(config_, params.what), stream);
 }
 
 void LowLatencyRail::receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks,
