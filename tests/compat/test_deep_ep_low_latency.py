@@ -168,6 +168,28 @@ def test_equals_reference(num_ranks, backend):
     run_ranks(check_cases, num_ranks, backend, cases)
 
 
+def over_nodes(rank, _, cases):
+    buffer = make_buffer("nvshmem", rank, ranks_per_node=cases[0][0].ranks_per_node)
+    for case, options in cases:
+        run_case(buffer, case, rank, **options)
+    buffer.destroy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_node", (1, 2))
+def test_equals_reference_over_nodes(per_node):
+    case = Case([5, 0, 3, 8], max_tokens=8, hidden=256, num_topk=5, ranks_per_node=per_node, combine_weights=True)
+    formats = (None, {}, dict(round_scale=True), dict(round_scale=True, use_ue8m0=True))
+    cases = [
+        (
+            replace(case, fp8=options is not None, mode=("now", "hook", "async")[nth % 3], seed=nth),
+            dict(options or {}, zero_copy=nth % 2 == 0),
+        )
+        for nth, options in enumerate(formats)
+    ]
+    run_ranks(over_nodes, 4, cases)
+
+
 def two_batches(rank, _, backend):
     """Double batching: two handles alive, two calls in flight."""
     buffer = make_buffer(backend, rank)

@@ -64,7 +64,7 @@ class Buffer(LowLatencyCalls):
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, enable_shrink
         self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
         self._stream = CommStream()
-        self._low_latency = LowLatencyBuffers(group, enable_shrink)
+        self._low_latency = LowLatencyBuffers(group, enable_shrink, ranks_per_node)
         self.runtime: Runtime | None = Runtime(self, self._buffers)
         """For callers that ask it; None once the buffer was destroyed."""
 

@@ -22,12 +22,13 @@ _SIZES = "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk"
 class LowLatencyBuffers:
     """One `LowLatencyBuffer` for each (num_max_tokens_per_rank, hidden, num_experts, num_topk) that calls have had, over one group.
 
-    The first call for new sizes makes a buffer, so all ranks make it together. The backend is `nvlink` for tensors on GPUs and `shm` for
-    those on the CPU, also where the group is gloo. Masks are those of all buffers.
+    The first call for new sizes makes a buffer, so all ranks make it together. The backend is `nvlink` for tensors on GPUs of one host,
+    `nvshmem` for those of several, or of nodes that the caller makes of ranks, and `shm` for tensors on the CPU, also where the group is
+    gloo. Masks are those of all buffers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, enable_shrink: bool) -> None:
-        self._group, self._enable_shrink = group, enable_shrink
+    def __init__(self, group: dist.ProcessGroup, enable_shrink: bool, ranks_per_node: int | None = None) -> None:
+        self._group, self._enable_shrink, self._ranks_per_node = group, enable_shrink, ranks_per_node
         self._buffers: dict[tuple[int, int, int, int], LowLatencyBuffer] = {}
         self._latest: LowLatencyBuffer | None = None
         self._masked_early: set[int] = set()
@@ -59,10 +60,10 @@ class LowLatencyBuffers:
         return error
 
     def _make(self, sizes: tuple[int, int, int, int], device: torch.device) -> LowLatencyBuffer:
-        masked, backend = self.masked_ranks(), "nvlink" if is_gpu(device) else "shm"
+        masked = self.masked_ranks()
         try:
-            greet(self._group)
-            buffer = LowLatencyBuffer(self._group, *sizes, backend=backend, mask_stalled=self._enable_shrink)
+            where = self._where(device, len(set(greet(self._group))))
+            buffer = LowLatencyBuffer(self._group, *sizes, mask_stalled=self._enable_shrink, **where)
         except EPTimeoutError as error:
             if not masked:
                 raise
@@ -76,6 +77,13 @@ class LowLatencyBuffers:
         self._masked_early.clear()
         self._buffers[sizes] = buffer
         return buffer
+
+    def _where(self, device: torch.device, num_hosts: int) -> dict[str, Any]:
+        if not is_gpu(device):
+            return {"backend": "shm"}
+        per_node = self._ranks_per_node
+        is_one_node = num_hosts == 1 if per_node is None else per_node == self._group.size()
+        return {"backend": "nvlink" if is_one_node else "nvshmem", "ranks_per_node": per_node}
 
     def mask(self, rank: int, masked: bool) -> None:
         """Leave a rank out in all buffers, those to come too, or take it back."""
