@@ -38,6 +38,9 @@ struct LowLatencyWhat {
     bool has_weights;  // topk_weights travel
     bool is_refused;   // the rank refuses its arguments, for the reason in `reasons`
 
+    // In place of all that: the rank did not come, as the one of its rail tells its node.
+    static constexpr unsigned kAbsent = 1u << 7;
+
     DEEPEP_MOE_HD constexpr unsigned packed() const {
         return static_cast<unsigned>(operation) | static_cast<unsigned>(dtype) << 1 | fp8 << 3 | is_rounded << 4 | has_weights << 5 |
                is_refused << 6;

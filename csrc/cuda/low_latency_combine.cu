@@ -193,7 +193,7 @@ struct Kernel {
     // A warp a token, to all ranks of this node that have rows of it.
     __device__ void send_weights() const {
         const int num_parts = static_cast<int>(c.layout.head_bytes / 16);
-        const unsigned node = ((1u << c.ranks_per_node) - 1) << c.first_rank;
+        const unsigned node = ranks_of_node(c);
 #pragma unroll 1
         for (int token = blockIdx.x + warp * gridDim.x; token < p.num_tokens; token += kWarps * gridDim.x) {
             const unsigned masks = __shfl_sync(kFullWarp, masks_of(c), 0);  // the same for all lanes
@@ -296,11 +296,24 @@ struct Kernel {
     // That have rows of the token.
     __device__ unsigned ranks_of(int token) const { return token < p.num_tokens ? in_handle<unsigned>(handle.rank_masks)[token] : 0; }
 
+    // Over nodes, where only ranks that bring weights meet here, first those of this node: lanes wait together, and one that refuses or is
+    // late is to be named before ranks that it would have told of.
+    __device__ Sources meet_all(WorkspaceWords words) const {
+        if constexpr (!kWeighted) return meet(c, words, flag, p.statistics, blockIdx.x == 0);
+        const unsigned node = ranks_of_node(c);
+        Sources all{0, 0};
+#pragma unroll 1
+        for (unsigned among = node;; among = ~node) {
+            const Sources sources = meet(c, words, flag, p.statistics, blockIdx.x == 0, among);
+            all = {all.came | sources.came, all.num_tokens + sources.num_tokens};
+            if (among != node || c.ranks_per_node == static_cast<unsigned>(config.num_ranks)) return all;
+        }
+    }
     // One warp: until all ranks have come. Those that combine along another dispatch are reported.
     __device__ void meet_along() const {
         const unsigned long long own = dispatch();
         const WorkspaceWords words{c, call};
-        Sources sources = meet(c, words, flag, p.statistics, blockIdx.x == 0);
+        Sources sources = meet_all(words);
         if (c.masks_stalled) sources = agreed(c, words, flag, sources);
         const bool is_same = sources.num_tokens == LowLatencyWhat::value_in(own), came = (sources.came >> lane & 1) != 0;
         if (came && !is_same) report(c, kMismatch, lane, GpuPhase::kCombineRows, static_cast<long long>(own), sources.num_tokens);

@@ -61,7 +61,7 @@ __device__ void catch_up(const LowLatencyContext& c) {
     const Turn own(c, c.rank, call - kMaxInFlight);
     for (int peer = 0; peer < c.config.num_ranks; ++peer)
         if (peer != c.rank && is_in_node(c, peer) && takes_part(c, peer, call - kMaxInFlight))
-            wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry);
+            wait_word_of(c, own.entered(peer), call - kMaxInFlight, peer, GpuPhase::kEntry, c.timeout_ns);
 }
 
 __device__ void refuse(const LowLatencyControlParams& p) {

@@ -308,7 +308,8 @@ struct Receiver {
         bool is_here = false;
         if (lane == 0) {
             const unsigned long long* const landed = Turn(c, c.rank, call).landed(from.source, from.token);
-            const unsigned long long word = wait_word_of(c, landed, call, from.source, GpuPhase::kRailRows) == 0 ? 0 : load_acquire(landed);
+            const unsigned long long word =
+                wait_word_of(c, landed, call, from.source, GpuPhase::kRailRows, c.timeout_ns) == 0 ? 0 : load_acquire(landed);
             is_here = word >> kWhatBits == call;
             if (word >> kWhatBits > call) report_what(c, flag, word, from.source);
             if (!is_here && gave_up(c)) fail();

@@ -87,16 +87,11 @@ struct Finisher {
                                                             : rail.wait(entered, source, GpuPhase::kRailEntry, behind_node_ns(c));
             if (blockIdx.x == 0) count_wait(c, p.statistics, source, since);
             if (blockIdx.x == 0 && word != 0) rail.tell_entered(source, word);  // who catches up on this call looks for it
-            came = word != 0 && check_entry(source, word);
+            came = word != 0 && check_along(c, p, flag, word, source);
             if (c.masks_stalled) came = agree(c, rail.call, source, came);
         }
         const unsigned nodes = __ballot_sync(kFullWarp, came);
         if (lane == 0) shared().came = nodes;
-    }
-
-    __device__ bool check_entry(int source, unsigned long long word) const {
-        if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) rail.keep_reason(source);
-        return check_along(c, p, flag, word, source);
     }
 
     // One warp, lane by node: what makes the sum of a task, once the rows of its token have come, as far as they will.

@@ -92,7 +92,8 @@ struct Summer : RailCombine {
         bool came = false;
         if (lane < rail.r.ranks_per_node) {
             const unsigned long long since = now_ns(), *const entered = Turn(c, c.rank, rail.call).entered(source);
-            unsigned long long word = is_masked(c, source) ? 0 : wait_word_of(c, entered, rail.call, source, GpuPhase::kEntry);
+            unsigned long long word =
+                is_masked(c, source) ? 0 : wait_word_of(c, entered, rail.call, source, GpuPhase::kEntry, c.timeout_ns);
             if (blockIdx.x == 0) count_wait(c, p.statistics, source, since);
             came = word != 0 && check_along(c, p, flag, word, source);
             if (c.masks_stalled) came = agree(c, rail.call, source, came);

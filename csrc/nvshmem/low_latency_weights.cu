@@ -27,7 +27,7 @@ struct Weigher : RailCombine {
         const bool failed = has_failed();
         const int node = rail.node_at(1 + static_cast<int>(blockIdx.x));
         if (blockIdx.x == 0 && warp == 0) enter_node(failed);
-        if (!failed) send(node);
+        failed ? refuse(node) : send(node);
         if (threadIdx.x == 0) shared().word = hear(rail.rank_in(node));
         __syncthreads();
         if (!failed && ((shared().word ^ flag) >> kValueBitsOfFlag) == 0) push(node);
@@ -41,16 +41,16 @@ struct Weigher : RailCombine {
         rail.put_weights(node, int64_t{4} * num_lanes, own_word());
     }
 
-    // One thread. The ranks of this node hear what it has heard, so that they know of the call too.
+    // In place of weights: the other may have failed too, and wait here.
+    __device__ void refuse(int node) const {
+        if (threadIdx.x == 0) rail.write_reason(node, failed_handle());
+        rail.put_message(node, sizeof(LowLatencyReason), refusing_word());
+    }
+
+    // One thread. The ranks of this node hear what it has heard, or that it has waited in vain, as they wait for the same rank.
     __device__ unsigned long long hear(int source) const {
         const unsigned long long word = rail.wait_weights_to_tell(source, flag);
-        if (word == 0) return word;
-        if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) {
-#pragma unroll 1
-            for (int to = rail.first_rank(); to < rail.first_rank() + rail.r.ranks_per_node; ++to)
-                if (!is_masked(c, to)) *reason_at(c, to, source, rail.call) = rail.reason(source);
-        }
-        rail.tell_entered(source, word);
+        rail.tell_entered(source, word != 0 ? word : rail.call << kWhatBits | LowLatencyWhat::kAbsent << kValueBitsOfFlag);
         return word;
     }
 

@@ -59,9 +59,11 @@ def bad_indices(rank, _):
         finish(buffer)
     rows = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=device)
     for given in (None, weights):
+        began = time.monotonic()
         with pytest.raises((ValueError, EPPeerError), match="handle"):  # of a dispatch that has failed on every rank
             buffer.combine(rows, out.handle, topk_weights=given)
             finish(buffer)
+        assert time.monotonic() - began < 30, "nobody waits for a deadline"
         check_usable(buffer, rank)
 
 
@@ -189,6 +191,29 @@ def goes_on(rank, _):
 @pytest.mark.slow
 def test_rank_that_stalls_among_four():
     run_ranks(goes_on, 4)
+
+
+def goes_on_from_a_combine(rank, _):
+    """A rank that sends no weights is masked, and what came by it; ranks that wait for those who wait for it are not."""
+    case = replace(CASE, masked=0.0, combine_weights=True)
+    buffer = make_buffer(case, "nvshmem", rank, timeout_s=5, mask_stalled=True)
+    out, _ = start_dispatch(buffer, case, rank, "nvshmem")
+    finish(buffer)
+    rows = torch.zeros(out.recv_x.shape, dtype=torch.bfloat16, device=out.recv_x.device)
+    dist.barrier()
+    if rank != CULPRIT:
+        buffer.combine(rows, out.handle, topk_weights=CASE.inputs(rank)[2].to(rows.device))
+        finish(buffer)
+        assert buffer.masked_ranks == ([0, CULPRIT] if rank == 3 else [CULPRIT]), buffer.masked_ranks
+        for seed in range(3):
+            run_case(buffer, replace(case, without=CULPRIT, seed=seed), rank, "nvshmem")
+    dist.barrier()
+    buffer.destroy()
+
+
+@pytest.mark.slow
+def test_rank_that_stalls_in_a_combine_with_weights():
+    run_ranks(goes_on_from_a_combine, 4)
 
 
 def many_calls(rank, num_ranks, per_node, num_calls):

@@ -52,6 +52,8 @@ __device__ __forceinline__ bool takes_part(const LowLatencyContext& c, int rank,
 // Ranks of other nodes are reached, and heard of, by those of their rail.
 __device__ __forceinline__ bool is_in_node(const LowLatencyContext& c, int rank) { return rank - c.first_rank < c.ranks_per_node; }
 
+__device__ __forceinline__ unsigned ranks_of_node(const LowLatencyContext& c) { return ((1u << c.ranks_per_node) - 1) << c.first_rank; }
+
 // With a rank of this node, those of its rail: what they send here comes by its memory.
 __device__ __forceinline__ unsigned masked_with(const LowLatencyContext& c, int rank) {
     return is_in_node(c, rank) ? c.rail << (rank - c.first_rank) : 1u << rank;
@@ -79,16 +81,16 @@ __device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, i
 }
 
 // A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is
-// reported. That of a rank outside is told by one of this node, which may have waited as long for it.
+// reported.
 __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word,
-                                                               unsigned long long call, int source, GpuPhase phase) {
+                                                               unsigned long long call, int source, GpuPhase phase,
+                                                               unsigned long long timeout_ns) {
     const unsigned long long expected = call << kWhatBits;
     unsigned long long seen = load_relaxed(word);
     if (seen >= expected) return seen;
     if (!takes_part(c, source, call)) return 0;
     seen = watch_word<kLowLatencyPauseNs, kLooks>(
-        c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, source,
-        is_in_node(c, source) ? c.timeout_ns : 2 * c.timeout_ns);
+        c, word, [](const unsigned long long* from) { return load_relaxed(from); }, expected, source, timeout_ns);
     if (seen >= expected) return seen;
     mask_or_report(c, source, phase, call, seen);
     return 0;
@@ -108,6 +110,8 @@ __device__ __noinline__ inline void report_what(const LowLatencyContext& c, unsi
     const unsigned long long call = flag >> kWhatBits, last = word >> kWhatBits;
     if (last != call)
         report(c, kOvertaken, source, GpuPhase::kEntry, static_cast<long long>(call), static_cast<long long>(last));
+    else if (seen == LowLatencyWhat::kAbsent)
+        mask_or_report(c, source, GpuPhase::kEntry, call, 0);
     else if (LowLatencyWhat::unpacked(seen).is_refused)
         report(c, kPeerRefused, source, GpuPhase::kEntry, static_cast<long long>(call), 0);
     else
@@ -140,10 +144,10 @@ struct WorkspaceWords {
     const unsigned long long call;
     __device__ const unsigned long long* entered(int source) const { return Turn(c, c.rank, call).entered(source); }
     __device__ static unsigned long long look(const unsigned long long* word) { return load_relaxed(word); }
+    // That of a rank outside is told by one of this node, which may have waited as long for it.
     __device__ unsigned long long wait(const unsigned long long* word, int source) const {
-        return wait_word_of(c, word, call, source, GpuPhase::kEntry);
+        return wait_word_of(c, word, call, source, GpuPhase::kEntry, is_in_node(c, source) ? c.timeout_ns : 2 * c.timeout_ns);
     }
-    __device__ void keep_reason(int, unsigned long long) const {}
 };
 
 // What a warp knows once all ranks are in a call: which have come, and in lane r how many tokens rank r has.
@@ -152,14 +156,16 @@ struct Sources {
     int num_tokens;
 };
 
-// All lanes of a warp: until all ranks have entered the call, as far as this block can see. counts: it is the one that keeps statistics.
+// All lanes of a warp: until all ranks, or those in `among`, have entered the call, as far as this block can see. counts: it is the one
+// that keeps statistics.
 template <class Words>
-__device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long long flag, int64_t* statistics, bool counts) {
+__device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long long flag, int64_t* statistics, bool counts,
+                        unsigned among = kFullWarp) {
     const unsigned long long call = flag >> kWhatBits;
     const int source = threadIdx.x % 32;
     unsigned long long word = 0;
     bool came = false;
-    if (source < c.config.num_ranks) {
+    if (source < c.config.num_ranks && (among >> source & 1) != 0) {
         const unsigned long long start = counts ? now_ns() : 0;
         const unsigned long long* const entered = words.entered(source);
         word = words.look(entered);
@@ -168,7 +174,6 @@ __device__ Sources meet(const LowLatencyContext& c, Words words, unsigned long l
         if (!is_expected) word = 0;
         if (counts)
             atomicAdd(reinterpret_cast<unsigned long long*>(LowLatencyStatistics(c.config, statistics).wait_ns) + source, now_ns() - start);
-        if (counts && word != 0) words.keep_reason(source, word);
         came = word != 0 && check_what(c, flag, word, source);
     }
     return {__ballot_sync(kFullWarp, came), came ? LowLatencyWhat::value_in(word) : 0};

@@ -91,7 +91,7 @@ __device__ __forceinline__ void wait_counts(const LowLatencyContext& c, unsigned
         unsigned long long word = load_relaxed(told + i);
         if (((word ^ flag) >> kValueBitsOfFlag) != 0) {
             const int source = i / c.config.num_local_experts;
-            word = is_masked(c, source) ? 0 : wait_word_of(c, told + i, call, source, GpuPhase::kEntry);
+            word = is_masked(c, source) ? 0 : wait_word_of(c, told + i, call, source, GpuPhase::kEntry, c.timeout_ns);
             if (word != 0 && !check_what(c, flag, word, source)) word = 0;
             if (word == 0) atomicOr(lacking, 1u << source);
         }

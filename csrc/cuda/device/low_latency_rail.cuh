@@ -50,6 +50,8 @@ __device__ __noinline__ inline unsigned long long wait_network_word_to_tell(cons
     return look_to_tell(c, [word] { return load_acquire(word); }, call, source, phase, timeout_ns);
 }
 
+__device__ void tell_reason(const LowLatencyRailContext& r, unsigned long long call, int source, unsigned masks);
+
 struct RailCall {
     const LowLatencyRailContext& r;
     const LowLatencyContext& c;
@@ -114,19 +116,14 @@ struct RailCall {
         return look_to_tell(c, look, call, source, GpuPhase::kRailEntry, c.timeout_ns);
     }
 
-    // One thread: tells the ranks of this node what it has seen of one of its rail.
+    // One thread: tells the ranks of this node what it has seen of one of its rail, and why that one refuses.
     __device__ void tell_entered(int source, unsigned long long word) const {
         const unsigned masks = masks_of(c);
+        if (LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) tell_reason(r, call, source, masks);
         fence_system();  // once: what has been seen is seen by whoever sees the words
 #pragma unroll 1
         for (int to = first_rank(); to < first_rank() + r.ranks_per_node; ++to)
             if ((masks >> to & 1) == 0) store_relaxed(Turn(c, to, call).entered(source), word);
-    }
-
-    // One thread: the reason of a refusal goes where the host looks for it.
-    __device__ void keep_reason(int source) const {
-        *reason_at(c, c.rank, source, call) = reason(source);
-        __threadfence_system();
     }
 
 private:
@@ -135,6 +132,14 @@ private:
         return reinterpret_cast<T*>(r.bases[source % r.ranks_per_node] + offset);
     }
 };
+
+// One thread: to the ranks of this node that are not masked, where their hosts look for it.
+__device__ __noinline__ inline void tell_reason(const LowLatencyRailContext& r, unsigned long long call, int source, unsigned masks) {
+    const RailCall rail(r, call);
+#pragma unroll 1
+    for (int to = rail.first_rank(); to < rail.first_rank() + r.ranks_per_node; ++to)
+        if ((masks >> to & 1) == 0) *reason_at(rail.c, to, source, call) = rail.reason(source);
+}
 
 // Threads of which each waits for a word of the rail, and tells the ranks of this node: entries, counts, and rows. A warp waits for one
 // rank, as its threads may go on together only.
@@ -213,9 +218,6 @@ struct RailWords {
     __device__ static unsigned long long look(const unsigned long long* word) { return load_acquire(word); }
     __device__ unsigned long long wait(const unsigned long long* word, int source) const {
         return rail.wait(word, source, GpuPhase::kEntry, rail.c.timeout_ns);
-    }
-    __device__ void keep_reason(int source, unsigned long long word) const {
-        if (rail.is_outside(source) && LowLatencyWhat::unpacked(LowLatencyWhat::packed_in(word)).is_refused) rail.keep_reason(source);
     }
 };
 
