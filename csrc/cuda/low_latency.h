@@ -80,7 +80,7 @@ struct LowLatencyLaunch {
 
 // What a rank does between calls.
 struct LowLatencyControlParams {
-    enum Action { kMask, kUnmask, kRejoin, kRefuse, kCatchUp } action;
+    enum Action { kMask, kUnmask, kTellReturned, kRejoin, kRefuse, kCatchUp } action;  // over nodes the third comes behind the second
     LowLatencyContext context;
     int rank;                      // to mask or take back
     char reason[kMaxReasonBytes];  // of a refusal

@@ -7,22 +7,28 @@
 namespace deepep_moe {
 namespace {
 
-__device__ unsigned long long* resumed(const LowLatencyContext& c, int owner, int source) {
-    return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed_of(source));
-}
-
 constexpr int kThreads = tuning::kLowLatencyControlThreads;
 
-// All threads. Of a rank that comes back: it may have sent calls that it will make again.
-__device__ void forget_flags(const LowLatencyContext& c, int source) {
+__device__ bool is_over_nodes(const LowLatencyContext& c) { return c.ranks_per_node < static_cast<unsigned>(c.config.num_ranks); }
+
+// All threads. Where a rank of this node comes back, what it has pushed and told: also sums and words for its rail, in their places. Where
+// it is of another node, words only: lines in its place are those of the rail's rank here.
+__device__ void forget_flags(const LowLatencyContext& c, int source, bool has_lines) {
     for (int turn = 0; turn < kTurns; ++turn) {
         const Turn own(c, c.rank, turn);
         if (threadIdx.x == 0) *own.entered(source) = 0;
         for (int expert = threadIdx.x; expert < c.config.num_local_experts; expert += kThreads) own.counts(source)[expert] = 0;
-        const int64_t num_lines = c.config.num_max_tokens * c.layout.slot_bytes / kLineBytes;
+        if (is_over_nodes(c))
+            for (int token = threadIdx.x; token < c.config.num_max_tokens; token += kThreads) *own.landed(source, token) = 0;
+        const int64_t num_lines = has_lines ? c.config.num_max_tokens * c.layout.slot_bytes / kLineBytes : 0;
         for (int64_t line = threadIdx.x; line < num_lines; line += kThreads)
             own.head(source, 0)[line * kPartsOfLine + kLinePieces] = make_uint4(0, 0, 0, 0);
     }
+}
+
+// All threads. Of a rank that comes back: it may have sent calls that it will make again.
+__device__ void forget(const LowLatencyContext& c, int rank) {
+    for (unsigned rest = masked_with(c, rank); rest != 0; rest &= rest - 1) forget_flags(c, __ffs(rest) - 1, is_in_node(c, rank));
     __syncthreads();
 }
 
@@ -31,7 +37,7 @@ __device__ unsigned long long resumed_call(const LowLatencyContext& c) {
     unsigned long long next = 0;
     for (int peer = 0; peer < c.config.num_ranks; ++peer) {
         if (peer == c.rank) continue;
-        const unsigned long long told = wait_word(c, resumed(c, c.rank, peer), 1, peer, GpuPhase::kRejoin);
+        const unsigned long long told = wait_word(c, resumed_at(c, c.rank, peer), 1, peer, GpuPhase::kRejoin);
         if (told == 0) return 0;
         if (next != 0 && told != next) {
             report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(told) - 1);
@@ -45,13 +51,21 @@ __device__ unsigned long long resumed_call(const LowLatencyContext& c) {
 __device__ void rejoin(const LowLatencyContext& c) {
     const unsigned long long next = resumed_call(c);
     if (next == 0) return;
-    for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed(c, c.rank, peer) = 0;
+    for (int peer = 0; peer < c.config.num_ranks; ++peer) *resumed_at(c, c.rank, peer) = 0;
     count_call(c, next - 2);
     for (auto& first : c.state->first_calls) first = next - 1;
     for (auto& verdicts : c.state->verdicts)
         for (auto& verdict : verdicts) verdict = 0;
     c.state->masks = 0;
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
+}
+
+__device__ void take_back(const LowLatencyContext& c, int rank) {
+    const unsigned long long next = next_call(c);
+    for (unsigned rest = masked_with(c, rank); rest != 0; rest &= rest - 1) c.state->first_calls[__ffs(rest) - 1] = next;
+    set_mask(c, rank, false);
+    const int to = is_in_node(c, rank) ? rank : static_cast<int>(c.first_rank + rank % c.ranks_per_node);
+    store_release(resumed_at(c, to, c.rank), next + 1);
 }
 
 // Before a call after one that was refused, and so not received: until all ranks have entered the call before last, as a receiver waits.
@@ -85,15 +99,14 @@ __device__ void refuse(const LowLatencyControlParams& p) {
 __global__ void low_latency_control(const __grid_constant__ LowLatencyControlParams p) {
     wait_for_kernel_before();
     const LowLatencyContext& c = p.context;
-    if (p.action == LowLatencyControlParams::kUnmask) forget_flags(c, p.rank);
-    if (p.action == LowLatencyControlParams::kRejoin) forget_flags(c, c.rank);
+    if (p.action == LowLatencyControlParams::kUnmask && is_over_nodes(c) && gave_up(c)) return;  // it has not come back
+    if (p.action == LowLatencyControlParams::kUnmask) forget(c, p.rank);
+    if (p.action == LowLatencyControlParams::kRejoin) forget(c, c.rank);
     if (threadIdx.x != 0) return;
     switch (p.action) {
         case LowLatencyControlParams::kMask: return set_mask(c, p.rank, true);
-        case LowLatencyControlParams::kUnmask:
-            c.state->first_calls[p.rank] = next_call(c);
-            set_mask(c, p.rank, false);
-            return store_release(resumed(c, p.rank, c.rank), next_call(c) + 1);
+        case LowLatencyControlParams::kUnmask: return take_back(c, p.rank);
+        case LowLatencyControlParams::kTellReturned: return;  // over the network
         case LowLatencyControlParams::kRejoin: return rejoin(c);
         case LowLatencyControlParams::kRefuse: return refuse(p);
         case LowLatencyControlParams::kCatchUp: return catch_up(c);

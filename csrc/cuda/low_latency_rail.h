@@ -3,8 +3,9 @@
 //
 // Symmetric memory of a rank, at the same offsets on all ranks; [kTurns] is indexed by the call, as in common/low_latency.h:
 //
-//   entered u64[kTurns][num_nodes] | weighed, likewise | arrived u64[kTurns][num_nodes][num_max_tokens] | messages in [kTurns][num_nodes] |
-//   messages out, likewise | inbox [kTurns][num_nodes - 1] boxes | outbox, likewise
+//   entered u64[kTurns][num_nodes] | weighed, likewise | returned u64[num_nodes] | resumed u64[num_ranks] |
+//   arrived u64[kTurns][num_nodes][num_max_tokens] | messages in [kTurns][num_nodes] | messages out, likewise |
+//   inbox [kTurns][num_nodes - 1] boxes | outbox, likewise
 //
 // Row `node` of each array but those of what goes out is written by that node's rank only, and read by all ranks of the owner's node. Words
 // are flags as LowLatencyWhat makes them. A box has a row for each token of the rank whose tokens they are; not all rows cross.
@@ -20,7 +21,7 @@ namespace deepep_moe {
 //   combine: nothing
 // A combine with weights of its own has these behind it, f32[num_tokens][num_topk], which cross ahead of it with a word in `weighed`.
 struct LowLatencyRailLayout {
-    int64_t entered, weighed, arrived, in, out, inbox, outbox, total_bytes;
+    int64_t entered, weighed, returned, resumed, arrived, in, out, inbox, outbox, total_bytes;
     int64_t lanes, weights, message_bytes, box_bytes;  // in a message: of a dispatch, of a combine
     int64_t num_tokens;
     int num_nodes;
@@ -34,7 +35,9 @@ struct LowLatencyRailLayout {
         message_bytes = round_up(routing_bytes > weights_end ? routing_bytes : weights_end, 128);
         box_bytes = round_up(c.num_max_tokens * 4 * c.hidden, 128);
         weighed = int64_t{8} * kTurns * num_nodes;
-        arrived = round_up(2 * weighed, 128);
+        returned = 2 * weighed;
+        resumed = returned + int64_t{8} * num_nodes;
+        arrived = round_up(resumed + int64_t{8} * c.num_ranks, 128);
         in = arrived + round_up(int64_t{8} * kTurns * num_nodes * num_tokens, 128);
         out = in + kTurns * num_nodes * message_bytes;
         inbox = out + kTurns * num_nodes * message_bytes;
@@ -50,6 +53,8 @@ struct LowLatencyRailLayout {
     }
     DEEPEP_MOE_HD int64_t in_of(unsigned long long call, int node) const { return in + nth(call, node) * message_bytes; }
     DEEPEP_MOE_HD int64_t out_of(unsigned long long call, int node) const { return out + nth(call, node) * message_bytes; }
+    DEEPEP_MOE_HD int64_t returned_of(int node) const { return returned + 8 * node; }
+    DEEPEP_MOE_HD int64_t resumed_of(int rank) const { return resumed + 8 * rank; }
     // Of a box that a rank of `owner` has for `other`, in its inbox or outbox. A dispatch keeps each row once, for all nodes: in the box
     // for the next node.
     DEEPEP_MOE_HD int64_t box_of(unsigned long long call, int owner, int other) const {
@@ -95,7 +100,7 @@ struct LowLatencyDeliverParams {
     float ns_per_row;
 };
 using LowLatencyRailDeliver = LowLatencyRailLaunch<LowLatencyDeliverParams>;
-using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  // one block; kRefuse, kCatchUp
+using LowLatencyRailControl = LowLatencyRailLaunch<LowLatencyControlParams>;  // one block
 
 // What the module that links NVSHMEM, which puts, hands to the one that does not. Functions return nullptr, or why a kernel could not be
 // launched.

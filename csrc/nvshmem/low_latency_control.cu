@@ -1,4 +1,4 @@
-// What a rank tells the ranks of its rail between low-latency calls; cuda/low_latency_control.cu tells those of its node.
+// What a rank tells the ranks of its rail between low-latency calls, and hears of them; cuda/low_latency_control.cu does it in its node.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -40,11 +40,58 @@ __device__ void catch_up(const Launch& l, const LowLatencyContext& c, unsigned l
     }
 }
 
+// All threads, ahead of taking back a rank of this rail: until all that it has sent has landed.
+__device__ void await_return(const LowLatencyContext& c, const RailPuts& rail, int rank) {
+    __shared__ bool is_back;
+    unsigned long long* const word = rail.returned(rail.node_of(rank));
+    if (threadIdx.x == 0) is_back = wait_word(c, word, 1, rank, GpuPhase::kRejoin) != 0;
+    __syncthreads();
+    if (!is_back) return;
+    if (threadIdx.x == 0) *word = 0;
+    rail.forget(rail.node_of(rank));
+}
+
+// A thread for each rank of this node, when this one has taken it back: which call that rank takes it back before.
+__device__ void tell_returned(const LowLatencyContext& c, const RailPuts& rail, int rank) {
+    if (threadIdx.x >= rail.r.ranks_per_node) return;
+    const int peer = rail.first_rank() + static_cast<int>(threadIdx.x);
+    const unsigned long long next = wait_word(c, resumed_at(c, c.rank, peer), 1, peer, GpuPhase::kRejoin);
+    *resumed_at(c, c.rank, peer) = 0;
+    if (next != 0) rail.tell_resumed(rail.node_of(rank), peer, next);
+}
+
+// One warp, of a rank that comes back and whose puts have landed. What the ranks of other nodes say goes where those of its own say it.
+// Where one does not, the others must not take this one's word for the next time.
+__device__ void rejoin(const LowLatencyContext& c, const RailPuts& rail) {
+    const int peer = static_cast<int>(threadIdx.x);
+    const auto tell_nodes = [&](bool has_returned) {
+        if (peer < rail.r.num_nodes && peer != rail.r.node) rail.tell_returned(peer, has_returned);
+    };
+    tell_nodes(true);
+    bool is_missed = false;
+    if (peer < c.config.num_ranks && rail.is_outside(peer)) {
+        const unsigned long long next = wait_word(c, rail.resumed(peer), 1, peer, GpuPhase::kRejoin);
+        *resumed_at(c, c.rank, peer) = next;
+        *rail.resumed(peer) = 0;
+        is_missed = next == 0;
+    }
+    if (__any_sync(kFullWarp, is_missed)) tell_nodes(false);
+}
+
 __global__ void __launch_bounds__(kThreads, 1) rail_control(const __grid_constant__ Launch l) {
     const LowLatencyContext& c = l.rail.context;
     const unsigned long long call = next_call(c);
-    if (l.call.action == LowLatencyControlParams::kRefuse) refuse(l, RailPuts(l.rail, call));
-    if (l.call.action == LowLatencyControlParams::kCatchUp) catch_up(l, c, call);
+    const RailPuts rail(l.rail, call);
+    const int rank = l.call.rank;
+    const bool is_of_rail = rail.is_outside(rank) && rank % l.rail.ranks_per_node == l.rail.index;
+    switch (l.call.action) {
+        case LowLatencyControlParams::kMask: return;
+        case LowLatencyControlParams::kUnmask: return is_of_rail ? await_return(c, rail, rank) : void();
+        case LowLatencyControlParams::kTellReturned: return is_of_rail && !gave_up(c) ? tell_returned(c, rail, rank) : void();
+        case LowLatencyControlParams::kRejoin: return threadIdx.x < 32 ? rejoin(c, rail) : void();
+        case LowLatencyControlParams::kRefuse: return refuse(l, rail);
+        case LowLatencyControlParams::kCatchUp: return catch_up(l, c, call);
+    }
 }
 
 constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send,    &launch_rail_weigh,
@@ -53,6 +100,7 @@ constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send, 
 }  // namespace
 
 const char* launch_rail_control(const Launch& l, void* stream) noexcept {
+    if (l.call.action == LowLatencyControlParams::kRejoin) nvshmemx_quiet_on_stream(static_cast<cudaStream_t>(stream));
     return try_launch<rail_control>("rail_control", 1, 0, l, stream);
 }
 

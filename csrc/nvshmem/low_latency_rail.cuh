@@ -53,6 +53,24 @@ struct RailPuts : RailCall {
             nvshmemx_signal_op(word, post.flag, NVSHMEM_SIGNAL_SET, r.pes[node]);
     }
 
+    // One thread: what ranks of a rail tell each other when one of them comes back.
+    __device__ unsigned long long* returned(int node) const { return own_word(r.layout.returned_of(node)); }
+    __device__ unsigned long long* resumed(int rank) const { return own_word(r.layout.resumed_of(rank)); }
+    __device__ void tell_returned(int node, bool has) const { signal(r.layout.returned_of(r.node), has, node); }
+    __device__ void tell_resumed(int node, int rank, unsigned long long next) const { signal(r.layout.resumed_of(rank), next, node); }
+
+    // All threads of a block: words of the rank of a node that comes back, which may have sent calls that it will make again.
+    __device__ void forget(int node) const {
+#pragma unroll 1
+        for (int turn = 0; turn < kTurns; ++turn) {
+            if (threadIdx.x == 0) *own_word(r.layout.entered_of(turn, node)) = *own_word(r.layout.weighed_of(turn, node)) = 0;
+#pragma unroll 1
+            for (int token = threadIdx.x; token < r.layout.num_tokens; token += blockDim.x)
+                *own_word(r.layout.arrived_of(turn, node, token)) = 0;
+        }
+        __syncthreads();
+    }
+
     // One thread of all that will put the message of a refusal.
     __device__ void write_reason(int node, const GpuFailure& why) const {
         auto& reason = *reinterpret_cast<LowLatencyReason*>(message_for(node));
@@ -67,6 +85,10 @@ private:
     };
 
     __device__ std::byte* own() const { return r.bases[r.index]; }
+    __device__ unsigned long long* own_word(int64_t offset) const { return reinterpret_cast<unsigned long long*>(own() + offset); }
+    __device__ void signal(int64_t offset, unsigned long long value, int node) const {
+        nvshmemx_signal_op(reinterpret_cast<uint64_t*>(own() + offset), value, NVSHMEM_SIGNAL_SET, r.pes[node]);
+    }
     // One warp, of which each lane may see another mask.
     __device__ bool sees_lost(int node) const { return __shfl_sync(kFullWarp, is_lost(node), 0); }
     __device__ Put message_of(int node, int64_t bytes) const {

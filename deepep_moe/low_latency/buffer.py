@@ -297,16 +297,18 @@ class LowLatencyBuffer(Sizes):
 
         Tokens of a masked rank do not come; experts of a masked rank contribute nothing to `combine`, and their (token, expert) pairs are
         counted in `statistics().num_dropped`. To take a rank back, all others call `mask_rank(rank, False)` between the same two calls, and
-        the rank itself calls `rejoin`.
+        the rank itself calls `rejoin`. Over nodes the ranks with its index in their nodes then wait for what it has sent to land.
 
-        Raises ValueError for this rank itself or one that does not exist.
+        Raises ValueError for this rank itself or one that does not exist, EPTimeoutError where one that is taken back over nodes has not
+        called `rejoin` within the deadline; it is masked still.
         """
         s = self._settings
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < s.num_ranks or rank == s.rank:
             raise ValueError(f"rank is {rank!r}; it must be one of 0 to {s.num_ranks - 1}, and not this rank, {s.rank}")
         before = set(self._masked())
         self._alive().mask(rank, masked)
-        self._masks_told = self._masks_told | (set(self._masked()) - before) if masked else self._masks_told - {rank}
+        now = set(self._masked())
+        self._masks_told = self._masks_told | (now - before) if masked else self._masks_told & now
 
     def rejoin(self) -> None:
         """After this rank has been masked: forget which ranks it masked itself, wait until all of them take it back, and go on with their

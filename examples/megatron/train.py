@@ -126,7 +126,7 @@ def _fill_in(arguments: argparse.Namespace) -> None:
     if arguments.sync_free is None:
         arguments.sync_free = is_fast and arguments.grouped_experts
     if arguments.cuda_graph is None:
-        arguments.cuda_graph = is_fast and arguments.sync_free and not arguments.interleave
+        arguments.cuda_graph = is_fast and arguments.sync_free and not arguments.interleave and not arguments.shares_gpus
     if arguments.micro_batches is None:
         arguments.micro_batches = 2 if arguments.interleave or arguments.sweep else 1
 
@@ -143,6 +143,8 @@ def _check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         parser.error(
             "--cuda-graph needs --device cuda and --sync-free, and excludes --interleave: a graph holds one schedule without waits"
         )
+    if arguments.cuda_graph and arguments.shares_gpus:
+        parser.error("--cuda-graph excludes --share-gpus: no graph holds sums over gloo")
     for name in ("shared_overlap", "recompute"):
         if arguments.interleave and getattr(arguments, name):
             parser.error(f"--interleave and --{name.replace('_', '-')} exclude each other in Megatron-Core")

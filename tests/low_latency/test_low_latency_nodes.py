@@ -1,7 +1,10 @@
 """Low-latency calls over nodes against the reference, bit for bit: nodes of one host, on the emulated GPU by a hostile network."""
 
 import ctypes
+import re
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import emulated_gpu
 import pytest
@@ -21,7 +24,7 @@ from low_latency_cases import (
 )
 
 from deepep_moe import LowLatencyBuffer, nn, reference
-from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.errors import BackendUnavailableError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -254,6 +257,48 @@ def test_cuda_graph(split):
     run_ranks(in_graph, SPLITS[split][0], split)
 
 
+# ---- memory ----
+
+
+def expected_bytes(num_ranks, ranks_per_node, num_experts, tokens, hidden, num_topk):
+    """`workspace_bytes` as docs/design/low_latency_nodes.md and low_latency.md have it."""
+
+    def up(value, step=128):
+        return -(-value // step) * step
+
+    num_nodes, rows = num_ranks // ranks_per_node, num_ranks * tokens
+    box = up(4 * hidden * tokens)
+    message = up(max(up(4 * num_experts // num_nodes, 16) + 8 * num_topk * tokens, 256 + 4 * num_topk * tokens))
+    words = up(64 * num_nodes + 8 * num_nodes + 8 * num_ranks) + up(32 * num_nodes * tokens)
+    symmetric = 4 * (2 * (num_nodes - 1) * box + 2 * num_nodes * message) + words
+    slot = 128 * (-(-num_topk // 15) + -(-hidden // 28))
+    turn = up(8 * num_ranks + 8 * num_experts) + slot * rows + up(8 * rows)
+    return symmetric + up(976 * num_ranks) + 4 * turn
+
+
+def check_bytes(rank, _, split):
+    case = case_of(split)
+    buffer = make_buffer(case, "nvshmem", rank)
+    sizes = case.num_ranks, case.ranks_per_node, case.num_experts, case.max_tokens, case.hidden, case.num_topk
+    assert buffer.workspace_bytes == expected_bytes(*sizes)
+
+
+@pytest.mark.parametrize("split", ("2x1", "3x2"))
+def test_workspace_formula(split):
+    run_ranks(check_bytes, SPLITS[split][0], split)
+
+
+def test_workspace_of_large_groups():
+    """The table of docs/design/low_latency_nodes.md."""
+    text = (Path(__file__).resolve().parents[2] / "docs/design/low_latency_nodes.md").read_text()
+    rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| (\d+) \| ([\d.]+) GiB \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for *sizes, gib in rows:
+        nodes, per_node, num_experts, num_topk = map(int, sizes)
+        num_bytes = expected_bytes(nodes * per_node, per_node, num_experts, 128, 7168, num_topk)
+        assert f"{num_bytes / 2**30:.2f}" == gib
+
+
 # ---- ranks that are left out ----
 
 
@@ -272,16 +317,82 @@ def masked_ranks(rank, _, split, masked, mode):
         run_case(buffer, replace(without, seed=seed, **settings), rank, "nvshmem")
     lost = [without.is_lost(rank, replace(case, seed=seed).inputs(rank)[1] // (case.num_experts // case.num_ranks)) for seed in range(5)]
     assert buffer.statistics().num_dropped.item() == sum(int(each.sum()) for each in lost)
-    with pytest.raises(ValueError, match="a masked rank is not taken back over several nodes; make a new LowLatencyBuffer"):
-        buffer.mask_rank(masked, False)
-    with pytest.raises(ValueError, match="a rank cannot rejoin over several nodes; make a new LowLatencyBuffer"):
-        buffer.rejoin()
 
 
 @pytest.mark.parametrize("mode", ("now", "hook"))
 @pytest.mark.parametrize("split, masked", (("2x1", 1), ("2x2", 1), ("2x2", 2), ("3x2", 3)))
 def test_masked_rank(split, masked, mode):
     run_ranks(masked_ranks, SPLITS[split][0], split, masked, mode)
+
+
+def come_back(buffer, rank, masked):
+    dist.barrier()
+    if rank == masked:
+        buffer.rejoin()
+    else:
+        buffer.mask_rank(masked, False)
+    assert buffer.masked_ranks == []
+
+
+def taken_back(rank, _, split, masked):
+    """Twice: the rank is masked, and makes calls that it will make again; the others make some, and one of which a half is left when it is
+    back."""
+    case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, num_topk=6)
+    without = replace(case, without=masked)
+    buffer = make_buffer(case, "nvshmem", rank)
+    for num_calls in (1, 3):
+        run_case(buffer, case, rank, "nvshmem")
+        dist.barrier()
+        if rank == masked:
+            for seed in (7, 8):
+                start_dispatch(buffer, replace(case, seed=seed, mode="hook"), rank, "nvshmem")
+        else:
+            buffer.mask_rank(masked)
+            for seed in range(num_calls - 1):
+                run_case(buffer, replace(without, seed=seed, wire=(None, "fp8")[seed % 2]), rank, "nvshmem")
+            out, hook = start_dispatch(buffer, replace(without, mode="hook"), rank, "nvshmem")
+        finish(buffer)
+        come_back(buffer, rank, masked)
+        if rank != masked:
+            hook()
+            check_dispatch(without, rank, out, Expected(without))
+        else:
+            time.sleep(0.3)  # the others wait for what it sends now, and do not take what it sent then
+        for seed in range(5):
+            run_case(buffer, replace(case, seed=seed, mode=("now", "hook")[seed % 2], combine_weights=seed > 2), rank, "nvshmem")
+
+
+@pytest.mark.parametrize("split, masked", (("2x1", 1), ("2x2", 1), ("2x2", 2), ("3x2", 3), ("2x4", 5)))
+def test_taken_back(split, masked):
+    run_ranks(taken_back, SPLITS[split][0], split, masked)
+
+
+def does_not_come_back(rank, _):
+    case = case_of("2x2", [6, 8, 7, 5], masked=0.0)
+    buffer = make_buffer(case, "nvshmem", rank, timeout_s=4)
+    run_case(buffer, case, rank, "nvshmem")
+    dist.barrier()
+    if rank == 1:
+        dist.barrier()
+        with pytest.raises(EPTimeoutError, match="rank . did not deliver within the deadline of 4000 ms; phase 'rejoining'"):
+            buffer.rejoin()
+        dist.barrier()
+        buffer.rejoin()
+    else:
+        buffer.mask_rank(1)
+        if rank == 3:  # the one of its rail hears of it
+            with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within the deadline of 4000 ms; phase 'rejoining'"):
+                buffer.mask_rank(1, False)
+            assert buffer.masked_ranks == [1]
+        dist.barrier()
+        dist.barrier()
+        buffer.mask_rank(1, False)
+    for seed in range(3):
+        run_case(buffer, replace(case, seed=seed), rank, "nvshmem")
+
+
+def test_rank_that_does_not_come_back_in_time():
+    run_ranks(does_not_come_back, 4)
 
 
 def stalls(rank, _, split, masked):

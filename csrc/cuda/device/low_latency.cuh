@@ -40,6 +40,11 @@ __device__ __forceinline__ LowLatencyReason* reason_at(const LowLatencyContext& 
     return reinterpret_cast<LowLatencyReason*>(c.workspaces[owner] + c.layout.reason_of(source, call));
 }
 
+// Which call comes next, plus 1, as `source` tells one that it takes back; over nodes the one of its rail here, which tells it.
+__device__ __forceinline__ unsigned long long* resumed_at(const LowLatencyContext& c, int owner, int source) {
+    return reinterpret_cast<unsigned long long*>(c.workspaces[owner] + c.layout.resumed_of(source));
+}
+
 __device__ __forceinline__ unsigned masks_of(const LowLatencyContext& c) { return *static_cast<volatile unsigned*>(&c.state->masks); }
 __device__ __forceinline__ bool is_masked(const LowLatencyContext& c, int rank) { return masks_of(c) >> rank & 1; }
 

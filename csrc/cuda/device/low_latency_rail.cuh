@@ -15,7 +15,7 @@ __device__ __noinline__ inline unsigned long long wait_network_word(const LowLat
     const auto load = [](const unsigned long long* from) { return load_acquire(from); };
     unsigned long long seen = load_acquire(word);
     if (seen >> kWhatBits >= call) return seen;
-    if (is_masked(c, source)) return 0;
+    if (!takes_part(c, source, call)) return 0;
     seen = watch_word<kPauseNs, kLooks>(c, word, load, call << kWhatBits, source, timeout_ns);
     if (seen >> kWhatBits >= call) return seen;
     mask_or_report(c, source, phase, call, seen);
@@ -32,6 +32,7 @@ __device__ __forceinline__ unsigned long long look_to_tell(const LowLatencyConte
                                                            int source, GpuPhase phase, unsigned long long timeout_ns) {
     const unsigned long long deadline = now_ns() + timeout_ns;
     unsigned long long seen = look();
+    if (!takes_part(c, source, call)) return seen >> kWhatBits == call ? seen : 0;  // no later one: it may make that call again
 #pragma unroll 1
     for (unsigned round = 1; seen >> kWhatBits < call && !is_masked(c, source); ++round) {
         pause_ns(kPauseNs);
@@ -62,9 +63,9 @@ struct RailCall {
     __device__ int first_rank() const { return r.node * r.ranks_per_node; }  // of this node
     __device__ int node_of(int rank) const { return rank / r.ranks_per_node; }
     __device__ bool is_outside(int rank) const { return node_of(rank) != r.node; }
-    __device__ int rank_in(int node) const { return node * r.ranks_per_node + r.index; }  // of this rail
-    __device__ int node_at(int turn) const { return (r.node + turn) % r.num_nodes; }      // the next node first
-    __device__ bool is_lost(int node) const { return is_masked(c, rank_in(node)); }       // nothing is sent there
+    __device__ int rank_in(int node) const { return node * r.ranks_per_node + r.index; }     // of this rail
+    __device__ int node_at(int turn) const { return (r.node + turn) % r.num_nodes; }         // the next node first
+    __device__ bool is_lost(int node) const { return !takes_part(c, rank_in(node), call); }  // nothing is sent there
     __device__ int experts_of_node() const { return r.ranks_per_node * c.config.num_local_experts; }
     __device__ unsigned ranks_of(int node) const { return ((1u << r.ranks_per_node) - 1) << node * r.ranks_per_node; }
 

@@ -177,31 +177,35 @@ public:
 
 private:
     // Of a token, what crosses first, as it has the longer way. The head before the row: by the time that the row has come, its receiver
-    // knows where it belongs. All places are worked out while the first token's columns are on their way, unless they are already.
+    // knows where it belongs. All places are worked out while the first token's columns are on their way, unless they are already; the next
+    // columns are loaded ahead of what waits for stores.
     __device__ void send_rows(int first, const FirstMarks& experts, bool knows_places) const {
-        int turn = 0;
+        if (first >= p.num_tokens) return;
+        const bool sends_head = warp == kWarps - 1;  // which has no columns
+        Given given(*this, first, 0);
+        if (!knows_places) find_places(experts);
+        unsigned ranks = 0;
+        int turn = 0, token = first, begin = 0;
 #pragma unroll 1
-        for (int token = first; token < p.num_tokens; token = next(token)) {
-            const bool sends_head = warp == kWarps - 1;  // which has no columns
-            const Lane own(*this, token, sends_head);
-            unsigned ranks = 0;
-#pragma unroll 1
-            for (int begin = 0; begin < num_pieces; begin += kStagedPieces, turn ^= 1) {
-                const Given given(*this, token, begin);
-                if (token == first && begin == 0 && !knows_places) find_places(experts);
-                if (sends_head && begin == 0) shared.ranks[turn] = own.ranks();
-                given.stage(*this, staged(turn), token, begin);
-                __syncthreads();
-                if (begin == 0) ranks = shared.ranks[turn];
-                const int count = min(kStagedPieces, num_pieces - begin);
-                if constexpr (Outside::kIsAny) {
-                    if (begin + count == num_pieces) outside.put(*this, token, ranks);
-                }
-                if (sends_head && begin == 0) send_head(token, own, ranks);
-                const int first_part = begin / kLinePieces * kPartsOfLine;
-                staged(turn).push(c, outside.first_rank(), outside.num_ranks(), ranks, count, kQuantized, flag,
-                                  [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
+        while (token < p.num_tokens) {
+            const Lane own(*this, token, sends_head && begin == 0);
+            const int count = min(kStagedPieces, num_pieces - begin);
+            const bool is_last = begin + count == num_pieces;
+            if (sends_head && begin == 0) shared.ranks[turn] = own.ranks();
+            given.stage(*this, staged(turn), token, begin);
+            const int next_token = is_last ? next(token) : token, next_begin = is_last ? 0 : begin + count;
+            if (next_token < p.num_tokens) given = Given(*this, next_token, next_begin);
+            __syncthreads();
+            if (begin == 0) ranks = shared.ranks[turn];
+            if constexpr (Outside::kIsAny) {
+                if (is_last) outside.put(*this, token, ranks);
             }
+            if (sends_head && begin == 0) send_head(token, own, ranks);
+            const int first_part = begin / kLinePieces * kPartsOfLine;
+            staged(turn).push(c, outside.first_rank(), outside.num_ranks(), ranks, count, kQuantized, flag,
+                              [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
+            token = next_token, begin = next_begin;
+            turn ^= 1;
         }
     }
 

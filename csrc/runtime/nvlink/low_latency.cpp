@@ -13,7 +13,6 @@
 namespace deepep_moe {
 namespace {
 
-constexpr const char* kNewBuffer = "; make a new LowLatencyBuffer on all ranks";
 
 // Odd multiples of the golden ratio of 2^64: no call's number is the difference of two, and no memory has them by chance.
 unsigned long long new_mark() {
@@ -180,12 +179,17 @@ void NvlinkLowLatency::combine(const LowLatencyCombineParams& params, bool sends
 void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream) {
     const DeviceGuard guard(device_);
     const std::lock_guard lock(enqueuing_);
-    const bool refuses = params.action == LowLatencyControlParams::kRefuse;
+    using Params = LowLatencyControlParams;
+    const bool refuses = params.action == Params::kRefuse;
     begin(refuses, stream);
     params.context = context();
-    if (rail_ && refuses) rail_->control(params, as_stream(stream));
+    if (rail_) rail_->control(params, as_stream(stream));
     launch_low_latency_control(params, as_stream(stream));
     if (rail_ && refuses) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // it may wait, and the refusal does not
+    if (rail_ && params.action == Params::kUnmask) {
+        params.action = Params::kTellReturned;
+        rail_->control(params, as_stream(stream));
+    }
     last_.ends();
     if (refuses) num_to_catch_up_ = kMaxInFlight;
 }
@@ -198,16 +202,15 @@ void NvlinkLowLatency::refuse(const std::string& reason, uintptr_t stream) {
 }
 
 void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
-    if (rail_ && !masked) throw std::invalid_argument(std::string("a masked rank is not taken back over several nodes") + kNewBuffer);
     LowLatencyControlParams params{};
     params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
     params.rank = rank;
     control(params, stream);
     check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
+    if (rail_ && !masked) check();
 }
 
 void NvlinkLowLatency::rejoin(uintptr_t stream) {
-    if (rail_) throw std::invalid_argument(std::string("a rank cannot rejoin over several nodes") + kNewBuffer);
     forget_failure();           // the calls that this rank has made alone count for nobody
     failed_mark_ = new_mark();  // their numbers come again
     LowLatencyControlParams params{};

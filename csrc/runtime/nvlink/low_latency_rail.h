@@ -25,7 +25,7 @@ public:
     void receive_dispatch(const LowLatencyContext& context, const LowLatencyDispatchParams& params, int num_blocks, void* stream);
     void send_combine(const LowLatencyContext& context, LowLatencyCombineParams params, int num_blocks, void* stream);
     void receive_combine(const LowLatencyContext& context, const LowLatencyCombineParams& params, int num_blocks, void* stream);
-    // A refusal, or what comes before a call after one; ahead of that of the node.
+    // What is done between calls, ahead of its part in the node, but for kTellReturned.
     void control(const LowLatencyControlParams& params, void* stream);
     // Ranks of a node wait for what others have to tell. So whatever may wait first tells it of all dispatches that were sent, whose hooks
     // may come later. `but`: the handle of one that tells it itself. Throws std::invalid_argument in the capture of a CUDA graph, where one

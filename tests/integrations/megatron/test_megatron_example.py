@@ -238,6 +238,18 @@ def test_options_that_do_not_go_together(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_ranks_that_share_a_gpu_have_no_graph(monkeypatch, capsys):
+    (train,) = _import_example("train")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    shared = ["--device", "cuda", "--num-ranks", "2", "--share-gpus"]
+    arguments = train._arguments(shared)
+    assert arguments.sync_free and not arguments.cuda_graph
+    assert train._arguments(["--device", "cuda"]).cuda_graph
+    with pytest.raises(SystemExit):
+        train._arguments([*shared, "--cuda-graph"])
+    assert "--cuda-graph excludes --share-gpus: no graph holds sums over gloo" in capsys.readouterr().err
+
+
 def test_readme_has_the_command_line_of_the_full_model():
     (config,) = _import_example("config")
     assert config.pretrain_gpt_command() in (EXAMPLE / "README.md").read_text()
