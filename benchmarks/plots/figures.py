@@ -60,14 +60,19 @@ def chart() -> str:
             y += 20
         y += 26
     y += 26
+    parts.append(f'<text x="16" y="{y - 28}" font-size="12">{_WORKLOAD}</text>')
+    parts.append(f'<text x="16" y="{y - 12}" font-size="12">{_PEER}</text>')
+    return svg("Microseconds of a call on 4 H200s: deepep_moe, DeepEP and NCCL", y, parts)
+
+
+def svg(title: str, height: int, parts: list[str]) -> str:
+    """Return a picture of the width that all have."""
     body = "\n".join(parts)
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" width="{_WIDTH}" role="img"
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img"
  font-family="Helvetica, Arial, 'DejaVu Sans', sans-serif" font-size="13" fill="#22242e">
-<title>Microseconds of a call on 4 H200s: deepep_moe, DeepEP and NCCL</title>
-<rect width="{_WIDTH}" height="{y}" rx="8" fill="#ffffff"/>
+<title>{title}</title>
+<rect width="{_WIDTH}" height="{height}" rx="8" fill="#ffffff"/>
 {body}
-<text x="16" y="{y - 28}" font-size="12">{_WORKLOAD}</text>
-<text x="16" y="{y - 12}" font-size="12">{_PEER}</text>
 </svg>
 """
 

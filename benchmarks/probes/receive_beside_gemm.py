@@ -48,7 +48,7 @@ class Rank:
         self.a = torch.randn(options.rows, HIDDEN, device=self.device, dtype=torch.bfloat16)
         self.b = torch.randn(HIDDEN, options.columns, device=self.device, dtype=torch.bfloat16)
         self.out = self.a @ self.b
-        self.dispatch(None)
+        self.dispatch(None)()
         torch.cuda.synchronize()
         dist.barrier()
         self.native.play_network(options.network_gbps)

@@ -16,13 +16,15 @@ for folder in (ROOT / "docs" / "scripts", ROOT / "benchmarks" / "plots"):
 import draw  # noqa: E402
 import drawing  # noqa: E402
 import figures  # noqa: E402
+import losses  # noqa: E402
 
 
 def test_pictures_are_drawn_by_their_scripts():
-    drawn = {name: picture.svg() for name, picture in draw.all_pictures().items()} | {figures.CHART.stem: figures.chart()}
+    drawn = {name: picture.svg() for name, picture in draw.all_pictures().items()}
+    drawn |= {figures.CHART.stem: figures.chart(), losses.PICTURE.stem: losses.picture()}
     assert {path.stem for path in PICTURES.glob("*")} == set(drawn)
     stale = [name for name, svg in drawn.items() if (PICTURES / f"{name}.svg").read_text() != svg]
-    assert not stale, f"run docs/scripts/draw.py and benchmarks/plots/figures.py: {stale}"
+    assert not stale, f"run docs/scripts/draw.py, benchmarks/plots/figures.py and losses.py: {stale}"
 
 
 def test_each_picture_is_shown_and_described():
@@ -41,6 +43,19 @@ def test_text_that_does_not_fit_is_refused():
         picture.box(0, 0, 40, 20, "far too many words")
     with pytest.raises(ValueError, match="'a long line of text' at 50 leaves the picture, which is 100 wide"):
         picture.text(50, 20, "a long line of text")
+
+
+def test_table_of_losses_repeats_the_records():
+    text = PAGES[ROOT / "docs" / "design" / "fp8_training.md"]
+    row = r"^\| (small|tiny) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([-+.\d]+)% \| (?:([-+.\d]+)%|not measured) \|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    compared = {(model, each["seed"]): each for model in losses.MODELS for each in losses.record_of(model)["compared"]}
+    assert len(rows) == len(compared) == 6
+    for model, seed, exact, ours, difference, nudged in rows:
+        found = compared[model, int(seed)]
+        assert (exact, ours) == (f"{found['bf16_at_end']:.4f}", f"{found['fp8_at_end']:.4f}")
+        assert difference == f"{100 * found['difference_at_end']:+.2f}"
+        assert nudged == (f"{100 * found['nudged_at_end']:+.2f}" if "nudged_at_end" in found else "")
 
 
 ROW = re.compile(r"^\| ((?:dispatch|combine|low-latency)[^|]+) \| (\d+) \| (\d+) us \| (\d+) us \| (\d+ us|not measured) \|$", re.MULTILINE)
