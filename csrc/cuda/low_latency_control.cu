@@ -32,18 +32,20 @@ __device__ void forget(const LowLatencyContext& c, int rank) {
     __syncthreads();
 }
 
-// Until all peers have said which call comes next, plus 1; they must agree. 0 where they do not.
+// Until all peers have said which call comes next, plus 1; they must agree. 0 where they do not. A smaller number may be left of a return
+// in vain, until its rank says another.
 __device__ unsigned long long resumed_call(const LowLatencyContext& c) {
+    const auto load = [](const unsigned long long* from) { return load_acquire(from); };
     unsigned long long next = 0;
     for (int peer = 0; peer < c.config.num_ranks; ++peer) {
         if (peer == c.rank) continue;
-        const unsigned long long told = wait_word(c, resumed_at(c, c.rank, peer), 1, peer, GpuPhase::kRejoin);
-        if (told == 0) return 0;
-        if (next != 0 && told != next) {
+        const unsigned long long* const word = resumed_at(c, c.rank, peer);
+        const unsigned long long told = watch_word<kLowLatencyPauseNs>(c, word, load, next > 0 ? next : 1, peer, c.timeout_ns);
+        if (told == 0) report_lack(c, peer, GpuPhase::kRejoin, 1, told);
+        if (told != 0 && told < next)
             report(c, kMismatch, peer, GpuPhase::kRejoin, static_cast<long long>(next) - 1, static_cast<long long>(told) - 1);
-            return 0;
-        }
-        next = told;
+        if (told == 0 || told < next) return 0;
+        if (told > next) next = told, peer = -1;  // those before must have said it too
     }
     return next;
 }
@@ -60,6 +62,7 @@ __device__ void rejoin(const LowLatencyContext& c) {
     *static_cast<volatile unsigned*>(c.seen_masks) = 0;
 }
 
+// Over nodes the rank of its rail here tells it.
 __device__ void take_back(const LowLatencyContext& c, int rank) {
     const unsigned long long next = next_call(c);
     for (unsigned rest = masked_with(c, rank); rest != 0; rest &= rest - 1) c.state->first_calls[__ffs(rest) - 1] = next;

@@ -31,7 +31,7 @@ __device__ void catch_up(const Launch& l, const LowLatencyContext& c, unsigned l
     const int source = static_cast<int>(threadIdx.x);
     if (call <= kMaxInFlight || source >= c.config.num_ranks) return;
     const RailCall before(l.rail, call - kMaxInFlight);
-    if (!before.is_outside(source)) return;
+    if (!before.is_outside(source) || !takes_part(c, source, before.call)) return;
     if (source % l.rail.ranks_per_node == l.rail.index) {
         const unsigned long long word = before.wait(before.entered(source), source, GpuPhase::kRailEntry, behind_node_ns(c));
         if (word != 0) before.tell_entered(source, word);
@@ -44,38 +44,45 @@ __device__ void catch_up(const Launch& l, const LowLatencyContext& c, unsigned l
 __device__ void await_return(const LowLatencyContext& c, const RailPuts& rail, int rank) {
     __shared__ bool is_back;
     unsigned long long* const word = rail.returned(rail.node_of(rank));
-    if (threadIdx.x == 0) is_back = wait_word(c, word, 1, rank, GpuPhase::kRejoin) != 0;
+    if (threadIdx.x == 0) is_back = !gave_up(c) && wait_word(c, word, 1, rank, GpuPhase::kRejoin) != 0;
     __syncthreads();
     if (!is_back) return;
     if (threadIdx.x == 0) *word = 0;
     rail.forget(rail.node_of(rank));
 }
 
-// A thread for each rank of this node, when this one has taken it back: which call that rank takes it back before.
+// One warp, of which each lane asks a rank of this node, when this one has taken it back: which call that rank takes it back before. All
+// must have, else it stays masked.
 __device__ void tell_returned(const LowLatencyContext& c, const RailPuts& rail, int rank) {
-    if (threadIdx.x >= rail.r.ranks_per_node) return;
-    const int peer = rail.first_rank() + static_cast<int>(threadIdx.x);
-    const unsigned long long next = wait_word(c, resumed_at(c, c.rank, peer), 1, peer, GpuPhase::kRejoin);
-    *resumed_at(c, c.rank, peer) = 0;
-    if (next != 0) rail.tell_resumed(rail.node_of(rank), peer, next);
+    const int lane = static_cast<int>(threadIdx.x), peer = rail.first_rank() + lane;
+    unsigned long long next = 1;
+    if (lane < rail.r.ranks_per_node) {
+        unsigned long long* const word = resumed_at(c, c.rank, peer);
+        next = wait_word(c, word, next_call(c) + 1, peer, GpuPhase::kRejoin);  // no word that a return in vain has left
+        *word = 0;
+    }
+    const bool is_missed = __any_sync(kFullWarp, next == 0);
+    if (is_missed && lane == 0) set_mask(c, rank, true);
+    if (!is_missed && lane < rail.r.ranks_per_node) rail.tell_resumed(rail.node_of(rank), peer, next);
 }
 
 // One warp, of a rank that comes back and whose puts have landed. What the ranks of other nodes say goes where those of its own say it.
-// Where one does not, the others must not take this one's word for the next time.
+// Where one does not, the others must not take this one's word for the next time; what they say late is forgotten then.
 __device__ void rejoin(const LowLatencyContext& c, const RailPuts& rail) {
     const int peer = static_cast<int>(threadIdx.x);
+    const bool is_outside = peer < c.config.num_ranks && rail.is_outside(peer);
     const auto tell_nodes = [&](bool has_returned) {
         if (peer < rail.r.num_nodes && peer != rail.r.node) rail.tell_returned(peer, has_returned);
     };
+    if (is_outside) *rail.resumed(peer) = 0;
+    __syncwarp();
     tell_nodes(true);
-    bool is_missed = false;
-    if (peer < c.config.num_ranks && rail.is_outside(peer)) {
-        const unsigned long long next = wait_word(c, rail.resumed(peer), 1, peer, GpuPhase::kRejoin);
+    unsigned long long next = 1;
+    if (is_outside) {
+        next = wait_word(c, rail.resumed(peer), 1, peer, GpuPhase::kRejoin);
         *resumed_at(c, c.rank, peer) = next;
-        *rail.resumed(peer) = 0;
-        is_missed = next == 0;
     }
-    if (__any_sync(kFullWarp, is_missed)) tell_nodes(false);
+    if (__any_sync(kFullWarp, next == 0)) tell_nodes(false);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) rail_control(const __grid_constant__ Launch l) {
@@ -87,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, 1) rail_control(const __grid_constan
     switch (l.call.action) {
         case LowLatencyControlParams::kMask: return;
         case LowLatencyControlParams::kUnmask: return is_of_rail ? await_return(c, rail, rank) : void();
-        case LowLatencyControlParams::kTellReturned: return is_of_rail && !gave_up(c) ? tell_returned(c, rail, rank) : void();
+        case LowLatencyControlParams::kTellReturned:
+            return is_of_rail && !gave_up(c) && threadIdx.x < 32 ? tell_returned(c, rail, rank) : void();
         case LowLatencyControlParams::kRejoin: return threadIdx.x < 32 ? rejoin(c, rail) : void();
         case LowLatencyControlParams::kRefuse: return refuse(l, rail);
         case LowLatencyControlParams::kCatchUp: return catch_up(l, c, call);
@@ -100,7 +108,9 @@ constexpr LowLatencyRailShim kShim{kLowLatencyRailShimBytes, &launch_rail_send, 
 }  // namespace
 
 const char* launch_rail_control(const Launch& l, void* stream) noexcept {
-    if (l.call.action == LowLatencyControlParams::kRejoin) nvshmemx_quiet_on_stream(static_cast<cudaStream_t>(stream));
+    // Nothing of before may land behind what is put from then on.
+    const bool returns = l.call.action == LowLatencyControlParams::kRejoin || l.call.action == LowLatencyControlParams::kUnmask;
+    if (returns) nvshmemx_quiet_on_stream(static_cast<cudaStream_t>(stream));
     return try_launch<rail_control>("rail_control", 1, 0, l, stream);
 }
 

@@ -300,7 +300,8 @@ class LowLatencyBuffer(Sizes):
         the rank itself calls `rejoin`. Over nodes the ranks with its index in their nodes then wait for what it has sent to land.
 
         Raises ValueError for this rank itself or one that does not exist, EPTimeoutError where one that is taken back over nodes has not
-        called `rejoin` within the deadline; it is masked still.
+        called `rejoin` within the deadline, or a rank of this node has not taken it back; it is masked still. Then all others mask it, and
+        take it back again.
         """
         s = self._settings
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < s.num_ranks or rank == s.rank:

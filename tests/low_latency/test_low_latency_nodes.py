@@ -334,14 +334,32 @@ def come_back(buffer, rank, masked):
     assert buffer.masked_ranks == []
 
 
+def combined_without(case, masked):
+    """Of all ranks: what a combine gives along a dispatch that the masked rank was in. Its sums are lost, and for the ranks of its rail
+    those of its node."""
+    expected, weights, per_node = Expected(case), [], case.ranks_per_node
+    node, index = divmod(masked, per_node)
+    for rank in range(case.num_ranks):
+        _, idx, given = case.inputs(rank)
+        to = idx // (case.num_experts // case.num_ranks)
+        by_it = rank // per_node != node and rank % per_node == index
+        weights.append(torch.where((to == masked) | (by_it & (to // per_node == node)), 0, given))
+    return reference.low_latency.combine(
+        expected.outputs, expected.received, case.num_tokens, topk_weights=weights, ranks_per_node=per_node
+    )
+
+
 def taken_back(rank, _, split, masked):
     """Twice: the rank is masked, and makes calls that it will make again; the others make some, and one of which a half is left when it is
-    back."""
+    back, a dispatch or the combine of a dispatch that it has been in."""
     case = case_of(split, [6, 8, 7, 5, 9, 3, 4, 2], masked=0.0, num_topk=6)
     without = replace(case, without=masked)
     buffer = make_buffer(case, "nvshmem", rank)
     for num_calls in (1, 3):
         run_case(buffer, case, rank, "nvshmem")
+        whole, wait = start_dispatch(buffer, case, rank, "nvshmem")
+        wait()
+        rows = combine_rows(case, rank, whole, Expected(case))
         dist.barrier()
         if rank == masked:
             for seed in (7, 8):
@@ -350,14 +368,26 @@ def taken_back(rank, _, split, masked):
             buffer.mask_rank(masked)
             for seed in range(num_calls - 1):
                 run_case(buffer, replace(without, seed=seed, wire=(None, "fp8")[seed % 2]), rank, "nvshmem")
-            out, hook = start_dispatch(buffer, replace(without, mode="hook"), rank, "nvshmem")
+            if num_calls == 1:
+                combined, hook = start_combine(buffer, replace(without, mode="hook"), rows, whole.handle)
+            else:
+                out, hook = start_dispatch(buffer, replace(without, mode="hook"), rank, "nvshmem")
         finish(buffer)
-        come_back(buffer, rank, masked)
-        if rank != masked:
+        is_early = rank != masked and num_calls > 1 and rank % 2 == 0  # others do it in another order
+        if is_early:
+            dist.barrier()
             hook()
-            check_dispatch(without, rank, out, Expected(without))
+            buffer.mask_rank(masked, False)
         else:
+            come_back(buffer, rank, masked)
+        if rank == masked:
             time.sleep(0.3)  # the others wait for what it sends now, and do not take what it sent then
+        elif not is_early:
+            hook()
+        if rank != masked and num_calls == 1:
+            assert_same("combined_x", combined, combined_without(case, masked)[rank])
+        elif rank != masked:
+            check_dispatch(without, rank, out, Expected(without))
         for seed in range(5):
             run_case(buffer, replace(case, seed=seed, mode=("now", "hook")[seed % 2], combine_weights=seed > 2), rank, "nvshmem")
 
@@ -372,6 +402,7 @@ def does_not_come_back(rank, _):
     buffer = make_buffer(case, "nvshmem", rank, timeout_s=4)
     run_case(buffer, case, rank, "nvshmem")
     dist.barrier()
+    without = replace(case, without=1)
     if rank == 1:
         dist.barrier()
         with pytest.raises(EPTimeoutError, match="rank . did not deliver within the deadline of 4000 ms; phase 'rejoining'"):
@@ -384,8 +415,13 @@ def does_not_come_back(rank, _):
             with pytest.raises(EPTimeoutError, match="rank 1 did not deliver within the deadline of 4000 ms; phase 'rejoining'"):
                 buffer.mask_rank(1, False)
             assert buffer.masked_ranks == [1]
+        else:
+            buffer.mask_rank(1, False)
+            buffer.mask_rank(1)
         dist.barrier()
+        run_case(buffer, without, rank, "nvshmem")
         dist.barrier()
+        time.sleep(0.2 * (rank != 3))  # what they said the first time counts no more
         buffer.mask_rank(1, False)
     for seed in range(3):
         run_case(buffer, replace(case, seed=seed), rank, "nvshmem")

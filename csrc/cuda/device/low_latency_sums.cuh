@@ -40,7 +40,8 @@ struct NodeSums {
     __device__ NodeSums(const LowLatencyContext& c, unsigned long long flag)
         : c(c), flag(flag), num_pieces(c.config.hidden / kColumns), num_parts(parts_of(num_pieces)) {}
 
-    // One warp, each lane its part `i`: adds all of a token's, in their order. A rank that is masked meanwhile is left out.
+    // One warp, each lane its part `i`: adds all of a token's, in their order. A rank that is masked meanwhile is left out, also where it
+    // is back since.
     __device__ void add_ranks(Sum& sum, const TokenSums& from, int i) const {
 #pragma unroll 1
         for (int first = 0; first < from.num; first += kRanksAtOnce) add_parts(sum, from, first, i);
@@ -58,7 +59,7 @@ private:
             unsigned given_up = 0;
             if (masks_too)
                 for (int n = 0; n < min(num, kRanksAtOnce); ++n)
-                    given_up |= static_cast<unsigned>(is_masked(c, from.ranks[first + n])) << n;
+                    given_up |= static_cast<unsigned>(!takes_part(c, from.ranks[first + n], flag >> kWhatBits)) << n;
             return (here | __reduce_or_sync(kFullWarp, given_up)) == parts.kAll;
         };
         const bool is_done = look_until(c, done);

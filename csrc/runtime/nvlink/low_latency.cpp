@@ -13,7 +13,6 @@
 namespace deepep_moe {
 namespace {
 
-
 // Odd multiples of the golden ratio of 2^64: no call's number is the difference of two, and no memory has them by chance.
 unsigned long long new_mark() {
     static std::atomic<unsigned long long> num_made = 0;
@@ -183,6 +182,7 @@ void NvlinkLowLatency::control(LowLatencyControlParams& params, uintptr_t stream
     const bool refuses = params.action == Params::kRefuse;
     begin(refuses, stream);
     params.context = context();
+    if (rail_ && params.action == Params::kUnmask) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // it waits
     if (rail_) rail_->control(params, as_stream(stream));
     launch_low_latency_control(params, as_stream(stream));
     if (rail_ && refuses) rail_->relay(params.context, nullptr, num_blocks, as_stream(stream));  // it may wait, and the refusal does not
@@ -205,9 +205,13 @@ void NvlinkLowLatency::mask(int rank, bool masked, uintptr_t stream) {
     LowLatencyControlParams params{};
     params.action = masked ? LowLatencyControlParams::kMask : LowLatencyControlParams::kUnmask;
     params.rank = rank;
+    const auto settle = [&] {
+        check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
+        if (rail_ && !masked) check();
+    };
+    settle();  // a failure of before must not look like this one's
     control(params, stream);
-    check_cuda(cudaStreamSynchronize(as_stream(stream)), "the GPU failed");
-    if (rail_ && !masked) check();
+    settle();
 }
 
 void NvlinkLowLatency::rejoin(uintptr_t stream) {
