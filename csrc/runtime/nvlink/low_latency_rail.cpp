@@ -123,7 +123,7 @@ void LowLatencyRail::receive_combine(const LowLatencyContext& context, const Low
 }
 
 void LowLatencyRail::control(const LowLatencyControlParams& params, void* stream) {
-    if (params.action == LowLatencyControlParams::kMask) return;  // nobody is told
+    if (params.action == LowLatencyControlParams::kMask) return;               // nobody is told
     if (params.action == LowLatencyControlParams::kRejoin) to_relay_.clear();  // calls that count for nobody
     check_launch(shim_.control({of(params.context), params, 1}, stream));
 }
