@@ -107,6 +107,12 @@ class Rank:
             buffer.calls.backend.tuning.num_rail_sms = o.num_rail_sms  # type: ignore[attr-defined]
         return buffer
 
+    def group_of_peers(self) -> "dist.ProcessGroup":
+        """Return the group of all ranks that other libraries take: NCCL's on GPUs, else the default group."""
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        return group
+
     def agreed(self, what: str, attempt: Callable[[], Any]) -> Any:
         """Return what `attempt` returns on this rank, or None on all ranks where it raised on any of them; `failures` says why."""
         result, reason = None, None

@@ -89,6 +89,18 @@ def record(
     }
 
 
+def with_version(made: dict[str, Any], name: str, version: str | None) -> dict[str, Any]:
+    """Return a record with the version of the library `name` among its versions, if there is one."""
+    return made if version is None else made | {"versions": made["versions"] | {name: version}}
+
+
+def show_peers(records: Sequence[dict[str, Any]]) -> None:
+    """Print the versions of the other libraries that the records are of."""
+    versions = {r["backend"]: r["versions"][r["backend"]] for r in records if r["backend"] in r["versions"]}
+    if versions:
+        print("other libraries: " + ", ".join(f"{name} is {version}" for name, version in versions.items()))
+
+
 def _without_files(arguments: list[str]) -> list[str]:
     """Return the arguments that repeat a measurement, without the files that results went to."""
     names = ("--json", "--plot", "--output", "--report")

@@ -11,9 +11,9 @@ from deepep_moe.bench.common.ranks import Rank
 from deepep_moe.bench.common.verify import verify
 from deepep_moe.bench.common.workload import Inputs, Operation, gather_counts, link_rows, tokens_per_rank
 from deepep_moe.bench.exchange.baselines import PLANNED, verify_baseline, words
-from deepep_moe.bench.exchange.deep_ep import DeepEP
 from deepep_moe.bench.exchange.link_rate import link_gbps
 from deepep_moe.bench.exchange.operations import operations
+from deepep_moe.bench.exchange.peers import foreign, make_peer
 from deepep_moe.bench.overlap.measure import NUM_SMS, OPS, BesideGemms, Overlap
 
 
@@ -42,6 +42,8 @@ class Measurement:
     """Bytes over the link of the rank that sends most."""
     workspace_bytes: int | None
     baseline: Baseline
+    version: str | None = None
+    """The version of another library, whose name `backend` is."""
 
 
 @dataclass
@@ -59,10 +61,6 @@ class Report:
 
 class ExchangeRank(Rank):
     """One rank of one run. Every method is collective."""
-
-    def __init__(self, rank: int, num_ranks: int, device_idx: int, options: argparse.Namespace):
-        super().__init__(rank, num_ranks, device_idx, options)
-        self.libraries = [DeepEP(self.shape, self.group) for _ in options.peer if self.group is not None]
 
     def run(self) -> Report:
         gc.collect()
@@ -93,12 +91,31 @@ class ExchangeRank(Rank):
             for o in self.agreed(f"every operation, {where}", partial(operations, buffer, self.shape, inputs, num_sms)) or []:
                 if self.agreed(f"{o.name}, {where}", partial(verify, o, everyone, self.shape, self.rank)):
                     measurements.append(self._time(o, num_tokens, rows, baselines, buffer.workspace_bytes))
-        for library in self.libraries:
-            for o in self.agreed(f"{library.name}, {num_tokens} tokens", partial(library.operations, inputs)) or []:
-                measurements.append(self._time(o, num_tokens, rows, baselines, None))
         self.timer.synchronize()
         buffer.destroy()
+        for name in dict.fromkeys(self.options.peer):
+            measurements += self._measure_peer(name, inputs, rows, baselines)
         return measurements
+
+    def _measure_peer(
+        self, name: str, inputs: Inputs, rows: dict[str, int], baselines: dict[tuple[str, str, str], Baseline]
+    ) -> list[Measurement]:
+        """Time every operation of another library that is right, at one size. What it raises is reported."""
+        num_tokens, found = len(inputs.x), []
+        what = f"{name}, {num_tokens} tokens"
+        if self.timer.is_gpu:
+            torch.cuda.empty_cache()
+        peer = self.agreed(what, partial(make_peer, name, self.shape, self.group_of_peers(), num_tokens))
+        if peer is None:
+            return []
+        version = getattr(peer, "version", None)
+        self.say(f"{what}, version {version}")
+        for o in self.agreed(what, partial(foreign, partial(peer.operations, inputs))) or []:
+            time = partial(self._time, o, num_tokens, rows, baselines, None, version)
+            found.append(self.agreed(f"{o.name}, {num_tokens} tokens", partial(foreign, time)))
+        self.timer.synchronize()
+        self.agreed(f"the end of {what}", partial(foreign, peer.destroy))
+        return [measurement for measurement in found if measurement is not None]
 
     def _overlap(self, num_tokens: int) -> list[Overlap]:
         """Time every exchange that is right, with GEMMs between its halves."""
@@ -124,15 +141,15 @@ class ExchangeRank(Rank):
         rows: dict[str, int],
         baselines: dict[tuple[str, str, str], Baseline],
         workspace_bytes: int | None,
+        version: str | None = None,
     ) -> Measurement:
         iterations = self.options.iterations
         stream_us = self.timer.stream(o.call, iterations)
         call_us = self.timer.call(o.call, iterations) if self.timer.is_gpu else stream_us
         backend = o.backend or self.options.backend
         link_bytes, baseline = rows[o.op] * o.row_bytes, baselines[o.op, o.dtype, o.layout]
-        return Measurement(
-            o.op, o.dtype, o.layout, o.name, num_tokens, o.num_sms, backend, stream_us, call_us, link_bytes, workspace_bytes, baseline
-        )
+        what = (o.op, o.dtype, o.layout, o.name, num_tokens, o.num_sms, backend)
+        return Measurement(*what, stream_us, call_us, link_bytes, workspace_bytes, baseline, version)
 
     def _time_baselines(self, everyone: list[Inputs]) -> dict[tuple[str, str, str], Baseline]:
         """Time the baseline of each operation, dtype and layout."""

@@ -16,8 +16,8 @@ from deepep_moe import config
 from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
 from deepep_moe.bench.common.records import write_json
 from deepep_moe.bench.common.report import load_pyplot
-from deepep_moe.bench.exchange.deep_ep import PEERS, load_peer
 from deepep_moe.bench.exchange.measure import Report, measure
+from deepep_moe.bench.exchange.peers import add_peer, check_peers
 from deepep_moe.bench.exchange.report import plot, records_of, show
 from deepep_moe.bench.overlap import report as overlap_report
 from deepep_moe.errors import EPError
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-sms", type=int, nargs="+", help=_NUM_SMS_HELP)
     parser.add_argument("--sweep", action="store_true", help=f"also {' '.join(map(str, SWEEP))} SMs at {SWEPT_TOKENS} tokens")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, 10 iterations")
-    parser.add_argument("--peer", choices=PEERS, action="append", default=[], help="another library, if it is installed")
+    add_peer(parser)
     parser.add_argument("--plot", type=Path, help="file for a plot of GB/s over tokens; that of the overlap goes to overlap.png beside it")
     parser.set_defaults(is_overlap=False)
 
@@ -98,8 +98,7 @@ def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
 
 def run(options: argparse.Namespace) -> list[Report]:
     """Return one report per number of ranks."""
-    for name in options.peer:
-        load_peer(name)
+    check_peers(options.peer)
     if options.plot is not None:
         load_pyplot()
         if options.plot.name == "overlap.png" and not options.is_overlap:

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from deepep_moe.bench.common.records import record, spread
+from deepep_moe.bench.common.records import record, show_peers, spread, with_version
 from deepep_moe.bench.common.report import load_pyplot, save_figure
 from deepep_moe.bench.exchange.baselines import PLANNED
 from deepep_moe.bench.exchange.measure import Measurement, Report
@@ -46,11 +46,12 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
         "num_rail_sms": options.num_rail_sms,
     }
     baseline, times = f"{PLANNED[m.layout].name} ({report.transport}) with permutes", m.baseline.permuted_us
-    return record(m.op, settings, m.stream_us, m.link_bytes, baseline=baseline, baseline_times=times, hardware=report.hardware, **extra)
+    made = record(m.op, settings, m.stream_us, m.link_bytes, baseline=baseline, baseline_times=times, hardware=report.hardware, **extra)
+    return with_version(made, m.backend, m.version)
 
 
 _COLUMNS = (
-    f"{'operation':27}{'EP':>3}{'tokens':>7}{'SMs':>5}{'stream us':>11} {'[p10-p90]':15}{'call us':>9}{'MB':>8}{'GB/s':>7}{'% link':>7}"
+    f"{'operation':31}{'EP':>3}{'tokens':>7}{'SMs':>5}{'stream us':>11} {'[p10-p90]':15}{'call us':>9}{'MB':>8}{'GB/s':>7}{'% link':>7}"
     f"{'baseline us':>12}{'permuted':>10}{'speed-up':>10}"
 )
 
@@ -62,6 +63,7 @@ def show(records: list[dict[str, Any]]) -> None:
     print("link, every rank copying to its neighbour: " + (", ".join(f"EP{n} {g:.0f} GB/s" for n, g in links.items()) or "none"))
     sizes = {(r["num_ranks"], r["num_tokens"]): r["workspace_bytes"] for r in records if r["workspace_bytes"] is not None}
     print("workspace per rank: " + ", ".join(f"EP{n} {t} tokens {size / 2**20:.0f} MiB" for (n, t), size in sizes.items()))
+    show_peers(records)
     print("baseline: all-to-all of every (token, expert) row, in the rank layout of every (token, rank) row, its permutes left out and")
     print("counted; speed-up over the latter. MB: over the link, of the rank that sends most. SMs: - is the buffer's own choice.")
     print(_COLUMNS)
@@ -75,7 +77,7 @@ def _line(r: dict[str, Any]) -> str:
     spread = f"[{r['us_p10']:.0f}-{r['us_p90']:.0f}]"
     times = f"{r['us_median']:11.1f} {spread:15}{r['call_us']:9.1f}{r['bytes_moved'] / 1e6:8.1f}{r['gbps']:7.1f}{percent:>7}"
     baseline = f"{r['rival_alone_us']:12.1f}{r['rival_permuted_us']:10.1f}{r['ratio']:9.2f}x"
-    return f"{r['name']:27}{r['num_ranks']:3}{r['num_tokens']:7}{sms:>5}{times}{baseline}"
+    return f"{r['name']:31}{r['num_ranks']:3}{r['num_tokens']:7}{sms:>5}{times}{baseline}"
 
 
 def plot(path: Path, records: list[dict[str, Any]]) -> None:

@@ -1,8 +1,8 @@
 """A MoELayer as a training step has it: wall time of a forward and backward, the host's part of it, and the kernels' part.
 
 The layers are ours with grouped experts, sync-free and (on GPUs) from a CUDA graph too, and where TransformerEngine is installed its
-grouped experts behind `alltoall`, with its fused router and permutes, and behind ours. "grouped products alone" makes the six products of
-the experts, with known counts, and nothing else: the least that any layer with these experts takes.
+grouped experts behind `alltoall` and `allgather`, with its fused router and permutes, and behind ours. "grouped products alone" makes the
+six products of the experts, with known counts, and nothing else: the least that any layer with these experts takes.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from torch import Tensor
 from deepep_moe.bench.layers.passes import Pass
 
 GROUPED, GRAPH, PRODUCTS = "deepep_moe, grouped", "deepep_moe, grouped, CUDA graph", "grouped products alone"
-TE_OURS, TE_ALLTOALL = "deepep_moe, TE experts", "alltoall, TE experts and router"
+TE_OURS, TE_ALLTOALL, TE_ALLGATHER = "deepep_moe, TE experts", "alltoall, TE experts and router", "allgather, TE experts and router"
 _CHAIN = 5  # passes between two looks at the clock
 
 
@@ -127,9 +127,8 @@ def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: A
 
     layers = {GROUPED: harness.grouped_layer(like, seed=seed, **sizes)}
     if x.is_cuda and has_te():
-        layers |= {
-            name: harness.te_layer(of, like, seed=seed, **sizes) for name, of in ((TE_ALLTOALL, "alltoall"), (TE_OURS, "deepep_moe"))
-        }
+        dispatchers = {TE_ALLTOALL: "alltoall", TE_ALLGATHER: "allgather", TE_OURS: "deepep_moe"}
+        layers |= {name: harness.te_layer(of, like, seed=seed, **sizes) for name, of in dispatchers.items()}
     steps: dict[str, Any] = {}
     for name, layer in layers.items():
         own = x.detach().clone().requires_grad_()

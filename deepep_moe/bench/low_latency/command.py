@@ -3,8 +3,8 @@
 Starts its own ranks, one per GPU, or uses those that torchrun started; `--backend shm` needs no GPU. Results are checked to the bit, then
 timed. On GPUs each call is timed eagerly and as a CUDA graph of its own, thousands in a row, with the host far ahead and an event between
 each two calls. So are the half that sends, and the half that receives when the rows are there. On the CPU the host's clock times them. The
-same run times an all-to-all of every (token, expert) row with its permutes, and dispatch and combine of `Buffer`. Times are of the rank
-with the largest median.
+same run times an all-to-all of every (token, expert) row with its permutes, dispatch and combine of `Buffer`, and with `--peer` another
+library. Times are of the rank with the largest median.
 """
 
 import argparse
@@ -15,7 +15,9 @@ from deepep_moe import config
 from deepep_moe.bench.common.ranks import add_ranks_and_tokens, resolve_ranks, start
 from deepep_moe.bench.common.records import write_json
 from deepep_moe.bench.common.report import load_pyplot
+from deepep_moe.bench.exchange.peers import add_peer, check_peers
 from deepep_moe.bench.low_latency.measure import Report, measure
+from deepep_moe.bench.low_latency.peers import PEERS
 from deepep_moe.bench.low_latency.report import plot, records_of, show
 from deepep_moe.errors import EPError
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     helped = f"default {many} at {MANY_ITERATIONS_TOKENS} tokens, {few} elsewhere, {ITERATIONS['cpu'][0]} with shm"
     parser.add_argument("--iterations", type=int, help=helped)
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, a tenth of the iterations")
+    add_peer(parser, tuple(PEERS))
     parser.add_argument("--plot", type=Path, help="file for a plot of microseconds over tokens")
     parser.set_defaults(expert_alignment=1)
 
@@ -56,6 +59,8 @@ def resolve(options: argparse.Namespace) -> None:
         raise ValueError(f"--hidden {options.hidden} must be a multiple of 128: rows in fp8 have a scale for 128 columns")
     if not 1 <= options.num_topk <= min(options.num_experts, 32):
         raise ValueError(f"--num-topk {options.num_topk} must be 1 to 32, and at most --num-experts {options.num_experts}")
+    if options.peer and not options.on_gpu:
+        raise ValueError(f"--peer {options.peer[0]} needs GPUs; give --backend nvlink")
     if min(options.num_tokens) < 1 or (options.iterations is not None and options.iterations < 1):
         raise ValueError("--num-tokens and --iterations must be at least 1")
     options.iterations_of = {num_tokens: _iterations(options, num_tokens, device) for num_tokens in options.num_tokens}
@@ -70,6 +75,7 @@ def _iterations(options: argparse.Namespace, num_tokens: int, device: str) -> in
 
 def run(options: argparse.Namespace) -> list[Report]:
     """Return one report per number of ranks."""
+    check_peers(options.peer)
     if options.plot is not None:
         load_pyplot()
     resolve(options)

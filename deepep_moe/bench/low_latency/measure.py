@@ -17,9 +17,11 @@ from deepep_moe.bench.common.workload import Inputs, gather_counts, link_rows, t
 from deepep_moe.bench.exchange.baselines import PlannedByExpert, verify_baseline, words
 from deepep_moe.bench.exchange.link_rate import link_gbps
 from deepep_moe.bench.exchange.operations import operations
+from deepep_moe.bench.exchange.peers import foreign
 from deepep_moe.bench.low_latency import operations as low_latency_operations
 from deepep_moe.bench.low_latency.batches import GRAPH_CALLS, Batches, Times
 from deepep_moe.bench.low_latency.operations import LowLatencyOperation
+from deepep_moe.bench.low_latency.peers import PEERS, SmallBatches
 
 _LINK_ITERATIONS = 10
 _MOST_HALVES = 1000  # most calls in halves, which pause in between
@@ -46,17 +48,22 @@ class Measurement:
     num_tokens: int
     link_bytes: int
     """Bytes of rows and scales over the link, of the rank that sends most."""
-    workspace_bytes: int
+    workspace_bytes: int | None
     eager: Times
     graph: Times | None
     """None on the CPU."""
     graph_of_20_us: float | None
     """Mean time of a call in a graph of 20 calls, which has no events in it."""
-    send: Times
-    receive: Times
+    send: Times | None
+    receive: Times | None
+    """Both None where the call has no halves."""
     baseline: Baseline | None
     buffer_us: list[float] | None
     """Times of each call of the same operation of `Buffer`, in the expert layout, of the slowest rank."""
+    layout: str = "expert"
+    backend: str | None = None
+    """The name of another library, and its version. None stands for the buffer's backend."""
+    version: str | None = None
 
 
 @dataclass
@@ -86,12 +93,15 @@ class LowLatencyRank(Rank):
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         transport = "NCCL" if self.timer.is_gpu else "gloo"
         report = Report(self.shape.num_ranks, self.hardware(), transport, rate, num_sms, self.batches.event_us(), failures=self.failures)
+        peers = self._make_peers()
         for num_tokens in self.options.num_tokens:
-            report.measurements += self._measure_size(num_tokens)
+            report.measurements += self._measure_size(num_tokens, peers)
         self.timer.synchronize()
+        for peer in peers:
+            self.agreed(f"the end of {peer.name}", partial(foreign, peer.destroy))
         return report
 
-    def _measure_size(self, num_tokens: int) -> list[Measurement]:
+    def _measure_size(self, num_tokens: int, peers: list[SmallBatches]) -> list[Measurement]:
         """Time every operation that is right, at one size."""
         everyone, what = self.everyones_inputs(num_tokens), f"{num_tokens} tokens"
         baselines = self._time_all_to_all(everyone)
@@ -110,8 +120,35 @@ class LowLatencyRank(Rank):
                 found.append(self.agreed(name, partial(self._checked, buffer, time)))
         self.timer.synchronize()
         buffer.destroy()
+        for peer in peers:
+            found += self._time_peer(peer, everyone, baselines)
         self._free()
         return [measurement for measurement in found if measurement is not None]
+
+    # ---- other libraries ----
+
+    def _make_peers(self) -> list[SmallBatches]:
+        """Construct the peers that can be, each once for all sizes."""
+        group, most, made = self.group_of_peers(), max(self.options.num_tokens), []
+        for name in dict.fromkeys(self.options.peer):
+            made.append(self.agreed(name, partial(foreign, partial(PEERS[name], self.shape, group, most))))
+        return [peer for peer in made if peer is not None]
+
+    def _time_peer(
+        self, peer: SmallBatches, everyone: list[Inputs], baselines: dict[tuple[str, str], Baseline]
+    ) -> list[Measurement | None]:
+        """Time every operation of another library that is right, at one size."""
+        what, found = f"{len(everyone[0].x)} tokens", []
+        self.say(f"{what}, {peer.name} {peer.version}")
+        make = partial(foreign, partial(peer.operations, everyone, self.rank))
+        for o in self.agreed(f"{peer.name}, {what}", make) or []:
+            name = f"{o.name}, {what}"
+            if self.agreed(name, partial(foreign, partial(low_latency_operations.verify, o))):
+                baseline = baselines.get((o.op, o.dtype)) if o.layout == "expert" else None
+                time = partial(self._time_call, o, everyone[self.rank], peer.workspace_bytes, baseline, None, peer.version)
+                found.append(self.agreed(name, partial(foreign, time)))
+        self.timer.synchronize()
+        return found
 
     def _free(self) -> None:
         if self.timer.is_gpu:
@@ -126,16 +163,29 @@ class LowLatencyRank(Rank):
         return result
 
     def _time_call(
-        self, o: LowLatencyOperation, mine: Inputs, workspace_bytes: int, baseline: Baseline | None, buffer_us: list[float] | None
+        self,
+        o: LowLatencyOperation,
+        mine: Inputs,
+        workspace_bytes: int | None,
+        baseline: Baseline | None,
+        buffer_us: list[float] | None,
+        version: str | None = None,
     ) -> Measurement:
         num_tokens = len(mine.x)
         iterations = self.options.iterations_of[num_tokens]
         rows = link_rows(gather_counts(tokens_per_rank(mine.topk_idx, self.shape)))[o.op]
         eager = self.batches.times(o.call, iterations)
-        send, receive = self.batches.halves(o.send, min(iterations, _MOST_HALVES))
-        graph, of_20_us = self._time_graphs(o, iterations) if self.timer.is_gpu else (None, None)
+        send, receive = (None, None) if o.send is None else self.batches.halves(o.send, min(iterations, _MOST_HALVES))
+        graph, of_20_us = self._graphs_of(o, iterations) if self.timer.is_gpu else (None, None)
         what = (o.op, o.name, o.dtype, o.wire, num_tokens, rows * o.row_bytes, workspace_bytes)
-        return Measurement(*what, eager, graph, of_20_us, send, receive, baseline, buffer_us)
+        return Measurement(*what, eager, graph, of_20_us, send, receive, baseline, buffer_us, o.layout, o.backend, version)
+
+    def _graphs_of(self, o: LowLatencyOperation, iterations: int) -> tuple[Times | None, float | None]:
+        """Time graphs of a call. Another library whose call cannot be captured is timed eagerly alone."""
+        time = partial(self._time_graphs, o, iterations)
+        if o.backend is None:
+            return time()
+        return self.agreed(f"{o.name} in a graph", partial(foreign, time)) or (None, None)
 
     def _time_graphs(self, o: LowLatencyOperation, iterations: int) -> tuple[Times, float]:
         """Time a graph of one call, whose last result is checked too, and return the mean of a call in a graph of many."""

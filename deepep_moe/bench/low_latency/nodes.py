@@ -194,6 +194,7 @@ def _short(name: str) -> str:
 
 def _in_halves(gate: Gate, turn: int, operation: LowLatencyOperation, host_us: dict[str, list[float]]) -> Any:
     """All ranks send, all rows arrive, all ranks receive; one rank after the others, by turns. Returns the result."""
+    assert operation.send is not None
     gate.open(turn % gate.num_ranks)
     began = time.perf_counter()
     result, hook = operation.send()

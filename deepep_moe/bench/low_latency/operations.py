@@ -25,13 +25,16 @@ class LowLatencyOperation:
     wire: str  # "bf16" or "fp8", in which the rows travel
     row_bytes: int  # bytes of a row that travel, scales included
     call: Callable[[], Any]
-    send: Callable[[], tuple[Any, Hook]]
+    send: Callable[[], tuple[Any, Hook]] | None
+    """None where the call has no halves."""
     check: Callable[[Any], None]
-    """It raises EPError unless a result is right to the bit."""
+    """It raises EPError unless a result is right: ours to the bit, another library's within its rounding."""
+    layout: str = "expert"
+    backend: str | None = None  # the name of another library; None stands for that of the buffer
 
     @property
     def name(self) -> str:
-        return f"{self.op} {self.wire}"
+        return " ".join([*([self.backend] if self.backend else []), self.op, self.wire])
 
 
 def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs], rank: int) -> list[LowLatencyOperation]:
@@ -59,10 +62,12 @@ def operations(buffer: LowLatencyBuffer, shape: Shape, everyone: Sequence[Inputs
 
 def verify(operation: LowLatencyOperation) -> bool:
     """Make the call, whole and in halves, and check both results. Return True or raise EPError. Collective."""
-    whole = operation.call()
-    in_halves, hook = operation.send()
-    hook()
-    for result in (whole, in_halves):
+    results = [operation.call()]
+    if operation.send is not None:
+        in_halves, hook = operation.send()
+        hook()
+        results.append(in_halves)
+    for result in results:
         operation.check(result)  # last, as it may raise on one rank alone
     return True
 
@@ -83,7 +88,7 @@ def received(out: LowLatencyOutput) -> Tensor:
     return capacity < out.num_recv_tokens_per_expert[:, None]
 
 
-def _factors(shape: Shape, device: torch.device) -> Tensor:
+def factors_of(shape: Shape, device: torch.device) -> Tensor:
     """Return the factor by which each expert multiplies, [num_experts] fp32. They differ, so that a misplaced row shows."""
     return (1 + torch.arange(shape.num_experts) / shape.num_experts).to(device)  # on the CPU, as a GPU rounds the quotients differently
 
@@ -91,7 +96,7 @@ def _factors(shape: Shape, device: torch.device) -> Tensor:
 def expert_rows(out: LowLatencyOutput, shape: Shape, rank: int, rows: Tensor) -> Tensor:
     """Fill `rows` [num_local_experts, capacity, hidden] bf16 with the experts' outputs for a dispatch, and with NaN where no row came."""
     first = rank * shape.num_local_experts
-    factors = _factors(shape, rows.device)[first : first + shape.num_local_experts]
+    factors = factors_of(shape, rows.device)[first : first + shape.num_local_experts]
     rows.fill_(float("nan"))
     there = received(out)
     rows[there] = (out.recv_x[there].float() * factors.repeat_interleave(there.sum(1))[:, None]).to(rows.dtype)
@@ -142,7 +147,7 @@ def _check_dispatch(expected: dict[str, Tensor], out: LowLatencyOutput) -> None:
 def expected_combine(mine: Inputs, shape: Shape, wire: str, own: int = 0) -> Tensor:
     """Return the combined_x of rank `own`, which has `mine`, [num_tokens, hidden] bf16: experts multiply their rows by their factor."""
     x, ranks = mine.x.float(), mine.topk_idx // shape.num_local_experts
-    factors = _factors(shape, x.device)[mine.topk_idx]
+    factors = factors_of(shape, x.device)[mine.topk_idx]
     total, of_node = torch.zeros_like(x), torch.zeros_like(x)
     per_node = shape.ranks_per_node or shape.num_ranks
     for rank in range(shape.num_ranks):
@@ -162,7 +167,7 @@ def confirm(everyone: Sequence[Inputs], shape: Shape, rank: int) -> None:
     """Raise EPError unless `expected_dispatch` and `expected_combine` equal `deepep_moe.reference.low_latency` for `rank`."""
     device = everyone[0].x.device
     x, idx, weights = ([getattr(i, name).cpu() for i in everyone] for name in ("x", "topk_idx", "topk_weights"))
-    factors = _factors(shape, torch.device("cpu")).view(shape.num_ranks, -1)
+    factors = factors_of(shape, torch.device("cpu")).view(shape.num_ranks, -1)
     for wire in ("bf16", "fp8"):
         theirs = reference.low_latency.dispatch(x, idx, weights, shape.num_experts, fp8=wire == "fp8")
         found = expected_dispatch(everyone, shape, rank, wire)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepep_moe.bench.common.records import record
+from deepep_moe.bench.common.records import record, show_peers, with_version
 from deepep_moe.bench.common.report import load_pyplot, save_figure
 from deepep_moe.bench.low_latency.batches import Times
 from deepep_moe.bench.low_latency.measure import Measurement, Report
@@ -23,15 +23,17 @@ def _records(report: Report, m: Measurement, options: argparse.Namespace) -> lis
     if m.graph is not None:
         graph = _record(report, m, options, "both", m.graph, baseline_graph or baseline_eager, is_graph=True)
         made.insert(0, graph | {"rival_graph": baseline_graph is not None, "us_graph_of_20": m.graph_of_20_us})
-    return [*made, _record(report, m, options, "send", m.send, None), _record(report, m, options, "receive", m.receive, None)]
+    halves = [(half, times) for half, times in (("send", m.send), ("receive", m.receive)) if times is not None]
+    made += [_record(report, m, options, half, times, None) for half, times in halves]
+    return [with_version(r, r["backend"], m.version) for r in made]
 
 
 def _record(
     report: Report, m: Measurement, options: argparse.Namespace, half: str, times: Times, baseline: Times | None, is_graph: bool = False
 ) -> dict[str, Any]:
     settings = {
-        "backend": options.backend, "num_ranks": report.num_ranks, "num_tokens": m.num_tokens, "hidden": options.hidden,
-        "num_topk": options.num_topk, "num_experts": options.num_experts, "dtype": m.dtype, "layout": "expert",
+        "backend": m.backend or options.backend, "num_ranks": report.num_ranks, "num_tokens": m.num_tokens, "hidden": options.hidden,
+        "num_topk": options.num_topk, "num_experts": options.num_experts, "dtype": m.dtype, "layout": m.layout,
     }  # fmt: skip
     link_bytes = 0 if half == "receive" else m.link_bytes  # its rows have arrived before
     median = statistics.median(times.us)
@@ -45,7 +47,7 @@ def _record(
         "us_event": report.event_us,
         "us_host": times.host_us,
         "is_host_ahead": times.is_ahead,
-        "num_sms": report.num_sms,
+        "num_sms": None if m.backend else report.num_sms,
         "link_gbps": report.link_gbps,
         "percent_of_link": None if report.link_gbps is None else 100 * link_bytes / median / 1e3 / report.link_gbps,
         "buffer_us": buffer_us,
@@ -66,7 +68,7 @@ def percentile(times: Sequence[float], percent: int) -> float:
 
 
 _COLUMNS = (
-    f"{'operation':15}{'EP':>3}{'tokens':>7}{'graph us':>10} {'[p10-p90]':15}{'p99':>7}{'of 20':>8}{'eager us':>10}{'send us':>9}"
+    f"{'operation':25}{'EP':>3}{'tokens':>7}{'graph us':>10} {'[p10-p90]':15}{'p99':>7}{'of 20':>8}{'eager us':>10}{'send us':>9}"
     f"{'receive us':>12}{'MB':>8}{'GB/s':>7}{'% link':>7}{'baseline us':>12}{'speed-up':>10}{'Buffer us':>11}"
 )
 
@@ -79,6 +81,7 @@ def show(reports: list[Report], records: list[dict[str, Any]]) -> None:
         link = "no link" if report.link_gbps is None else f"link {report.link_gbps:.0f} GB/s"
         event = "" if report.event_us is None else f", {report.event_us:.2f} us from event to event, part of every time but `of 20`"
         print(f"EP{report.num_ranks}: {link}{event}")
+    show_peers(records)
     print("graph: one call a CUDA graph, with the percentiles; on the CPU these are of eager calls. of 20: mean of 20 calls in one graph.")
     print(
         "receive: with the rows already there. MB: over the link, of the rank that sends most. baseline: all-to-all of all (token, expert)"
@@ -95,18 +98,20 @@ def show(reports: list[Report], records: list[dict[str, Any]]) -> None:
 
 
 def _line(found: dict[tuple[str, bool], dict[str, Any]]) -> str:
-    eager, send, receive = (found[half, False] for half in ("both", "send", "receive"))
+    eager, send, receive = (found.get((half, False)) for half in ("both", "send", "receive"))
+    assert eager is not None
     r = found.get(("both", True), eager)
     name = r["name"].removeprefix("low-latency ") + ("" if all(each["is_host_ahead"] for each in found.values()) else "*")
     percent = "-" if r["percent_of_link"] is None else f"{r['percent_of_link']:.0f}"
     spread = f"[{r['us_p10']:.1f}-{r['us_p90']:.1f}]"
     graph, of_20 = (f"{r['us_median']:.1f}", f"{r['us_graph_of_20']:.1f}") if r["graph"] else ("-", "-")
     graph = f"{graph:>10} {spread:15}{r['us_p99']:7.1f}{of_20:>8}"
-    times = f"{eager['us_median']:10.1f}{send['us_median']:9.1f}{receive['us_median']:12.1f}"
+    halves = ["-" if half is None else f"{half['us_median']:.1f}" for half in (send, receive)]
+    times = f"{eager['us_median']:10.1f}{halves[0]:>9}{halves[1]:>12}"
     link = f"{r['bytes_moved'] / 1e6:8.3f}{r['gbps']:7.1f}{percent:>7}"
     baseline = f"{'-':>12}{'-':>10}" if r["rival_us"] is None else f"{r['rival_us']:12.1f}{r['ratio']:9.2f}x"
     buffer = "-" if r["buffer_us"] is None else f"{r['buffer_us']:.1f}"
-    return f"{name:15}{r['num_ranks']:3}{r['num_tokens']:7}{graph}{times}{link}{baseline}{buffer:>11}"
+    return f"{name:25}{r['num_ranks']:3}{r['num_tokens']:7}{graph}{times}{link}{baseline}{buffer:>11}"
 
 
 def plot(path: Path, records: list[dict[str, Any]]) -> None:

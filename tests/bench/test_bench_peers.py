@@ -1,0 +1,263 @@
+"""Other libraries in the benchmarks of exchanges and of small batches. deepep_moe's own `deep_ep` interface stands in for DeepEP."""
+
+import argparse
+import sys
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import deepep_moe
+from deepep_moe.bench.common import workload
+from deepep_moe.bench.exchange import measure, nvlink, peers
+from deepep_moe.bench.exchange import report as exchange_report
+from deepep_moe.bench.low_latency import command as low_latency
+from deepep_moe.bench.low_latency import measure as low_latency_measure
+from deepep_moe.bench.low_latency import peers as small_peers
+from deepep_moe.bench.low_latency import report as low_latency_report
+from deepep_moe.compat import deep_ep
+from deepep_moe.errors import BackendUnavailableError, EPError
+from deepep_moe.testing import run_ranks
+
+SIZES = ["--backend", "shm", "--num-experts", "8", "--num-topk", "3", "--iterations", "2"]
+OPERATIONS = {"dispatch bf16", "dispatch fp8", "combine bf16", "cached dispatch bf16"}
+V1, V2 = {f"deep_ep {o} rank" for o in OPERATIONS}, {f"deep_ep_v2 {o} {layout}" for o in OPERATIONS for layout in ("rank", "expert")}
+VERSION = f"9.9 of deepep-moe {deepep_moe.__version__}"
+SMALL_V1 = {f"deep_ep {o}" for o in ("dispatch fp8", "dispatch bf16", "combine bf16")}
+SMALL_V2 = {name.replace("deep_ep", "deep_ep_v2") for name in SMALL_V1}
+
+
+def options_of(command: ModuleType, *arguments: str, peer: tuple[str, ...] = ()) -> argparse.Namespace:
+    """The options of a run on the CPU, where the command itself refuses peers."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    options = parser.parse_args([*SIZES, *arguments])
+    command.resolve(options)
+    options.peer = list(peer)
+    return options
+
+
+def exchange_options(*peer: str) -> argparse.Namespace:
+    return options_of(nvlink, "--num-tokens", "9", "--hidden", "256", "--expert-alignment", "4", peer=peer)
+
+
+def small_options(*peer: str) -> argparse.Namespace:
+    return options_of(low_latency, "--num-tokens", "9", "3", "--hidden", "256", peer=peer)
+
+
+def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Namespace):
+    """Run one rank with our interface in DeepEP's place, and on rank 1 with a fault: on both where it is of a collective start."""
+    deep_ep.install()
+    deep_ep.__version__ = "9.9"
+    if fault and (rank == 1 or fault == "V2 start"):
+        FAULTS[fault]()
+    return run(rank, num_ranks, options)
+
+
+def measured(run, options: argparse.Namespace, fault: str = ""):
+    """The report of rank 0, which must have the measurements and failures of rank 1."""
+    first, second = run_ranks(stand_in, 2, fault, run, options)
+    assert [m.name for m in first.measurements] == [m.name for m in second.measurements] and first.failures == second.failures
+    return first
+
+
+# ---- faults ----
+
+
+def changes(kind: type, method: str, change) -> None:
+    """Have a method return what `change` makes of its result."""
+    original = getattr(kind, method)
+    setattr(kind, method, lambda self, *args, **kwargs: change(original(self, *args, **kwargs), kwargs))
+
+
+def one_sum_is_wrong(result, _):
+    result[0][0] += 100
+    return result
+
+
+def rows_of_fp8_are_wrong(result, _):
+    if isinstance(result[0], tuple):
+        result[0][1].mul_(1.5)
+    return result
+
+
+def a_row_of_small_batch_is_wrong(result, kwargs):
+    if kwargs.get("return_recv_hook"):
+        return result
+    scales = result[0][1] if isinstance(result[0], tuple) else result[0]
+    scales[:, 0] *= 2
+    return result
+
+
+def refuses(*_, **__):
+    raise AssertionError("no such GPU")  # DeepEP asserts
+
+
+FAULTS = {
+    "V1 sum": lambda: changes(deep_ep.Buffer, "combine", one_sum_is_wrong),
+    "V1 rows": lambda: changes(deep_ep.Buffer, "dispatch", rows_of_fp8_are_wrong),
+    "V2 sum": lambda: changes(deep_ep.ElasticBuffer, "combine", one_sum_is_wrong),
+    "V2 rows": lambda: changes(deep_ep.ElasticBuffer, "dispatch", rows_of_fp8_are_wrong),
+    "V1 start": lambda: setattr(deep_ep.Buffer, "set_num_sms", refuses),
+    "V2 start": lambda: setattr(deep_ep.ElasticBuffer, "__init__", refuses),
+    "small dispatch": lambda: changes(deep_ep.Buffer, "low_latency_dispatch", a_row_of_small_batch_is_wrong),
+    "small combine": lambda: changes(deep_ep.Buffer, "low_latency_combine", one_sum_is_wrong),
+}
+"""What goes wrong on rank 1."""
+
+
+# ---- exchanges ----
+
+
+def test_records(capsys):
+    options = exchange_options("deep_ep", "deep_ep_v2")
+    report = measured(measure.measure, options)
+    assert report.failures == []
+    theirs = [m for m in report.measurements if m.version is not None]
+    assert {m.name for m in theirs} == V1 | V2 and len(report.measurements) == len(theirs) + 7
+    records = exchange_report.records_of([report], options)
+    for r in (r for r in records if r["name"] in V1 | V2):
+        assert r["backend"] in ("deep_ep", "deep_ep_v2") and r["versions"][r["backend"]] == VERSION
+        assert f"{r['backend']} {r['op']}" in r["name"] and r["us_median"] > 0 and r["rival_us"] > 0
+        assert (r["num_sms"] == 24) == (r["backend"] == "deep_ep")
+    ours = {(r["op"], r["dtype"], r["layout"]): r["bytes_moved"] for r in records if r["backend"] == "shm"}
+    same = [r for r in records if r["backend"] != "shm" and (r["op"], r["dtype"], r["layout"]) in ours]
+    assert len(same) == 3 + 7 and all(r["bytes_moved"] == ours[r["op"], r["dtype"], r["layout"]] for r in same)
+    assert all("deep_ep" not in r["versions"] for r in records if r["backend"] == "shm")
+    exchange_report.show(records)
+    printed = capsys.readouterr().out
+    assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in printed
+    assert "deep_ep_v2 cached dispatch bf16 expert  2      9" in printed
+
+
+@pytest.mark.parametrize(
+    ("fault", "timed", "failure"),
+    [
+        ("V1 start", V2, "deep_ep, 9 tokens: rank 1: EPError: AssertionError: no such GPU"),
+        ("V2 start", V1, "deep_ep_v2, 9 tokens: rank 0: EPError: AssertionError: no such GPU"),
+        ("V1 sum", V2, "deep_ep, 9 tokens: rank 1: EPError: the combine of its dispatch is off by "),
+        ("V2 sum", V1, "deep_ep_v2, 9 tokens: rank 1: EPError: the combine of its dispatch, layout rank, is off by "),
+    ],
+)
+def test_what_fails_is_not_timed(fault, timed, failure):
+    report = measured(measure.measure, exchange_options("deep_ep", "deep_ep_v2"), fault)
+    assert {m.name for m in report.measurements if m.version is not None} == timed
+    assert len(report.failures) == 1 and report.failures[0].startswith(f"EP2: {failure}")
+
+
+@pytest.mark.parametrize(("name", "fault"), [("deep_ep", "V1 rows"), ("deep_ep_v2", "V2 rows")])
+def test_wrong_rows_of_fp8_are_found(name, fault):
+    report = measured(measure.measure, exchange_options(name), fault)
+    assert all(m.version is None for m in report.measurements)
+    # The rank whose dispatch is wrong may have its own sums right, so any rank may tell.
+    assert "EPError: the combine of its fp8 dispatch" in report.failures[0] and "is off by" in report.failures[0]
+
+
+def misses_a_row(rank, num_ranks, name):
+    deep_ep.install()
+    shape = workload.Shape(num_ranks, 256, 8, 3, 4)
+    inputs = workload.make_inputs(shape, 9, rank, torch.device("cpu"))
+    peer = peers.make_peer(name, shape, torch.distributed.group.WORLD, 9)
+    rows = torch.zeros(5, 256)
+    peer.buffer = SimpleNamespace(combine=lambda x, *_, **__: (inputs.x, None, None))
+    received = {"dispatch": (rows, None)}
+    check = partial(peer._check, inputs, received) if name == "deep_ep" else peer._checks(inputs, "rank", received, is_exact=True)
+    with pytest.raises(EPError, match=r"its dispatch returned 5 rows, and not \d+"):
+        check()
+
+
+@pytest.mark.parametrize("name", ["deep_ep", "deep_ep_v2"])
+def test_missing_rows_are_found(name):
+    run_ranks(misses_a_row, 2, name)
+
+
+# ---- small batches ----
+
+
+def test_small_batches(capsys):
+    options = small_options("deep_ep", "deep_ep_v2")
+    report = measured(low_latency_measure.measure, options)
+    assert report.failures == []
+    theirs = [m for m in report.measurements if m.backend is not None]
+    assert {(m.name, m.num_tokens) for m in theirs} == {(name, n) for name in SMALL_V1 | SMALL_V2 for n in (3, 9)}
+    records = low_latency_report.records_of([report], options)
+    for r in (r for r in records if r["backend"] != "shm"):
+        assert r["versions"][r["backend"]] == VERSION and r["name"].startswith(f"low-latency {r['backend']} {r['op']}")
+        assert r["num_sms"] is None and r["layout"] == ("expert" if r["backend"] == "deep_ep" else "rank")
+        assert (r["rival_us"] is not None) == (r["layout"] == "expert" and r["half"] == "both")
+    halves = {(r["backend"], r["half"]) for r in records}
+    assert halves >= {("deep_ep", "send"), ("deep_ep", "receive"), ("deep_ep_v2", "both")} and ("deep_ep_v2", "send") not in halves
+    low_latency_report.show([report], records)
+    printed = capsys.readouterr().out.splitlines()
+    assert f"other libraries: deep_ep is {VERSION}, deep_ep_v2 is {VERSION}" in printed
+    (line,) = (line.split() for line in printed if line.startswith("deep_ep_v2 combine bf16") and line.split()[4] == "9")
+    assert line[-6:-4] != ["-", "-"] and line[10:12] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "left", "failure"),
+    [
+        ("V2 start", SMALL_V1, "deep_ep_v2, 3 tokens: rank 0: EPError: AssertionError: no such GPU"),
+        (
+            "small combine",
+            {"deep_ep dispatch fp8", "deep_ep dispatch bf16"} | SMALL_V2,
+            "deep_ep combine bf16, 3 tokens: rank 1: EPError: its",
+        ),
+        ("small dispatch", SMALL_V2, "deep_ep dispatch fp8, 3 tokens: rank 1: EPError: the sums of the rows that its dispatch brought to"),
+    ],
+)
+def test_what_fails_in_small_batches_is_not_timed(fault, left, failure):
+    report = measured(low_latency_measure.measure, small_options("deep_ep", "deep_ep_v2"), fault)
+    assert {m.name for m in report.measurements if m.backend is not None} == left
+    assert report.failures[0].startswith(f"EP2: {failure}")
+
+
+def test_wrong_counts_of_small_batches_are_found():
+    expected = {"num_recv_tokens_per_expert": torch.tensor([1, 0]), "recv_x": torch.ones(1, 8).bfloat16()}
+    rows = torch.ones(2, 4, 8).bfloat16()
+    small_peers._check_dispatch(expected, (rows, torch.tensor([1, 0])))
+    with pytest.raises(EPError, match=r"its dispatch brought experts \[1, 1\] rows, and not \[1, 0\]"):
+        small_peers._check_dispatch(expected, (rows, torch.tensor([1, 1])))
+
+
+# ---- names and packages ----
+
+
+def test_another_librarys_errors_are_told():
+    with pytest.raises(EPError, match="^KeyError: 7$"):
+        peers.foreign(lambda: {}[7])
+    with pytest.raises(EPError, match="^as it is$"):
+        peers.foreign(lambda: (_ for _ in ()).throw(EPError("as it is")))
+    assert peers.foreign(lambda: 3) == 3
+
+
+def test_peers_may_be_given_several_times():
+    parser = argparse.ArgumentParser()
+    nvlink.add_arguments(parser)
+    assert parser.parse_args(["--peer", "deep_ep", "--peer", "nccl_ep", "--peer", "deep_ep_v2"]).peer == [
+        "deep_ep",
+        "nccl_ep",
+        "deep_ep_v2",
+    ]
+    assert set(small_peers.PEERS) == {"deep_ep", "deep_ep_v2"} and set(peers.PEERS) == {"deep_ep", "deep_ep_v2", "nccl_ep"}
+
+
+@pytest.mark.parametrize("command", [nvlink, low_latency])
+def test_peers_need_gpus(command):
+    with pytest.raises(ValueError, match="--peer deep_ep needs GPUs; give --backend nvlink"):
+        options_of(command, "--peer", "deep_ep")
+
+
+def test_the_package_is_looked_for_first(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    missing = r"^--peer deep_ep_v2: the package deep_ep is not importable here \(.*\); install DeepEP with pip install sgl-deep-ep, a wheel"
+    with pytest.raises(BackendUnavailableError, match=missing):
+        peers.check_peers(["deep_ep_v2"])
+    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)
+    with pytest.raises(BackendUnavailableError, match="--peer deep_ep: the package deep_ep is deepep_moe's own interface here; uninstall"):
+        peers.check_peers(["deep_ep"])
+    real = ModuleType("deep_ep")
+    monkeypatch.setitem(sys.modules, "deep_ep", real)
+    peers.check_peers(["deep_ep", "nccl_ep"])
+    assert peers.version_of(real) == "" and peers.version_of(torch) == f"{torch.__version__} of torch {torch.__version__}"
