@@ -46,10 +46,7 @@ static_assert(2 * (sizeof(Shared) + kStaticSharedBytes) <= 233472, "two blocks o
 __device__ __forceinline__ void refuse(const LowLatencyContext& c, LowLatencyWhat what, unsigned long long call, int to,
                                        const GpuFailure& why) {
     if (is_masked(c, to)) return;
-    LowLatencyReason* reason = reason_at(c, to, c.rank, call);
-    reason->why = why;
-    reason->text[0] = '\0';
-    __threadfence_system();
+    tell_reason(c, to, call, why);
     what.is_refused = true;
     store_relaxed(Turn(c, to, call).entered(c.rank), what.flag(call, 0));
 }
@@ -340,7 +337,7 @@ struct Kernel {
     // rank: -1 where there is none.
     __device__ void add_parts(float (&sum)[kColumns], int token, const int (&rank)[kRanksAtOnce], int i, int num_parts) const {
         const Turn own(c, c.rank, call);
-        const auto place = [&](int n) { return rank[n] >= 0 && i < num_parts ? own.row(rank[n], token) + i : nullptr; };
+        const Places<kRanksAtOnce> place([&](int n) { return rank[n] >= 0 && i < num_parts ? own.row(rank[n], token) + i : nullptr; });
         Parts<kRanksAtOnce> parts;
         unsigned here = 0;
         const auto done = [&](bool masks_too) {

@@ -90,8 +90,7 @@ struct Receiver {
             return nodes.rail.is_outside(source);
     }
 
-    // No combine may go along the handle: what a block has not received it has not placed.
-    __device__ void fail() const { *in_handle<unsigned long long>(handle().failed) = call ^ c.failed; }
+    __device__ void fail() const { fail_handle(c, p.handle, call); }
 
     // The tokens of a block, kWarps at a time: a warp finds the rows of each, then all copy, a group of warps a token, so that the next
     // one's parts are on their way. Which tokens they are needs the most of a rank; until all ranks have told, those of this one.

@@ -48,12 +48,7 @@ struct RailCombine {
         if (lane == 0) *reinterpret_cast<unsigned long long*>(p.call) = rail.call;
         if (failed && lane == 0) report(c, kFailedHandle, c.rank, GpuPhase::kEntry, static_cast<long long>(dispatch()), 0);
         if (lane >= rail.r.ranks_per_node || is_masked(c, to)) return;
-        if (failed) {
-            LowLatencyReason* const reason = reason_at(c, to, c.rank, rail.call);
-            reason->why = failed_handle();
-            reason->text[0] = '\0';
-            __threadfence_system();
-        }
+        if (failed) tell_reason(c, to, rail.call, failed_handle());
         store_relaxed(Turn(c, to, rail.call).entered(c.rank), failed ? refusing_word() : own_word());
     }
 };

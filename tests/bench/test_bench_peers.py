@@ -172,6 +172,18 @@ def test_missing_rows_are_found(name):
     run_ranks(misses_a_row, 2, name)
 
 
+def plain(rank: int, num_ranks: int, options: argparse.Namespace):
+    return measure.measure(rank, num_ranks, options)
+
+
+def test_the_drop_in_needs_no_other_package():
+    peers.check_peers(["drop_in", "drop_in_v2"])
+    first, _ = run_ranks(plain, 2, exchange_options("drop_in", "drop_in_v2"))
+    assert first.failures == []
+    timed = {m.name for m in first.measurements if m.backend != "shm"}
+    assert timed == {name.replace("deep_ep", "drop_in") for name in V1 | V2}
+
+
 # ---- small batches ----
 
 

@@ -85,6 +85,22 @@ __device__ __noinline__ inline void mask_or_report(const LowLatencyContext& c, i
         report_lack(c, source, phase, call, seen >> kWhatBits);
 }
 
+// What is rare stands in functions of its own: a kernel of microseconds begins with a cold cache of instructions, so what it does not need
+// must not lie between what it does.
+
+// No combine may go along the handle of a dispatch that has failed: what a block has not received it has not placed.
+__device__ __noinline__ inline void fail_handle(const LowLatencyContext& c, std::byte* handle, unsigned long long call) {
+    *reinterpret_cast<unsigned long long*>(handle + LowLatencyHandleLayout(c.config).failed) = call ^ c.failed;
+}
+
+// One thread: tells a rank of a refusal. It reads why when it sees the word that follows.
+__device__ __noinline__ inline void tell_reason(const LowLatencyContext& c, int to, unsigned long long call, const GpuFailure& why) {
+    LowLatencyReason* const reason = reason_at(c, to, c.rank, call);
+    reason->why = why;
+    reason->text[0] = '\0';
+    __threadfence_system();
+}
+
 // A word of `source` that says all there is to say, once it is of this call. 0: the source is masked, or has been now, or the failure is
 // reported.
 __device__ __noinline__ inline unsigned long long wait_word_of(const LowLatencyContext& c, const unsigned long long* word,

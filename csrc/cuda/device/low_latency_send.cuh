@@ -132,8 +132,7 @@ private:
         return token < num_ahead() ? num_ahead() + static_cast<int>(blockIdx.x) : token + static_cast<int>(gridDim.x);
     }
 
-    // No combine may go along the handle: what a block has not received it has not placed.
-    __device__ void fail() const { *in_handle<unsigned long long>(handle().failed) = call ^ c.failed; }
+    __device__ void fail() const { fail_handle(c, p.handle, call); }
 
     // Every word is its own flag.
     __device__ void enter(int to) const {
@@ -148,7 +147,10 @@ private:
         LowLatencyWhat what = p.what;
         what.is_refused = !accepted;
         const unsigned long long told = what.flag(call, 0);
-        if (!accepted) tell_reason(to, masked);
+        if (!accepted) {  // each thread may have seen another `masked`
+            if (threadIdx.x == 0 && !masked) tell_reason(c, to, call, refusal());
+            __syncthreads();
+        }
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < num_local; expert += kThreads) {
             const int count = marks.count(to * num_local + expert);
@@ -157,17 +159,6 @@ private:
             else if (count > 0)
                 drop(count);
         }
-    }
-
-    // All threads, of which each may have seen another `masked`.
-    __device__ void tell_reason(int to, bool masked) const {
-        if (threadIdx.x == 0 && !masked) {
-            LowLatencyReason* reason = reason_at(c, to, c.rank, call);
-            reason->why = refusal();
-            reason->text[0] = '\0';
-            __threadfence_system();
-        }
-        __syncthreads();
     }
 
 public:

@@ -50,7 +50,7 @@ struct NodeSums {
 private:
     __device__ void add_parts(Sum& sum, const TokenSums& from, int first, int i) const {
         const int num = from.num - first;
-        const auto place = [&](int n) { return n < num && i < num_parts ? from.rows[first + n] + i : nullptr; };
+        const Places<kRanksAtOnce> place([&](int n) { return n < num && i < num_parts ? from.rows[first + n] + i : nullptr; });
         Parts<kRanksAtOnce> parts;
         unsigned here = 0;
         const auto done = [&](bool masks_too) {

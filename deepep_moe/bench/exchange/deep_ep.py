@@ -1,4 +1,4 @@
-"""DeepEP's first generation, `deep_ep.Buffer`: `--peer deep_ep`. What its second generation needs too."""
+"""DeepEP's first generation, `deep_ep.Buffer`: `--peer deep_ep`, or `drop_in` on deepep_moe. What its second generation needs too."""
 
 import dataclasses
 from functools import partial
@@ -71,6 +71,12 @@ class DeepEP:
             check_num_rows(what, rows, num_rows)
             sent = dequantized_inputs(inputs) if what.startswith("fp8") else inputs
             close_to(f"the combine of its {what}", sums[what], expected_combine(sent, self.shape, "rank"))
+
+
+class DropIn(DeepEP):
+    """DeepEP's interface on deepep_moe, as programs written for DeepEP call it: what the interface costs."""
+
+    name = "drop_in"
 
 
 # ---- for both generations ----

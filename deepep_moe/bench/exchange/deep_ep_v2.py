@@ -1,4 +1,4 @@
-"""DeepEP's second generation, `deep_ep.ElasticBuffer`: `--peer deep_ep_v2`."""
+"""DeepEP's second generation, `deep_ep.ElasticBuffer`: `--peer deep_ep_v2`, or `drop_in_v2` on deepep_moe."""
 
 import dataclasses
 from collections.abc import Callable
@@ -92,3 +92,9 @@ class DeepEPV2:
         """Return the sums of a combine, which weights no row."""
         unweighted = dataclasses.replace(inputs, topk_weights=torch.ones_like(inputs.topk_weights))
         return expected_combine(unweighted, self.shape, layout)
+
+
+class DropInV2(DeepEPV2):
+    """DeepEP's interface on deepep_moe, as programs written for DeepEP call it: what the interface costs."""
+
+    name = "drop_in_v2"

@@ -27,15 +27,22 @@ class Peer(Protocol):
 
 
 _HERE = "deepep_moe.bench.exchange"
-_CLASSES = {"deep_ep": ("deep_ep", "DeepEP"), "deep_ep_v2": ("deep_ep_v2", "DeepEPV2"), "nccl_ep": ("nccl_ep", "NcclEP")}
+_CLASSES = {
+    "deep_ep": ("deep_ep", "DeepEP"),
+    "deep_ep_v2": ("deep_ep_v2", "DeepEPV2"),
+    "nccl_ep": ("nccl_ep", "NcclEP"),
+    "drop_in": ("deep_ep", "DropIn"),
+    "drop_in_v2": ("deep_ep_v2", "DropInV2"),
+}
 """The module of each peer, which is imported when the peer is asked for, and its class: `(shape, group, num_max_tokens)`."""
-_PACKAGES = {"deep_ep": "deep_ep", "deep_ep_v2": "deep_ep"}
+_DROP_IN = "deepep_moe.compat.deep_ep"
+_PACKAGES = {"deep_ep": "deep_ep", "deep_ep_v2": "deep_ep", "drop_in": _DROP_IN, "drop_in_v2": _DROP_IN}
 PEERS = tuple(_CLASSES)
 """The names that `--peer` takes."""
 
 
 def add_peer(parser: argparse.ArgumentParser, names: tuple[str, ...] = PEERS) -> None:
-    helped = "another library to time in the same run, if it is installed; may be given several times"
+    helped = "another library to time in the same run, if it is installed, or DeepEP's interface on deepep_moe (drop_in); may be repeated"
     parser.add_argument("--peer", choices=names, action="append", default=[], help=helped)
 
 
