@@ -7,49 +7,55 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "docs" / "pictures" / "figures.svg"
-DEEPEP = "deepep-h200-2026-11-21.json"
-NVLINK = "h200-nvlink-2026-11-22.json"
-GROUPS = (  # title, name of the records, file of ours
-    ("dispatch, bf16, 4096 tokens a rank", "dispatch bf16 rank", NVLINK),
-    ("combine, bf16, 4096 tokens a rank", "combine bf16 rank", NVLINK),
-    ("dispatch, fp8, 4096 tokens a rank", "dispatch fp8 rank", NVLINK),
-    ("low-latency dispatch, fp8, 128 tokens a rank", "low-latency dispatch fp8", "h200-low-latency-dispatch-2026-11-22.json"),
-    ("low-latency combine, bf16, 128 tokens a rank", "low-latency combine bf16", "h200-low-latency-combine-2026-11-22.json"),
+_DEEPEP, _NCCL_EP = "h100-peers-2026-11-26.json", "h100-peers-nccl-ep-2026-11-26.json"
+_SMALL_V1, _SMALL_V2 = (f"h100-peers-low-latency-{version}-2026-11-26.json" for version in ("v1", "v2"))
+GROUPS = (  # title, operation of the records
+    ("dispatch, bf16, rows by rank, 4096 tokens a rank", "dispatch bf16 rank"),
+    ("combine, bf16, rows by rank, 4096 tokens a rank", "combine bf16 rank"),
+    ("dispatch, fp8, rows by rank, 4096 tokens a rank", "dispatch fp8 rank"),
+    ("dispatch, bf16, rows by expert, 4096 tokens a rank", "dispatch bf16 expert"),
+    ("combine, bf16, rows by expert, 4096 tokens a rank", "combine bf16 expert"),
+    ("low-latency dispatch, fp8, 128 tokens a rank", "low-latency dispatch fp8"),
+    ("low-latency combine, bf16, 128 tokens a rank", "low-latency combine bf16"),
 )
-COLOURS = {"deepep_moe": "#4d9a5f", "DeepEP V1": "#8fa8d8", "DeepEP V2": "#5b7fc7", "NCCL all-to-all": "#b9b9c4"}
-_WORKLOAD = "4 x H200, hidden 7168, top-8 of 256 experts, rows by rank. Shorter is better; each group has its own scale."
-_PEER = "DeepEP: on another host of the same kind, by its own benchmark; V2 is its kernel and the copy after it."
+LIBRARIES = {  # the record of 4096 tokens, that of 128, and the name in both
+    "deepep_moe": (_DEEPEP, _SMALL_V1, ""),
+    "DeepEP V1": (_DEEPEP, _SMALL_V1, "deep_ep "),
+    "DeepEP V2": (_DEEPEP, _SMALL_V2, "deep_ep_v2 "),
+    "NCCL EP": (_NCCL_EP, None, "nccl_ep "),
+}
+COLOURS = {"deepep_moe": "#4d9a5f", "DeepEP V1": "#8fa8d8", "DeepEP V2": "#5b7fc7", "NCCL EP": "#c79a5b", "NCCL all-to-all": "#b9b9c4"}
+_WORKLOAD = "2 x H100, hidden 7168, top-8 of 256 experts. Shorter is better; each group has its own scale."
+_PEERS = "On one machine; NCCL EP and small batches in runs of their own. Times on a busy stream, or from CUDA graphs."
 _WIDTH, _LEFT, _LONGEST = 760, 130, 500
 
 
-def record_of(file: str, name: str) -> dict[str, Any]:
-    """Return our record for 4 ranks: of 4096 tokens with the default SMs, or of 128 tokens in a graph."""
-    is_low_latency = name.startswith("low-latency")
-    kind: dict[str, Any] = {"num_ranks": 4, "name": name, "num_tokens": 128 if is_low_latency else 4096}
-    kind |= {"half": "both", "graph": True} if is_low_latency else {"num_sms": None}
+def record_of(operation: str, library: str) -> dict[str, Any] | None:
+    """Return the record of a library: with its default SMs, or of small batches in a graph. None where it has no such call."""
+    large, small, prefix = LIBRARIES[library]
+    small_operation = operation.removeprefix("low-latency ")
+    is_small = small_operation != operation
+    file = small if is_small else large
+    if file is None:
+        return None
+    kind = {"name": f"low-latency {prefix}{small_operation}" if is_small else f"{prefix}{operation}"}
+    kind |= {"half": "both", "graph": True} if is_small else {} if prefix else {"num_sms": None}
     records = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
-    (record,) = [record for record in records if {field: record[field] for field in kind} == kind]
-    return record
+    found = [record for record in records if {field: record[field] for field in kind} == kind]
+    assert len(found) < 2, f"{file}: {kind}"
+    return found[0] if found else None
 
 
-def deepep_of(name: str) -> dict[str, float]:
-    """Return what DeepEP took, by version."""
-    rows = json.loads((ROOT / "benchmarks" / "peers" / DEEPEP).read_text())
-    (row,) = [row for row in rows if row.get("operation") == name]
-    times = {"DeepEP V1": row.get("v1_us"), "DeepEP V2": sum(row["v2_us"]) if "v2_us" in row else None}
-    return {version: us for version, us in times.items() if us is not None}
-
-
-def bars_of(name: str, file: str) -> dict[str, float]:
+def bars_of(operation: str) -> dict[str, float]:
     """Return microseconds by library, in the order of the bars."""
-    record = record_of(file, name)
-    return {"deepep_moe": record["us_median"], **deepep_of(name), "NCCL all-to-all": record["rival_us"]}
+    found = {library: record for library in LIBRARIES if (record := record_of(operation, library)) is not None}
+    return {library: record["us_median"] for library, record in found.items()} | {"NCCL all-to-all": found["deepep_moe"]["rival_us"]}
 
 
 def chart() -> str:
     parts, y = [], 34
-    for title, name, file in GROUPS:
-        bars = bars_of(name, file)
+    for title, operation in GROUPS:
+        bars = bars_of(operation)
         parts.append(f'<text x="16" y="{y}" font-weight="bold">{escape(title)}</text>')
         y += 10
         for library, us in bars.items():
@@ -61,8 +67,8 @@ def chart() -> str:
         y += 26
     y += 26
     parts.append(f'<text x="16" y="{y - 28}" font-size="12">{_WORKLOAD}</text>')
-    parts.append(f'<text x="16" y="{y - 12}" font-size="12">{_PEER}</text>')
-    return svg("Microseconds of a call on 4 H200s: deepep_moe, DeepEP and NCCL", y, parts)
+    parts.append(f'<text x="16" y="{y - 12}" font-size="12">{_PEERS}</text>')
+    return svg("Microseconds of a call on 2 H100s: deepep_moe, DeepEP, NCCL EP and NCCL", y, parts)
 
 
 def svg(title: str, height: int, parts: list[str]) -> str:

@@ -50,6 +50,7 @@ def stand_in(rank: int, num_ranks: int, fault: str, run, options: argparse.Names
     """Run one rank with our interface in DeepEP's place, and on rank 1 with a fault: on both where it is of a collective start."""
     deep_ep.install()
     deep_ep.__version__ = "9.9"
+    changes(deep_ep.ElasticBuffer, "dispatch", asks_for_experts)
     if fault and (rank == 1 or fault == "V2 start"):
         FAULTS[fault]()
     return run(rank, num_ranks, options)
@@ -87,6 +88,11 @@ def a_row_of_small_batch_is_wrong(result, kwargs):
         return result
     scales = result[0][1] if isinstance(result[0], tuple) else result[0]
     scales[:, 0] *= 2
+    return result
+
+
+def asks_for_experts(result, kwargs):
+    assert kwargs["num_experts"] > 0, "DeepEP takes it modulo something, beside a handle too"
     return result
 
 
@@ -252,7 +258,9 @@ def test_peers_may_be_given_several_times():
         "nccl_ep",
         "deep_ep_v2",
     ]
-    assert set(small_peers.PEERS) == {"deep_ep", "deep_ep_v2"} and set(peers.PEERS) == {"deep_ep", "deep_ep_v2", "nccl_ep"}
+    assert set(small_peers.PEERS) == {"deep_ep", "deep_ep_v2"} and set(peers.PEERS) == {
+        *("deep_ep", "deep_ep_v2", "nccl_ep", "drop_in", "drop_in_v2")
+    }
 
 
 @pytest.mark.parametrize("command", [nvlink, low_latency])

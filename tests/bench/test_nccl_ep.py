@@ -113,7 +113,7 @@ def run(rank, num_ranks, wrong, num_tokens=NUM_TOKENS, calls_them=True):
     """Return the error of `operations` on this rank, or None, with the operations, their results and the calls of the stand-in."""
     fake = FakeEP(wrong if rank == 1 else None)
     install(fake)
-    nccl_ep._nccl_version = lambda: "2.32.3"
+    nccl_ep.nccl_version = lambda: "2.32.3"
     peer, error, made, results = nccl_ep.NcclEP(SHAPE, dist.group.WORLD, 70), None, [], []
     try:
         made = peer.operations(workload.make_inputs(SHAPE, num_tokens, rank, torch.device("cpu")))
@@ -174,7 +174,7 @@ def test_compiled_without_nccl_ep(monkeypatch):
     fake = FakeEP()
     fake.tex = SimpleNamespace()
     install(fake, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
-    monkeypatch.setattr(nccl_ep, "_nccl_version", lambda: "2.32.3")
+    monkeypatch.setattr(nccl_ep, "nccl_version", lambda: "2.32.3")
     with pytest.raises(BackendUnavailableError, match="compiled without NVTE_WITH_NCCL_EP=1"):
         nccl_ep.load()
 
@@ -186,7 +186,7 @@ def test_refused_group(monkeypatch):
     fake = FakeEP()
     fake.ep_bootstrap = bootstrap
     install(fake, lambda name, module: monkeypatch.setitem(sys.modules, name, module))
-    monkeypatch.setattr(nccl_ep, "_nccl_version", lambda: "2.30.7")
+    monkeypatch.setattr(nccl_ep, "nccl_version", lambda: "2.30.7")
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     with pytest.raises(BackendUnavailableError, match=r"\(NCCL error: invalid usage\); install .* nvidia-nccl-cu13 2\.32\.3"):
         nccl_ep.NcclEP(SHAPE, None, 64)

@@ -58,20 +58,33 @@ def test_table_of_losses_repeats_the_records():
         assert nudged == (f"{100 * found['nudged_at_end']:+.2f}" if "nudged_at_end" in found else "")
 
 
-ROW = re.compile(r"^\| ((?:dispatch|combine|low-latency)[^|]+) \| (\d+) \| (\d+) us \| (\d+) us \| (\d+ us|not measured) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ((?:dispatch|combine|low-latency)[^|]+) \| (128|4096) \| (.+) \|$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", ("README.md", "docs/benchmarks.md"))
-def test_tables_beside_deepep_repeat_both_records(page):
+def test_tables_of_other_libraries_repeat_the_records(page):
     rows = ROW.findall((ROOT / page).read_text())
-    assert len(rows) >= 4
-    files = {name: file for _, name, file in figures.GROUPS}
-    for what, num_tokens, ours, first, second in rows:
-        name = what.replace(", layout `rank`", " rank")
-        record, theirs = figures.record_of(files[name], name), figures.deepep_of(name)
-        assert int(num_tokens) == record["num_tokens"] and int(ours) == round(record["us_median"]), what
-        assert int(first) == round(theirs["DeepEP V1"]), what
-        assert second == (f"{theirs['DeepEP V2']:.0f} us" if "DeepEP V2" in theirs else "not measured"), what
+    assert [what.replace(", layout `rank`", " rank").replace(", layout `expert`", " expert") for what, *_ in rows] == [
+        operation for _, operation in figures.GROUPS
+    ]
+    for (_, num_tokens, cells), (_, operation) in zip(rows, figures.GROUPS, strict=True):
+        for cell, library in zip(cells.split(" | "), figures.LIBRARIES, strict=True):
+            record = figures.record_of(operation, library)
+            assert cell == ("none" if record is None else f"{record['us_median']:.0f} us"), (operation, library)
+            assert record is None or (record["num_tokens"], record["num_ranks"]) == (int(num_tokens), 2)
+
+
+def test_table_of_the_drop_in_repeats_its_record():
+    records = json.loads((ROOT / "benchmarks" / "results" / "h100-peers-drop-in-2026-11-26.json").read_text())
+    rows = re.findall(
+        r"^\| (dispatch|combine), (on a busy|from an idle) stream \| (.+) \|$", PAGES[ROOT / "docs" / "benchmarks.md"], re.MULTILINE
+    )
+    assert len(rows) == 3
+    for op, which, cells in rows:
+        for cell, prefix in zip(cells.split(" | "), ("", "drop_in ", "drop_in_v2 ", "deep_ep "), strict=True):
+            kind = {"name": f"{prefix}{op} bf16 rank", "num_tokens": 4096} | ({} if prefix else {"num_sms": None})
+            (record,) = [record for record in records if {field: record[field] for field in kind} == kind]
+            assert cell == f"{record['us_median' if which == 'on a busy' else 'call_us']:.0f} us", (op, which, prefix)
 
 
 # ---- the README ----
@@ -105,9 +118,3 @@ def test_columns_have_titles_and_rows_can_be_read_alone():
             title, _, *rows = table.strip().splitlines()
             assert all(cell.strip() for cell in title.strip("|").split("|")), f"{page}: {title}"
             assert all(row.split("|")[1].strip() for row in rows), f"{page}: {title}"
-
-
-def test_peers_say_where_they_were_measured():
-    about, *rows = json.loads((ROOT / "benchmarks" / "peers" / figures.DEEPEP).read_text())
-    assert {"what", "machine", "workload", "date"} == set(about)
-    assert all({"operation", "num_ranks", "num_tokens"} <= set(row) and {"v1_us", "v2_us"} & set(row) for row in rows)

@@ -18,7 +18,7 @@ def fit(num_sms: int, capability: int = 9, link_gbps: float | None = None) -> tu
 
 
 def test_measured_machines_keep_what_was_measured():
-    """H100 and H200 have 132 SMs (benchmarks/results/h200-nvlink-2026-11-22.json)."""
+    """H100 and H200 have 132 SMs (benchmarks/results/h200-nvlink-2026-11-26.json)."""
     assert fit(132) == (12, 14)
 
 
@@ -49,7 +49,7 @@ PAGE = (ROOT / "docs" / "tuning.md").read_text()
 
 def test_table_of_the_sweep():
     """Its figures are those of the record."""
-    records = json.loads((ROOT / "benchmarks" / "results" / "h200-nvlink-2026-11-22.json").read_text())
+    records = json.loads((ROOT / "benchmarks" / "results" / "h200-nvlink-2026-11-26.json").read_text())
     rows = re.findall(r"^\| EP(\d) (\w+), (\w+)(?: .)? \| ([\d |]+) \|$", PAGE, flags=re.MULTILINE)
     assert len(rows) == 6
     for num_ranks, op, layout, cells in rows:

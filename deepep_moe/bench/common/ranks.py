@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepep_moe import Buffer, config
-from deepep_moe.bench.common.records import cpu_name
+from deepep_moe.bench.common.records import cpu_name, nccl_version
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.common.workload import Inputs, Shape, make_inputs
 from deepep_moe.errors import BackendUnavailableError, EPError
@@ -92,8 +92,8 @@ class Rank:
     def hardware(self) -> str:
         if not self.options.on_gpu:
             return cpu_name()
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        return f"{self.shape.num_ranks} x {torch.cuda.get_device_name(self.device)}, CUDA {torch.version.cuda}, NCCL {nccl}; {cpu_name()}"
+        gpus = f"{self.shape.num_ranks} x {torch.cuda.get_device_name(self.device)}"
+        return f"{gpus}, CUDA {torch.version.cuda}, NCCL {nccl_version()}; {cpu_name()}"
 
     def new_buffer(self, num_tokens: int) -> Buffer:
         o = self.options

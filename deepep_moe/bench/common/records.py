@@ -1,6 +1,7 @@
 """The records that every benchmark writes: times, settings, hardware, versions and the command."""
 
 import argparse
+import ctypes
 import functools
 import json
 import platform
@@ -28,6 +29,16 @@ def cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return f"{name}, {platform.machine()}, {deepep_moe.config.available_cpus()} cores"
+
+
+def nccl_version() -> str:
+    """Return the version of the NCCL that is loaded. `torch.cuda.nccl.version()` gives that of PyTorch's build."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # where PyTorch links it
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 @functools.cache

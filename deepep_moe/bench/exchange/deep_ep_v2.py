@@ -67,7 +67,8 @@ class DeepEPV2:
         received = {dtype: calls["dispatch", dtype]() for dtype in (BF16, FP8)}
         rows, handle = received[BF16][0], received[BF16][3]
         calls["combine", BF16] = partial(self.buffer.combine, rows, handle)
-        cached = partial(self.buffer.dispatch, inputs.x, topk_weights=inputs.topk_weights, handle=handle, do_expand=is_expert)
+        again = {"handle": handle, "do_expand": is_expert, "num_experts": self.shape.num_experts}  # asked for, though the handle has it
+        cached = partial(self.buffer.dispatch, inputs.x, topk_weights=inputs.topk_weights, **again)
         calls["cached dispatch", BF16] = cached
         sent = {"dispatch": (rows, handle), "cached dispatch": (cached()[0], handle), "fp8 dispatch": (received[FP8][0], received[FP8][3])}
         check = self._checks(inputs, layout, sent, is_exact=not is_expert and do_cpu_sync is not False)

@@ -1,6 +1,5 @@
 """NVIDIA's NCCL EP, which TransformerEngine ships, as a baseline in the same run: `--peer nccl_ep`."""
 
-import ctypes
 import importlib
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe.bench.common.records import nccl_version
 from deepep_moe.bench.common.verify import close_to, compare, expected_combine, expected_dispatch, lanes_of_rank
 from deepep_moe.bench.common.workload import Inputs, Operation, Shape, make_inputs
 from deepep_moe.errors import BackendUnavailableError, EPError
@@ -36,19 +36,12 @@ def load() -> tuple[Any, str]:
     try:
         package, module = (importlib.import_module(name) for name in (_PACKAGE, _MODULE))
         package.require_nccl_ep()
-        version = f"TransformerEngine {package.__version__}, NCCL {_nccl_version()}"
+        version = f"TransformerEngine {package.__version__}, NCCL {nccl_version()}"
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # its import asserts that its three parts match
         raise _unavailable(error) from error
     if not hasattr(module.tex, "ep_initialize"):
         raise _unavailable("transformer_engine_torch was compiled without NVTE_WITH_NCCL_EP=1")
     return module, version
-
-
-def _nccl_version() -> str:
-    """Return the version of the NCCL that is loaded. `torch.cuda.nccl.version()` gives that of PyTorch's build."""
-    number = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 class NcclEP:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepep_moe.bench.common.records import cpu_name
+from deepep_moe.bench.common.records import cpu_name, nccl_version
 from deepep_moe.bench.common.timing import Mark, Timer
 
 PARTS = ("forward", "backward", "forward+backward")
@@ -87,8 +87,8 @@ def describe(package: str, device: torch.device, num_ranks: int) -> tuple[str, s
     versions = f"{package} {metadata.version(package)}, torch {torch.__version__}"
     if device.type == "cpu":
         return cpu_name(), versions
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}", f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    gpus = f"{num_ranks} x {torch.cuda.get_device_name(device)}; {cpu_name()}"
+    return gpus, f"{versions}, CUDA {torch.version.cuda}, NCCL {nccl_version()}"
 
 
 def check_ranks(device: str, num_ranks: int) -> None:
