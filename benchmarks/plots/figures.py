@@ -26,7 +26,7 @@ LIBRARIES = {  # the record of 4096 tokens, that of 128, and the name in both
 }
 COLOURS = {"deepep_moe": "#4d9a5f", "DeepEP V1": "#8fa8d8", "DeepEP V2": "#5b7fc7", "NCCL EP": "#c79a5b", "NCCL all-to-all": "#b9b9c4"}
 _WORKLOAD = "2 x H100, hidden 7168, top-8 of 256 experts. Shorter is better; each group has its own scale."
-_PEERS = "On one machine; NCCL EP and small batches in runs of their own. Times on a busy stream, or from CUDA graphs."
+_PEERS = "One kind of machine; NCCL EP and small batches in runs of their own. On a busy stream, or from CUDA graphs."
 _WIDTH, _LEFT, _LONGEST = 760, 130, 500
 
 

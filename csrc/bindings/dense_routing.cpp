@@ -36,6 +36,22 @@ void with_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_values
     });
 }
 
+CountLanesParams count_lanes_params(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& is_token_in_rank) {
+    const int64_t num_ranks = is_token_in_rank.num_columns;
+    return {
+        .sizes = {is_token_in_rank.num_rows, counts.num_rows - num_ranks, topk_idx.num_columns},
+        .num_ranks = num_ranks,
+        .topk_idx = topk_idx.as<const void*>(),
+        .is_int64 = topk_idx.element_bytes == 8,
+        .counts = counts.as<int32_t*>(),
+        .is_token_in_rank = is_token_in_rank.as<uint8_t*>(),
+    };
+}
+
+void bound_count_lanes(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& is_token_in_rank) {
+    if (!is_token_in_rank.is_empty()) count_lanes(count_lanes_params(topk_idx, counts, is_token_in_rank));
+}
+
 void bound_lanes_of_map(const TensorArg& routing_map, const TensorArg& values, const TensorArg& topk_idx, const TensorArg& topk_values) {
     with_lanes_of_map(routing_map, values, topk_idx, topk_values, lanes_of_map);
 }
@@ -55,6 +71,11 @@ void gpu_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_values,
     with_dense_of_lanes(topk_idx, topk_values, values,
                         [&](const DenseOfLanesParams& p) { launch_dense_of_lanes(p, reinterpret_cast<void*>(stream)); });
 }
+
+void gpu_count_lanes(const TensorArg& topk_idx, const TensorArg& counts, const TensorArg& is_token_in_rank, uintptr_t stream) {
+    if (!is_token_in_rank.is_empty())
+        launch_count_lanes(count_lanes_params(topk_idx, counts, is_token_in_rank), reinterpret_cast<void*>(stream));
+}
 #endif
 
 }  // namespace
@@ -62,7 +83,9 @@ void gpu_dense_of_lanes(const TensorArg& topk_idx, const TensorArg& topk_values,
 void bind_dense_routing(py::module_& m) {
     m.def("lanes_of_map", &bound_lanes_of_map, py::arg("routing_map"), py::arg("values"), py::arg("topk_idx"), py::arg("topk_values"));
     m.def("dense_of_lanes", &bound_dense_of_lanes, py::arg("topk_idx"), py::arg("topk_values"), py::arg("values"));
+    m.def("count_lanes", &bound_count_lanes, py::arg("topk_idx"), py::arg("counts"), py::arg("is_token_in_rank"));
 #if defined(DEEPEP_MOE_CUDA)
+    m.def("gpu_count_lanes", &gpu_count_lanes, py::arg("topk_idx"), py::arg("counts"), py::arg("is_token_in_rank"), py::arg("stream"));
     m.def("gpu_lanes_of_map", &gpu_lanes_of_map, py::arg("routing_map"), py::arg("values"), py::arg("topk_idx"), py::arg("topk_values"),
           py::arg("stream"));
     m.def("gpu_dense_of_lanes", &gpu_dense_of_lanes, py::arg("topk_idx"), py::arg("topk_values"), py::arg("values"), py::arg("stream"));

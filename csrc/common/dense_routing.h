@@ -1,5 +1,5 @@
-// Routing as a map of chosen experts with a number for each, turned into lanes of top-k and back: what both conversions take, on CPUs and
-// on GPUs.
+// Routing as a map of chosen experts with a number for each, turned into lanes of top-k and back, and lanes counted: what each takes, on
+// CPUs and on GPUs.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,17 @@ struct DenseOfLanesParams {
     const int64_t* topk_idx;   // [num_tokens, num_topk], -1 = no expert
     const float* topk_values;  // [num_tokens, num_topk]
     float* values;             // [num_tokens, num_experts], out
+};
+
+// Counts the tokens of each rank and of each expert, a token once, and says to which ranks each token goes. A lane without an expert, or
+// with a number that is none, counts nothing.
+struct CountLanesParams {
+    DenseRouting sizes;
+    int64_t num_ranks;
+    const void* topk_idx;  // [num_tokens, num_topk] int64, or int32
+    bool is_int64;
+    int32_t* counts;            // [num_ranks + num_experts], zeros before; out: of each rank, then of each expert
+    uint8_t* is_token_in_rank;  // [num_tokens, num_ranks] bool, out
 };
 
 }  // namespace deepep_moe

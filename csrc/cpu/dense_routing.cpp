@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <vector>
 
 namespace deepep_moe {
 namespace {
@@ -21,7 +22,30 @@ void for_each_chosen(const uint8_t* row, int64_t num_experts, const Visit& visit
         if (row[expert] != 0) visit(expert);
 }
 
+template <class Index>
+void count_lanes_of(const CountLanesParams& p) {
+    const auto [num_tokens, num_experts, num_topk] = p.sizes;
+    const int64_t num_local = num_experts / p.num_ranks;
+    const Index* const topk_idx = static_cast<const Index*>(p.topk_idx);
+    std::vector<int64_t> last_tokens(num_experts, -1);  // that each expert has counted
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        uint8_t* const in_rank = p.is_token_in_rank + token * p.num_ranks;
+        std::fill_n(in_rank, p.num_ranks, uint8_t{0});
+        for (int64_t lane = 0; lane < num_topk; ++lane) {
+            const int64_t expert = topk_idx[token * num_topk + lane];
+            if (expert < 0 || expert >= num_experts || last_tokens[expert] == token) continue;
+            last_tokens[expert] = token;
+            ++p.counts[p.num_ranks + expert];
+            const int64_t rank = expert / num_local;
+            if (in_rank[rank] == 0) ++p.counts[rank];
+            in_rank[rank] = 1;
+        }
+    }
+}
+
 }  // namespace
+
+void count_lanes(const CountLanesParams& p) { p.is_int64 ? count_lanes_of<int64_t>(p) : count_lanes_of<int32_t>(p); }
 
 void lanes_of_map(const LanesOfMapParams& p) {
     const auto [num_tokens, num_experts, num_topk] = p.sizes;

@@ -1,4 +1,4 @@
-// The conversions of dense routing on CPUs.
+// The conversions of dense routing, and counts, on CPUs.
 #pragma once
 
 #include "common/dense_routing.h"
@@ -7,5 +7,6 @@ namespace deepep_moe {
 
 void lanes_of_map(const LanesOfMapParams& params);
 void dense_of_lanes(const DenseOfLanesParams& params);
+void count_lanes(const CountLanesParams& params);
 
 }  // namespace deepep_moe

@@ -1,7 +1,11 @@
-// The conversions of dense routing on GPUs: a warp a token. Nothing waits for another block.
+// The conversions of dense routing, and counts, on GPUs: a warp a token. Nothing waits for another block.
 //
 //   lanes_of_map     32 experts at a time: a chosen one's lane is the number of chosen ones before it
 //   dense_of_lanes   a row of zeros, then the value of each lane
+//   count_lanes      a bit for each expert and rank that the token has, so that it counts once; a block adds up before it adds to the
+//   result
+#include <algorithm>
+
 #include "cuda/device/launch.cuh"
 #include "cuda/device/sync.cuh"
 #include "cuda/launch.h"
@@ -9,7 +13,10 @@
 namespace deepep_moe {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kMostBlocks = 512;  // that count
+
+__host__ __device__ constexpr int words_of(int num_bits) { return (num_bits + 31) / 32; }
 
 __device__ int64_t token_of_warp() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 
@@ -53,12 +60,58 @@ __global__ void __launch_bounds__(kThreads) dense_of_lanes(const __grid_constant
     }
 }
 
-int num_blocks(int64_t num_tokens) { return static_cast<int>(divide_up(num_tokens, int64_t{kThreads / 32})); }
+// Sets a bit. Was it not set?
+__device__ bool is_first(unsigned* bits, int which) {
+    const unsigned bit = 1u << which % 32;
+    return (atomicOr(bits + which / 32, bit) & bit) == 0;
+}
+
+__device__ int64_t expert_in(const CountLanesParams& p, int64_t at) {
+    return p.is_int64 ? static_cast<const int64_t*>(p.topk_idx)[at] : static_cast<const int32_t*>(p.topk_idx)[at];
+}
+
+// In shared memory: counts of ranks, then of experts; then, for each warp, bits of experts, then of ranks.
+__global__ void __launch_bounds__(kThreads) count_lanes(const __grid_constant__ CountLanesParams p) {
+    const int num_experts = static_cast<int>(p.sizes.num_experts), num_ranks = static_cast<int>(p.num_ranks);
+    const int num_local = num_experts / num_ranks, num_counts = num_ranks + num_experts, num_words = words_of(num_counts);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int* const counts = shared_memory<int>();
+    unsigned* const bits = reinterpret_cast<unsigned*>(counts + num_counts) + warp * num_words;
+    for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
+    __syncthreads();
+    for (int64_t token = token_of_warp(); token < p.sizes.num_tokens; token += static_cast<int64_t>(gridDim.x) * kWarps) {
+        uint8_t* const in_rank = p.is_token_in_rank + token * num_ranks;
+        for (int i = lane; i < num_words; i += 32) bits[i] = 0;
+        for (int rank = lane; rank < num_ranks; rank += 32) in_rank[rank] = 0;
+        __syncwarp();
+        for (int64_t place = lane; place < p.sizes.num_topk; place += 32) {
+            const int64_t chosen = expert_in(p, token * p.sizes.num_topk + place);
+            if (chosen < 0 || chosen >= num_experts) continue;
+            const int expert = static_cast<int>(chosen), rank = expert / num_local;
+            if (is_first(bits, expert)) atomicAdd(counts + num_ranks + expert, 1);
+            if (!is_first(bits, num_experts + rank)) continue;
+            atomicAdd(counts + rank, 1);
+            in_rank[rank] = 1;
+        }
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < num_counts; i += kThreads)
+        if (counts[i] != 0) atomicAdd(p.counts + i, counts[i]);
+}
+
+int num_blocks(int64_t num_tokens) { return static_cast<int>(divide_up(num_tokens, int64_t{kWarps})); }
 
 }  // namespace
 
 void launch_lanes_of_map(const LanesOfMapParams& p, void* stream) {
     launch<lanes_of_map>("lanes_of_map", num_blocks(p.sizes.num_tokens), kThreads, 0, p, stream);
+}
+
+void launch_count_lanes(const CountLanesParams& p, void* stream) {
+    const int num_counts = static_cast<int>(p.num_ranks + p.sizes.num_experts),
+              shared_bytes = 4 * (num_counts + kWarps * words_of(num_counts));
+    launch<count_lanes>("count_lanes", std::min(num_blocks(p.sizes.num_tokens), kMostBlocks), kThreads, shared_bytes, p, stream);
 }
 
 void launch_dense_of_lanes(const DenseOfLanesParams& p, void* stream) {

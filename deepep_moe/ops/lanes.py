@@ -1,4 +1,4 @@
-"""Dense routing, as a map of chosen experts with a number for each, in lanes of top-k and back: one kernel each."""
+"""Dense routing, as a map of chosen experts with a number for each, in lanes of top-k and back, and counts of lanes: one kernel each."""
 
 from typing import Any
 
@@ -48,6 +48,30 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
     dense = torch.empty(topk_idx.shape[0], num_experts, dtype=torch.float32, device=topk_idx.device)
     _run("dense_of_lanes", topk_idx.contiguous(), topk_values.contiguous(), dense)
     return dense
+
+
+def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Count the tokens of each rank and of each expert, each token once, and say to which ranks each token goes.
+
+    Args:
+        topk_idx: [num_tokens, num_topk] int64 or int32, -1 = no expert, as is any number that is none.
+        num_experts: a multiple of `num_ranks`.
+
+    Returns:
+        num_tokens_per_rank [num_ranks] int32 and num_tokens_per_expert [num_experts] int32, of one memory, and is_token_in_rank
+        [num_tokens, num_ranks] bool.
+    """
+    counts = torch.zeros(num_ranks + num_experts, dtype=torch.int32, device=topk_idx.device)
+    is_token_in_rank = torch.empty(topk_idx.shape[0], num_ranks, dtype=torch.bool, device=topk_idx.device)
+    if _is_served(topk_idx):
+        _run("count_lanes", topk_idx.contiguous(), counts, is_token_in_rank)
+    else:
+        columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
+        chosen = torch.zeros(topk_idx.shape[0], num_experts + 1, dtype=torch.bool, device=topk_idx.device)
+        chosen = chosen.scatter_(1, columns, True)[:, 1:]  # lanes without an expert write column 0, which goes
+        is_token_in_rank.copy_(chosen.unflatten(1, (num_ranks, -1)).any(2))
+        counts[:num_ranks], counts[num_ranks:] = is_token_in_rank.sum(0), chosen.sum(0)
+    return counts[:num_ranks], counts[num_ranks:], is_token_in_rank
 
 
 class LanesOfMap(torch.autograd.Function):

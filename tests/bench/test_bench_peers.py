@@ -271,7 +271,7 @@ def test_peers_need_gpus(command):
 
 def test_the_package_is_looked_for_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", None)
-    missing = r"^--peer deep_ep_v2: the package deep_ep is not importable here \(.*\); install DeepEP with pip install sgl-deep-ep, a wheel"
+    missing = r"^--peer deep_ep_v2: the package deep_ep is not importable here \(.*\); install a wheel of DeepEP that was built"
     with pytest.raises(BackendUnavailableError, match=missing):
         peers.check_peers(["deep_ep_v2"])
     monkeypatch.setitem(sys.modules, "deep_ep", deep_ep)

@@ -1,11 +1,11 @@
-"""Dense routing to lanes of top-k and back, on CPUs and by the kernels, against operators of PyTorch."""
+"""Dense routing to lanes of top-k and back, and counts of lanes, on CPUs and by the kernels, against operators of PyTorch."""
 
 import pytest
 import torch
 from exchange_cases import device_of
 
-from deepep_moe.ops import quantize_fp8
-from deepep_moe.ops.lanes import LanesOfMap, dense_of_lanes, lanes_of_map, topk_from_map, weights_at
+from deepep_moe.ops import lanes, quantize_fp8
+from deepep_moe.ops.lanes import LanesOfMap, count_lanes, dense_of_lanes, lanes_of_map, topk_from_map, weights_at
 
 SIZES = [(0, 4, 2), (5, 1, 1), (7, 13, 3), (33, 64, 8), (4, 20, 20), (3, 8, 0), (9, 256, 32), (2, 1000, 8)]
 
@@ -41,6 +41,30 @@ def test_equals_operators(sizes, device):
     assert torch.equal(topk_idx, topk_from_map(routing_map, num_topk)) and torch.equal(weights, weights_at(values, topk_idx))
     assert torch.equal(lanes_of_map(routing_map, None, num_topk)[0], topk_idx)
     assert torch.equal(dense_of_lanes(topk_idx, weights, num_experts), torch.where(routing_map, values, 0.0))
+
+
+def test_counts_by_hand(device):
+    """A lane of no expert, an expert twice, numbers that are none, and two experts of one rank."""
+    topk_idx = torch.tensor([[0, 1, -1], [5, 5, 3], [-1, -1, -1], [6, -2, 4]], device=device)
+    per_rank, per_expert, in_rank = count_lanes(topk_idx, 6, 3)
+    assert per_rank.tolist() == [1, 1, 2] and per_expert.tolist() == [1, 1, 0, 1, 1, 1]
+    assert in_rank.tolist() == [[True, False, False], [False, True, True], [False] * 3, [False, False, True]]
+    assert per_rank.dtype == per_expert.dtype == torch.int32 and in_rank.dtype == torch.bool
+
+
+@pytest.mark.parametrize("is_int64", (True, False))
+@pytest.mark.parametrize(
+    "sizes", [(0, 4, 2, 2), (5, 1, 1, 1), (9, 12, 0, 3), (70, 256, 32, 8), (5000, 64, 8, 64), (33, 1000, 40, 40)], ids=str
+)
+def test_counts_equal_operators(sizes, is_int64, device, monkeypatch):
+    num_tokens, num_experts, num_topk, num_ranks = sizes
+    drawn = torch.randint(-2, num_experts + 2, (num_tokens, num_topk), generator=torch.Generator().manual_seed(1))
+    topk_idx = (drawn if is_int64 else drawn.int()).to(device)
+    found = count_lanes(topk_idx.T.contiguous().T, num_experts, num_ranks)
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes, "_is_served", lambda tensor: False)
+        expected = count_lanes(topk_idx, num_experts, num_ranks)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_strides_and_dtypes(device):

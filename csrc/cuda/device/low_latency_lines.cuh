@@ -107,8 +107,7 @@ __device__ __forceinline__ bool look_until(const LowLatencyContext& c, const Don
     return true;
 }
 
-// Where parts are, worked out once: the compiler leaves the arithmetic of a mere function in the loop that looks at them, which is then
-// three times as long.
+// Pointers to parts, computed before a polling loop: the compiler does not move a functor's arithmetic out of it.
 template <int kCount>
 struct Places {
     const uint4* at[kCount];

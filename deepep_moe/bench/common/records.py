@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import functools
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -35,8 +36,8 @@ def nccl_version() -> str:
     """Return the version of the NCCL that is loaded. `torch.cuda.nccl.version()` gives that of PyTorch's build."""
     number = ctypes.c_int()
     try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except OSError:  # where PyTorch links it
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetVersion(ctypes.byref(number))
+    except OSError:  # it is not loaded by that name, such as where PyTorch has it in itself
         return ".".join(map(str, torch.cuda.nccl.version()))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 

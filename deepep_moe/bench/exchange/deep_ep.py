@@ -1,4 +1,4 @@
-"""DeepEP's first generation, `deep_ep.Buffer`: `--peer deep_ep`, or `drop_in` on deepep_moe. What its second generation needs too."""
+"""DeepEP's first generation, `deep_ep.Buffer`: `--peer deep_ep`, or `drop_in` on deepep_moe. It has the helpers of `deep_ep_v2` too."""
 
 import dataclasses
 from functools import partial

@@ -100,7 +100,8 @@ class ExchangeRank(Rank):
     def _measure_peer(
         self, name: str, inputs: Inputs, rows: dict[str, int], baselines: dict[tuple[str, str, str], Baseline]
     ) -> list[Measurement]:
-        """Time every operation of another library that is right, at one size. What it raises is reported."""
+        """Time every operation of another library that is right, at one size. What it raises is reported; where it raises on some ranks
+        only, the others may wait for these until its own deadline."""
         num_tokens, found = len(inputs.x), []
         what = f"{name}, {num_tokens} tokens"
         if self.timer.is_gpu:
@@ -108,10 +109,9 @@ class ExchangeRank(Rank):
         peer = self.agreed(what, partial(make_peer, name, self.shape, self.group_of_peers(), num_tokens))
         if peer is None:
             return []
-        version = getattr(peer, "version", None)
-        self.say(f"{what}, version {version}")
+        self.say(f"{what}, version {peer.version}")
         for o in self.agreed(what, partial(foreign, partial(peer.operations, inputs))) or []:
-            time = partial(self._time, o, num_tokens, rows, baselines, None, version)
+            time = partial(self._time, o, num_tokens, rows, baselines, None, peer.version)
             found.append(self.agreed(f"{o.name}, {num_tokens} tokens", partial(foreign, time)))
         self.timer.synchronize()
         self.agreed(f"the end of {what}", partial(foreign, peer.destroy))

@@ -15,9 +15,10 @@ _Made = TypeVar("_Made")
 
 
 class Peer(Protocol):
-    """Another library, for batches of one size. It may have a `version` too."""
+    """Another library, for batches of one size."""
 
     name: str
+    version: str
 
     def operations(self, inputs: Inputs) -> list[Operation]:
         """Return its calls, after a check that they do the same work. Collective; raises EPError where they do not."""
@@ -53,8 +54,8 @@ def load_package(name: str) -> Any:
         return importlib.import_module(package)
     except (ImportError, OSError, AssertionError) as error:  # a library that it links is missing; or it dislikes the NCCL that it found
         raise BackendUnavailableError(
-            f"--peer {name}: the package {package} is not importable here ({error}); install DeepEP with pip install sgl-deep-ep, a wheel "
-            "for the one PyTorch that it names, or build it from https://github.com/deepseek-ai/DeepEP, or leave --peer out"
+            f"--peer {name}: the package {package} is not importable here ({error}); install a wheel of DeepEP that was built for this "
+            "PyTorch, or build it from https://github.com/deepseek-ai/DeepEP, or leave --peer out"
         ) from error
 
 
@@ -64,7 +65,7 @@ def check_peers(names: list[str]) -> None:
         if load_package(name).__name__ != _PACKAGES[name]:
             raise BackendUnavailableError(
                 f"--peer {name}: the package {_PACKAGES[name]} is deepep_moe's own interface here; uninstall deepep-moe-compat and install "
-                "DeepEP with pip install sgl-deep-ep, or leave --peer out"
+                "a wheel of DeepEP that was built for this PyTorch, or give --peer drop_in"
             )
 
 

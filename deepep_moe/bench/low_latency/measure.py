@@ -181,7 +181,7 @@ class LowLatencyRank(Rank):
         return Measurement(*what, eager, graph, of_20_us, send, receive, baseline, buffer_us, o.layout, o.backend, version)
 
     def _graphs_of(self, o: LowLatencyOperation, iterations: int) -> tuple[Times | None, float | None]:
-        """Time graphs of a call. Another library whose call cannot be captured is timed eagerly alone."""
+        """Time graphs of a call. A call of another library that cannot be captured is timed eagerly, and that it cannot is reported."""
         time = partial(self._time_graphs, o, iterations)
         if o.backend is None:
             return time()

@@ -1,9 +1,11 @@
-"""What DeepEP's callers count before a dispatch, in plain PyTorch. The dispatch itself counts again, in its own kernels."""
+"""What DeepEP's callers count before a dispatch. The dispatch itself counts again, in its own kernels."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from deepep_moe.ops.lanes import count_lanes
 
 
 class DispatchLayout(NamedTuple):
@@ -28,15 +30,12 @@ def dispatch_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, num_node
         raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}; it must be [num_tokens, num_topk]")
     if num_experts < 1 or num_experts % num_ranks:
         raise ValueError(f"num_experts is {num_experts}; it must be a multiple of the group's {num_ranks} ranks")
-    num_tokens = topk_idx.shape[0]
-    chosen = torch.zeros(num_tokens, num_experts + 1, dtype=torch.bool, device=topk_idx.device)
-    chosen.scatter_(1, topk_idx.long() % (num_experts + 1), True)  # -1 goes to the last column
-    chosen = chosen[:, :num_experts]
-    in_rank = chosen.unflatten(1, (num_ranks, -1)).any(2)
+    topk_idx = topk_idx if topk_idx.dtype in (torch.int64, torch.int32) else topk_idx.long()
+    per_rank, per_expert, in_rank = count_lanes(topk_idx, num_experts, num_ranks)
     per_node = None
     if num_nodes > 1:
         per_node = in_rank.unflatten(1, (num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
-    return DispatchLayout(in_rank.sum(0, dtype=torch.int32), per_node, chosen.sum(0, dtype=torch.int32), in_rank)
+    return DispatchLayout(per_rank, per_node, per_expert, in_rank)
 
 
 def lanes_of_ranks(is_token_in_rank: Tensor, num_experts: int) -> Tensor:

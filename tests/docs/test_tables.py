@@ -1,0 +1,86 @@
+"""Tables of the docs that name no record in their rows repeat the records that stand above them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def records_of(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}-2026-11-26.json").read_text())
+
+
+def rows_below(page, title):
+    """The cells of the rows of the table whose title row begins with `title`."""
+    lines = (DOCS / page).read_text().split(title, 1)[1].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+
+
+def only(records, **kind):
+    (record,) = [record for record in records if {field: record.get(field) for field in kind} == kind]
+    return record
+
+
+def test_exchange_over_virtual_nodes():
+    records, one_node = records_of("h200-nvshmem-2x2"), records_of("h200-nvlink")
+    rows = rows_below("design/nvshmem.md", "| SMs that move rows | dispatch bf16, us | dispatch fp8, us | combine bf16, us |")
+    assert [row[0] for row in rows] == ["2", "4", "8", "16", "`nvlink`"]
+    for num_sms, *cells in rows:
+        for cell, name in zip(cells, ("dispatch bf16 rank", "dispatch fp8 rank", "combine bf16 rank"), strict=True):
+            kind = {"name": name, "num_ranks": 4, "num_tokens": 4096, "num_sms": None}
+            is_nvlink = num_sms == "`nvlink`"
+            record = only(one_node if is_nvlink else records, **kind, **({} if is_nvlink else {"num_rail_sms": int(num_sms)}))
+            assert cell == f"{record['us_median']:.0f}", (num_sms, name)
+
+
+def test_exchange_at_a_networks_pace():
+    records = records_of("h200-nvshmem-paced")
+    rows = rows_below("design/nvshmem.md", "| rate of a card, GB/s | dispatch, us | ratio | combine, us | ratio | bytes at that rate, us |")
+    assert len(rows) == 4
+    for rate, *cells, at_rate in rows[:3]:
+        for op, us, ratio in (("dispatch", *cells[:2]), ("combine", *cells[2:])):
+            record = only(records, op=f"{op} paced", rate_gbps=float(rate))
+            assert (us, ratio) == (
+                f"{record['us_median']:.0f}",
+                f"{record['pipeline_ratio']:.2f}",
+            ) and at_rate == f"{record['rival_us']:.0f}"
+
+
+def test_small_batches_by_size():
+    records = records_of("h200-low-latency")
+    names = ("dispatch fp8", "dispatch bf16", "combine bf16", "combine fp8")
+    rows = rows_below("limits.md", "| tokens | dispatch fp8, EP4 | EP2 |")
+    assert [row[0] for row in rows] == ["1", "8", "32", "128", "256", "512"]
+    for num_tokens, *cells in rows:
+        for cell, (name, num_ranks) in zip(cells, [(name, n) for name in names for n in (4, 2)], strict=True):
+            kind = {"name": f"low-latency {name}", "num_ranks": num_ranks, "num_tokens": int(num_tokens), "half": "both", "graph": True}
+            assert cell == f"{only(records, **kind)['us_graph_of_20']:.1f}", (num_tokens, name, num_ranks)
+
+
+def test_ratios_of_exchanges_to_the_records_before():
+    new, old = records_of("h200-nvlink"), records_of("h200-nvlink-before")
+    rows = rows_below("benchmarks.md", "| 2 and 4 x H200, default SMs, 4096 tokens | EP2 | EP4 |")
+    assert len(rows) == 7
+    for label, *cells in rows:
+        name = label.replace(", layout `rank`", " rank") if "rank" in label else f"{label} expert"
+        for cell, num_ranks in zip(cells, (2, 4), strict=True):
+            kind = {"name": name, "num_ranks": num_ranks, "num_tokens": 4096, "num_sms": None}
+            ratio = only(new, **kind)["us_median"] / only(old, **kind)["us_median"]
+            assert float(cell) == pytest.approx(ratio, abs=0.0051), (name, num_ranks)
+
+
+def test_ratios_of_small_batches_to_the_records_before():
+    rows = rows_below("benchmarks.md", "| 128 tokens | 2 x H200 | 4 x H200 |")
+    assert len(rows) == 4
+    runs = [("h200-low-latency", "h200-low-latency-before", n) for n in (2, 4)] + [
+        ("h100-low-latency-ep2", "h100-low-latency-ep2-before", 2)
+    ]
+    for label, *cells in rows:
+        name = f"low-latency {label.replace(', fp8 wire', ' fp8')}"
+        for cell, (new, old, num_ranks) in zip(cells, runs, strict=True):
+            kind = {"name": name, "num_ranks": num_ranks, "num_tokens": 128, "half": "both", "graph": True}
+            sums = [sum(r["us_median"] for r in records_of(file) if {field: r[field] for field in kind} == kind) for file in (new, old)]
+            assert float(cell) == pytest.approx(sums[0] / sums[1], abs=0.0051), (name, new)
