@@ -405,7 +405,7 @@ def test_missing_peer():
     result = bench(*TINY, "--peer", "deep_ep")
     assert result.returncode == 1
     assert result.stderr.startswith(
-        "--peer deep_ep: the package deep_ep is not importable here (No module named 'deep_ep'); install DeepEP"
+        "--peer deep_ep: the package deep_ep is not importable here (No module named 'deep_ep'); install a wheel of DeepEP"
     )
 
 
