@@ -93,7 +93,11 @@ def test_fp8_experts_learn_as_those_in_bf16(tmp_path):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         curves.append(torch.tensor([json.loads(line)["loss"] for line in lines]))
     assert curves[0][-1] < 0.7 * curves[0][0] and not torch.equal(*curves)
-    torch.testing.assert_close(curves[1].view(-1, 10).mean(1), curves[0].view(-1, 10).mean(1), rtol=0.005, atol=0)
+    exact, ours = (curve.view(-1, 10).mean(1) for curve in curves)
+    torch.testing.assert_close(ours[:6], exact[:6], rtol=0.005, atol=0)
+    # Then curves part by chance too, sooner or later as a processor rounds: as far as a learning rate a millionth larger moves a loss
+    # (docs/design/fp8_training.md#losses).
+    torch.testing.assert_close(ours, exact, rtol=0.026, atol=0)
 
 
 @pytest.mark.slow
