@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,16 @@ def _batch(corpus: np.ndarray, settings: Settings, step: int, device: torch.devi
     return data.batch(corpus, settings.num_sequences, settings.seq_length, **numbers).to(device)
 
 
-def _step(engine: Any, tokens: torch.Tensor, settings: Settings, step: int) -> tuple[float, np.ndarray]:
-    """One optimizer step on tokens [num_sequences, seq_length + 1] -> (loss over all ranks, load [moe_layers, num_experts])."""
+def _forward_backward(engine: Any, tokens: torch.Tensor, settings: Settings, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(step)  # gates draw random numbers
     loss, l_aux, load = engine(tokens)
     engine.backward(loss + settings.balance * l_aux)
+    return loss, load
+
+
+def _step(engine: Any, tokens: torch.Tensor, settings: Settings, step: int) -> tuple[float, np.ndarray]:
+    """One optimizer step on tokens [num_sequences, seq_length + 1] -> (loss over all ranks, load [moe_layers, num_experts])."""
+    loss, load = _forward_backward(engine, tokens, settings, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = _learning_rate(settings, step)
     engine.step()
@@ -140,10 +146,13 @@ def _loop(engine: Any, settings: Settings, device: torch.device, turn: Turn) -> 
 
 
 def _timeline(engine: Any, settings: Settings, device: torch.device, turn: Turn) -> timeline.Timeline:
-    """Two steps more on a CPU, whose weights nobody needs."""
+    """Steps more, whose weights nobody needs."""
     turn.take()
-    tokens = _batch(data.load_corpus(), settings, settings.steps, device)
-    found = timeline.record_cpu(lambda: _step(engine, tokens, settings, settings.steps))
+    again = engine, _batch(data.load_corpus(), settings, settings.steps, device), settings, settings.steps
+    if device.type == "cuda":
+        found = timeline.record(partial(_step, *again), partial(_forward_backward, *again))
+    else:
+        found = timeline.record_cpu(partial(_step, *again))
     turn.give()
     return found
 
@@ -160,8 +169,7 @@ def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = Non
         result.backend = all_buffers()[0].backend if settings.dispatcher == OURS else dist.get_backend()
         if settings.checkpoint:
             engine.save_checkpoint(settings.checkpoint, tag=_TAG)
-        if device.type == "cpu":
-            result.timeline = _timeline(engine, settings, device, turn)
+        result.timeline = _timeline(engine, settings, device, turn)
     return result if rank == 0 else None
 
 
