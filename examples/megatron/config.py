@@ -163,7 +163,7 @@ _EXTRA = """
 --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --micro-batch-size 1 --global-batch-size 15360 --train-samples 585937500
 --lr 2.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-samples 30720000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
 --clip-grad 1.0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model deepseek-ai/DeepSeek-V3
---moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe
+--moe-flex-dispatcher-backend deepep_moe
 """
 
 

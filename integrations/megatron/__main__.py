@@ -1,22 +1,26 @@
 """Run a script with the dispatcher enabled: `python -m deepep_moe.integrations.megatron [options] script.py [arguments of the script]`."""
 
 import argparse
+import itertools
 import os
 import runpy
 import sys
 
 from deepep_moe.integrations.megatron import enable
+from deepep_moe.integrations.megatron.plugin import BACKEND_NAME
 from deepep_moe.topology.option import add_bind, bind_this_rank
+
+_BACKEND_FLAG, _TYPE_FLAG = "--moe-flex-dispatcher-backend", "--moe-token-dispatcher-type"
 
 _DESCRIPTION = """Enable deepep_moe in Megatron-Core, then run a script as if it had been started itself.
 
 Select the dispatcher among the script's own arguments:
-  megatron-core 0.16 and newer:  --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe
+  megatron-core 0.16 and newer:  --moe-flex-dispatcher-backend deepep_moe   (--moe-token-dispatcher-type flex is added)
   megatron-core 0.13 to 0.15:    --moe-token-dispatcher-type flex   (without --moe-enable-deepep)
 """
 _EPILOG = """example:
   torchrun --nproc-per-node 8 -m deepep_moe.integrations.megatron pretrain_gpt.py \\
-      --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe ...
+      --moe-flex-dispatcher-backend deepep_moe ...
 """
 
 
@@ -73,8 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="consecutive ranks that are a node (default: those of a host)")
     add_bind(parser)
     parser.add_argument("script", help="the script to run, for example pretrain_gpt.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on unchanged")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script, passed on")
     return parser
+
+
+def with_flex(arguments: list[str]) -> list[str]:
+    """Return the script's `arguments`, which select the flex dispatcher too where they select our backend of it and no dispatcher."""
+    ours = f"{_BACKEND_FLAG}={BACKEND_NAME}" in arguments or (_BACKEND_FLAG, BACKEND_NAME) in itertools.pairwise(arguments)
+    has_type = any(argument.partition("=")[0] == _TYPE_FLAG for argument in arguments)
+    return [*arguments, _TYPE_FLAG, "flex"] if ours and not has_type else arguments
 
 
 def main() -> None:
@@ -100,7 +111,7 @@ def main() -> None:
     )
     # The script finds what `python script.py arguments` gives it: its arguments, and its folder first on the path. `-m` had put the
     # current folder there.
-    sys.argv = [options.script, *options.arguments]
+    sys.argv = [options.script, *with_flex(options.arguments)]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(options.script))
     runpy.run_path(options.script, run_name="__main__")

@@ -161,7 +161,7 @@ def enable(
     These configurations then use it:
 
     - megatron-core 0.16 and newer: `moe_token_dispatcher_type="flex"` with `moe_flex_dispatcher_backend="deepep_moe"`, on the command
-      line `--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe`;
+      line `--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep_moe`, of which the launcher adds the first;
     - megatron-core 0.13 to 0.15, which have no backend flag: `moe_token_dispatcher_type="flex"` and `moe_enable_deepep` left False
       (those versions refuse that pair on their own), on the command line `--moe-token-dispatcher-type flex` alone.
 

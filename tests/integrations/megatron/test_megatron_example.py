@@ -267,12 +267,13 @@ def test_megatron_lm_parses_that_command_line():
     # Megatron-LM's training package comes with megatron-core from 0.17; the test of the choices in test_megatron_plugin.py needs none.
     training = pytest.importorskip("megatron.training.arguments", exc_type=ImportError)
     from deepep_moe.integrations.megatron import disable, enable
+    from deepep_moe.integrations.megatron.__main__ import with_flex
 
     (config,) = _import_example("config")
     enable()
     try:
         parser = training.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        parsed = parser.parse_args(config.pretrain_gpt_arguments())
+        parsed = parser.parse_args(with_flex(config.pretrain_gpt_arguments()))
     finally:
         disable()
     assert (parsed.moe_token_dispatcher_type, parsed.moe_flex_dispatcher_backend) == ("flex", "deepep_moe")

@@ -14,6 +14,7 @@ from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.exchange import growing
 from deepep_moe.integrations.megatron import disable, enable
+from deepep_moe.integrations.megatron.__main__ import with_flex
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
 
@@ -251,9 +252,45 @@ def test_launcher_runs_a_script_enabled(tmp_path):
     assert done.stdout.strip().splitlines()[-1] == ("found ['--backend', 'nccl', '-x'] __main__ pretrain.py SelectingFlexTokenDispatcher")
 
 
+FLEX = ["--moe-token-dispatcher-type", "flex"]
+OURS = ["--moe-flex-dispatcher-backend", "deepep_moe"]
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        (["-x", *OURS, "-y"], FLEX),
+        (["=".join(OURS)], FLEX),
+        ([*OURS, *FLEX], []),
+        ([*OURS, "=".join(FLEX)], []),
+        ([*OURS, "--moe-token-dispatcher-type", "alltoall"], []),  # Megatron-Core says what it takes
+        ([OURS[0], "deepep"], []),
+        (["--name", "deepep_moe"], []),
+    ],
+)
+def test_launcher_needs_one_flag(given, added):
+    assert with_flex(given) == [*given, *added]
+
+
+def test_launcher_gives_a_script_the_flex_dispatcher(tmp_path):
+    (tmp_path / "pretrain.py").write_text("import sys; print(sys.argv[1:])")
+    for given in (OURS, ["=".join(OURS)]):
+        done = _launch("pretrain.py", *given, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip().splitlines()[-1] == str(given + FLEX)
+
+
+def test_pages_show_one_flag():
+    pages = ("README.md", "docs/megatron.md", "examples/megatron/README.md", "integrations/megatron/__main__.py")
+    for page in pages:
+        commands = [text for text in (ROOT / page).read_text().split("-m deepep_moe.integrations.megatron") if ".py" in text[:60]]
+        assert commands and any(" ".join(OURS) in text for text in commands), page
+        assert " ".join(FLEX + OURS) not in (ROOT / page).read_text(), page
+
+
 def test_launcher_says_how_to_use_it(tmp_path):
     usage = _launch("--help", folder=tmp_path)
-    assert usage.returncode == 0 and "--moe-flex-dispatcher-backend deepep_moe" in usage.stdout
+    assert usage.returncode == 0 and "pretrain_gpt.py \\\n      --moe-flex-dispatcher-backend deepep_moe" in usage.stdout
     missing = _launch("nowhere.py", folder=tmp_path)
     assert missing.returncode == 2 and "no such script: 'nowhere.py'" in missing.stderr
 
