@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -117,4 +117,4 @@ def _copy(path: Path, name: str, config: Any) -> File:
         text = f"# {name}\n\n````{CODE[path.suffix]}\n{path.read_text()}\n````\n"
     else:
         return File.generated(config, place, abs_src_path=os.fspath(path))
-    return File.generated(config, place, content=_NO_SEARCH + text)
+    return File.generated(config, place, content=_NO_SEARCH + text, inclusion=InclusionLevel.NOT_IN_NAV)
