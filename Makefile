@@ -93,7 +93,7 @@ format: $(STAMP)
 	$(CLANG_FORMAT) -i $(NATIVE)
 
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 	@echo "open build/site/index.html"
 
 # The wheel comes from the source distribution, in an isolated environment. auditwheel names it after the oldest glibc that it runs with.

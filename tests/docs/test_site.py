@@ -69,6 +69,17 @@ def test_search_says_nothing_of_nonsense(site):
     assert search_of(site).pages("xyzzy") == []
 
 
+def test_a_page_that_the_navigation_lacks_is_an_error(build, tmp_path):
+    config = (ROOT / "mkdocs.yml").read_text().replace("      - Chunks: design/chunks.md\n", "")
+    for before, path in (("docs_dir: ", "docs"), ("- ", "docs/scripts/site.py"), ("paths: [", "build/documented")):
+        assert before + path in config
+        config = config.replace(before + path, f"{before}{ROOT / path}")
+    (tmp_path / "mkdocs.yml").write_text(config)
+    built = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert built.returncode == 1 and '"nav" configuration:\n  - design/chunks.md\n' in built.stderr, built.stderr
+    assert "Aborted with 1 warning" in built.stderr
+
+
 class Page(HTMLParser):
     """What a page refers to, and the names that can be referred to."""
 
