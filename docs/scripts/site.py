@@ -22,6 +22,7 @@ PAGES = {
     "examples/megatron/README.md": "examples/megatron.md",
 }
 CODE = {".py": "python", ".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".cpp": "cpp", ".sh": "bash", ".pyi": "python"}
+_BOOST = {"troubleshoot.md": 3}  # words of messages stand on many pages
 _LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")
 _RECORD = re.compile(r"(\|) *<!-- .* -->$", flags=re.MULTILINE)  # a row's key, which readers need not see
 _NO_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
@@ -49,7 +50,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead the links that leave docs/ to the pages and files that stand for them."""
+    """Lead the links that leave docs/ to the pages and files that stand for them. A page's weight in the search is set, too."""
+    if page.file.src_uri in _BOOST:
+        page.meta["search"] = {"boost": _BOOST[page.file.src_uri]}
     here, folder = page.file.src_uri, posixpath.dirname(_origin(page.file.src_uri))
 
     def lead(match: re.Match[str]) -> str:

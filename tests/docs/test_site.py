@@ -25,7 +25,10 @@ class Search:
         index = json.loads((folder / "search" / "search_index.json").read_text())
         self._separator = re.compile(index["config"]["separator"])
         self._documents = [
-            {"location": entry["location"], "title": self._plain(entry["title"]), "text": self._plain(entry["text"])}
+            (
+                {"location": entry["location"], "title": self._plain(entry["title"]), "text": self._plain(entry["text"])},
+                {"boost": entry.get("boost", 1)},
+            )
             for entry in index["docs"]
         ]
         fields = [{"field_name": name, "boost": index["config"]["fields"][name]["boost"]} for name in ("title", "text")]
@@ -65,6 +68,21 @@ def test_search_finds_the_page_in_two_tries(site, question, first, second, page)
     assert (ROOT / "docs" / page.replace(".html", ".md")).exists() or page == "changelog.html"
 
 
+MESSAGES = re.findall(r"^#### `([^`]+)`", (ROOT / "docs" / "troubleshoot.md").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "message", [*MESSAGES, "EPTimeoutError", "EPPeerError", "EPMismatchError", "EPCapacityError", "BackendUnavailableError"]
+)
+def test_search_finds_messages(site, message):
+    """By their first four words, and by all."""
+    assert len(MESSAGES) > 30
+    words = message.split(" ...")[0].split()
+    for query in (" ".join(words[:4]), " ".join(words)):
+        found = search_of(site).pages(query)[:3]
+        assert "troubleshoot.html" in found, (query, found)
+
+
 def test_search_says_nothing_of_nonsense(site):
     assert search_of(site).pages("xyzzy") == []
 
@@ -76,8 +94,8 @@ def test_a_page_that_the_navigation_lacks_is_an_error(build, tmp_path):
         config = config.replace(before + path, f"{before}{ROOT / path}")
     (tmp_path / "mkdocs.yml").write_text(config)
     built = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
-    assert built.returncode == 1 and '"nav" configuration:\n  - design/chunks.md\n' in built.stderr, built.stderr
-    assert "Aborted with 1 warning" in built.stderr
+    assert '"nav" configuration:\n  - design/chunks.md\n' in built.stderr, built.stderr
+    assert built.returncode == 1 and "Aborted with 1 warning" in built.stdout
 
 
 class Page(HTMLParser):
