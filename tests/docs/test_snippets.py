@@ -1,5 +1,6 @@
 """Every snippet of the README and the documentation runs, and every command that they name exists with its options."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing import run_ranks
+from deepep_moe.tuning import files
 
 ROOT = Path(__file__).parents[2]
 MARKDOWN = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"), *(ROOT / "distributions").rglob("*.md")]
@@ -145,6 +148,34 @@ def _deepspeed_worker(rank: int, num_ranks: int, blocks: list[str]) -> None:
 def test_deepspeed_blocks_run():
     pytest.importorskip("deepspeed")
     run_ranks(_deepspeed_worker, 2, [BLOCKS[key] for key in IN_DEEPSPEED])
+
+
+# ---- files of settings ----
+
+JSON = {name: blocks for name, text in TEXTS.items() if (blocks := re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL))}
+KEYS = re.findall(r'`("\w+": [^`\n]+)`', "\n".join(TEXTS.values()))
+"""What a text tells to set: the section of ds_config, or a key of it."""
+
+
+def test_every_json_block_is_read_below():
+    assert {name: len(blocks) for name, blocks in JSON.items()} == {"docs/deepspeed_autoep.md": 1, "docs/tuning.md": 1}
+
+
+def test_sections_of_ds_config_are_read_by_the_adapter():
+    (block,) = JSON["docs/deepspeed_autoep.md"]
+    assert options_of(json.loads(block)) == Options()
+    told = [json.loads(f"{{{key}}}") for key in KEYS]
+    assert {"exact": False} in told and {"deepep_moe": {"enabled": True}} in told
+    for given in told:
+        assert options_of(given if "deepep_moe" in given else {"deepep_moe": given}) is not None, given
+
+
+def test_profile_of_the_page_is_read_by_the_loader(tmp_path):
+    (block,) = JSON["docs/tuning.md"]
+    (tmp_path / "profiles.json").write_text(block)
+    loaded = files.load(files.Files(None, tmp_path / "profiles.json"))
+    (profile,) = [found.profile for found in loaded.found]
+    assert not loaded.damaged and (profile.machine.num_sms, profile.shape.hidden, profile.values.num_sms) == (132, 7168, 12)
 
 
 # ---- commands ----
