@@ -113,17 +113,48 @@ def two_hops() -> Picture:
     return p
 
 
-def megatron() -> Picture:
-    p = Picture(760, 190, "Where deepep_moe stands in a MoE layer of Megatron-Core")
+def _layer(title: str, *lines: str) -> Picture:
+    """The parts of a MoE layer of a framework. What is ours is green; `lines`: one above, two below."""
+    p = Picture(760, 190, title)
     for number, (text, kind) in enumerate(
         (("router", "plain"), ("gate", "work"), ("dispatch", "work"), ("experts", "plain"), ("combine", "work"), ("output", "plain"))
     ):
         p.box(15 + 124 * number, 60, 102, 56, text, kind)
         if number < 5:
             p.arrow(118 + 124 * number, 88, 137 + 124 * number, 88)
-    p.text(15, 35, "MoELayer of Megatron-Core; green: what the flex dispatcher `deepep_moe` does", size=13)
-    p.text(15, 150, "The gate stands for Megatron-Core's routing where it can. Parameters, optimizer and", size=13)
-    p.text(15, 170, "checkpoints are Megatron-Core's own.", size=13)
+    for y, line in zip((35, 150, 170), lines, strict=True):
+        p.text(15, y, line, size=13)
+    return p
+
+
+def megatron() -> Picture:
+    return _layer(
+        "Where deepep_moe stands in a MoE layer of Megatron-Core",
+        "MoELayer of Megatron-Core; green: what the flex dispatcher `deepep_moe` does",
+        "The gate stands for Megatron-Core's routing where it can. Parameters, optimizer and",
+        "checkpoints are Megatron-Core's own.",
+    )
+
+
+def autoep() -> Picture:
+    return _layer(
+        "Where deepep_moe stands in a MoE layer of AutoEP",
+        "AutoEPMoELayer of DeepSpeed; green: what deepep_moe does in it",
+        "The gate stands for AutoEP's choice where it can; dispatch and combine stand for its two",
+        "all-to-alls. Parameters, optimizer and checkpoints are AutoEP's own.",
+    )
+
+
+def queues() -> Picture:
+    p = Picture(760, 250, "A dispatch in the model: chunks pass one queue after the other, and the slowest queue sets the time")
+    # Of each stage: where its first chunk begins, how long it takes, and how far apart chunks are.
+    stages = (("SMs pack", 120, 60, 60), ("NIC sends", 182, 130, 130), ("NIC receives", 202, 130, 130), ("SMs forward", 334, 60, 130))
+    for row, (name, first, length, apart) in enumerate((*stages, ("NVLink", 396, 72, 130))):
+        p.text(15, 36 + 38 * row, name, bold=True)
+        for chunk in range(3):
+            kind = "wait" if "NIC" in name else "work"
+            p.box(first + apart * chunk, 16 + 38 * row, length - 3, 30, f"chunk {chunk}" if length > 70 else f"{chunk}", kind)
+    p.text(15, 234, "A stage takes one chunk after the other. Here the NICs are never idle, so they bound the call.", size=13)
     return p
 
 
@@ -218,5 +249,6 @@ def doctor() -> Picture:
 
 PICTURES = {
     "dispatch_combine": dispatch_combine, "steps": steps, "layouts": layouts, "hooks": hooks, "two_hops": two_hops, "megatron": megatron,
-    "slots_and_rows": slots_and_rows, "backends": backends, "tuner": tuner, "places": places, "doctor": doctor,
+    "autoep": autoep, "queues": queues, "slots_and_rows": slots_and_rows, "backends": backends, "tuner": tuner, "places": places,
+    "doctor": doctor,
 }  # fmt: skip

@@ -37,6 +37,18 @@ def test_each_design_page_has_a_picture():
     assert not without
 
 
+EXPLAINING = (
+    "backends", "deepspeed", "deepspeed_autoep", "doctor", "guide", "huggingface", "index", "inference", "megatron", "model", "multi_node",
+    "steps", "topology", "troubleshoot", "tuning",
+)  # fmt: skip
+"""Pages for users that explain a mechanism."""
+
+
+def test_each_page_that_explains_a_mechanism_has_a_picture():
+    without = [name for name in EXPLAINING if "](pictures/" not in PAGES[ROOT / "docs" / f"{name}.md"]]
+    assert not without
+
+
 def test_text_that_does_not_fit_is_refused():
     picture = drawing.Picture(100, 50, "title")
     with pytest.raises(ValueError, match="'far too many words' does not fit a box of 40 x 20; make it larger or say less"):
