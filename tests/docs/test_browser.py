@@ -1,5 +1,6 @@
 """The documentation site and the pages of runs in a real browser, of a desktop and of a phone."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,13 +37,28 @@ def found_by(browser: Browser, site: Path, query: str) -> list[str]:
     return list(dict.fromkeys(path.removeprefix(f"{site}/") for path in paths))
 
 
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_pages_fit_and_complain_of_nothing(site, browser, width):
+@pytest.fixture(scope="session")
+def pictures_of_pages(tmp_path_factory):
+    """The folder for screenshots, which DEEPEP_MOE_SCREENSHOTS names."""
+    folder = Path(os.environ.get("DEEPEP_MOE_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def take(browser: Browser, path: Path) -> None:
+    """Take a screenshot of the page that is open, which is a picture of some content."""
+    browser.screenshot(path)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and path.stat().st_size > 3000, path
+
+
+@pytest.mark.parametrize(("name", "width"), WIDTHS.items(), ids=WIDTHS)
+def test_pages_fit_and_complain_of_nothing(site, browser, pictures_of_pages, name, width):
     pages = [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]  # which is served from the root of a host
     assert len(pages) > 50
     found = {}
     for page in pages:
         browser.open(page, width)
+        take(browser, pictures_of_pages / f"{name}-{'-'.join(page.relative_to(site).with_suffix('.png').parts)}")
         widest, pictures = browser.value(
             "[document.documentElement.scrollWidth, [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)]"
         )
@@ -61,7 +77,7 @@ def test_search(site, browser):
     assert not lost and not browser.complaints
 
 
-def test_page_of_a_run(browser, tmp_path):
+def test_page_of_a_run(browser, pictures_of_pages, tmp_path):
     """A benchmark's page, and two of them side by side."""
     for name in ("a", "b"):
         command = [sys.executable, "-m", "deepep_moe.bench", "model", "--report", str(tmp_path / f"{name}.html")]
@@ -69,8 +85,9 @@ def test_page_of_a_run(browser, tmp_path):
     pages = [str(tmp_path / f"{name}.html") for name in ("a", "b", "both")]
     subprocess.run([sys.executable, "-m", "deepep_moe.bench", "compare", *pages[:2], "--out", pages[2]], check=True, capture_output=True)
     for page in pages:
-        for width in WIDTHS.values():
+        for name, width in WIDTHS.items():
             browser.open(Path(page), width)
+            take(browser, pictures_of_pages / f"{name}-bench-{Path(page).stem}.png")
             assert browser.value("document.documentElement.scrollWidth") <= width and not browser.complaints, page
             assert len(browser.value("document.body.innerText")) > 500
 

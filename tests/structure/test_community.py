@@ -16,8 +16,10 @@ def test_workflow_runs_targets_of_the_makefile():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = {step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step}
-    assert commands == {"make lint", "make test", "make test-all", "make wheel", "make docs"}
-    assert {command.removeprefix("make ") for command in commands} <= targets
+    made = {command.removeprefix("make ") for command in commands if command.startswith("make ")}
+    assert made == {"lint", "test", "test-all", "wheel", "docs"} <= targets
+    for command in commands - {f"make {target}" for target in made}:
+        assert all((ROOT / name).exists() for name in re.findall(r"tests/\S+\.py", command)), command
     lowest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"][0] == lowest
 
