@@ -115,6 +115,13 @@ def test_readme_is_short_and_its_badges_are_true():
     assert 'license = "MIT"' in project
 
 
+def test_readme_begins_with_two_commands():
+    """The repository has no public place yet: its URL is a placeholder that nobody takes for one."""
+    first = re.findall(r"```\n(.*?)```", PAGES[ROOT / "README.md"].split("## Try it")[1], flags=re.DOTALL)[0]
+    clone, demo = first.strip().splitlines()
+    assert clone == "git clone URL-OF-THIS-REPOSITORY deepep_moe && cd deepep_moe" and demo.split("#")[0].strip() == "make demo"
+
+
 def test_readme_names_the_tested_versions():
     for name, folder in (("DeepSpeed", "deepspeed"), ("Megatron-Core", "megatron")):
         source = (ROOT / "integrations" / folder / "plugin.py").read_text()
