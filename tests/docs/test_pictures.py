@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MEGATRON = (ROOT / "integrations" / "megatron" / "plugin.py").read_text()
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
 for folder in (ROOT / "docs" / "scripts", ROOT / "benchmarks" / "plots"):
@@ -128,6 +129,31 @@ def test_readme_names_the_tested_versions():
         (limits,) = re.findall(r"^_OLDEST, _NEWEST = \(([\d, ]+)\), \(([\d, ]+)\)$", source, flags=re.MULTILINE)
         oldest, newest = (limit.replace(", ", ".") for limit in limits)
         assert f"| {name} | {oldest} to {newest} |" in PAGES[ROOT / "README.md"]
+
+
+def test_pages_name_the_same_versions_of_pytorch():
+    said = {
+        "README.md": r"^\| PyTorch \| (.+) \|$",
+        "docs/install.md": r"^pip install \. .*\((.+) were run\)$",
+        "docs/status.md": r"^\| Linux x86-64, gcc 12; PyTorch (.+) \| run \|",
+    }
+    found = {}
+    for page, pattern in said.items():
+        (text,) = re.findall(pattern, PAGES[ROOT / page], flags=re.MULTILINE)
+        found[page] = set(re.findall(r"\b2\.\d+", text))
+    assert len(set(map(frozenset, found.values()))) == 1 and len(found["README.md"]) == 3, found
+    wheel = re.findall(r"^\| wheel beside PyTorch (.+?) \|", PAGES[ROOT / "docs" / "status.md"], flags=re.MULTILINE)[0]
+    assert set(re.findall(r"\b2\.\d+", wheel)) <= found["README.md"]
+    (pinned,) = re.findall(r"^torch==(2\.\d+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert pinned in found["README.md"]
+
+
+def test_ci_runs_each_minor_version_of_megatron_core():
+    """Those that need Python 3.12 too."""
+    (limits,) = re.findall(r"^_OLDEST, _NEWEST = \(0, (\d+)\), \(0, (\d+)\)$", MEGATRON, flags=re.MULTILINE)
+    lines = [line for line in (ROOT / ".ci" / "versions").read_text().splitlines() if "megatron-core)" in line or "known+=" in line]
+    known = re.findall(r"\b0\.(\d+)\.\d", "\n".join(lines))
+    assert list(map(int, known)) == list(range(int(limits[0]), int(limits[1]) + 1))
 
 
 def test_columns_have_titles_and_rows_can_be_read_alone():
