@@ -30,6 +30,7 @@ from deepep_moe.integrations.megatron.recompute import Dispatched, record, recor
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
+from deepep_moe.ops.fp8_products import check_products
 from deepep_moe.ops.lanes import weights_at
 
 _NO_PADDING = (
@@ -207,9 +208,14 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden_states [S/TP, B, H], routing_map [T, E] bool, probs [T, E] -> x [T, H], topk_weights [T, TP * topk] fp32. Local."""
+        """hidden_states [S/TP, B, H], routing_map [T, E] bool, probs [T, E] -> x [T, H], topk_weights [T, TP * topk] fp32. Local.
+
+        With fp8 it raises BackendUnavailableError on a GPU without fp8 products, before anything is sent.
+        """
         if self.config.moe_pad_expert_input_to_capacity:  # switched on since the construction
             raise ValueError(_NO_PADDING)
+        if self._fp8:
+            check_products(hidden_states.device)
         self.hidden_shape = hidden_states.shape
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         num_experts, num_topk = self.num_local_experts * self.ep_size, self.config.moe_router_topk

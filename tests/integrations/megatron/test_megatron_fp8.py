@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from megatron_cases import build_layer, expert_biases, forward_backward, layer_config, model_parallel
 
+from deepep_moe import Buffer
+from deepep_moe.errors import BackendUnavailableError, EPPeerError
 from deepep_moe.integrations.megatron import disable, enable
 from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.plugin import selection
-from deepep_moe.ops import QuantizedRows
+from deepep_moe.ops import QuantizedRows, fp8_products
 from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("megatron.core")
@@ -215,6 +217,31 @@ def refusals(rank: int, num_ranks: int) -> None:
 
 def test_refusals():
     run_ranks(refusals, 1)
+
+
+def gpu_without_products(rank: int, num_ranks: int) -> None:
+    """Rank 0 refuses before it sends, and tells rank 1, which waits in its dispatch. Where all refuse, nobody waits."""
+    stock, send, why = fp8_products.why_no_products, Buffer.dispatch, "GPU 7 has no fp8 products; they need a Hopper GPU"
+    sent: list[int] = []
+    Buffer.dispatch = lambda *args, **kwargs: sent.append(1) or send(*args, **kwargs)
+    with model_parallel(ep=num_ranks, grouped_experts=True, fp8=True) as sizes:
+        layer = build_layer(config_of(sizes, {}))
+        expected = forward_backward(layer, *inputs(rank))
+        assert sent
+        for refusing in ((0,), (0, 1)):
+            sent.clear()
+            fp8_products.why_no_products = (lambda device: why) if rank in refusing else stock
+            with pytest.raises(Exception, match=f"fp8 experts cannot run: {why}") as caught:
+                layer(inputs(rank)[0])
+            assert type(caught.value) is (BackendUnavailableError if rank in refusing else EPPeerError)
+            assert bool(sent) == (rank not in refusing)
+            fp8_products.why_no_products = stock
+            dist.barrier()
+        assert_equal(forward_backward(layer, *inputs(rank)), expected, "after refusals")
+
+
+def test_gpu_without_products():
+    run_ranks(gpu_without_products, 2)
 
 
 def other_experts(rank: int, num_ranks: int) -> None:
