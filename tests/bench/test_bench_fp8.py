@@ -70,7 +70,38 @@ def test_rivals_that_fail_are_left_out():
         for name, run in (("one", lambda is_first: x * weight), ("two", fails))
     }
     found, failures = fp8_layers._running(layers)
-    assert list(found) == ["one"] and failures == ["two failed with RuntimeError: no such kernel"]
+    assert list(found) == ["one"] and failures == {"two": "RuntimeError: no such kernel"}
+
+
+@pytest.mark.parametrize(
+    "fails, fused, told",
+    (
+        ((), [True], "SwiGLU fused"),
+        ((fp8_layers.TE_PADDED,), [True], "SwiGLU fused; alltoall, TE fp8, router pads failed with RuntimeError: no such kernel"),
+        ((fp8_layers.TE_EACH,), [True, False], "SwiGLU not fused; alltoall, TE fp8 failed with RuntimeError: no such kernel"),
+    ),
+)
+def test_rivals_are_fused_where_they_can_be(fails, fused, told, monkeypatch):
+    """The layer whose router pads may fail by itself."""
+    weight, tries = torch.ones(3, requires_grad=True), []
+
+    def make(*_, fuses):
+        def run(name):
+            if fuses and name in fails:
+                raise RuntimeError("no such kernel")
+            return 2 * weight
+
+        tries.append(fuses)
+        names = fp8_layers.TE_BF16, fp8_layers.TE_EACH, fp8_layers.TE_PADDED
+        return {
+            name: fp8_layers.Layer(lambda _, name=name: run(name), torch.ones(3), {"weight": weight}, backend="alltoall") for name in names
+        }
+
+    monkeypatch.setattr(fp8_layers, "_make_rivals", make)
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: None)
+    found, how = fp8_layers.make_rivals(None, 0, 1, torch.device("cpu"))
+    assert tries == fused and how == told
+    assert len(found) == (2 if fails == (fp8_layers.TE_PADDED,) else 3)
 
 
 def test_micro_batches_by_hand():
