@@ -100,7 +100,8 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[dict
         more |= {"ranks_per_node": RANKS_PER_NODE, "network_gbps": options.network_gbps, "product": [options.rows, HIDDEN, options.columns]}
         more |= {"hardware": f"{num_ranks} ranks on 1 x {torch.cuda.get_device_name()}"}
         more |= {"sms_of_a_rank": torch.cuda.get_device_properties(own.device).multi_processor_count}
-        records.append(record("dispatch beside a product", settings, total, 0, baseline=None, baseline_times=[], **more))
+        made = record("dispatch beside a product", settings, total, 0, baseline=None, baseline_times=[], **more)
+        records.append(made | {"command": "python benchmarks/probes/receive_beside_gemm.py"})
     own.gate.buffer.destroy()
     own.buffer.destroy()
     return records
