@@ -152,6 +152,6 @@ class Environment:
             facts |= {"error": ran.why(), "late": ran.code is None}
         return facts
 
-    def imports(self, module: str) -> Ran:
-        """Import `module` in a process of its own, and return how that ended."""
-        return self.run([sys.executable, "-P", "-c", f"import {module}"], _IMPORT_S)
+    def imports(self, modules: str) -> Ran:
+        """Import `modules`, with commas between them, in a process of its own, and return how that ended."""
+        return self.run([sys.executable, "-P", "-c", f"import {modules}"], _IMPORT_S)

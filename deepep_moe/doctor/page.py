@@ -13,7 +13,7 @@ from deepep_moe.doctor.findings import FAULT, OK, WARNING, Finding, fault
 Check = Callable[[Environment], Finding | list[Finding]]
 CHECKS: tuple[Check, ...] = (
     versions.python, versions.torch, build.library, versions.driver, versions.nvidia_packages, versions.nvshmem, build.gpu_kernels,
-    build.torch_module, versions.integrations,
+    build.torch_module, versions.integrations, versions.fused_kernels,
     gpus.gpus, gpus.peer_access, gpus.ipc, gpus.mps, gpus.clocks, gpus.variables, profiles.profiles,
     host.shared_memory, host.memory_files, host.open_files, host.locked_memory, host.container,
     network.rdma, network.gpu_memory, network.ibgda, network.gdrcopy,

@@ -15,6 +15,11 @@ _INTEGRATIONS = (  # package, module, from, first that is too new: as pyproject.
     ("deepspeed", "deepspeed", (0, 14, 5), (0, 20)),
     ("transformer-engine", "transformer_engine.pytorch", None, None),
 )
+_FUSED = (  # package, what it has, modules to import: extensions need PyTorch's libraries first
+    ("apex", "FusedAdam of apex", "torch, amp_C, apex.optimizers.fused_adam"),
+    ("transformer-engine", "FusedAdam of transformer-engine", "transformer_engine.pytorch.optimizers.fused_adam"),
+    ("apex", "fused_weight_gradient_mlp_cuda", "torch, fused_weight_gradient_mlp_cuda"),
+)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -133,3 +138,17 @@ def _integration(env: Environment, package: str, module: str, first: tuple[int, 
     if ran.code:
         return fault(package, f"{module} {version} does not import: {ran.why()}", f"install what the message asks for, or {package} again")
     return ok(package, version)
+
+
+def fused_kernels(env: Environment) -> Finding:
+    """Say which fused parts of apex and TransformerEngine import. Megatron-Core takes those that do, and none has to be there."""
+    check, versions = "fused kernels", {package: env.version(package) for package in ("apex", "transformer-engine")}
+    parts = [part for part in _FUSED if versions[part[0]] is not None]
+    if not parts:
+        return absent(check, "neither apex nor transformer-engine is installed; nothing needs them")
+    with ThreadPoolExecutor(len(parts)) as pool:
+        ran = list(pool.map(lambda part: env.imports(part[2]), parts))
+    text = ", ".join(f"{package} {version or 'not installed'}" for package, version in versions.items())
+    for (_, name, _), found in zip(parts, ran, strict=True):
+        text += f"; {name} imports" if found.code == 0 else f"; {name} does not import: {found.why()}"
+    return ok(check, text)

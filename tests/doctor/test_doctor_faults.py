@@ -32,7 +32,7 @@ def test_healthy_machine(machine):
     findings = examine(machine.environment)
     states = {finding.check: finding.state for finding in findings}
     assert len(states) == len(findings) > 24  # no name twice, as backends are judged by names
-    assert [name for name, state in states.items() if state != OK] == ["transformer-engine", "MPS"]
+    assert [name for name, state in states.items() if state != OK] == ["transformer-engine", "fused kernels", "MPS"]
     assert states["MPS"] == ABSENT and backends(findings) == HEALTHY and exit_code(findings) == 0
     assert "2 x NVIDIA H100 80GB HBM3" in as_text(findings) and "2 x 400 Gb/sec (4X NDR)" in as_text(findings)
 
@@ -139,6 +139,27 @@ def test_integration_that_does_not_fit_or_import(machine):
     machine.ran["import megatron.core"] = Ran(1, errors="Traceback\nImportError: no apex\n")
     found, _ = only(machine, "megatron-core", FAULT)
     assert found.text == "megatron.core 0.16.1 does not import: ImportError: no apex"
+
+
+def fused_kernels(machine):
+    return {finding.check: finding for finding in examine(machine.environment)}["fused kernels"]
+
+
+def test_fused_kernels(machine):
+    """Nothing needs apex or TransformerEngine, so what does not import is no fault."""
+    assert fused_kernels(machine).text == "neither apex nor transformer-engine is installed; nothing needs them"
+    machine.versions["transformer-engine"] = "2.20.2"
+    found = fused_kernels(machine)
+    expected = "apex not installed, transformer-engine 2.20.2; FusedAdam of transformer-engine imports"
+    assert (found.state, found.text) == (OK, expected)
+    machine.versions["apex"] = "0.1"
+    machine.ran["amp_C"] = Ran(1, errors="ModuleNotFoundError: No module named 'amp_C'\n")
+    found = fused_kernels(machine)
+    assert (found.state, exit_code(examine(machine.environment))) == (OK, 0)
+    assert found.text == (
+        "apex 0.1, transformer-engine 2.20.2; FusedAdam of apex does not import: ModuleNotFoundError: No module named 'amp_C'; "
+        "FusedAdam of transformer-engine imports; fused_weight_gradient_mlp_cuda imports"
+    )
 
 
 def test_broken_pytorch_is_a_finding(machine):
