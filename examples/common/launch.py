@@ -45,6 +45,12 @@ def settle_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         )
 
 
+def num_nodes(size: int, ranks_per_node: int | None) -> int:
+    """Return the nodes of an expert-parallel group of `size` ranks: with as many ranks as given, or else as a host has."""
+    per_node = ranks_per_node or (config.local_world_size() if is_launched() else size)
+    return max(1, size // per_node)
+
+
 @contextlib.contextmanager
 def joined(device: str, *, bind: bool) -> Iterator[None]:
     """Join the other ranks, if a launcher has started them; first bind this rank, if `bind` says so."""

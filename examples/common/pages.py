@@ -8,7 +8,8 @@ from report import Result
 
 from deepep_moe.bench.page.page import Page, Picture, Table
 
-_COLUMNS = ["run", "backend", "steps", "last loss", "tokens/s", "step, ms", "exchange, ms", "busiest expert", "nodes per token", "seconds"]
+_COLUMNS = ["run", "backend", "steps", "last loss", "tokens/s", "step, ms", "exchange, ms"]
+_COLUMNS += ["busiest expert", "nodes", "busiest node", "nodes per token", "seconds"]
 
 
 def write(title: str, results: list[Result], entropy: float, folder: Path, about: dict[str, str], timelines: dict[str, str]) -> str:
@@ -55,4 +56,5 @@ def _step(result: Result) -> str:
 def _row(result: Result) -> list[str | float | None]:
     nodes = float(np.mean(result.nodes_per_token[-10:])) if result.nodes_per_token else None
     figures = [last_loss(result), float(np.median(result.tokens_per_s)), 1e3 * float(np.median(result.step_s)), exchange_ms(result)]
-    return [result.name, result.backend, len(result.losses), *figures, report.busiest(result), nodes, result.seconds]
+    load = [report.busiest(result), result.num_nodes, report.busiest_node(result)]
+    return [result.name, result.backend, len(result.losses), *figures, *load, nodes, result.seconds]

@@ -18,6 +18,7 @@ class Result:
 
     load: [steps, moe_layers, num_experts] tokens each expert got, over all ranks.
     nodes_per_token: of each step or report, mean over MoE layers, where deepep_moe moves the tokens.
+    num_nodes: over which the experts are spread, in their order.
     scalars: of each step, by name, where a framework reports some.
     timeline: of rank 0's GPU, where one was asked for.
     """
@@ -32,6 +33,11 @@ class Result:
     nodes_per_token: list[float] = field(default_factory=list)
     scalars: list[dict[str, float]] = field(default_factory=list)
     timeline: Any = None
+    num_nodes: int = 1
+
+    def of_nodes(self) -> Any:
+        """Tokens that each node got, [steps, moe_layers, num_nodes]: those of its experts."""
+        return self.load.reshape(*self.load.shape[:2], self.num_nodes, -1).sum(-1)
 
     def of_layers(self, name: str) -> list[float]:
         """The sum over MoE layers of a scalar that deepep_moe reports of each, for each step."""
@@ -153,10 +159,12 @@ def plot_expert_load(result: Result, path: Path, num_bins: int = 60) -> None:
 
 
 def plot_exchange(results: list[Result], path: Path) -> bool:
-    """Draw milliseconds of the exchange in each forward, and nodes of a token, over steps. Return False where nobody counted any."""
+    """Draw milliseconds of the exchange in each forward, nodes of a token, and tokens of the busiest of several nodes, over steps. Return
+    False where nobody counted any."""
     panels = {
         "exchange of a forward, ms": [(result.name, result.of_layers("exchange_ms")) for result in results],
         "nodes of a token": [(result.name, result.nodes_per_token) for result in results],
+        "tokens of the busiest node, x even": [(r.name, _over_even(r.of_nodes()) if r.num_nodes > 1 else []) for r in results],
     }
     panels = {label: [(name, values) for name, values in curves if any(values)] for label, curves in panels.items()}
     panels = {label: curves for label, curves in panels.items() if curves}
@@ -168,7 +176,7 @@ def plot_exchange(results: list[Result], path: Path) -> bool:
             panel.plot(range(1, len(values) + 1), values, color=colour, label=name, linewidth=1.2)
         panel.set(ylabel=label, ylim=(0, None))
         panel.grid(axis="y", color="#e4e6e9", linewidth=0.8)
-    axes[0, 0].legend(frameon=False, loc="upper right")
+        panel.legend(frameon=False, loc="upper right")
     axes[-1, 0].set_xlabel("step")
     figure.savefig(path)
     return True
@@ -185,6 +193,7 @@ def table(results: list[Result], entropy: float) -> str:
         ("unigram entropy", [f"{entropy:.4f}"] * len(results)),
         ("tokens/s (median)", [f"{np.median(result.tokens_per_s):,.0f}" for result in results]),
         ("busiest expert, last 10", [f"{busiest(result):.2f}x even" for result in results]),
+        ("busiest node, last 10", [f"{busiest_node(result):.2f}x even" for result in results]),
         ("nodes per token, last 10", [nodes_per_token(result) for result in results]),
         ("seconds", [f"{result.seconds:.1f}" for result in results]),
     ]
@@ -221,8 +230,17 @@ def comparison(results: list[Result]) -> str:
 
 def busiest(result: Result) -> float:
     """Tokens of the busiest expert over an even share, mean over layers, last ten steps."""
-    load = result.load[-10:].sum(0)
-    return float((load.max(axis=1) / load.mean(axis=1)).mean())
+    return float(_over_even(result.load[-10:].sum(0)))
+
+
+def busiest_node(result: Result) -> float:
+    """The same of the nodes, 1 where there is one."""
+    return float(_over_even(result.of_nodes()[-10:].sum(0)))
+
+
+def _over_even(load: Any) -> Any:
+    """The most of [..., layers, parts] over an even share, mean over layers."""
+    return (load.max(axis=-1) / load.mean(axis=-1)).mean(axis=-1)
 
 
 def nodes_per_token(result: Result) -> str:

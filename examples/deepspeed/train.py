@@ -113,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[report.Result]) -> int:
     """Write the files and print the tables. Return the exit code."""
+    for result in results:
+        result.num_nodes = launch.num_nodes(arguments.ep, arguments.ranks_per_node)
     entropy = data.unigram_entropy(data.load_corpus())
     arguments.out.mkdir(parents=True, exist_ok=True)
     report.write_metrics(results, arguments.out / "metrics.jsonl")

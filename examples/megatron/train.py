@@ -213,6 +213,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[report.Result], entropy: float) -> int:
     """Write the files and print the tables. Return the exit code."""
+    for result in results:  # a node that holds a part of an expert gets as many tokens as another one with that expert
+        result.num_nodes = min(arguments.ep, launch.num_nodes(arguments.ep * arguments.etp, arguments.ranks_per_node))
     report.write_metrics(results, arguments.out / "metrics.jsonl")
     about = {"hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(), "torch": torch.__version__}
     names = ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width", "max_sms")

@@ -47,6 +47,8 @@ def test_megatron(tmp_path):
     text = train("megatron", "--compare", "alltoall", "--out", str(tmp_path))
     assert "loss curves of deepep_moe and alltoall agree" in text
     assert row(text, "nodes per token, last 10") == ["1.00", "-"], "a token chooses one group, which one rank has"
+    ours, theirs = (float(cell.removesuffix("x")) for cell in row(text, "busiest node, last 10")[::2])
+    assert ours == theirs and 1 <= ours <= 2, "the same tokens, counted for both dispatchers"
     (ours, theirs) = json.loads((tmp_path / "summary.json").read_text())
     assert ours["num_ranks"] == ours["ep"] == 4 and ours["nodes_per_token_last_10"] == 1.0 and "nodes_per_token_last_10" not in theirs
 

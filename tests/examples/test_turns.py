@@ -81,8 +81,21 @@ def test_timeline_of_a_cpu():
     assert str(seen) == "exchange 1.50 ms a step, 50% of it"
 
 
-def test_what_a_run_showed():
+def test_nodes_of_a_group(monkeypatch):
+    import launch
+
+    monkeypatch.delenv("RANK", raising=False)
+    assert [launch.num_nodes(4, each) for each in (None, 1, 2, 8)] == [1, 4, 2, 1]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [launch.num_nodes(4, each) for each in (None, 1)] == [2, 4], "two hosts"
+
+
+def test_what_a_run_showed(tmp_path):
+    pytest.importorskip("matplotlib")
+    import numpy as np
     import pages
+    import report
     from report import Result
 
     ours = Result("deepep_moe", losses=[5.0, 3.0], step_s=[0.010, 0.010], tokens_per_s=[1.0, 1.0])
@@ -92,6 +105,16 @@ def test_what_a_run_showed():
         "deepep_moe trained to a loss of 4.000 in 2 steps, not yet below the 3.500 of a model without context; compared with alltoall, all "
         "steps are equal to the bit. A step took 10.0 ms with deepep_moe (3.0 ms in the exchange) and 20.0 ms with alltoall, in the median."
     )
+    ours.load = theirs.load = np.array([[[4, 0, 1, 3], [2, 2, 2, 2]]] * 2)  # steps, layers, experts
+    told = [dict(zip(pages._COLUMNS, pages._row(result), strict=True)) for result in (ours, theirs)]
+    assert [(row["nodes"], row["busiest node"], row["busiest expert"]) for row in told] == [(1, 1.0, 1.5)] * 2
+    ours.load = theirs.load = np.array([[[4, 2, 1, 1], [2, 2, 2, 2]]] * 2)
+    for result in (ours, theirs):
+        result.num_nodes = 2
+        assert pages._row(result)[pages._COLUMNS.index("busiest node")] == 1.25, "6 of 8 tokens, and 4 of 8"
+    assert result.of_nodes().tolist() == [[[6, 2], [4, 4]]] * 2
+    assert report.plot_exchange([ours, theirs], tmp_path / "exchange.png")
+    assert (tmp_path / "exchange.png").read_bytes().startswith(b"\x89PNG")
     assert pages.showed([theirs], 4.5).endswith(
         "below the 4.500 of a model without context. A step took 20.0 ms with alltoall, in the median."
     )

@@ -88,5 +88,6 @@ def test_training_learns_and_equals_deepspeed(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     (runs,) = read(tmp_path / "report.html").tables
     ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
+    assert [(run["nodes"], run["busiest node"]) for run in (ours, theirs)] == [(1, 1.0)] * 2
     assert ours["step, ms"] > ours["exchange, ms"] > 0 and theirs["step, ms"] > theirs["exchange, ms"] > 0
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"deepep_moe", "deepspeed"}
