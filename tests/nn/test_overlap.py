@@ -10,6 +10,7 @@ from exchange_cases import assert_same, device_of
 from low_latency_cases import BLOCK, Case, make_buffer
 
 from deepep_moe import LowLatencyBuffer
+from deepep_moe.bench.page.page import Picture, read
 from deepep_moe.errors import EPPeerError
 from deepep_moe.nn import Timeline, overlapped, routed_experts
 from deepep_moe.testing import run_ranks
@@ -210,7 +211,15 @@ def test_example(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "outputs equal to the bit" in result.stdout and result.stdout.count("  batch 1 |") == 2
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    png = (tmp_path / "timeline.png").read_bytes()
+    page = read(tmp_path / "report.html")
+    assert page.told in result.stdout and page.told.endswith("The outputs are equal to the bit.") and page.about["num_layers"] == "2"
+    (ways,) = page.tables
+    assert ways.columns == ["way", "both micro-batches, ms", "tokens/s"]
+    assert [row[0] for row in ways.rows] == ["one after the other", "overlapped"]
+    assert all(row[2] == pytest.approx(2e3 / row[1]) for row in ways.rows), "a token of each rank"
+    (picture,) = page.pictures
+    assert picture == Picture.of_file("What rank 0 did when", tmp_path / "timeline.png") and png.startswith(b"\x89PNG")
     result = subprocess.run([*command, "--num-experts", "3"], capture_output=True, text=True)
     assert result.returncode == 2 and "--num-experts a multiple of --num-ranks 2" in result.stderr
     result = subprocess.run([*command, "--num-topk", "5"], capture_output=True, text=True)
