@@ -24,6 +24,21 @@ def test_workflow_runs_targets_of_the_makefile():
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"][0] == lowest
 
 
+def test_workflow_tests_the_wheel_beside_two_versions_of_pytorch():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())
+    job = workflow["jobs"]["wheel"]
+    pairs = [(each["python"], each["torch"]) for each in job["strategy"]["matrix"]["include"]]
+    assert pairs == [("3.11", "2.8"), ("3.12", "2.13")]
+    (row,) = re.findall(r"^\| wheel beside PyTorch (.+?) \|", (ROOT / "docs" / "status.md").read_text(), re.MULTILINE)
+    said = [
+        (python, torch) for torches, python in re.findall(r"([\d. and]+) on (?:Python )?([\d.]+)", row) for torch in torches.split(" and ")
+    ]
+    assert {(python, torch.strip()) for python, torch in said} >= set(pairs), "what the page says was run"
+    commands = [step.get("run", "") for step in job["steps"]]
+    made, tested = commands.index("make wheel"), commands.index(".venv/bin/python -m pytest tests/structure/test_wheel.py")
+    assert made < tested and job["steps"][tested]["env"] == {"DEEPEP_MOE_DIST": "dist"}
+
+
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_issue_templates(path):
     template = yaml.safe_load(path.read_text())
