@@ -1,5 +1,5 @@
 # make install   installs and builds what the others need, into VENV
-# make demo   installs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed), and writes runs/demo/report.html
+# make demo   installs what it needs, builds, trains a DeepSeek-V3-style model on two processes (no GPU needed), and writes runs/demo/report.html
 # make demo DEVICE=cuda   the same on all GPUs; a PyTorch of PYTHON that sees a GPU is used as it is
 # make demo-deepspeed   the same model with DeepSpeed, its own MoE layers and swapped ones
 # make demo-overlap   two micro-batches through a stack of MoE layers, by turns, and a picture of who runs what when
@@ -20,15 +20,15 @@ NATIVE = $(shell find csrc tests/emulation tests/threads benchmarks -name '*.cpp
 
 # PyTorch and NVSHMEM are installed first: modules are built for those that are there. NVSHMEM is 60 MB, loads without a GPU and serves
 # builds with nvcc only. A PyTorch for GPUs brings its own, which stays.
-TORCH := -c constraints.txt torch
 NVSHMEM := $(if $(wildcard $(or $(CUDA_HOME),/usr/local/cuda)/bin/nvcc),nvidia-nvshmem-cu13==3.4.5)
-INSTALL := -c constraints.txt -e ".[megatron,deepspeed,dev,docs]"
+CONSTRAINTS := -c constraints.txt
+EXTRAS := megatron,deepspeed,dev,docs
 # On GPUs, the packages of a PYTHON whose PyTorch sees one are used from its own folders, whichever environment it is itself.
 ifeq ($(DEVICE),cuda)
 ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
 SHARED := $(shell $(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")))')
-TORCH := torch
-INSTALL := -e ".[megatron,deepspeed]"
+CONSTRAINTS :=
+EXTRAS := megatron,deepspeed
 endif
 endif
 
@@ -40,24 +40,35 @@ RUN := $(PYTHON) -m
 SCRIPT := $(PYTHON)
 CLANG_FORMAT := clang-format
 STAMP :=
+DEMO_STAMP :=
 else
 BIN := $(VENV)/bin
 RUN := $(BIN)/python -m
 SCRIPT := $(BIN)/python
 CLANG_FORMAT := $(BIN)/clang-format
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deepep_moe needs Python 3.11 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "cannot create $(VENV): install Python's venv (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	for folder in $(SHARED); do echo $$folder >>$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth; done
 
-$(STAMP): $(SOURCES) | $(BIN)/python
+define install
 	@echo "installing PyTorch and building deepep_moe into $(VENV), which takes some minutes"
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) torch
 	$(if $(NVSHMEM),$(BIN)/python -c 'import nvidia.nvshmem' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(PIP_ARGS) $(NVSHMEM))
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(INSTALL)
-	touch $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) -e ".[$(1)]"
+endef
+
+$(STAMP): $(SOURCES) | $(BIN)/python
+	$(call install,$(EXTRAS))
+	touch $(DEMO_STAMP) $(STAMP)
+
+# What the demos with Megatron-Core and of the overlap need, and no more: who has only the README waits for it.
+$(DEMO_STAMP): $(SOURCES) | $(BIN)/python
+	$(call install,megatron)
+	touch $(DEMO_STAMP)
 endif
 
 help:
@@ -65,13 +76,13 @@ help:
 
 install: $(STAMP)
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(SCRIPT) examples/megatron/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --dispatcher deepep_moe --compare alltoall --timeline --out runs/demo $(DEMO_ARGS)
 
 demo-deepspeed: $(STAMP)
 	$(SCRIPT) examples/deepspeed/train.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-deepspeed $(DEMO_ARGS)
 
-demo-overlap: $(STAMP)
+demo-overlap: $(DEMO_STAMP)
 	$(SCRIPT) examples/overlap/decode.py --device $(DEVICE) $(if $(NUM_RANKS),--num-ranks $(NUM_RANKS)) --out runs/demo-overlap $(DEMO_ARGS)
 
 test: $(STAMP)

@@ -1,6 +1,7 @@
 """Workflows, issue templates and the files for those who cite, report or release: they name what is there."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -37,6 +38,25 @@ def test_workflow_tests_the_wheel_beside_two_versions_of_pytorch():
     commands = [step.get("run", "") for step in job["steps"]]
     made, tested = commands.index("make wheel"), commands.index(".venv/bin/python -m pytest tests/structure/test_wheel.py")
     assert made < tested and job["steps"][tested]["env"] == {"DEEPEP_MOE_DIST": "dist"}
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"), [("demo", "megatron"), ("demo-overlap", "megatron"), ("install", "megatron,deepspeed,dev,docs")]
+)
+def test_targets_install_what_they_need(target, extras, tmp_path):
+    """A demo waits for no more; `make install` serves the demos too."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+
+    def dry_run(name: str) -> str:
+        command = ["make", "-n", name, f"VENV={tmp_path}", "DEVICE=cpu"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    told = dry_run(target)
+    assert re.findall(r'-e "\.\[(.+)\]"', told) == [extras]
+    for stamp in re.findall(r"^touch (.+)$", told, re.MULTILINE)[0].split():
+        Path(stamp).touch()
+    assert "pip install" not in dry_run("demo") and ("pip install" in dry_run("test")) == (target != "install")
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
