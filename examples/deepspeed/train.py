@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import data
 import launch
 import pages
+import parts
 import report
 import timeline
 
@@ -41,6 +42,11 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, help="consecutive ranks that are a node, such as 1 (default: those of a host)")
     parser.add_argument("--exact", action=argparse.BooleanOptionalAction, default=defaults.exact, help="mode of deepep_moe")
     parser.add_argument("--grouped-experts", action="store_true", help="run the experts of a rank at once instead of one by one")
+    parser.add_argument(
+        "--fused-adam",
+        action="store_true",
+        help="DeepSpeed's FusedAdam instead of PyTorch's AdamW; DeepSpeed builds it, with nvcc and ninja",
+    )
     parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=defaults.zero, help="stage of ZeRO")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs; a launcher's ranks")
     parser.add_argument("--ep", type=int, help="expert-parallel size (default: all ranks)")
@@ -50,6 +56,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/demo-deepspeed"), help="folder for metrics.jsonl, plots and checkpoints")
     add_bind(parser)
     arguments = parser.parse_args(argv)
+    if arguments.fused_adam and arguments.device == "cpu":
+        parser.error("--fused-adam needs --device cuda, as DeepSpeed's FusedAdam runs on GPUs only; leave it out")
     launch.settle_ranks(parser, arguments)
     if launch.is_launched() and arguments.compare:
         parser.error("a rank that a launcher has started serves one run, as DeepSpeed keeps its groups; give --no-compare")
@@ -111,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     return _report(arguments, runs, results) if launch.is_reporting() else 0
 
 
-def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[report.Result]) -> int:
+def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[parts.Run]) -> int:
     """Write the files and print the tables. Return the exit code."""
     for result in results:
         result.num_nodes = launch.num_nodes(arguments.ep, arguments.ranks_per_node)
@@ -121,6 +129,7 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     report.plot_loss(results, entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")
     print(report.table(results, entropy))
+    print(parts.told(results[0].parts))
     print(f"wrote {arguments.out}/metrics.jsonl, loss.png, expert_load.png, checkpoints")
     print(_write_page(arguments, results, entropy))
     if not arguments.compare:
@@ -129,13 +138,14 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     return 0 if all(agree) else 1
 
 
-def _write_page(arguments: argparse.Namespace, results: list[report.Result], entropy: float) -> str:
+def _write_page(arguments: argparse.Namespace, results: list[parts.Run], entropy: float) -> str:
     files = {}
     for result in (result for result in results if result.timeline is not None):
         files[f"What {result.name} did when"] = f"timeline_{result.name}.png"
         timeline.plot(result.timeline, result.name, arguments.out / f"timeline_{result.name}.png")
     hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
     about = {"hardware": hardware, "torch": torch.__version__, "ranks": str(arguments.num_ranks), "ZeRO": str(arguments.zero)}
+    about |= results[0].parts
     return pages.write("A small DeepSeek-V3 trained with DeepSpeed", results, entropy, arguments.out, about, files)
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import data
 import timeline
 from launch import Turn
-from report import Result
+from parts import Run, parts_of
 
 OURS, DEEPSPEED = "deepep_moe", "deepspeed"
 _TAG = "trained"
@@ -35,6 +35,7 @@ class Settings:
     ranks_per_node: int | None = None
     exact: bool = True
     grouped_experts: bool = False
+    fused_adam: bool = False
     zero: int = 2
     ep: int = 2
     steps: int = 300
@@ -49,9 +50,10 @@ class Settings:
 
 def ds_config(settings: Settings) -> dict[str, Any]:
     """What a user of DeepSpeed has, and the one section that swaps the layers."""
+    adam = {"lr": settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": not settings.fused_adam}
     return {
         "train_micro_batch_size_per_gpu": settings.num_sequences,
-        "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": {"stage": settings.zero, "reduce_scatter": True, "contiguous_gradients": True},
         "steps_per_print": 10**9,
         "deepep_moe": {
@@ -119,10 +121,10 @@ def _nodes_per_token(engine: Any) -> float:
     return mean.item()
 
 
-def _loop(engine: Any, settings: Settings, device: torch.device, turn: Turn) -> Result:
+def _loop(engine: Any, settings: Settings, device: torch.device, turn: Turn) -> Run:
     corpus, rank = data.load_corpus(), dist.get_rank()
     num_tokens = settings.num_sequences * settings.seq_length * dist.get_world_size()
-    result, load = Result(settings.dispatcher), []
+    result, load = Run(settings.dispatcher, parts=parts_of(engine.module, engine.optimizer)), []
     shown = rank == 0 and settings.progress
     bar = tqdm(total=settings.steps, desc=settings.dispatcher, unit="step", disable=not shown, mininterval=0.5, position=turn.index)
     start = time.perf_counter()
@@ -157,7 +159,7 @@ def _timeline(engine: Any, settings: Settings, device: torch.device, turn: Turn)
     return found
 
 
-def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = None) -> Result | None:
+def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = None) -> Run | None:
     """One rank of one run (a gloo process group is there), which makes its steps in its `turn`; rank 0 returns what it measured."""
     turn = turn or Turn()
     from deepep_moe.integrations.common.registry import all_buffers

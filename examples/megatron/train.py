@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import data
 import launch
 import pages
+import parts
 import report
 import timeline
 
@@ -178,7 +179,7 @@ def _timeline_file(result: report.Result) -> str:
     return f"timeline_{result.name.replace(' ', '').replace('+', '_')}.png"
 
 
-def run_all(runs: list[worker.Settings], arguments: argparse.Namespace) -> list[report.Result]:
+def run_all(runs: list[worker.Settings], arguments: argparse.Namespace) -> list[parts.Run]:
     """On CPUs two runs make their steps by turns. On GPUs, and in a sweep, one run follows the other."""
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
@@ -211,14 +212,14 @@ def main(argv: list[str] | None = None) -> int:
     return _report(arguments, runs, results, entropy) if launch.is_reporting() else 0
 
 
-def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[report.Result], entropy: float) -> int:
+def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results: list[parts.Run], entropy: float) -> int:
     """Write the files and print the tables. Return the exit code."""
     for result in results:  # a node that holds a part of an expert gets as many tokens as another one with that expert
         result.num_nodes = min(arguments.ep, launch.num_nodes(arguments.ep * arguments.etp, arguments.ranks_per_node))
     report.write_metrics(results, arguments.out / "metrics.jsonl")
     about = {"hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(), "torch": torch.__version__}
     names = ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width", "max_sms")
-    about |= {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    about |= {name: value for name in names if (value := getattr(arguments, name)) is not None} | results[0].parts
     report.write_summary(results, arguments.out / "summary.json", op="example step", **about)
     report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")
@@ -226,6 +227,7 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
         print(f"{result.name}: {np.median(result.tokens_per_s):,.0f} tokens/s; {result.timeline}")
         timeline.plot(result.timeline, result.name, arguments.out / _timeline_file(result))
     print(report.comparison(results) if arguments.sweep else report.table(results, entropy))
+    print(parts.told(results[0].parts))
     print(f"wrote {arguments.out}/metrics.jsonl, summary.json, loss.png, expert_load.png")
     pictures = {f"What {result.name} did when": _timeline_file(result) for result in results if result.timeline is not None}
     title = "A small DeepSeek-V3 trained with Megatron-Core"

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import data
 import timeline
 from launch import Turn
-from report import Result
+from parts import Run, parts_of
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,13 @@ class Trainer:
         ]
 
 
-def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int, turn: Turn) -> Result:
+def _loop(trainer: Trainer, corpus: np.ndarray, rank: int, num_ranks: int, turn: Turn) -> Run:
     from megatron.core import parallel_state
 
     settings = trainer.settings
     data_rank = parallel_state.get_data_parallel_rank()
     num_tokens = settings.num_sequences * settings.seq_length * num_ranks // settings.tp
-    result, load = Result(settings.name), []
+    result, load = Run(settings.name, parts=parts_of(trainer.model, trainer.optimizer)), []
 
     def batch(step: int) -> torch.Tensor:
         of_step = data.batch(corpus, settings.num_sequences, settings.seq_length, seed=settings.seed, step=step, rank=data_rank)
@@ -278,7 +278,7 @@ def _own_stream(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = None) -> Result | None:
+def train(rank: int, num_ranks: int, settings: Settings, turn: Turn | None = None) -> Run | None:
     """One rank of one run (a gloo process group is there), which makes its steps in its `turn`; rank 0 returns what it measured."""
     if settings.dispatcher == config.DEEP_EP:
         from deepep_moe.compat import deep_ep

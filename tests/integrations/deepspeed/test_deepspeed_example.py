@@ -86,7 +86,10 @@ def test_training_learns_and_equals_deepspeed(tmp_path):
     assert losses[0] == records[STEPS]["loss"], "the first step has the bits of DeepSpeed's"
     for name in ("loss.png", "expert_load.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    (runs,) = read(tmp_path / "report.html").tables
+    page = read(tmp_path / "report.html")
+    used = {"optimizer": "torch.optim.adamw.AdamW", "norms": "torch.nn.modules.normalization.RMSNorm"}
+    assert page.about.items() >= used.items() and "; ".join(f"{name}: {value}" for name, value in used.items()) in done.stdout
+    (runs,) = page.tables
     ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
     assert [(run["nodes"], run["busiest node"]) for run in (ours, theirs)] == [(1, 1.0)] * 2
     assert ours["step, ms"] > ours["exchange, ms"] > 0 and theirs["step, ms"] > theirs["exchange, ms"] > 0

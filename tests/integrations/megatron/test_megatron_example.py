@@ -70,6 +70,8 @@ def test_training_falls_below_unigram_entropy_and_equals_alltoall(tmp_path):
     for name in ("loss.png", "expert_load.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     page = read(tmp_path / "report.html")
+    used = {"optimizer": "torch.optim.adamw.AdamW", "norms": "torch.nn.modules.normalization.RMSNorm"}
+    assert page.about.items() >= used.items() and "; ".join(f"{name}: {value}" for name, value in used.items()) in done.stdout
     (runs,) = page.tables
     ours, theirs = (dict(zip(runs.columns, row, strict=True)) for row in runs.rows)
     assert (ours["run"], theirs["run"], ours["steps"]) == ("deepep_moe", "alltoall", STEPS)
