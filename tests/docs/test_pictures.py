@@ -158,8 +158,8 @@ def test_ci_runs_each_minor_version_of_megatron_core():
 
 def test_columns_have_titles_and_rows_can_be_read_alone():
     """An empty title or an empty first cell leaves the reader to guess."""
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for table in re.findall(r"^\|.*\|\n\|[-|]+\|\n(?:\|.*\n?)*", PAGES[page], flags=re.MULTILINE):
+    for page in (*PAGES, *(ROOT / "examples").rglob("*.md")):
+        for table in re.findall(r"^\|.*\|\n\|[-:|]+\|\n(?:\|.*\n?)*", page.read_text(), flags=re.MULTILINE):
             title, _, *rows = table.strip().splitlines()
             assert all(cell.strip() for cell in title.strip("|").split("|")), f"{page}: {title}"
             assert all(row.split("|")[1].strip() for row in rows), f"{page}: {title}"
