@@ -17,6 +17,7 @@ from deepep_moe.ops import fp8_kernels
 from deepep_moe.ops.quant import BLOCK, FP8, dequantize_fp8
 
 GROUP_ALIGNMENT = BLOCK
+_AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
 
 
 @functools.cache
@@ -25,11 +26,11 @@ def why_no_products(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return f"{torch.cuda.get_device_name(device)} has no fp8 products; they need a Hopper GPU"
+        return f"{torch.cuda.get_device_name(device)} has no fp8 products; take a Hopper GPU (capability 9.0), or leave out fp8"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed, in which some fp8 kernels are written; pip install triton"
     if not hasattr(_C, "gpu_fp8_product"):
-        return "this build of deepep_moe has no fp8 products for GPUs; use bf16 experts"
+        return f"deepep_moe was built without nvcc, so it has no fp8 products; install the CUDA toolkit 12 or newer, then {_AGAIN}"
     return None
 
 

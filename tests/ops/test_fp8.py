@@ -1,10 +1,13 @@
 """FP8 rows, matrices and products: small cases by hand, all against the reference, errors within their bounds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from deepep_moe import ops, reference
-from deepep_moe.ops import QuantizedRows, quantize_fp8, quantize_fp8_weights
+from deepep_moe.errors import BackendUnavailableError
+from deepep_moe.ops import QuantizedRows, fp8_products, quantize_fp8, quantize_fp8_weights
 from deepep_moe.ops.fp8_products import grouped_fp8_product, grouped_fp8_weight_gradient, rescale_transpose
 from deepep_moe.ops.quant import dequantize_fp8
 
@@ -225,3 +228,45 @@ def test_other_operations_say_what_to_do():
         QuantizedRows(torch.zeros(2, 256).to(torch.float8_e4m3fn), rows.scales)
     with pytest.raises(ValueError, match=r"w has shape \[1, 128, 100\]"):
         quantize_fp8_weights(torch.zeros(1, 128, 100))
+
+
+# ---- where there are no products ----
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that could make products, to take away from."""
+    device = torch.device("cuda", 0)
+    fp8_products.why_no_products.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(fp8_products.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fp8_products, "_C", SimpleNamespace(gpu_fp8_product=None))
+    fp8_products.check_products(device)
+    fp8_products.why_no_products.cache_clear()
+    yield device
+    fp8_products.why_no_products.cache_clear()
+
+
+def refused(device):
+    with pytest.raises(BackendUnavailableError) as caught:
+        fp8_products.check_products(device)
+    return str(caught.value).removeprefix("fp8 experts cannot run: ")
+
+
+def test_gpu_of_another_capability(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert refused(gpu) == "NVIDIA A100 has no fp8 products; take a Hopper GPU (capability 9.0), or leave out fp8"
+
+
+def test_no_triton(gpu, monkeypatch):
+    monkeypatch.setattr(fp8_products.importlib.util, "find_spec", lambda name: None)
+    assert refused(gpu) == "Triton is not installed, in which some fp8 kernels are written; pip install triton"
+
+
+def test_build_without_nvcc(gpu, monkeypatch):
+    monkeypatch.setattr(fp8_products, "_C", SimpleNamespace())
+    assert refused(gpu) == (
+        "deepep_moe was built without nvcc, so it has no fp8 products; install the CUDA toolkit 12 or newer, then pip install "
+        "--force-reinstall --no-deps --no-build-isolation deepep_moe"
+    )
