@@ -16,7 +16,7 @@ from typing import Any
 
 from deepep_moe.bench.common.records import write_json
 from deepep_moe.bench.common.report import load_pyplot
-from deepep_moe.bench.model import low_latency, measure, report
+from deepep_moe.bench.model import low_latency_report, measure, report
 from deepep_moe.bench.model.machine import MACHINES, Machine
 from deepep_moe.bench.model.published import PUBLISHED
 from deepep_moe.bench.model.traffic import ROUTINGS
@@ -86,9 +86,11 @@ def run(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[st
 def main(options: argparse.Namespace) -> None:
     try:
         if options.low_latency:
-            if options.json is not None or options.plot is not None:
-                raise ValueError("--low-latency prints a table, and writes neither records nor a plot: leave --json and --plot out")
-            return low_latency.show(machine_of(options))
+            if options.plot is not None:
+                raise ValueError("--low-latency has no plot: leave --plot out")
+            made = low_latency_report.records_of(machine_of(options))
+            write_json(options.json, made)
+            return low_latency_report.show(made)
         records, compared = run(options)
     except (EPError, ValueError) as error:
         sys.exit(str(error))

@@ -63,6 +63,37 @@ PUBLISHED: list[Published] = [
 ]
 
 
+@dataclass(frozen=True)
+class PublishedCall:
+    """One low-latency call of a table: 128 tokens a rank, hidden 7168, top-8, dispatch in fp8, combine in bf16; 8 GPUs a node, each with a
+    ConnectX-7."""
+
+    source: str
+    num_ranks: int
+    op: str
+    us: float
+    over_nvlink: bool = False  # rows of the own node go over NVLink
+    us_to: float | None = None  # `us` is the middle, where a range is published
+
+
+def _calls(source: str, rows: dict[int, tuple[float, float]], over_nvlink: bool = False) -> Iterator[PublishedCall]:
+    """`rows` has dispatch and combine, by the number of ranks."""
+    for num_ranks, figures in rows.items():
+        for op, us in zip(("dispatch", "combine"), figures, strict=True):
+            yield PublishedCall(source, num_ranks, op, us, over_nvlink)
+
+
+# DeepEP's own table has everything go over the network. pplx-garden's docs/fabric-lib.md has "Decode (128 tokens)", with NVLink within a
+# node, and gives neither hidden nor experts: they are taken to be DeepEP's. DeepEP takes 43 and 72 us there at 8 ranks: it uses NVLink too.
+LOW_LATENCY: list[PublishedCall] = [
+    *_calls("DeepEP V1", {16: (173, 329), 32: (182, 350), 64: (186, 353), 128: (192, 369), 256: (194, 360)}),
+    PublishedCall("DeepEP V1, a third party", 16, "dispatch", 186, us_to=199),
+    PublishedCall("DeepEP V1, a third party", 16, "combine", 337, us_to=342),
+    *_calls("DeepEP V1, in pplx-garden's table", {16: (123.9, 203.0), 32: (159.1, 285.0), 64: (177.9, 325.0)}, over_nvlink=True),
+    *_calls("pplx-garden", {16: (110.2, 185.5), 32: (153.9, 266.3), 64: (187.5, 309.1)}, over_nvlink=True),
+]
+
+
 def modelled(row: Published) -> simulate.Call:
     """Return the call of the two-hop protocol, by our kernels, with the sizes of `row`. The host waits for nothing, as in their calls."""
     setting = simulate.Setting(ROW_BYTES[row.dtype], CHUNK_ROWS, row.num_sms)
