@@ -14,6 +14,7 @@ from deepep_moe.testing import run_ranks
 
 HIDDEN, WIDTH, NUM_EXPERTS, NUM_TOKENS = 256, 128, 8, 100
 BACKENDS = ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu))
+ON_GPUS = ("nvlink", "nvshmem")
 
 
 def inputs(rank, device):
@@ -24,7 +25,8 @@ def inputs(rank, device):
     return x, idx, torch.rand(num_tokens, 2, generator=generator).to(device)
 
 
-def buffer_of(backend, **settings):
+def buffer_of(backend):
+    settings = {"ranks_per_node": 2} if backend == "nvshmem" else {}
     return Buffer(None, NUM_TOKENS + 16, HIDDEN, NUM_EXPERTS, 2, backend=backend, timeout_s=60, **settings)
 
 
@@ -76,7 +78,7 @@ def rows_and_gradients(rank, num_ranks, backend):
     assert row / (2 * HIDDEN) < 0.52
     for rows in (out.recv_x, caught[0]):  # those of dispatch, and of combine's gradient
         assert rows.values.nbytes + rows.scales.nbytes == row * len(rows)
-    assert set(noted) == {row} or (backend == "nvlink" and not noted)  # C++ makes plain calls on GPUs
+    assert set(noted) == {row} or (backend in ON_GPUS and not noted)  # C++ makes plain calls on GPUs
 
 
 def out_scales(x):
@@ -117,7 +119,7 @@ def whole_layers(rank, num_ranks, backend):
         ("bf16", False, {}), ("fp8", "blockwise", {}), ("bounded", "blockwise", {"num_recv_rows": bound}),
         ("async", "blockwise", {"async_op": True}), ("hook", "blockwise", {"return_hook": True}),
     ):  # fmt: skip
-        if name == "bf16" and emulated_gpu.is_chosen() and backend == "nvlink":
+        if name == "bf16" and emulated_gpu.is_chosen() and backend in ON_GPUS:
             continue  # an emulated GPU has no such products
         leaves = [leaf.clone().requires_grad_() for leaf in (x, weights, w1, w2)]
         combined, out = layer(buffer, leaves[0], idx, *leaves[1:], fp8, **how)
@@ -170,6 +172,11 @@ def test_recomputation(backend):
 # ---- refusals ----
 
 
+def told(message, rank):
+    """What `rank` raises when rank 0 refuses. Rank 3, in another place of the other node, hears of it from rank 2."""
+    return message if rank < 3 else "rank 2 did not make its call: EPPeerError: rank 0 did not make its call"
+
+
 def refusals(rank, num_ranks, backend):
     x, idx, _ = inputs(rank, device_of(backend, rank))
     buffer = buffer_of(backend)
@@ -189,7 +196,7 @@ def refusals(rank, num_ranks, backend):
         ((x[:, :200].contiguous(), idx), {}, r"hidden a multiple of 128"),
     ):
         how = {"fp8": "blockwise", **({} if "handle" in how or "expert_alignment" in how else {"expert_alignment": 128}), **how}
-        with pytest.raises((ValueError, TypeError) if rank == 0 else EPPeerError, match=message):
+        with pytest.raises((ValueError, TypeError) if rank == 0 else EPPeerError, match=told(message, rank)):
             buffer.dispatch(*arguments, **how) if rank == 0 else buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise")
     rows = good.recv_x.dequantized()
     for arguments, how, message in (
@@ -198,9 +205,9 @@ def refusals(rank, num_ranks, backend):
         ((good.recv_x, good.handle), {}, "x is QuantizedRows, the experts' input; combine takes their outputs"),
         ((good.recv_x, good.handle), {"fp8": False}, "was called with fp8 rows, which only grouped_mlp takes; pass x.dequantized"),
     ):
-        with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=message):
+        with pytest.raises((ValueError, TypeError, NotImplementedError) if rank == 0 else EPPeerError, match=told(message, rank)):
             buffer.combine(*arguments, **{"fp8": "blockwise", **how}) if rank == 0 else buffer.combine(rows, good.handle, fp8="blockwise")
-            if backend == "nvlink":  # whose host does not wait for a combine
+            if backend in ON_GPUS:  # whose host does not wait for a combine
                 torch.cuda.synchronize()
                 buffer.check()
     assert_same("after refusals", buffer.dispatch(x, idx, expert_alignment=128, fp8="blockwise").recv_x.values, good.recv_x.values)
@@ -209,3 +216,13 @@ def refusals(rank, num_ranks, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_refusals(backend):
     run_ranks(refusals, 2, backend)
+
+
+# ---- over nodes of GPUs ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", (rows_and_gradients, whole_layers, recomputed, refusals))
+def test_over_nodes_of_gpus(run):
+    """Two nodes of two ranks."""
+    run_ranks(run, 4, "nvshmem")
