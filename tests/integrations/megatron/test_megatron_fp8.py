@@ -178,6 +178,61 @@ def test_micro_batches():
     run_ranks(micro_batches, 2, timeout_s=300)
 
 
+def let_optimizer_run_on_cpu() -> None:
+    """Megatron-Core's distributed optimizer asks parameters whether their type is one of the GPU's, and makes a scale there."""
+    type_of, tensor = torch.Tensor.type, torch.tensor
+    torch.Tensor.type = lambda self, *args: type_of(self, *args) if args else type_of(self).replace("torch.", "torch.cuda.")
+    torch.tensor = lambda *args, **how: tensor(*args, **(how | ({"device": "cpu"} if how.get("device") == "cuda" else {})))
+
+
+def distributed_steps(sizes: dict, rank: int, shares_copies: bool) -> tuple[list[torch.Tensor], int]:
+    """Two steps of two micro-batches, and a forward. Return outputs and weights in their order, and how often weights were quantized."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    calls: list[int] = []
+    counting(calls)
+    config = config_of(sizes, {})
+    layer = build_layer(config)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    model = DistributedDataParallel(config, ddp_config, layer)
+    how = {"bf16": True, "params_dtype": torch.bfloat16, "use_distributed_optimizer": True, "clip_grad": 0.0, "weight_decay": 0.1}
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.02, **how), [model])
+    optimizer.get_grad_norm = lambda: 0.0  # a figure to report, made by a kernel
+    num_own = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    assert 0 < num_own < sum(parameter.numel() for parameter in layer.parameters())
+    seen: list[torch.Tensor] = []
+    for _ in range(2):
+        model.zero_grad_buffer()
+        if shares_copies:
+            model.set_is_first_microbatch()
+        for batch in range(2):
+            x, grad = inputs(10 * batch + rank)
+            output, _ = model(x)
+            output.backward(grad)
+            seen.append(output.detach().clone())
+        model.finish_grad_sync()
+        assert optimizer.step()[0]
+        seen += [parameter.detach().clone() for parameter in layer.parameters()]
+    seen.append(model(inputs(rank)[0])[0].detach())  # after a step of which nobody told the experts
+    assert not torch.equal(seen[0], seen[-1]) and not torch.equal(seen[0], seen[len(seen) // 2])
+    return seen, len(calls)
+
+
+def distributed_optimizer(rank: int, num_ranks: int) -> None:
+    """Each rank steps a part of the weights and gets the others' into the same memory: copies of the last step are not used again."""
+    let_optimizer_run_on_cpu()
+    with model_parallel(ep=1, grouped_experts=True, fp8=True) as sizes:
+        want, num_calls = distributed_steps(sizes, rank, shares_copies=False)
+        ours, num_shared = distributed_steps(sizes, rank, shares_copies=True)
+        assert all(torch.equal(*pair) for pair in zip(ours, want, strict=True))
+        assert (num_calls, num_shared) == (10, 6)
+
+
+def test_distributed_optimizer():
+    run_ranks(distributed_optimizer, 2, timeout_s=300)
+
+
 # ---- refusals ----
 
 
