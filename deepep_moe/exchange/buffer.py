@@ -214,9 +214,10 @@ class Buffer(Sizes):
             num_recv_rows: a bound on the rows received; the outputs have exactly that many, the rest, behind the last group, zero. On a
                 GPU the host then waits for nothing, and the call may be captured in a CUDA graph.
             fp8: True sends rows as float8_e4m3fn with one scale for 128 columns, made here (`deepep_moe.ops.quantize_fp8`), without
-                gradient. "blockwise" is for training: scales are powers of two, and recv_x is `deepep_moe.ops.QuantizedRows`, whose
-                gradient is bf16 and which `deepep_moe.ops.grouped_mlp` multiplies in fp8. It needs bf16 rows, the expert layout,
-                and multiples of 128 for hidden, `expert_alignment` and `num_recv_rows` (docs/design/fp8_training.md).
+                gradient. "blockwise" is for training: scales are powers of two in fp32, which `deepep_moe.ops.ue8m0.pack` packs, and
+                recv_x is `deepep_moe.ops.QuantizedRows`, whose gradient is bf16 and which `deepep_moe.ops.grouped_mlp` multiplies in
+                fp8. It needs bf16 rows, the expert layout, and multiples of 128 for hidden, `expert_alignment` and `num_recv_rows`
+                (docs/design/fp8_training.md).
             num_sms: as the buffer's, for this call; gradients run with the buffer's.
             async_op: return at once; the results may be read, and the arguments changed, after `output.event.wait()`. Such a call, and one
                 with `return_hook`, breaks the graph of a compiled function.

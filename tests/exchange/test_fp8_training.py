@@ -56,6 +56,9 @@ def rows_and_gradients(rank, num_ranks, backend):
     assert isinstance(out.recv_x, QuantizedRows) and out.recv_x.dtype == torch.bfloat16 and out.recv_x_scales is out.recv_x.scales
     assert_same("values", out.recv_x.values, plain.recv_x)
     assert_same("scales", out.recv_x.scales, plain.recv_x_scales)
+    words = ops.ue8m0.pack(out.recv_x.scales)
+    assert words.shape == (len(out.recv_x), 1) and (words & 0xFF == out.recv_x.scales[:, :1].log2().clamp(min=-127) + 127).all()
+    assert_same("scales as UE8M0", ops.ue8m0.unpack(words, HIDDEN // 128), out.recv_x.scales)
     padding = out.recv_topk_weights == 0
     assert padding.any() and not out.recv_x.values.float()[padding].any() and not out.recv_x.scales[padding].any()
 
