@@ -307,10 +307,11 @@ def masked_ranks(rank, _, split, masked, mode):
     buffer = make_buffer(case, "nvshmem", rank)
     run_case(buffer, case, rank, "nvshmem")
     dist.barrier()
-    if rank == masked:
+    if rank in masked:
         return  # gone, as far as others know
-    buffer.mask_rank(masked)
-    assert masked in buffer.masked_ranks
+    for one in masked:
+        buffer.mask_rank(one)
+    assert set(masked) <= set(buffer.masked_ranks)
     without = replace(case, without=masked)
     for seed in range(5):
         settings = {"wire": (None, "fp8")[seed % 2], "combine_weights": seed > 2}
@@ -319,9 +320,14 @@ def masked_ranks(rank, _, split, masked, mode):
     assert buffer.statistics().num_dropped.item() == sum(int(each.sum()) for each in lost)
 
 
+MASKED = [("2x1", (1,)), ("2x2", (1,)), ("2x2", (2,)), ("2x2", (2, 3)), ("3x2", (3,))]
+MASKED += [pytest.param(*each, marks=pytest.mark.slow) for each in (("2x4", (5,)), ("4x2", (3,)))]
+
+
 @pytest.mark.parametrize("mode", ("now", "hook"))
-@pytest.mark.parametrize("split, masked", (("2x1", 1), ("2x2", 1), ("2x2", 2), ("3x2", 3)))
+@pytest.mark.parametrize("split, masked", MASKED, ids=str)
 def test_masked_rank(split, masked, mode):
+    """One rank, or all of a node."""
     run_ranks(masked_ranks, SPLITS[split][0], split, masked, mode)
 
 

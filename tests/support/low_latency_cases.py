@@ -30,7 +30,7 @@ class Case:
     wire: str | None = None
     mode: str = "now"  # or "async", "hook"
     seed: int = 0
-    without: int | None = None  # a masked rank: its tokens do not come, its experts are not reached
+    without: int | tuple[int, ...] | None = None  # masked ranks: their tokens do not come, their experts are not reached
     ranks_per_node: int | None = None
 
     @property
@@ -40,6 +40,10 @@ class Case:
     @property
     def dispatch_weights(self) -> bool:
         return self.with_weights and not self.combine_weights
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        return () if self.without is None else (self.without,) if isinstance(self.without, int) else self.without
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x, topk_idx, topk_weights; magnitudes differ from block to block."""
@@ -52,19 +56,21 @@ class Case:
 
     def inputs_that_count(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x, idx, weights = self.inputs(rank)
-        if self.without is not None:
+        if self.left_out:
             is_lost = self.is_lost(rank, idx // (self.num_experts // self.num_ranks))
-            idx = torch.full_like(idx, -1) if rank == self.without else torch.where(is_lost, -1, idx)
+            idx = torch.full_like(idx, -1) if rank in self.left_out else torch.where(is_lost, -1, idx)
         return x, idx, weights
 
     def is_lost(self, rank: int, to: torch.Tensor) -> torch.Tensor:
         """Of a token of `rank` on its way to each rank of `to`. Between nodes, rows go by the rank of the same index in the other node."""
-        is_lost, per_node = to == self.without, self.ranks_per_node or self.num_ranks
-        node, index = divmod(self.without, per_node)
-        if rank // per_node != node and rank % per_node == index:
-            is_lost |= to // per_node == node  # which it does not reach
-        if rank // per_node == node:
-            is_lost |= (to // per_node != node) & (to % per_node == index)  # which its node has masked
+        is_lost, per_node = torch.zeros_like(to, dtype=torch.bool), self.ranks_per_node or self.num_ranks
+        for masked in self.left_out:
+            is_lost |= to == masked
+            node, index = divmod(masked, per_node)
+            if rank // per_node != node and rank % per_node == index:
+                is_lost |= to // per_node == node  # which it does not reach
+            if rank // per_node == node:
+                is_lost |= (to // per_node != node) & (to % per_node == index)  # which its node has masked
         return is_lost & (to >= 0)
 
     def expert_outputs(self, rank: int, num_rows: int) -> torch.Tensor:
