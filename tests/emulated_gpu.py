@@ -24,7 +24,7 @@ SANITIZE = f"-fsanitize={SANITIZERS} -fno-sanitize=vptr -fno-sanitize-recover=al
 SANITIZE += ["-Wno-tsan"] if SANITIZERS == "thread" else []  # says of each fence that it is not followed
 SUITES = {
     "exchange": ("tests/exchange", "tests/faults", "tests/compat", "tests/nn/test_fp8_layer.py"),
-    "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py"),
+    "low_latency": ("tests/low_latency", "tests/nn/test_overlap.py", "tests/examples/test_overlap_example.py"),
     "gate": ("tests/gate", "tests/nn/test_router.py", "tests/ops", "tests/integrations/deepspeed/test_deepspeed_gates.py"),
     "tuning": ("tests/tuning",),
 }

@@ -2,6 +2,7 @@
 
 python examples/overlap/decode.py                 # two ranks on the CPU, writes runs/demo-overlap/report.html
 python examples/overlap/decode.py --device cuda   # a rank on each GPU of this machine
+python examples/overlap/decode.py --device cuda --num-ranks 4 --ranks-per-node 2 --share-gpus   # two virtual nodes on one GPU
 
 On GPUs rows fly while the multiprocessors compute. On the CPU the sender copies the rows itself, so only waits for other ranks are
 hidden: each rank has more to do for one micro-batch, its neighbours for the other.
@@ -54,10 +55,11 @@ def num_tokens_of(sizes: Sizes, rank: int, batch: int) -> int:
     return sizes.num_tokens if rank % 2 == batch else sizes.num_tokens // 2
 
 
-def runs_of(sizes: Sizes, rank: int, num_ranks: int, device: torch.device, ranks_per_node: int | None) -> dict[str, Run]:
+def runs_of(
+    sizes: Sizes, rank: int, num_ranks: int, device: torch.device, backend: str, ranks_per_node: int | None
+) -> dict[str, Run]:  # fmt: skip
     """The two ways to decode the same two micro-batches."""
-    of_gpus = "nvlink" if ranks_per_node in (None, num_ranks) else "nvshmem"
-    dtype, backend = (torch.float32, "shm") if device.type == "cpu" else (torch.bfloat16, of_gpus)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with device:
         model = Decoder(sizes, rank, num_ranks).to(dtype)
     buffer = LowLatencyBuffer(
@@ -80,14 +82,17 @@ def runs_of(sizes: Sizes, rank: int, num_ranks: int, device: torch.device, ranks
     return {"one after the other": one_by_one, "overlapped": by_turns}
 
 
-def prepare(run: Run, device: torch.device) -> Callable[[], tuple[list[torch.Tensor], Timeline]]:
-    """On a GPU a CUDA graph: from Python launches would take longer than what they launch."""
+def prepare(run: Run, device: torch.device, in_graph: bool) -> Callable[[], tuple[list[torch.Tensor], Timeline]]:
+    """On a GPU of its own a CUDA graph: from Python launches would take longer than what they launch."""
     run(Timeline(device))
-    if device.type == "cpu":
+    if not in_graph:
 
         def step() -> tuple[list[torch.Tensor], Timeline]:
             timeline = Timeline(device)
-            return run(timeline), timeline
+            outputs = run(timeline)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return outputs, timeline
 
         return step
     torch.cuda.synchronize()
@@ -103,9 +108,9 @@ def prepare(run: Run, device: torch.device) -> Callable[[], tuple[list[torch.Ten
     return replay
 
 
-def measure(runs: dict[str, Run], device: torch.device, repeats: int, progress: bool) -> dict[str, Measured]:
+def measure(runs: dict[str, Run], device: torch.device, repeats: int, *, in_graph: bool, progress: bool) -> dict[str, Measured]:
     """All runs in turn, `repeats` times, so that each meets the same machine."""
-    steps = {name: prepare(run, device) for name, run in runs.items()}
+    steps = {name: prepare(run, device, in_graph) for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     passes: dict[str, list[tuple[list[torch.Tensor], Timeline]]] = {name: [] for name in runs}
     for _ in trange(repeats, desc="decode", unit="pass", disable=not progress, mininterval=0.5):
@@ -123,15 +128,25 @@ def measure(runs: dict[str, Run], device: torch.device, repeats: int, progress: 
     return measured
 
 
-@torch.inference_mode()
 def decode(
-    rank: int, num_ranks: int, sizes: Sizes, device_type: str, repeats: int, ranks_per_node: int | None = None
+    rank: int, num_ranks: int, sizes: Sizes, device_type: str, repeats: int, ranks_per_node: int | None = None, shares_gpus: bool = False
+) -> dict[str, tuple[float, list[Span]]]:
+    """One rank, as `decode_on` has it."""
+    if device_type == "cpu":
+        return decode_on(torch.device("cpu"), "shm", rank, num_ranks, sizes, repeats, None, in_graph=False)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    backend = "nvlink" if ranks_per_node in (None, num_ranks) else "nvshmem"
+    return decode_on(device, backend, rank, num_ranks, sizes, repeats, ranks_per_node, in_graph=not shares_gpus)
+
+
+@torch.inference_mode()
+def decode_on(
+    device: torch.device, backend: str, rank: int, num_ranks: int, sizes: Sizes, repeats: int, ranks_per_node: int | None, *, in_graph: bool
 ) -> dict[str, tuple[float, list[Span]]]:
     """One rank (a gloo process group is there): the median of the seconds and the timeline of each way, which must agree to the bit."""
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    measured = measure(runs_of(sizes, rank, num_ranks, device, ranks_per_node), device, repeats, progress=rank == 0)
+    runs = runs_of(sizes, rank, num_ranks, device, backend, ranks_per_node)
+    measured = measure(runs, device, repeats, in_graph=in_graph, progress=rank == 0)
     first, second = measured.values()
     for ours, theirs in zip(first.outputs, second.outputs, strict=True):
         if not torch.equal(ours, theirs):
@@ -145,6 +160,10 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--num-ranks", type=int, help="default: 2 on the CPU, else all GPUs")
     parser.add_argument("--ranks-per-node", type=int, help="GPUs of a virtual node, between which rows go by NVSHMEM (default: all)")
+    parser.add_argument(
+        "--share-gpus", action="store_true", dest="shares_gpus",
+        help="ranks share the GPUs there are, and run without a CUDA graph: it shows that results agree, not how fast they are",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=20, help="passes to measure, of each way (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo-overlap"), help="folder for timeline.png (default: %(default)s)")
     add_bind(parser)
@@ -161,8 +180,11 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     if arguments.num_ranks is None:
         arguments.num_ranks = 2 if arguments.device == "cpu" else num_gpus
     num_ranks = arguments.num_ranks
-    if arguments.device == "cuda" and not 0 < num_ranks <= num_gpus:
-        parser.error(f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {num_gpus}")
+    most = max(num_ranks, 1) if num_gpus and arguments.shares_gpus else num_gpus
+    if arguments.device == "cuda" and not 0 < num_ranks <= most:
+        parser.error(
+            f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {num_gpus}; with --share-gpus one is enough"
+        )
     if min(*vars(sizes).values(), num_ranks, arguments.repeats) < 1 or sizes.hidden % HEAD_SIZE or sizes.num_experts % num_ranks:
         parser.error(
             f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --num-experts a multiple of --num-ranks {num_ranks}"
@@ -177,7 +199,7 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments, sizes = arguments_of(argv)
-    measured = sizes, arguments.device, arguments.repeats, arguments.ranks_per_node
+    measured = sizes, arguments.device, arguments.repeats, arguments.ranks_per_node, arguments.shares_gpus
     results = run_ranks(decode, arguments.num_ranks, *measured, timeout_s=600, start_method="spawn", bind=arguments.bind)[0]
     num_tokens = sum(num_tokens_of(sizes, rank, batch) for rank in range(arguments.num_ranks) for batch in range(2))
     print(f"\nrank 0 of {arguments.num_ranks}, two micro-batches through {sizes.num_layers} layers:\n")
