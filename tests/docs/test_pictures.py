@@ -60,15 +60,37 @@ def test_text_that_does_not_fit_is_refused():
 
 def test_table_of_losses_repeats_the_records():
     text = PAGES[ROOT / "docs" / "design" / "fp8_training.md"]
-    row = r"^\| (small|tiny) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([-+.\d]+)% \| (?:([-+.\d]+)%|not measured) \|$"
-    rows = re.findall(row, text, re.MULTILINE)
-    compared = {(model, each["seed"]): each for model in losses.MODELS for each in losses.record_of(model)["compared"]}
-    assert len(rows) == len(compared) == 6
-    for model, seed, exact, ours, difference, nudged in rows:
-        found = compared[model, int(seed)]
-        assert (exact, ours) == (f"{found['bf16_at_end']:.4f}", f"{found['fp8_at_end']:.4f}")
-        assert difference == f"{100 * found['difference_at_end']:+.2f}"
-        assert nudged == (f"{100 * found['nudged_at_end']:+.2f}" if "nudged_at_end" in found else "")
+    rows = re.findall(r"^\| (?:small|tiny) \| [12] \| H.+\|$", text, re.MULTILINE)
+    assert len(rows) == len(losses.RECORDS)
+    for row, ((model, num_ranks, gpu), file) in zip(rows, losses.RECORDS.items(), strict=True):
+        record = losses.record_of(file)
+        assert gpu in record["hardware"] and (model, num_ranks) == (record["model"], record["num_ranks"])
+        ours, nudged = (losses.ends(record, key) for key in ("difference_at_end", "nudged_at_end"))
+        num_nudged = sum("nudged_at_end" in each for each in record["compared"])
+        assert row == (
+            f"| {model} | {num_ranks} | {gpu} | {len(record['seeds'])} | {ours.mean:+.2f}% | {ours.least:+.2f}% to {ours.most:+.2f}% "
+            f"| {num_nudged} | {nudged.least:+.2f}% to {nudged.most:+.2f}% |"
+        )
+        assert all(each["all_finite"] for each in record["compared"])
+    many = losses.ends(losses.record_of(losses.RECORDS["tiny", 1, "H100"]), "difference_at_end")
+    told = re.search(r"33 seeds were trained, .+ fp8 ends ([\d.]+)% below bf16, with a 95% interval from\s+(\S+)% to (\S+)%", text)
+    assert told.groups() == (f"{-many.mean:.2f}", f"{many.mean - many.interval:.2f}", f"{many.mean + many.interval:+.2f}")
+
+
+@pytest.mark.parametrize("file", losses.RECORDS.values())
+def test_losses_at_the_end_are_those_of_the_curves(file):
+    record = losses.record_of(file)
+    at_end = {(run["seed"], run["experts"]): sum(run["losses"][-record["window"] :]) / record["window"] for run in record["runs"]}
+    for each in record["compared"]:
+        exact, ours = (at_end[each["seed"], name] for name in ("bf16", "fp8"))
+        assert (ours - exact) / exact == pytest.approx(each["difference_at_end"], abs=1e-5)
+
+
+def test_interval_by_hand():
+    """Differences of -1, 0 and 1%: deviation 1, error of the mean 1 / sqrt(3), times 4.303."""
+    compared = [{"difference_at_end": value} for value in (-0.01, 0.0, 0.01)]
+    found = losses.ends({"compared": compared}, "difference_at_end")
+    assert found == pytest.approx((0.0, 4.303 / 3**0.5, -1.0, 1.0))
 
 
 ROW = re.compile(r"^\| ((?:dispatch|combine|low-latency)[^|]+) \| (128|4096) \| (.+) \|$", re.MULTILINE)
