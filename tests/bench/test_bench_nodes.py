@@ -44,12 +44,14 @@ def test_figures_of_the_design_page():
     page = (ROOT / "docs/design/low_latency_nodes.md").read_text()
     rows = re.findall(r"^\| (dispatch|combine)(.*), (send|hook)(?: and `sum`)? \| (.+) \|$", page, re.MULTILINE)
     runs = [figures_of(f"h200-low-latency-nodes-{name}") for name in ("4x1", "2x2", "2x2-four-gpus")]
+    h100 = [figures_of(f"h100-low-latency-nodes-2x2{nth}") for nth in ("", "-second")]
     assert len(rows) == 16
     for number, (op, name, half, text) in enumerate(rows):
         cells = text.replace("*", "").split(" | ")
         key = op, "fp8" if "fp8" in name else "bf16", "receive" if half == "hook" else "send"
         one_hop, two_hops, four_gpus = (run["nvshmem", *key] for run in runs)
         assert cells == [one_hop, two_hops, runs[1]["nvlink", *key]] if number < 8 else [cells[1], cells[3]] == [two_hops, four_gpus], key
+        assert number < 8 or cells[2] == ", ".join(run["nvshmem", *key] for run in h100), key
         for figure in re.findall(r"[*\d.]+", " ".join(text.split(" | ")[1:])) if number >= 8 else ():
             assert figure.startswith("**") == (float(figure.strip("*")) <= int(cells[0])), (key, figure)
 
