@@ -54,20 +54,22 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "cannot create $(VENV): install Python's venv (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	for folder in $(SHARED); do echo $$folder >>$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth; done
 
+# $(call install,extras,environment of the build). Without kernels of GPUs nothing needs NVSHMEM.
 define install
-	@echo "installing PyTorch and building deepep_moe into $(VENV), which takes some minutes"
+	@echo "installing PyTorch and building deepep_moe into $(VENV)$(if $(2), for CPUs), which takes some minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) torch
-	$(if $(NVSHMEM),$(BIN)/python -c 'import nvidia.nvshmem' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(PIP_ARGS) $(NVSHMEM))
-	$(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) -e ".[$(1)]"
+	$(if $(and $(NVSHMEM),$(if $(2),,x)),$(BIN)/python -c 'import nvidia.nvshmem' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps $(PIP_ARGS) $(NVSHMEM))
+	$(2) $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) $(CONSTRAINTS) -e ".[$(1)]"
 endef
 
 $(STAMP): $(SOURCES) | $(BIN)/python
 	$(call install,$(EXTRAS))
 	touch $(DEMO_STAMP) $(STAMP)
 
-# What the demos with Megatron-Core and of the overlap need, and no more: who has only the README waits for it.
+# What the demos with Megatron-Core and of the overlap need, and no more: who has only the README waits for it. On CPUs that is no kernel,
+# unless `make install` has built them.
 $(DEMO_STAMP): $(SOURCES) | $(BIN)/python
-	$(call install,megatron)
+	$(call install,megatron,$(if $(filter cuda,$(DEVICE))$(wildcard $(STAMP)),,DEEPEP_MOE_CUDA=0))
 	touch $(DEMO_STAMP)
 endif
 
