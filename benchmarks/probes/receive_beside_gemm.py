@@ -44,7 +44,9 @@ class Rank:
         self.gate = Gate(rank, NUM_RANKS, self.device)
         self.native: Any = self.buffer._backend._native
         self.all_blocks = self.native.num_blocks
-        assert self.all_blocks > max(BLOCKS)
+        if self.all_blocks <= max(BLOCKS):
+            least = f"at least {max(BLOCKS) // 2 + 1} SMs"
+            raise ValueError(f"kernels have {self.all_blocks} blocks at most, and {max(BLOCKS)} may wait; give a rank {least} under MPS")
         self.side = torch.cuda.Stream(self.device)
         self.a = torch.randn(options.rows, HIDDEN, device=self.device, dtype=torch.bfloat16)
         self.b = torch.randn(HIDDEN, options.columns, device=self.device, dtype=torch.bfloat16)
@@ -100,8 +102,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> list[dict
         more |= {"ranks_per_node": RANKS_PER_NODE, "network_gbps": options.network_gbps, "product": [options.rows, HIDDEN, options.columns]}
         more |= {"hardware": f"{num_ranks} ranks on 1 x {torch.cuda.get_device_name()}"}
         more |= {"sms_of_a_rank": torch.cuda.get_device_properties(own.device).multi_processor_count}
-        made = record("dispatch beside a product", settings, total, 0, baseline=None, baseline_times=[], **more)
-        records.append(made | {"command": "python benchmarks/probes/receive_beside_gemm.py"})
+        records.append(record("dispatch beside a product", settings, total, 0, baseline=None, baseline_times=[], **more))
     own.gate.buffer.destroy()
     own.buffer.destroy()
     return records
@@ -119,7 +120,8 @@ def main() -> int:
     records = run_ranks(measure, NUM_RANKS, options, timeout_s=300)[0]
     for r in records:
         print(f"{r['way']:12}{r['blocks'] or '':>5}{r['us_product']:10.1f} us product{r['us_median']:10.1f} us total")
-    write_json(options.json, records)
+    given = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name != "json"]
+    write_json(options.json, [r | {"command": " ".join(["python benchmarks/probes/receive_beside_gemm.py", *given])} for r in records])
     return 0
 
 

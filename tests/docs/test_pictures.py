@@ -73,7 +73,7 @@ def test_table_of_losses_repeats_the_records():
         )
         assert all(each["all_finite"] for each in record["compared"])
     many = losses.ends(losses.record_of(losses.RECORDS["tiny", 1, "H100"]), "difference_at_end")
-    told = re.search(r"33 seeds were trained, .+ fp8 ends ([\d.]+)% below bf16, with a 95% interval from\s+(\S+)% to (\S+)%", text)
+    told = re.search(r"33 seeds of tiny were trained, .+ fp8 ends ([\d.]+)% below bf16, with a 95% interval from\s+(\S+)% to (\S+)%", text)
     assert told.groups() == (f"{-many.mean:.2f}", f"{many.mean - many.interval:.2f}", f"{many.mean + many.interval:+.2f}")
 
 

@@ -84,3 +84,22 @@ def test_ratios_of_small_batches_to_the_records_before():
             kind = {"name": name, "num_ranks": num_ranks, "num_tokens": 128, "half": "both", "graph": True}
             sums = [sum(r["us_median"] for r in records_of(file) if {field: r[field] for field in kind} == kind) for file in (new, old)]
             assert float(cell) == pytest.approx(sums[0] / sums[1], abs=0.0051), (name, new)
+
+
+def test_layer_with_fp8_experts():
+    """Kernels, host and memory beside the times, and the ratios that the text names."""
+    by_8, by_4 = records_of("h100-fp8-layer-8"), records_of("h100-fp8-layer")
+    each, shared = (only(by_8, op=f"fp8 layer {name}", rival="bf16") for name in ("fp8", "fp8, micro-batches"))
+    theirs = only(by_8, op="fp8 layer fp8, micro-batches", rival="alltoall, TE fp8, micro-batches")
+    rows = rows_below("benchmarks.md", "| of the run with 8 micro-batches | bf16 | fp8 |")
+    for (name, *cells), field, scale in zip(rows, ("kernel_us", "host_us", "peak_bytes"), (1e3, 1e3, 1e9), strict=True):
+        found = each[f"rival_{field}"], each[field], shared[field], theirs[f"rival_{field}"]
+        assert cells == [f"{value / scale:.1f}" for value in found], name
+    text = " ".join((DOCS / "benchmarks.md").read_text().split())
+    fewer = only(by_4, op="fp8 layer fp8, micro-batches", rival="bf16")
+    ratios = f"{shared['ratio']:.2f}, by 4 in another run {fewer['ratio']:.2f}, by kernels alone"
+    assert f"shared by 8 micro-batches reach {ratios} {shared['rival_kernel_us'] / shared['kernel_us']:.2f}" in text
+    by_4_shared = only(by_4, op="fp8 layer fp8, micro-batches", rival="alltoall, TE fp8, micro-batches")
+    assert f"4 micro-batches reach {by_4_shared['ratio']:.2f}, and 8 miss it with {theirs['ratio']:.2f}" in text
+    each_of_both = [only(records, op="fp8 layer fp8", rival="alltoall, TE fp8")["ratio"] for records in (by_8, by_4)]
+    assert f"in each forward it is {each_of_both[0]:.1f}" in text and f"{each_of_both[1]:.1f}" == f"{each_of_both[0]:.1f}"

@@ -35,8 +35,9 @@ def test_parts_are_read_off_the_objects():
 
 def test_fused_adam_of_deepspeed(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    for name in ("model", "worker"):  # of another example
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("model", "worker"):  # of another example, or of none; what is there again in the end
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
     monkeypatch.syspath_prepend(EXAMPLES / "deepspeed")
     spec = importlib.util.spec_from_file_location("deepspeed_train", EXAMPLES / "deepspeed" / "train.py")
     train = importlib.util.module_from_spec(spec)
@@ -47,5 +48,3 @@ def test_fused_adam_of_deepspeed(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train.main(["--fused-adam"])
     assert "--fused-adam needs --device cuda, as DeepSpeed's FusedAdam runs on GPUs only; leave it out" in capsys.readouterr().err
-    for name in ("model", "worker"):
-        monkeypatch.delitem(sys.modules, name)
