@@ -41,7 +41,7 @@ def settle_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     if arguments.device == "cuda" and not 0 < arguments.num_ranks <= most:
         parser.error(
             f"--device cuda needs a GPU for each of {max(1, arguments.num_ranks)} ranks, this machine has {num_gpus}; "
-            "give --num-ranks, or --device cpu"
+            f"give --num-ranks, {'--share-gpus, ' if hasattr(arguments, 'shares_gpus') else ''}or --device cpu"
         )
 
 

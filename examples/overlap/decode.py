@@ -10,6 +10,7 @@ hidden: each rank has more to do for one micro-batch, its neighbours for the oth
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -27,6 +28,10 @@ from deepep_moe.bench.page.page import Page, Picture, Table
 from deepep_moe.nn import Span, Timeline, overlapped
 from deepep_moe.testing import run_ranks
 from deepep_moe.topology.option import add_bind
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
+
+import launch
 
 CPU = Sizes(num_layers=3, hidden=512, intermediate=256, num_experts=16, num_topk=4, num_tokens=64, context=256)
 GPU = Sizes(num_layers=4, hidden=7168, intermediate=1024, num_experts=32, num_topk=8, num_tokens=64, context=1024)
@@ -176,15 +181,12 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     defaults = CPU if arguments.device == "cpu" else GPU
     given = {field.name: getattr(arguments, field.name) for field in fields(Sizes)}
     sizes = Sizes(**{name: getattr(defaults, name) if value is None else value for name, value in given.items()})
-    num_gpus = torch.cuda.device_count()
-    if arguments.num_ranks is None:
-        arguments.num_ranks = 2 if arguments.device == "cpu" else num_gpus
+    if launch.is_launched():
+        parser.error("a launcher has started this process as one of several ranks; run it with plain python, it starts its ranks itself")
+    if arguments.shares_gpus and arguments.device != "cuda":
+        parser.error(f"--share-gpus with --device {arguments.device}; give --device cuda")
+    launch.settle_ranks(parser, arguments)
     num_ranks = arguments.num_ranks
-    most = max(num_ranks, 1) if num_gpus and arguments.shares_gpus else num_gpus
-    if arguments.device == "cuda" and not 0 < num_ranks <= most:
-        parser.error(
-            f"--device cuda needs a GPU for each of {max(1, num_ranks)} ranks, this machine has {num_gpus}; with --share-gpus one is enough"
-        )
     if min(*vars(sizes).values(), num_ranks, arguments.repeats) < 1 or sizes.hidden % HEAD_SIZE or sizes.num_experts % num_ranks:
         parser.error(
             f"all numbers must be positive, --hidden a multiple of {HEAD_SIZE}, --num-experts a multiple of --num-ranks {num_ranks}"
@@ -197,6 +199,23 @@ def arguments_of(argv: list[str] | None) -> tuple[argparse.Namespace, Sizes]:
     return arguments, sizes
 
 
+def told_of(arguments: argparse.Namespace, results: dict[str, tuple[float, list[Span]]]) -> str:
+    """What a run has shown. Ranks that share a GPU take turns on it, so the one way is not said to be faster than the other."""
+    (one_by_one, _), (by_turns, _) = results.values()
+    told = f"Two micro-batches took {1e3 * one_by_one:.2f} ms one after the other, and {1e3 * by_turns:.2f} ms by turns"
+    if arguments.shares_gpus:
+        return f"{told}. The outputs are equal to the bit. Ranks shared GPUs, so times say nothing."
+    return f"{told}, {one_by_one / by_turns:.2f}x as fast (medians of {arguments.repeats}). The outputs are equal to the bit."
+
+
+def about(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
+    """What ran where."""
+    hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
+    num_ranks, per_node = arguments.num_ranks, arguments.ranks_per_node or arguments.num_ranks
+    ranks = {"ranks": num_ranks, "ranks_per_node": per_node, "share_gpus": "yes" if arguments.shares_gpus else "no"}
+    return {name: str(value) for name, value in ({"hardware": hardware, "torch": torch.__version__} | ranks | vars(sizes)).items()}
+
+
 def main(argv: list[str] | None = None) -> None:
     arguments, sizes = arguments_of(argv)
     measured = sizes, arguments.device, arguments.repeats, arguments.ranks_per_node, arguments.shares_gpus
@@ -207,23 +226,15 @@ def main(argv: list[str] | None = None) -> None:
     print(draw.text(timelines), "\n")
     for name, (seconds, _) in results.items():
         print(f"{name:<20} {1e3 * seconds:8.2f} ms {num_tokens / seconds:12,.0f} tokens/s")
-    (one_by_one, _), (by_turns, _) = results.values()
-    print(f"outputs equal to the bit; overlapped is {one_by_one / by_turns:.2f}x as fast (medians of {arguments.repeats})")
     arguments.out.mkdir(parents=True, exist_ok=True)
     draw.plot(timelines, f"Double-batch overlap, rank 0 of {arguments.num_ranks} ({arguments.device})", arguments.out / "timeline.png")
     print(f"wrote {arguments.out}/timeline.png")
     rows: list[list[str | float | None]] = [[name, 1e3 * seconds, num_tokens / seconds] for name, (seconds, _) in results.items()]
-    told = (
-        f"Two micro-batches took {1e3 * one_by_one:.2f} ms one after the other, and {1e3 * by_turns:.2f} ms by turns, "
-        f"{one_by_one / by_turns:.2f}x as fast. The outputs are equal to the bit."
-    )
-    hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
-    about = {"hardware": hardware, "torch": torch.__version__, "ranks": str(arguments.num_ranks)} | {
-        k: str(v) for k, v in vars(sizes).items()
-    }
+    told = told_of(arguments, results)
     pictures = [Picture.of_file("What rank 0 did when", arguments.out / "timeline.png")]
     columns = ["way", "both micro-batches, ms", "tokens/s"]
-    Page("Decoding with double-batch overlap", told, about, [Table("Ways", columns, rows)], pictures).write(arguments.out / "report.html")
+    page = Page("Decoding with double-batch overlap", told, about(arguments, sizes), [Table("Ways", columns, rows)], pictures)
+    page.write(arguments.out / "report.html")
     print(told)
 
 

@@ -83,9 +83,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def with_flex(arguments: list[str]) -> list[str]:
     """Return the script's `arguments`, which select the flex dispatcher too where they select our backend of it and no dispatcher."""
-    ours = f"{_BACKEND_FLAG}={BACKEND_NAME}" in arguments or (_BACKEND_FLAG, BACKEND_NAME) in itertools.pairwise(arguments)
+    backends = [follows for flag, follows in itertools.pairwise(_split(arguments)) if flag == _BACKEND_FLAG]
     has_type = any(argument.partition("=")[0] == _TYPE_FLAG for argument in arguments)
-    return [*arguments, _TYPE_FLAG, "flex"] if ours and not has_type else arguments
+    return [*arguments, _TYPE_FLAG, "flex"] if backends[-1:] == [BACKEND_NAME] and not has_type else arguments  # argparse takes the last
+
+
+def _split(arguments: list[str]) -> list[str]:
+    """Return `arguments` with the backend's flag and its value apart in either spelling."""
+    return [part for argument in arguments for part in (argument.split("=", 1) if argument.startswith(f"{_BACKEND_FLAG}=") else [argument])]
 
 
 def main() -> None:

@@ -72,7 +72,10 @@ def test_ranks(monkeypatch, capsys):
         assert arguments.num_ranks == expected and launch.is_reporting() and not launch.is_launched()
     with pytest.raises(SystemExit):
         launch.settle_ranks(parser, argparse.Namespace(num_ranks=4, device="cuda"))
-    assert "--device cuda needs a GPU for each of 4 ranks, this machine has 3" in capsys.readouterr().err
+    assert "a GPU for each of 4 ranks, this machine has 3; give --num-ranks, or --device cpu" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        launch.settle_ranks(parser, argparse.Namespace(num_ranks=4, device="cuda", shares_gpus=False))
+    assert "this machine has 3; give --num-ranks, --share-gpus, or --device cpu" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "16")
     arguments = argparse.Namespace(num_ranks=None, device="cuda")

@@ -1,5 +1,8 @@
 """The example of two micro-batches by turns: over virtual nodes of ranks that share a GPU, and what its options take."""
 
+import contextlib
+import io
+import os
 import sys
 from pathlib import Path
 
@@ -35,12 +38,17 @@ def test_over_nodes_that_share_a_gpu():
 
 
 def takes(rank, _, num_gpus, options):
-    """What the example makes of its options on a machine of so many GPUs; None where it refuses them."""
+    """What the example makes of its options on a machine of so many GPUs, or what it says where it refuses them."""
     torch.cuda.device_count = lambda: num_gpus
+    os.environ.pop("RANK", None)
+    if options.startswith("RANK"):
+        variables, options = options.split(" ", 1)
+        os.environ.update([variables.split("=")])
     try:
-        arguments, _ = example().arguments_of(["--device", "cuda", *options.split()])
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            arguments, _ = example().arguments_of(["--device", "cuda", *options.split()])
     except SystemExit:
-        return None
+        return said.getvalue()
     return arguments.num_ranks, arguments.ranks_per_node, arguments.shares_gpus
 
 
@@ -48,11 +56,32 @@ def takes(rank, _, num_gpus, options):
     "num_gpus, options, expected",
     [
         (1, "--num-ranks 4 --ranks-per-node 2 --share-gpus", (4, 2, True)),
-        (1, "--num-ranks 4 --ranks-per-node 2", None),
-        (0, "--num-ranks 4 --share-gpus", None),
+        (1, "--num-ranks 4 --ranks-per-node 2", "this machine has 1; give --num-ranks, --share-gpus, or --device cpu"),
+        (0, "--num-ranks 4 --share-gpus", "a GPU for each of 4 ranks, this machine has 0"),
         (4, "", (4, None, False)),
-        (1, "--num-ranks 4 --ranks-per-node 3 --share-gpus", None),
+        (1, "--num-ranks 4 --ranks-per-node 3 --share-gpus", "--ranks-per-node 3 must divide --num-ranks 4"),
+        (1, "--share-gpus --device cpu", "--share-gpus with --device cpu; give --device cuda"),
+        (0, "--device cpu", (2, None, False)),
+        (4, "RANK=1 --num-ranks 4", "run it with plain python, it starts its ranks itself"),
     ],
 )
 def test_options(num_gpus, options, expected):
-    assert run_ranks(takes, 1, num_gpus, options) == [expected]
+    (taken,) = run_ranks(takes, 1, num_gpus, options)
+    assert expected in taken if isinstance(expected, str) else taken == expected
+
+
+def says(rank, _, options):
+    decode = example()
+    torch.cuda.device_count, torch.cuda.get_device_name = lambda: 2, lambda: "a GPU"
+    os.environ.pop("RANK", None)
+    arguments, sizes = decode.arguments_of(["--device", "cuda", "--num-ranks", "2", *options.split()])
+    return decode.told_of(arguments, {"one after the other": (0.004, []), "overlapped": (0.002, [])}), decode.about(arguments, sizes)
+
+
+def test_ranks_that_share_gpus_report_no_speed():
+    ((told, about),) = run_ranks(says, 1, "")
+    assert "2.00x as fast" in told and told.endswith("equal to the bit.")
+    assert (about["ranks_per_node"], about["share_gpus"]) == ("2", "no")
+    ((told, about),) = run_ranks(says, 1, "--share-gpus --ranks-per-node 1")
+    assert "as fast" not in told and told.endswith("Ranks shared GPUs, so times say nothing.")
+    assert (about["ranks_per_node"], about["share_gpus"]) == ("1", "yes")

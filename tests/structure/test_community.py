@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from browser import NAMES
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,15 @@ def test_workflow_tests_the_wheel_beside_two_versions_of_pytorch():
     commands = [step.get("run", "") for step in job["steps"]]
     made, tested = commands.index("make wheel"), commands.index(".venv/bin/python -m pytest tests/structure/test_wheel.py")
     assert made < tested and job["steps"][tested]["env"] == {"DEEPEP_MOE_DIST": "dist"}
+
+
+def test_workflow_needs_a_browser():
+    """Tests of pages are skipped where there is no Chrome; the workflow names it, so they run or fail."""
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "check.yml").read_text())["jobs"]["docs"]["steps"]
+    (tested,) = [step for step in steps if "test_browser.py" in step.get("run", "")]
+    assert tested["env"]["CHROME"] in NAMES
+    (kept,) = [step for step in steps if step.get("with", {}).get("path") == tested["env"]["DEEPEP_MOE_SCREENSHOTS"]]
+    assert kept["with"]["if-no-files-found"] == "error"
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,9 @@ OURS = ["--moe-flex-dispatcher-backend", "deepep_moe"]
         ([*OURS, "=".join(FLEX)], []),
         ([*OURS, "--moe-token-dispatcher-type", "alltoall"], []),  # Megatron-Core says what it takes
         ([OURS[0], "deepep"], []),
+        ([*OURS, "-x", OURS[0], "deepep"], []),  # argparse takes the last
+        ([*OURS, f"{OURS[0]}=deepep"], []),
+        ([f"{OURS[0]}=deepep", "-x", *OURS], FLEX),
         (["--name", "deepep_moe"], []),
     ],
 )
