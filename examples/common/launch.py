@@ -108,6 +108,24 @@ class Turn:
                 self._semaphores[(self.index + 1) % len(self._semaphores)].release()
 
 
+def take_turns(num_runs: int, device: str) -> bool:
+    """Return whether runs make their steps by turns: two on CPUs do. On GPUs, in a sweep and under a launcher one run follows the other."""
+    return num_runs == 2 and device == "cpu" and not is_launched()
+
+
+def all_runs(fn: Callable[..., Any], num_ranks: int, runs: Sequence[Any], timeout_s: float, *, device: str, bind: bool) -> list[Any]:
+    """Return what `fn` returns on rank 0 of each run, by turns or one after the other."""
+    if take_turns(len(runs), device):
+        return by_turns(fn, num_ranks, runs, timeout_s, bind=bind)
+    return [on_ranks(fn, num_ranks, run, timeout_s, bind=bind) for run in runs]
+
+
+def order(num_runs: int, device: str) -> dict[str, str]:
+    """Return how the runs were made, if there are several, for their page."""
+    how = "steps by turns" if take_turns(num_runs, device) else "one run after the other"
+    return {"order": how} if num_runs > 1 else {}
+
+
 def by_turns(fn: Callable[..., Any], num_ranks: int, runs: Sequence[Any], timeout_s: float, *, bind: bool) -> list[Any]:
     """Start the ranks of all runs at once, and return what `fn(rank, num_ranks, settings, turn)` returns on rank 0 of each.
 

@@ -112,10 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * len(runs) * settings.steps
     with launch.joined(arguments.device, bind=arguments.bind):
-        if arguments.compare and arguments.device == "cpu":
-            results = launch.by_turns(worker.train, arguments.num_ranks, runs, timeout_s, bind=arguments.bind)
-        else:
-            results = [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s, bind=arguments.bind) for run in runs]
+        results = launch.all_runs(worker.train, arguments.num_ranks, runs, timeout_s, device=arguments.device, bind=arguments.bind)
     return _report(arguments, runs, results) if launch.is_reporting() else 0
 
 
@@ -145,7 +142,7 @@ def _write_page(arguments: argparse.Namespace, results: list[parts.Run], entropy
         timeline.plot(result.timeline, result.name, arguments.out / f"timeline_{result.name}.png")
     hardware = torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name()
     about = {"hardware": hardware, "torch": torch.__version__, "ranks": str(arguments.num_ranks), "ZeRO": str(arguments.zero)}
-    about |= results[0].parts
+    about |= results[0].parts | launch.order(len(results), arguments.device)
     return pages.write("A small DeepSeek-V3 trained with DeepSpeed", results, entropy, arguments.out, about, files)
 
 

@@ -180,16 +180,13 @@ def _timeline_file(result: report.Result) -> str:
 
 
 def run_all(runs: list[worker.Settings], arguments: argparse.Namespace) -> list[parts.Run]:
-    """On CPUs two runs make their steps by turns. On GPUs, and in a sweep, one run follows the other."""
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Megatron-Core would reach for a GPU it sees
     elif any(run.exact for run in runs):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to compute the same bits in every run
     # Generous: the limit is for ranks that hang, not for slow machines.
     timeout_s = 300.0 + 20.0 * len(runs) * arguments.steps
-    if len(runs) == 2 and arguments.device == "cpu" and not launch.is_launched():
-        return launch.by_turns(worker.train, arguments.num_ranks, runs, timeout_s, bind=arguments.bind)
-    return [launch.on_ranks(worker.train, arguments.num_ranks, run, timeout_s, bind=arguments.bind) for run in runs]
+    return launch.all_runs(worker.train, arguments.num_ranks, runs, timeout_s, device=arguments.device, bind=arguments.bind)
 
 
 def settings_of(argv: list[str] | None) -> tuple[argparse.Namespace, worker.Settings]:
@@ -220,6 +217,7 @@ def _report(arguments: argparse.Namespace, runs: list[worker.Settings], results:
     about = {"hardware": torch.cuda.get_device_name() if arguments.device == "cuda" else cpu_name(), "torch": torch.__version__}
     names = ("model", "dtype", "num_ranks", "ep", "micro_batches", "shared_width", "max_sms")
     about |= {name: value for name in names if (value := getattr(arguments, name)) is not None} | results[0].parts
+    about |= launch.order(len(results), arguments.device)
     report.write_summary(results, arguments.out / "summary.json", op="example step", **about)
     report.plot_loss(results[:2], entropy, arguments.out / "loss.png")
     report.plot_expert_load(results[0], arguments.out / "expert_load.png")

@@ -55,6 +55,29 @@ def test_a_run_that_fails_ends_the_other():
         launch.by_turns(fails, 1, ["first", "second"], 120, bind=False)
 
 
+@pytest.mark.parametrize(
+    "num_runs, device, launched, told",
+    (
+        (1, "cpu", False, {}),
+        (2, "cpu", False, {"order": "steps by turns"}),
+        (2, "cuda", False, {"order": "one run after the other"}),
+        (3, "cpu", False, {"order": "one run after the other"}),
+        (2, "cpu", True, {"order": "one run after the other"}),
+    ),
+)
+def test_order_of_runs(num_runs, device, launched, told, monkeypatch):
+    """What a page says is what is done."""
+    import launch
+
+    monkeypatch.setattr(launch, "is_launched", lambda: launched)
+    monkeypatch.setattr(launch, "by_turns", lambda fn, num_ranks, runs, timeout_s, bind: "by turns")
+    monkeypatch.setattr(launch, "on_ranks", lambda fn, num_ranks, run, timeout_s, bind: run)
+    runs = list(range(num_runs))
+    assert launch.order(num_runs, device) == told
+    done = launch.all_runs(steps, 1, runs, 60, device=device, bind=False)
+    assert done == ("by turns" if told == {"order": "steps by turns"} else runs)
+
+
 def test_a_run_alone_waits_for_nobody():
     import launch
 
