@@ -26,7 +26,7 @@ from deepep_moe.bench.common.records import record, write_json
 from deepep_moe.bench.layers import fp8_layers, megatron_steps
 from deepep_moe.bench.layers.fp8_layers import BF16, EACH, KEPT, SHARED, Layer, Wire
 from deepep_moe.bench.layers.megatron_steps import StepTimes
-from deepep_moe.bench.layers.passes import describe, difference
+from deepep_moe.bench.layers.passes import chain, describe, difference
 from deepep_moe.testing import run_ranks
 
 _WARMUP = 2
@@ -108,17 +108,17 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
         backend = next(iter(layers.values())).backend
         measured = Measured(backend, *describe(package, device, num_ranks), rivals, wire, differences, num_different)
         for name, layer in layers.items():
-            measured.peak_bytes[name] = _peak_bytes(layer, device, options)
+            measured.peak_bytes[name] = _peak_bytes(layer, device)
         measured.kept_bytes = layers[KEPT].kept_bytes()
         gc.collect()
         gc.freeze()  # collections stay short
         for turn in range(_WARMUP + options.repeats):
             for name, layer in layers.items():
-                times = megatron_steps.time_step(layer, device, chain=_chain(layer))
+                times = megatron_steps.time_step(layer, device, num_passes=_chain(layer))
                 if turn >= _WARMUP:
                     measured.times.setdefault(name, []).append(times)
         for name, layer in layers.items() if device.type == "cuda" else ():
-            measured.kernels[name] = megatron_steps.kernel_times(layer, chain=_chain(layer))
+            measured.kernels[name] = megatron_steps.kernel_times(layer, _chain(layer))
         return measured
 
 
@@ -141,7 +141,7 @@ def _distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((torch.dist(ours.float(), exact.float()) / exact.float().norm()).item())
 
 
-def _peak_bytes(layer: Layer, device: torch.device, options: argparse.Namespace) -> int:
+def _peak_bytes(layer: Layer, device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     layer.clear()
@@ -150,10 +150,7 @@ def _peak_bytes(layer: Layer, device: torch.device, options: argparse.Namespace)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(_chain(layer)):
-        layer.clear()
-        layer.forward()
-        layer.backward()
+    chain(layer, _chain(layer))
     torch.cuda.synchronize()
     layer.clear()
     return torch.cuda.max_memory_allocated() - before

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.bench.layers.passes import Pass
+from deepep_moe.bench.layers.graphs import Graphed
+from deepep_moe.bench.layers.passes import Pass, Step, chain
 
 GROUPED, GRAPH, PRODUCTS = "deepep_moe, grouped", "deepep_moe, grouped, CUDA graph", "grouped products alone"
 TE_OURS, TE_ALLTOALL, TE_ALLGATHER = "deepep_moe, TE experts", "alltoall, TE experts and router", "allgather, TE experts and router"
@@ -69,6 +70,8 @@ def by_expert(results: dict[str, Tensor]) -> dict[str, Tensor]:
 class Products:
     """The six grouped products of SwiGLU experts with known counts."""
 
+    num_passes = 1
+
     def __init__(self, experts: Any, counts: Tensor, num_rows: int):
         from deepep_moe.ops import grouped_products
 
@@ -90,32 +93,6 @@ class Products:
 
     def clear(self) -> None:
         """Do nothing, as no gradients are kept."""
-
-
-class Graphed:
-    """A pass from a CUDA graph of its forward and backward."""
-
-    def __init__(self, step: Pass):
-        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step.forward()
-                step.backward()
-                step.clear()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph):
-            step.forward()
-            step.backward()
-
-    def forward(self) -> None:
-        self._graph.replay()
-
-    def backward(self) -> None:
-        """Do nothing: it is in the graph."""
-
-    def clear(self) -> None:
-        """Do nothing: gradients are those of the graph."""
 
 
 def make_steps(like: Any, x: Tensor, cotangent: Tensor, *, seed: int, **sizes: Any) -> dict[str, Any]:
@@ -147,28 +124,21 @@ def _run(layer: Any, x: Tensor) -> Tensor:
 
 
 def add_graph(steps: dict[str, Any]) -> None:
-    """Add the pass from a CUDA graph, on GPUs. Afterwards the layer's gradients are the graph's."""
+    """Add the pass from a CUDA graph, on GPUs."""
     if torch.cuda.is_available():
         steps[GRAPH] = Graphed(steps[GROUPED])
 
 
-def time_step(step: Any, device: torch.device, *, with_kernels: bool = False, chain: int = _CHAIN) -> StepTimes:
-    """Time a chain of passes. Collective."""
+def time_step(step: Step, device: torch.device, *, with_kernels: bool = False, num_passes: int = _CHAIN) -> StepTimes:
+    """Time a chain of passes. Collective. `num_passes` is a multiple of `step.num_passes`."""
     _synchronize(device)
     begin = time.perf_counter()
-    _chain(step, chain)
+    chain(step, num_passes)
     enqueued = time.perf_counter()
     _synchronize(device, meets=False)
     wall = time.perf_counter()
-    kernels = sum(kernel_times(step, chain).values()) if with_kernels and device.type == "cuda" else None
-    return StepTimes((wall - begin) * 1e6 / chain, (enqueued - begin) * 1e6 / chain, kernels)
-
-
-def _chain(step: Any, length: int) -> None:
-    for _ in range(length):
-        step.clear()
-        step.forward()
-        step.backward()
+    kernels = sum(kernel_times(step, num_passes).values()) if with_kernels and device.type == "cuda" else None
+    return StepTimes((wall - begin) * 1e6 / num_passes, (enqueued - begin) * 1e6 / num_passes, kernels)
 
 
 def _synchronize(device: torch.device, meets: bool = True) -> None:
@@ -178,9 +148,9 @@ def _synchronize(device: torch.device, meets: bool = True) -> None:
         dist.barrier()
 
 
-def kernel_times(step: Any, chain: int = _CHAIN) -> dict[str, float]:
+def kernel_times(step: Step, num_passes: int = _CHAIN) -> dict[str, float]:
     """Return the microseconds that the kernels of each name take in one of a chain of passes."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _chain(step, chain)
+        chain(step, num_passes)
         torch.cuda.synchronize()
-    return {event.key: event.self_device_time_total / chain for event in profile.key_averages() if event.self_device_time_total > 0}
+    return {event.key: event.self_device_time_total / num_passes for event in profile.key_averages() if event.self_device_time_total > 0}

@@ -1,4 +1,4 @@
-"""Passes of a layer, their times and their differences, for the benchmarks of Megatron-Core's and DeepSpeed's layers."""
+"""Passes of a layer, their times and their differences, for the benchmarks of layers."""
 
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -13,8 +13,31 @@ from deepep_moe.bench.common.timing import Mark, Timer
 PARTS = ("forward", "backward", "forward+backward")
 
 
+class Step(Protocol):
+    """What is repeated and timed."""
+
+    num_passes: int
+    """The passes that a forward and a backward make: one, but for those from a CUDA graph."""
+
+    def clear(self) -> None: ...
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+def chain(step: Step, num_passes: int) -> None:
+    """Make `num_passes` passes one after another, a multiple of `step.num_passes`. Each drops what the one before has left."""
+    for _ in range(num_passes // step.num_passes):
+        step.clear()
+        step.forward()
+        step.backward()
+
+
 class Pass:
     """A forward and a backward that can be repeated. `leaves` are the tensors whose gradients are compared."""
+
+    num_passes = 1
 
     def __init__(self, forward: Callable[[], Tensor], cotangent: Tensor, leaves: dict[str, Tensor]):
         self._forward, self._cotangent, self._leaves = forward, cotangent, leaves
@@ -33,16 +56,21 @@ class Pass:
         for leaf in self._leaves.values():
             leaf.grad = None
 
+    def release(self) -> None:
+        """Do nothing, as nothing is kept from one pass to the next."""
+
     def results(self) -> dict[str, Tensor]:
         """Run once, and return the output and all gradients."""
+        chain(self, 1)
+        results = self.last_results()
         self.clear()
-        self.forward()
-        self.backward()
+        return results | {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items() if name not in results}
+
+    def last_results(self) -> dict[str, Tensor]:
+        """Return the output of the last run, and the gradients that it has made."""
         assert self._output is not None
-        gradients = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in self._leaves.items()}
-        results = {"output": self._output.detach()} | gradients
-        self.clear()
-        return results
+        gradients = {name: leaf.grad for name, leaf in self._leaves.items() if leaf.grad is not None}
+        return {"output": self._output.detach()} | gradients
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
