@@ -9,8 +9,9 @@ from bench_cases import RECORD_FIELDS, bench
 
 from deepep_moe.bench.layers import fp8, fp8_layers
 from deepep_moe.bench.layers.fp8 import Measured
-from deepep_moe.bench.layers.fp8_layers import BF16, EACH, KEPT, SHARED, Wire
+from deepep_moe.bench.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, SHARED, TITLES, Wire, graph_of
 from deepep_moe.bench.layers.megatron_steps import StepTimes
+from deepep_moe.testing import run_ranks
 
 SIZES = ["--num-tokens", "48", "--hidden", "128", "--ffn-hidden", "128", "--num-topk", "2", "--num-experts", "4", "--repeats", "1"]
 
@@ -37,6 +38,11 @@ def test_records(tmp_path):
     parameters = 2 * 3 * 128 * 128
     assert [each["kept_bytes"] for each in records] == [0, *[2 * parameters + 8 * parameters // 128**2] * 2]
     assert [each["micro_batches"] for each in records] == [None, 3, None]
+    rows = [line for line in done.stdout.splitlines() if "not captured: " in line]
+    assert len(rows) == len(GRAPHS) == 4, "each layer that has no graph has a row"
+    for name, row in zip(GRAPHS, rows, strict=True):
+        why = "copies made outside of a graph serve no forward" if name == graph_of(KEPT) else "CUDA graphs need a GPU"
+        assert row.startswith(name) and why in row and why in records[0]["not_captured"][name]
 
 
 def measured(names):
@@ -57,6 +63,96 @@ def test_table_and_records_with_rivals(capsys):
     records = fp8.records_of(ranks, options)
     assert [each["rival"] for each in records[:3]] == [BF16, fp8_layers.TE_BF16, fp8_layers.TE_EACH] and len(records) == 9
     assert records[2]["ratio"] == 3.0 and records[2]["kernel_us"] == 10.0
+
+
+def test_table_and_records_with_graphs(capsys):
+    """A graph is compared with ours in bf16, eager and graphed, and with each layer of TransformerEngine."""
+    options = argparse.Namespace(num_tokens=1, hidden=128, num_topk=1, num_experts=1, ffn_hidden=128, micro_batches=4, kernels=0)
+    captured = BF16_GRAPH, graph_of(EACH), graph_of(SHARED)
+    first = measured((BF16, EACH, SHARED, KEPT, *captured, *list(TITLES)[2:]))  # 100 us, 200 us, ..., 1100 us
+    first.not_captured[graph_of(KEPT)] = "no kernel"
+    fp8.show([first], options)
+    lines = capsys.readouterr().out.splitlines()
+    row = {name: line.removeprefix(name).split() for line in lines for name in first.times if line.startswith(f"{name}  ")}
+    assert row[BF16_GRAPH] == ["500", "50", "10", "1.00", "0.20x", "1.00x", "1.60x", "1.80x", "2.00x", "2.20x"]
+    assert row[SHARED] == ["300", "50", "10", "1.00", "0.33x", "1.67x", "2.67x", "3.00x", "3.33x", "3.67x"]
+    titles = next(line for line in lines if line.startswith("us a forward"))
+    assert titles.split("peak GB")[1].split() == " ".join(TITLES.values()).split()
+    assert any(line.split() == [*graph_of(KEPT).split(), "not", "captured:", "no", "kernel"] for line in lines)
+    assert any(line.startswith("CUDA graphs of 4 forwards and backwards") for line in lines)
+    records = fp8.records_of([first], options)
+    assert len(records) == 6 * 6 - 1 and {each["op"].removeprefix("fp8 layer ") for each in records} == {EACH, SHARED, KEPT, *captured}
+    found = {(each["op"].removeprefix("fp8 layer "), each["rival"]): each for each in records}
+    of_graph, of_bf16 = found[graph_of(SHARED), BF16_GRAPH], found[BF16_GRAPH, BF16]
+    assert (of_graph["ratio"], of_graph["host_us"], of_graph["kernel_us"]) == (pytest.approx(5 / 7), 50.0, 10.0)
+    assert of_graph["micro_batches"] == of_graph["graph_passes"] == of_graph["rival_graph_passes"] == 4 and of_graph["kept_bytes"] == 5
+    assert of_bf16["dtype"] == "bfloat16" and of_bf16["differences"] is None and of_bf16["bytes_moved"] == 1 * (2 + 2) * 2
+    assert of_bf16["graph_passes"] == 4 and of_bf16["rival_graph_passes"] is None and of_bf16["kept_bytes"] == 0
+    assert of_bf16["not_captured"] == {graph_of(KEPT): "no kernel"}
+    assert found[SHARED, fp8_layers.TE_SHARED]["graph_passes"] is None
+
+
+def test_graphs_that_change_results(monkeypatch, tmp_path):
+    first = measured((BF16, EACH, SHARED, KEPT))
+    first.num_different_from_eager = 2
+    monkeypatch.setattr(fp8, "run_ranks", lambda *_, **__: [first])
+    options = ["--device", "cpu", "--kernels", "0"]
+    parser = argparse.ArgumentParser()
+    fp8.add_arguments(parser)
+    with pytest.raises(SystemExit, match="^2 results differ between passes and their CUDA graphs$"):
+        fp8.main(parser.parse_args(options, argparse.Namespace(bind=False, json=tmp_path / "fp8.json")))
+    assert json.loads((tmp_path / "fp8.json").read_text())
+
+
+def captures_on_rank_0_only(rank, num_ranks):
+    class Fake:
+        def __init__(self, layer, num_passes):
+            if rank == 1:
+                try:
+                    raise ValueError("no room")
+                finally:
+                    raise RuntimeError("the capture is invalid")
+
+    fp8.Graphed = Fake
+    weight = torch.ones(3, requires_grad=True)
+    layer = fp8_layers.Layer(lambda _: 2 * weight, torch.ones(3), {"weight": weight}, backend="nvlink")
+    return fp8._capture(layer, torch.device("cuda"), 4)
+
+
+def test_a_capture_that_fails_on_one_rank():
+    """No rank replays then, as a replay would wait for its peers for ever."""
+    why = "RuntimeError: the capture is invalid; before that: ValueError: no room"
+    assert run_ranks(captures_on_rank_0_only, 2) == [(None, f"rank 1: {why}"), (None, why)]
+
+
+def graphs_of_which_one_is_wrong(rank, num_ranks):
+    class Fake:
+        peak_bytes = 3
+
+        def __init__(self, layer, num_passes):
+            self.found = layer.results()
+            if layer is layers[EACH]:
+                self.found["weight"] = self.found["weight"] + 1
+
+        def results(self):
+            return self.found
+
+    fp8.Graphed = Fake
+    weight = torch.ones(3, requires_grad=True)
+    why = {KEPT: "copies are outside"}
+    layers = {
+        name: fp8_layers.Layer(lambda _: 2 * weight, torch.ones(3), {"weight": weight}, backend="nvlink", why_no_graph=why.get(name, ""))
+        for name in (BF16, EACH, SHARED, KEPT)
+    }
+    found = measured(())
+    names = list(fp8._add_graphs(found, layers, torch.device("cuda"), 4))
+    return names, found.not_captured, found.num_different_from_eager, found.peak_bytes
+
+
+def test_graphs_are_compared_with_eager_passes():
+    names = [BF16_GRAPH, graph_of(EACH), graph_of(SHARED)]
+    expected = names, {graph_of(KEPT): "copies are outside"}, 1, dict.fromkeys(names, 3)
+    assert run_ranks(graphs_of_which_one_is_wrong, 1) == [expected]
 
 
 def test_rivals_that_fail_are_left_out():
@@ -112,9 +208,7 @@ def test_micro_batches_by_hand():
         seen.append(is_first)
         return weight * 2
 
-    layer = fp8_layers.Layer(
-        run, torch.ones(1), {"weight": weight}, backend="shm", num_micro_batches=3, which=lambda number: number % 3 == 0
-    )
+    layer = fp8_layers.Layer(run, torch.ones(1), {"weight": weight}, backend="shm", which=lambda number: number % 3 == 0)
     for _ in range(4):
         layer.forward()
     layer.release()

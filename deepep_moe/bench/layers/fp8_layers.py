@@ -18,6 +18,20 @@ TE_BF16, TE_EACH, TE_SHARED = "alltoall, TE bf16", "alltoall, TE fp8", "alltoall
 TE_PADDED = "alltoall, TE fp8, router pads"
 
 
+def graph_of(name: str) -> str:
+    """Return the name of a layer that runs from a CUDA graph."""
+    return f"{name}, CUDA graph"
+
+
+BF16_GRAPH = graph_of(BF16)
+OURS = BF16, EACH, SHARED, KEPT
+GRAPHS = tuple(map(graph_of, OURS))
+TITLES = {
+    BF16: "bf16", BF16_GRAPH: "bf16 graph", TE_BF16: "TE bf16", TE_EACH: "TE fp8", TE_SHARED: "TE shared", TE_PADDED: "TE padded",
+}  # fmt: skip
+"""Short names of the layers that others are compared with."""
+
+
 class Layer(Pass):
     """A pass that knows which micro-batch it is."""
 
@@ -28,14 +42,15 @@ class Layer(Pass):
         leaves: dict[str, Tensor],
         *,
         backend: str,
-        num_micro_batches: int = 1,
         which: Callable[[int], bool | None] = lambda number: None,
         release: Callable[[], None] = lambda: None,
         kept_bytes: Callable[[], int] = lambda: 0,
+        why_no_graph: str = "",
     ):
         super().__init__(self._next, cotangent, leaves)
+        self.why_no_graph = why_no_graph
         self._run, self._which, self._number = run, which, 0
-        self.backend, self.num_micro_batches, self._release, self.kept_bytes = backend, num_micro_batches, release, kept_bytes
+        self.backend, self._release, self.kept_bytes = backend, release, kept_bytes
 
     def _next(self) -> Tensor:
         number, self._number = self._number, self._number + 1
@@ -90,18 +105,19 @@ def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: 
     leaves = {"input": x} | dict(fp8.named_parameters())
     kept = experts.kept_weights
 
-    def layer(module: MoELayer, which: Callable[[int], bool | None] = lambda number: None, num_micro_batches: int = 1) -> Layer:
+    def layer(module: MoELayer, which: Callable[[int], bool | None] = lambda number: None, why_no_graph: str = "") -> Layer:
         return Layer(
-            lambda is_first: module(x, is_first_microbatch=is_first), cotangent, leaves, backend=module.buffer.backend,
-            num_micro_batches=num_micro_batches, which=which, release=experts.release_fp8_weights, kept_bytes=lambda: kept.num_bytes,
+            lambda is_first: module(x, is_first_microbatch=is_first), cotangent, leaves, backend=module.buffer.backend, which=which,
+            release=experts.release_fp8_weights, kept_bytes=lambda: kept.num_bytes, why_no_graph=why_no_graph,
         )  # fmt: skip
 
     count = options.micro_batches
+    why_not = f'copies made outside of a graph serve no forward inside; "{graph_of(SHARED)}" makes its own'
     layers = {
         BF16: layer(exact),
         EACH: layer(fp8),
-        SHARED: layer(fp8, lambda number: number % count == 0, count),
-        KEPT: layer(fp8, lambda number: not kept.num_bytes),
+        SHARED: layer(fp8, lambda number: number % count == 0),
+        KEPT: layer(fp8, lambda number: not kept.num_bytes, why_not),
     }
     return layers, _wire(fp8, x, num_ranks, num_local_experts)
 
@@ -163,16 +179,16 @@ def _make_rivals(options: argparse.Namespace, rank: int, num_ranks: int, device:
     )
     count = options.micro_batches
 
-    def layer(module: Any, which: Callable[[int], bool | None], num_micro_batches: int = 1) -> Layer:
+    def layer(module: Any, which: Callable[[int], bool | None]) -> Layer:
         leaves = {"input": x} | dict(module.named_parameters())
         return Layer(
             lambda is_first: harness.run_te_layer(module, x, is_first), cotangent.unsqueeze(1), leaves, backend="alltoall",
-            num_micro_batches=num_micro_batches, which=which, release=lambda: harness.release_te_copies(module),
+            which=which, release=lambda: harness.release_te_copies(module),
         )  # fmt: skip
 
     return {
         TE_BF16: layer(exact, lambda number: None),
         TE_EACH: layer(fp8, lambda number: True),
-        TE_SHARED: layer(fp8, lambda number: number % count == 0, count),
+        TE_SHARED: layer(fp8, lambda number: number % count == 0),
         TE_PADDED: layer(padded, lambda number: True),
     }
