@@ -11,6 +11,7 @@ from deepep_moe.bench.layers import fp8, fp8_layers
 from deepep_moe.bench.layers.fp8 import Measured
 from deepep_moe.bench.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, SHARED, TITLES, Wire, graph_of
 from deepep_moe.bench.layers.megatron_steps import StepTimes
+from deepep_moe.bench.layers.passes import draw_inputs
 from deepep_moe.testing import run_ranks
 
 SIZES = ["--num-tokens", "48", "--hidden", "128", "--ffn-hidden", "128", "--num-topk", "2", "--num-experts", "4", "--repeats", "1"]
@@ -227,3 +228,13 @@ def test_refusals():
             continue
         done = bench("--device", "cpu", *SIZES, *arguments, command="fp8")
         assert done.returncode == 1 and message in done.stderr, done.stderr
+
+
+def test_inputs_are_no_routers_weights():
+    """Layers are drawn from small seeds. A row of x that equals a router's row gets a probability of 1, and 0 for all other experts."""
+    for rank in range(8):
+        x, cotangent = draw_inputs(rank, (4, 8), torch.device("cpu"), torch.float32)
+        assert x.requires_grad and not cotangent.requires_grad and not torch.equal(x, cotangent)
+        for seed in range(64):
+            drawn = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+            assert not torch.equal(drawn, x) and not torch.equal(drawn, cotangent)

@@ -29,7 +29,7 @@ from deepep_moe import torch_module
 from deepep_moe.bench.common.records import DTYPES, record, spread, write_json
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
-from deepep_moe.bench.layers.passes import PARTS, check_ranks, describe, difference, slowest, times_of
+from deepep_moe.bench.layers.passes import PARTS, check_ranks, describe, difference, draw_inputs, slowest, times_of
 from deepep_moe.testing import RankFailedError, run_ranks
 
 DEEPSPEED = "deepspeed"
@@ -149,9 +149,8 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace, shape: Shape
 def _measure(shape: Shape, rank: int, num_ranks: int, options: argparse.Namespace, device: torch.device) -> Measured:
     from deepep_moe.integrations.common.registry import all_buffers, destroy_all
 
-    generator, size, dtype = torch.Generator().manual_seed(rank), (options.num_tokens, options.hidden), DTYPES[shape.dtype]
-    x, cotangent = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
-    x.requires_grad_()
+    dtype = DTYPES[shape.dtype]
+    x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, dtype)
     settings = {name: getattr(options, name) for name in ("hidden", "num_experts", "backend")}
     settings |= {"num_topk": shape.num_topk, "ep": num_ranks, "num_max_tokens_per_rank": options.num_tokens}
     settings |= {"device": device, "dtype": dtype}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepep_moe.bench.layers.passes import Pass
+from deepep_moe.bench.layers.passes import Pass, draw_inputs
 from deepep_moe.exchange.routing import is_token_in_rank
 from deepep_moe.nn import GroupedExperts, MoELayer, Router
 from deepep_moe.ops import QuantizedRows
@@ -82,10 +82,8 @@ class Wire(NamedTuple):
 
 
 def _inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    shape = options.num_tokens, options.hidden
-    x, cotangent = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for _ in range(2))
-    return x.requires_grad_(), cotangent * 1e-3
+    x, cotangent = draw_inputs(rank, (options.num_tokens, options.hidden), device, torch.bfloat16)
+    return x, cotangent * 1e-3
 
 
 def make_layers(options: argparse.Namespace, rank: int, num_ranks: int, device: torch.device) -> tuple[dict[str, Layer], Wire]:

@@ -25,7 +25,7 @@ from deepep_moe.bench.common.records import DTYPES, record, write_json
 from deepep_moe.bench.common.timing import Timer
 from deepep_moe.bench.layers import megatron_steps
 from deepep_moe.bench.layers.megatron_steps import GROUPED, StepTimes
-from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, slowest, times_of
+from deepep_moe.bench.layers.passes import PARTS, Pass, check_ranks, describe, difference, draw_inputs, slowest, times_of
 from deepep_moe.testing import run_ranks
 
 OURS, ALONE, GATHERS = "deepep_moe", "rows alone", "rows, gathers"
@@ -84,14 +84,6 @@ class Rows:
 def _gather(rows: Tensor, idx: Tensor) -> Tensor:
     """Gather rows in words of 8 bytes, which PyTorch copies at the speed of the memory."""
     return rows.view(torch.int64).index_select(0, idx).view(rows.dtype)
-
-
-def make_inputs(options: argparse.Namespace, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return x and the output's gradient, [num_tokens, 1, hidden]."""
-    generator = torch.Generator().manual_seed(rank)
-    shape, dtype = (options.num_tokens, 1, options.hidden), DTYPES[options.dtype]
-    x, cotangent = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    return x.requires_grad_(), cotangent
 
 
 def make_passes(layers: dict[str, Any], x: Tensor, cotangent: Tensor, num_ranks: int) -> dict[str, dict[str, Any]]:
@@ -176,7 +168,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> Measured:
     with model_parallel(options.device, ep=num_ranks, seed=1, options=bound) as device:
         sizes = {name: getattr(options, name) for name in ("hidden", "ffn_hidden", "num_experts", "num_topk")}
         layers = sharing_layers(DISPATCHERS, ep=num_ranks, dtype=DTYPES[options.dtype], seed=1, **sizes)
-        x, cotangent = make_inputs(options, rank, device)
+        x, cotangent = draw_inputs(rank, (options.num_tokens, 1, options.hidden), device, DTYPES[options.dtype])
         passes = make_passes(layers, x, cotangent, num_ranks)
         steps = megatron_steps.make_steps(layers[OURS], x, cotangent, seed=1, ep=num_ranks, dtype=DTYPES[options.dtype], **sizes)
         differences = {what: compare(of_one) for what, of_one in passes.items()}

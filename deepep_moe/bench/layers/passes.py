@@ -11,6 +11,14 @@ from deepep_moe.bench.common.records import cpu_name, nccl_version
 from deepep_moe.bench.common.timing import Mark, Timer
 
 PARTS = ("forward", "backward", "forward+backward")
+_FIRST_SEED = 1000  # of inputs, far from those of layers: rows that repeat a router's weights get probabilities of 1 and 0
+
+
+def draw_inputs(rank: int, size: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x, which requires a gradient, and the output's gradient, both of `size`."""
+    generator = torch.Generator().manual_seed(_FIRST_SEED + rank)
+    x, cotangent = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
+    return x.requires_grad_(), cotangent
 
 
 class Step(Protocol):
