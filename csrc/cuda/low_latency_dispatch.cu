@@ -25,11 +25,21 @@ constexpr int kThreads = SendShared::kThreads, kWarps = kThreads / 32;
 // In shared memory.
 struct Shared {
     SendShared sending;
-    unsigned came, lacking;                     // ranks that have entered the call, and whose counts have not come,
+    unsigned came;                              // ranks that have entered the call,
     int num_tokens[kLowLatencyMaxRanks], most;  // how many tokens they have, and how many at most
     TokenRows tokens[kWarps];
     int more[];  // counts of each rank for the local experts, then Marks
 };
+
+// All threads of a block, each with bits: those that any has.
+__device__ __noinline__ unsigned union_of_threads(unsigned bits) {
+    __shared__ unsigned all;
+    if (threadIdx.x == 0) all = 0;
+    __syncthreads();
+    if (bits != 0) atomicOr(&all, bits);
+    __syncthreads();
+    return all;
+}
 
 // What ranks outside of this node have sent, where there is no other node, and where there are some.
 struct OneNode {
@@ -138,21 +148,20 @@ struct Receiver {
 
     // Until all ranks have come, with their counts. tells: it is the block that passes them on, and keeps statistics.
     __device__ void wait_sources(bool tells) const {
-        shared().lacking = 0;
-        __syncthreads();
-        if (warp == 0)
-            store_sources(meet(c, nodes.words(), flag, p.statistics, tells));
-        else
-            wait_counts(c, flag, shared().more, &shared().lacking, threadIdx.x - 32, kThreads - 32);
-        __syncthreads();
-        if (threadIdx.x == 0 && lacks_a_rank() && gave_up(c)) fail();
-        if (c.masks_stalled) agree_across_blocks();
+        unsigned lacking;  // ranks that have not entered the call, or whose counts have not come, as far as this thread knows
+        if (warp == 0) {
+            const Sources sources = meet(c, nodes.words(), flag, p.statistics, tells);
+            store_sources(sources);
+            lacking = (kFullWarp >> (32 - config.num_ranks)) & ~sources.came;
+        } else {
+            lacking = wait_counts(c, flag, shared().more, threadIdx.x - 32, kThreads - 32);
+        }
+        if (__syncthreads_or(static_cast<int>(lacking)) != 0) {
+            lacking = union_of_threads(lacking);
+            if (threadIdx.x == 0 && (lacking & ~masks_of(c)) != 0 && gave_up(c)) fail();
+        }
+        if (c.masks_stalled) agree_across_blocks(lacking);
         if (tells) publish_counts();
-    }
-
-    __device__ bool lacks_a_rank() const {
-        const unsigned all = kFullWarp >> (32 - config.num_ranks), here = shared().came & ~shared().lacking;
-        return here != all && (here | masks_of(c)) != all;
     }
 
     // One warp.
@@ -163,12 +172,12 @@ struct Receiver {
     }
 
     // A rank has come for all blocks or for none: rows of one whose counts are not known would lie where those of another belong.
-    __device__ void agree_across_blocks() const {
+    __device__ void agree_across_blocks(unsigned lacking) const {
         if (warp == 0)
             store_sources(agreed(c, nodes.words(), flag,
-                                 {shared().came & ~shared().lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
+                                 {shared().came & ~lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
         __syncthreads();
-        read_counts_again(c, flag, shared().more, shared().came & shared().lacking);
+        read_counts_again(c, flag, shared().more, shared().came & lacking);
         __syncthreads();
     }
 

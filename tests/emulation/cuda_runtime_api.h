@@ -52,7 +52,7 @@ const Place& place();
 
 void yield();  // lets the block's other fibers, and other blocks, go on
 void pause();  // the same, of a thread that waits for what others do
-void sync_threads();
+bool sync_threads(bool vote = false);  // whether any thread's is true
 const uint64_t* exchange(uint64_t value);  // [32] of all lanes of the warp, until the warp's next exchange but one
 void* shared_memory(size_t& bytes);        // of the block
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
@@ -76,6 +76,7 @@ T shuffle(T value, int lane) {
 #define gridDim (emulation::place().grid_dim)
 
 inline void __syncthreads() { emulation::sync_threads(); }
+inline int __syncthreads_or(int predicate) { return emulation::sync_threads(predicate != 0); }
 inline void __syncwarp() { emulation::exchange(0); }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {

@@ -73,6 +73,7 @@ struct Block {
     int current = 0, live = 0, at_barrier = 0, idle_rounds = 0;
     bool is_active = false, has_paused = false;  // in this round
     unsigned barrier_generation = 0;
+    bool barrier_votes[2] = {};  // of the threads at the barrier, by generation
     jmp_buf scheduler;
     const std::function<void()>* body = nullptr;
 
@@ -86,7 +87,7 @@ struct Block {
     void release_barrier_if_full() {
         if (live == 0 || at_barrier != live) return;
         at_barrier = 0;
-        ++barrier_generation;
+        barrier_votes[++barrier_generation & 1] = false;
         is_active = true;
         for (Warp& warp : warps) warp.runnable = warp.live;
     }
@@ -197,12 +198,14 @@ void pause() {
     block->go_on();
 }
 
-void sync_threads() {
+bool sync_threads(bool vote) {
     const unsigned generation = block->barrier_generation;
+    block->barrier_votes[generation & 1] |= vote;
     ++block->at_barrier;
     block->warp().runnable &= ~block->lane_bit();
     block->release_barrier_if_full();
     while (block->barrier_generation == generation) block->go_on();
+    return block->barrier_votes[generation & 1];
 }
 
 const uint64_t* exchange(uint64_t value) {

@@ -82,10 +82,10 @@ __device__ __forceinline__ bool mark_tokens(const LowLatencyContext& c, const Lo
 }
 
 // How many tokens each rank has for each local expert, [num_ranks][num_local_experts] in shared memory: those that a thread finds, of
-// `step` threads. 0 where a rank is masked, or the failure is reported; then the rank's bit is set in `lacking`, which is 0 before.
-__device__ __forceinline__ void wait_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, unsigned* lacking, int first,
-                                            int step) {
+// `step` threads. 0 where a rank is masked, or the failure is reported; returns the bits of those ranks.
+__device__ __forceinline__ unsigned wait_counts(const LowLatencyContext& c, unsigned long long flag, int* counts, int first, int step) {
     const unsigned long long call = flag >> kWhatBits, *const told = Turn(c, c.rank, call).counts(0);
+    unsigned lacking = 0;
 #pragma unroll 1
     for (int i = first; i < c.config.num_experts; i += step) {
         unsigned long long word = load_relaxed(told + i);
@@ -93,10 +93,11 @@ __device__ __forceinline__ void wait_counts(const LowLatencyContext& c, unsigned
             const int source = i / c.config.num_local_experts;
             word = is_masked(c, source) ? 0 : wait_word_of(c, told + i, call, source, GpuPhase::kEntry, c.timeout_ns);
             if (word != 0 && !check_what(c, flag, word, source)) word = 0;
-            if (word == 0) atomicOr(lacking, 1u << source);
+            if (word == 0) lacking |= 1u << source;
         }
         counts[i] = LowLatencyWhat::value_in(word);
     }
+    return lacking;
 }
 
 // All threads of a block: the counts of `sources`, all of which other blocks of this rank have seen.

@@ -168,21 +168,21 @@ public:
 
 private:
     // Of a token, what crosses first, as it has the longer way. The head before the row: by the time that the row has come, its receiver
-    // knows where it belongs. All places are worked out while the first token's columns are on their way, unless they are already; the next
-    // columns are loaded ahead of what waits for stores.
+    // knows where it belongs. All places are worked out while what the first token needs is on its way, unless they are already; what the
+    // next one needs is loaded ahead of what waits for stores.
     __device__ void send_rows(int first, const FirstMarks& experts, bool knows_places) const {
         if (first >= p.num_tokens) return;
         const bool sends_head = warp == kWarps - 1;  // which has no columns
         Given given(*this, first, 0);
+        Lane own(*this, first, sends_head);
         if (!knows_places) find_places(experts);
         unsigned ranks = 0;
         int turn = 0, token = first, begin = 0;
 #pragma unroll 1
         while (token < p.num_tokens) {
-            const Lane own(*this, token, sends_head && begin == 0);
             const int count = min(kStagedPieces, num_pieces - begin);
             const bool is_last = begin + count == num_pieces;
-            if (sends_head && begin == 0) shared.ranks[turn] = own.ranks();
+            if (sends_head && begin == 0) shared.ranks[turn] = own.ranks(outside);
             given.stage(*this, staged(turn), token, begin);
             const int next_token = is_last ? next(token) : token, next_begin = is_last ? 0 : begin + count;
             if (next_token < p.num_tokens) given = Given(*this, next_token, next_begin);
@@ -192,6 +192,7 @@ private:
                 if (is_last) outside.put(*this, token, ranks);
             }
             if (sends_head && begin == 0) send_head(token, own, ranks);
+            if (is_last && next_token < p.num_tokens) own = Lane(*this, next_token, sends_head);
             const int first_part = begin / kLinePieces * kPartsOfLine;
             staged(turn).push(c, outside.first_rank(), outside.num_ranks(), ranks, count, kQuantized, flag,
                               [&](int to) { return Turn(c, to, call).row(c.rank, token) + first_part; });
@@ -209,16 +210,15 @@ private:
         return mark_tokens(c, p, marks, experts);
     }
 
-    // One of top-k: where it goes, what with, and which ranks are not masked. One warp has them.
+    // One of top-k: where it goes and what with, and which ranks are masked. One warp has them.
     struct Lane {
         int expert = -1, rank = -1;
         float weight = 1.0f;
-        unsigned masks = 0, reached = 0;
+        unsigned masks = 0;
 
         __device__ Lane(const Sender& s, int token, bool is_any) {
             if (!is_any) return;
-            masks = __shfl_sync(kFullWarp, masks_of(s.c), 0);  // the same for all lanes
-            reached = s.outside.reached(masks);
+            masks = masks_of(s.c);
             if (s.lane >= s.config.num_topk) return;
             const int64_t at = static_cast<int64_t>(token) * s.config.num_topk + s.lane, chosen = expert_at(s.p, at);
             if (s.p.topk_weights != nullptr) weight = s.p.topk_weights[at];
@@ -226,8 +226,11 @@ private:
             expert = static_cast<int>(chosen);
             rank = expert / s.num_local;
         }
-        // All ranks that the token goes to.
-        __device__ unsigned ranks() const { return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & reached; }
+        // All ranks that the token goes to, by the masks that the first lane has seen.
+        __device__ unsigned ranks(const Outside& outside) {
+            masks = __shfl_sync(kFullWarp, masks, 0);
+            return __reduce_or_sync(kFullWarp, rank < 0 ? 0u : 1u << rank) & outside.reached(masks);
+        }
     };
 
     // One warp: what of the token goes where.
