@@ -98,7 +98,7 @@ ROW = re.compile(r"^\| ((?:dispatch|combine|low-latency)[^|]+) \| (128|4096) \| 
 
 @pytest.mark.parametrize("page", ("README.md", "docs/benchmarks.md"))
 def test_tables_of_other_libraries_repeat_the_records(page):
-    rows = ROW.findall((ROOT / page).read_text())
+    rows = ROW.findall((ROOT / page).read_text().split("| 4 x H200 | tokens a rank |")[0])
     assert [what.replace(", layout `rank`", " rank").replace(", layout `expert`", " expert") for what, *_ in rows] == [
         operation for _, operation in figures.GROUPS
     ]

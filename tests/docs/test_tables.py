@@ -73,17 +73,48 @@ def test_ratios_of_exchanges_to_the_records_before():
 
 
 def test_ratios_of_small_batches_to_the_records_before():
-    rows = rows_below("benchmarks.md", "| 128 tokens | 2 x H200 | 4 x H200 |")
+    rows = rows_below("benchmarks.md", "| one call in a graph, but for the last column | 2 x H200, 32 tokens | 128 | 512 | 4 x H200, 128 |")
     assert len(rows) == 4
-    runs = [("h200-low-latency", "h200-low-latency-before", n) for n in (2, 4)] + [
-        ("h100-low-latency-ep2", "h100-low-latency-ep2-before", 2)
-    ]
+    times = [(2, 32, "us_median"), (2, 128, "us_median"), (2, 512, "us_median"), (4, 128, "us_median"), (4, 128, "us_graph_of_20")]
     for label, *cells in rows:
         name = f"low-latency {label.replace(', fp8 wire', ' fp8')}"
-        for cell, (new, old, num_ranks) in zip(cells, runs, strict=True):
-            kind = {"name": name, "num_ranks": num_ranks, "num_tokens": 128, "half": "both", "graph": True}
-            sums = [sum(r["us_median"] for r in records_of(file) if {field: r[field] for field in kind} == kind) for file in (new, old)]
-            assert float(cell) == pytest.approx(sums[0] / sums[1], abs=0.0051), (name, new)
+        for cell, (num_ranks, num_tokens, field) in zip(cells, times, strict=True):
+            kind = {"name": name, "num_ranks": num_ranks, "num_tokens": num_tokens, "half": "both", "graph": True}
+            new, old = (
+                sum(r[field] for r in records_of(f"h200-low-latency-ep{num_ranks}{when}") if {key: r[key] for key in kind} == kind)
+                for when in ("", "-before")
+            )
+            assert float(cell) == pytest.approx(new / old, abs=0.0051), (name, num_ranks, num_tokens)
+
+
+def test_other_libraries_on_four_gpus():
+    rows = rows_below("benchmarks.md", "| 4 x H200 | tokens a rank | deepep_moe | DeepEP V1 | DeepEP V2 |")
+    assert len(rows) == 9
+    for label, num_tokens, *cells in rows:
+        is_small = "no graph" in label
+        records = records_of("h200-peers-low-latency-v1" if is_small else "h200-peers")
+        name = (
+            label.removeprefix("low-latency ")
+            .replace(", no graph", "")
+            .replace(", layout `rank`", " rank")
+            .replace(", layout `expert`", " expert")
+        )
+        for cell, library in zip(cells, ("", "deep_ep ", "deep_ep_v2 "), strict=True):
+            kind = {"name": f"{'low-latency ' if is_small else ''}{library}{name}", "num_tokens": int(num_tokens), "num_ranks": 4}
+            kind |= {"half": "both", "graph": False} if is_small else {} if library else {"num_sms": None}
+            found = [record for record in records if {key: record.get(key) for key in kind} == kind]
+            assert cell in ("none", "not timed") if not found else cell == f"{only(found)['us_median']:.0f} us", (label, library)
+
+
+def test_drop_in_on_four_gpus():
+    records = records_of("h200-peers-drop-in")
+    rows = rows_below("benchmarks.md", "| 4 x H200 | our own calls | V1's interface | V2's interface | DeepEP V1 |")
+    assert len(rows) == 4
+    for label, *cells in rows:
+        call, _, which = label.partition(", ")
+        for cell, prefix in zip(cells, ("", "drop_in ", "drop_in_v2 ", "deep_ep "), strict=True):
+            record = only(records, name=f"{prefix}{call} rank", num_tokens=4096, **({} if prefix else {"num_sms": None}))
+            assert cell == f"{record['us_median' if 'busy' in which else 'call_us']:.0f} us", (label, prefix)
 
 
 def test_layer_with_fp8_experts():
