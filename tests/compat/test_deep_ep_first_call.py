@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import device_of
+from exchange_cases import device_of, in_environment
 
 from deepep_moe.compat import deep_ep
 from deepep_moe.errors import EPPeerError, EPTimeoutError
@@ -103,6 +103,5 @@ def new_sizes(rank, _):
         buffer.low_latency_dispatch(x, topk_idx, 3, NUM_EXPERTS)
 
 
-def test_new_sizes_without_a_rank(monkeypatch):
-    monkeypatch.setenv("DEEPEP_MOE_TIMEOUT_S", "5")
-    run_ranks(new_sizes, 2)
+def test_new_sizes_without_a_rank():
+    run_ranks(in_environment, 2, {"DEEPEP_MOE_TIMEOUT_S": "5"}, new_sizes)

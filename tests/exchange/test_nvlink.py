@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
+from exchange_cases import Case, assert_same, check_case, device_of, in_environment, poison_outputs
 from nvlink_cases import make_buffer
 
 from deepep_moe import _C, Buffer, reference
@@ -52,11 +52,11 @@ def test_few_multiprocessors(max_sms, mode):
         run_ranks(check_case, case.num_ranks, case)
 
 
-def test_few_blocks_of_a_plan(monkeypatch):
+def test_few_blocks_of_a_plan():
     """A share of a GPU holds few blocks at once: each counts more of the tokens."""
-    monkeypatch.setenv("DEEPEP_MOE_EMULATED_BLOCKS", "1")  # on each of 12 multiprocessors
     case = Case([3200, 7, 0], hidden=16, dtype=torch.bfloat16, expert_alignment=4, with_bias=True, backends=("nvlink",))
-    run_ranks(check_case, case.num_ranks, case)
+    a_block_each = {"DEEPEP_MOE_EMULATED_BLOCKS": "1"}  # of 12 multiprocessors
+    run_ranks(in_environment, case.num_ranks, a_block_each, check_case, case)
 
 
 def guessed_rows(rank, num_ranks, layout, mode):

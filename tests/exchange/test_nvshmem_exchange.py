@@ -6,7 +6,7 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import Case, assert_same, check_case, device_of, poison_outputs
+from exchange_cases import NETWORK, Case, assert_same, check_case, device_of, in_environment, poison_outputs
 from random_routings import ROUNDS, stress
 
 from deepep_moe import Buffer, ops, reference
@@ -101,11 +101,11 @@ def test_many_calls(split):
 @pytest.mark.slow
 @pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")
 @pytest.mark.parametrize("seed", range(25))
-def test_networks(seed, monkeypatch):
+def test_networks(seed):
     """Networks that delay, tear and reorder in other ways."""
-    monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", f"seed={seed},stall_us={200 * (seed % 4)}")
+    network = {NETWORK: f"seed={seed},stall_us={200 * (seed % 4)}"}
     split = ("2x1", "2x2", "4x1", "3x2")[seed % 4]
-    run_ranks(many_calls, SPLITS[split][0], split, 4, start_method="spawn")
+    run_ranks(in_environment, SPLITS[split][0], network, many_calls, split, 4)
 
 
 # ---- what else a call can do ----

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import device_of
+from exchange_cases import NETWORK, device_of
 from fault_cases import NUM_TOKENS, SOON_S, inputs, look, make, make_step, outcome
 
 from deepep_moe import Buffer
@@ -20,7 +20,6 @@ from deepep_moe.errors import EPPeerError
 from deepep_moe.testing import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")]
-NETWORK = "DEEPEP_MOE_EMULATED_NETWORK"
 
 
 def buffer_of_two_nodes(timeout_s):

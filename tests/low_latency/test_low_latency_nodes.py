@@ -10,7 +10,7 @@ import emulated_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from exchange_cases import assert_same, device_of
+from exchange_cases import NETWORK, assert_same, device_of, in_environment
 from low_latency_cases import (
     Case,
     Expected,
@@ -102,13 +102,13 @@ def test_extreme_routings():
         run_ranks(check_cases, one[0].num_ranks, one)
 
 
-def test_long_rows_and_many_tokens(monkeypatch):
+def test_long_rows_and_many_tokens():
     """Rows that a block takes in several goes, and tokens of which a block looks at a part at a time."""
-    monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", "depth=2048")  # 600 tokens are 600 puts, which a busy network has all at once
     run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384), case_of("2x2", [3, 5, 0, 2], hidden=16384, fp8=True)])
     run_ranks(check_cases, 4, [case_of("2x2", [3, 5, 0, 2], hidden=16384, wire="fp8", dtype=dtype) for dtype in DTYPES])
     many = case_of("2x1", [600, 1], max_tokens=600, hidden=8)
-    run_ranks(check_cases, 2, [many, replace(many, combine_weights=True)], start_method="spawn")
+    network = {NETWORK: "depth=2048"}  # 600 tokens are 600 puts, which a busy network has all at once
+    run_ranks(in_environment, 2, network, check_cases, [many, replace(many, combine_weights=True)])
 
 
 @pytest.mark.parametrize("split", ("2x2", "2x4", "8x1"))

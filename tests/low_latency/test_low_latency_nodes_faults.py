@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from events import tell, wait_for
-from exchange_cases import device_of
+from exchange_cases import NETWORK, device_of, in_environment
 from low_latency_cases import Case, Expected, finish, make_buffer, run_case, start_dispatch
 
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -269,8 +269,8 @@ def many_calls(rank, num_ranks, per_node, num_calls):
 @pytest.mark.slow
 @pytest.mark.skipif(not emulated_gpu.is_chosen(), reason="is about the emulated network")
 @pytest.mark.parametrize("seed", range(18))
-def test_networks(seed, monkeypatch):
+def test_networks(seed):
     """Networks that delay, tear and reorder, in other ways each."""
-    monkeypatch.setenv("DEEPEP_MOE_EMULATED_NETWORK", f"seed={seed},stall_us={200 * (seed % 4)}")
+    network = {NETWORK: f"seed={seed},stall_us={200 * (seed % 4)}"}
     num_ranks, per_node = ((2, 1), (4, 2), (4, 1), (6, 2))[seed % 4] if seed < 16 else ((8, 4), (8, 2))[seed % 2]
-    run_ranks(many_calls, num_ranks, per_node, 5, start_method="spawn")
+    run_ranks(in_environment, num_ranks, network, many_calls, per_node, 5)

@@ -1,12 +1,23 @@
 """Routings for the tests of dispatch and combine, and the comparison with the reference that runs on every rank."""
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import emulated_gpu
 import torch
 
 from deepep_moe import Buffer, reference, torch_module
 from deepep_moe.host_pool import HostPool
+
+NETWORK = "DEEPEP_MOE_EMULATED_NETWORK"
+
+
+def in_environment(rank: int, num_ranks: int, variables: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function` with environment variables. Those that a test sets do not reach a rank, whose server has begun before."""
+    os.environ.update(variables)
+    return function(rank, num_ranks, *args)
 
 
 def poison_outputs() -> None:
