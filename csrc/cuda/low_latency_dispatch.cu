@@ -174,8 +174,8 @@ struct Receiver {
     // A rank has come for all blocks or for none: rows of one whose counts are not known would lie where those of another belong.
     __device__ void agree_across_blocks(unsigned lacking) const {
         if (warp == 0)
-            store_sources(agreed(c, nodes.words(), flag,
-                                 {shared().came & ~lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
+            store_sources(
+                agreed(c, nodes.words(), flag, {shared().came & ~lacking, lane < config.num_ranks ? shared().num_tokens[lane] : 0}));
         __syncthreads();
         read_counts_again(c, flag, shared().more, shared().came & lacking);
         __syncthreads();

@@ -50,9 +50,9 @@ struct Place {
 };
 const Place& place();
 
-void yield();  // lets the block's other fibers, and other blocks, go on
-void pause();  // the same, of a thread that waits for what others do
-bool sync_threads(bool vote = false);  // whether any thread's is true
+void yield();                              // lets the block's other fibers, and other blocks, go on
+void pause();                              // the same, of a thread that waits for what others do
+bool sync_threads(bool vote = false);      // whether any thread's is true
 const uint64_t* exchange(uint64_t value);  // [32] of all lanes of the warp, until the warp's next exchange but one
 void* shared_memory(size_t& bytes);        // of the block
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
