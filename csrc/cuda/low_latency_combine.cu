@@ -343,11 +343,12 @@ struct Kernel {
         const auto done = [&](bool masks_too) {
             parts.load(place);
             here = parts.here(place, flag);
-            unsigned given_up = 0;
+            if (!masks_too || here == parts.kAll) return here == parts.kAll;
+            const unsigned masks = __reduce_or_sync(kFullWarp, masks_of(c));
+            unsigned is_done = here;
 #pragma unroll
-            for (int n = 0; n < kRanksAtOnce; ++n)
-                given_up |= static_cast<unsigned>(masks_too && rank[n] >= 0 && is_masked(c, rank[n])) << n;
-            return (here | __reduce_or_sync(kFullWarp, given_up)) == parts.kAll;
+            for (int n = 0; n < kRanksAtOnce; ++n) is_done |= (masks >> rank[n] & 1) << n;
+            return is_done == parts.kAll;
         };
         const bool is_done = look_until(c, done);
 #pragma unroll
