@@ -343,12 +343,12 @@ struct Kernel {
         const auto done = [&](bool masks_too) {
             parts.load(place);
             here = parts.here(place, flag);
-            if (!masks_too || here == parts.kAll) return here == parts.kAll;
+            if (here == parts.kAll || !masks_too) return here == parts.kAll;
             const unsigned masks = __reduce_or_sync(kFullWarp, masks_of(c));
-            unsigned is_done = here;
 #pragma unroll
-            for (int n = 0; n < kRanksAtOnce; ++n) is_done |= (masks >> rank[n] & 1) << n;
-            return is_done == parts.kAll;
+            for (int n = 0; n < kRanksAtOnce; ++n)
+                if ((here >> n & 1) == 0 && (masks >> rank[n] & 1) == 0) return false;
+            return true;
         };
         const bool is_done = look_until(c, done);
 #pragma unroll
