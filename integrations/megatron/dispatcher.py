@@ -261,16 +261,19 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         assert topk_idx is not None  # dispatch_preprocess has set it
         notes_excess = self._notes_excess
 
-        def send(buffer: Buffer, every_routing: bool = False) -> DispatchOutput:
+        def send_rows(buffer: Buffer, every_routing: bool) -> DispatchOutput:
             num_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
+            return buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_rows, fp8=self._fp8)
+
+        def send(buffer: Buffer) -> DispatchOutput:
             try:
-                out = buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_rows, fp8=self._fp8)
+                out = send_rows(buffer, every_routing=False)
             except EPCapacityError:  # on all ranks of the group, before any row was sent; not on GPUs
-                if not notes_excess or every_routing:
+                if not notes_excess:
                     raise
                 assert self._capacity is not None  # excess is noted
                 self._capacity.note_excess(x.device)
-                return send(buffer, every_routing=True)
+                return send_rows(buffer, every_routing=True)
             if notes_excess and self._capacity is not None and self._capacity.factor is not None:
                 self._capacity.note(out.handle)
             return out

@@ -342,7 +342,7 @@ def checks_real_links(rank, num_ranks):
         assert world.check_links() == []
     again = nvshmem_world.join(settings, dist.new_group(backend="gloo"), hosts=["a"] * num_ranks, device=device, heap_bytes=1 << 20)
     assert again.pe_of == world.pe_of and again.variables == {} and world.variables["NVSHMEM_REMOTE_TRANSPORT"] == "none"
-    with pytest.raises(BackendUnavailableError, match=r"on ranks 0, 1.*: NVSHMEM's symmetric heap has no \d+ bytes left"):
+    with pytest.raises(BackendUnavailableError, match=r"on ranks? 0.*: NVSHMEM's symmetric heap has no \d+ bytes left"):
         world.allocate(1 << 50)
 
 

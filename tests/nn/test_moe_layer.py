@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from left_graphs import assert_leaves_no_graph
 from torch.nn.parallel import DistributedDataParallel
 
 from deepep_moe import Buffer
@@ -282,6 +283,16 @@ def test_experts_without_rows_have_gradients():
     experts = LocalExperts([SwiGLU(8, 8), SwiGLU(8, 8)])
     experts(torch.randn(3, 8), torch.tensor([3, 0])).sum().backward()
     assert all(parameter.grad is not None for parameter in experts.parameters())
+
+
+@pytest.mark.parametrize("fp8", (False, True))
+def test_a_step_leaves_no_graph(fp8):
+    torch.manual_seed(0)
+    router, hidden = Router(128, NUM_EXPERTS, NUM_TOPK), 128
+    experts = GroupedExperts(NUM_EXPERTS, hidden, 128) if fp8 else LocalExperts([SwiGLU(hidden, 128) for _ in range(NUM_EXPERTS)])
+    layer = MoELayer(router, experts, SwiGLU(hidden, 128), fp8=fp8).bfloat16()
+    x = torch.randn(6, hidden, requires_grad=True, dtype=torch.bfloat16)
+    assert_leaves_no_graph(lambda: layer(x).sum().backward())
 
 
 def test_example_learns():

@@ -15,6 +15,7 @@ from deepspeed_cases import (
     most_experts,
     run_layer,
 )
+from left_graphs import assert_leaves_no_graph
 from torch import nn
 
 from deepep_moe.integrations.common.registry import all_buffers
@@ -100,6 +101,20 @@ def _nodes_worker(rank: int, num_ranks: int) -> None:
         layer(x)
         assert moe.nodes_per_token(2).tolist() == [1, 2, 1] and moe.nodes_per_token(4).tolist() == [2, 2, 2]
         assert moe.nodes_per_token(1).tolist() == [1, 1, 1] and all_buffers()[0].ranks_per_node == 1
+
+
+def leaves_no_graph(rank, num_ranks, exact):
+    with engine_ready():
+        layer = make_moe(4, ep=num_ranks)
+        layer.set_deepspeed_parallelism()
+        replace_moe_layers(layer, exact=exact)
+        x = torch.randn(6, HIDDEN, requires_grad=True)
+        assert_leaves_no_graph(lambda: layer(x)[0].sum().backward())
+
+
+@pytest.mark.parametrize("exact", (True, False))
+def test_a_step_leaves_no_graph(exact):
+    run_ranks(leaves_no_graph, 1, exact)
 
 
 def test_nodes_of_tokens():

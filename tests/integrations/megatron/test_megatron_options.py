@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from left_graphs import assert_leaves_no_graph
 from megatron_cases import HIDDEN, assert_same, build_layer, forward_backward, layer_config, model_parallel
 from test_megatron_overlap import NO_DROPOUT, batches, build_model, interleaved, needs_schedule, one_after_another
 
@@ -44,6 +45,19 @@ def test_all_options_together(device):
     runs = [run_ranks(_together, 1, device, *how)[0] for how in ((options, changes), ({}, {}))]
     every, plain = ({name: torch.from_numpy(value) for name, value in run.items()} for run in runs)
     assert_same(every, plain, "all options", tolerance=2e-2)
+
+
+def _left(rank: int, num_ranks: int, device: str, options: dict[str, Any]) -> None:
+    with model_parallel(device, ep=num_ranks, **options) as sizes:
+        layer = layer_of(sizes)
+        x, cotangent = inputs(device, rank)
+        assert_leaves_no_graph(lambda: layer(x)[0].backward(cotangent))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", ({}, SYNC_FREE, SYNC_FREE | {"recv_capacity_factor": 1.5}), ids=("plain", "sync_free", "bounded"))
+def test_a_step_leaves_no_graph(device, options):
+    run_ranks(_left, 1, device, options)
 
 
 def _schedule(rank: int, num_ranks: int, device: str) -> None:
