@@ -36,7 +36,8 @@ def test_kernels_that_overlap():
 
 def figures_of(file):
     """Microseconds by (backend, operation, wire, half)."""
-    records = json.loads((ROOT / "benchmarks" / "results" / f"{file}-2026-11-26.json").read_text())
+    newest = max((ROOT / "benchmarks" / "results").glob(f"{file}-????-??-??.json"))
+    records = json.loads(newest.read_text())
     return {(r["backend"], r["op"], r["wire"], r["half"]): f"{r['us_median']:.1f}" for r in records}
 
 
