@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import os
 import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +21,8 @@ _HEAP_GRANULARITY = 2**21
 _LEAST_HEAP_BYTES = 2**28
 """NVSHMEM does not start with less."""
 _alive: "weakref.WeakSet[Rail]" = weakref.WeakSet()
+_settling_pid = 0
+"""The process whose end `_settle_at_end` has seen to."""
 
 
 @atexit.register
@@ -27,6 +31,14 @@ def _end_of_process() -> None:
     if not nvshmem_world.quiet():
         for rail in _alive:
             rail.leak()
+
+
+def _settle_at_end() -> None:
+    """A process that multiprocessing has forked ends without what `atexit` knows, and forgets what its parent has registered."""
+    global _settling_pid
+    if _settling_pid != os.getpid():
+        _settling_pid = os.getpid()
+        Finalize(None, _end_of_process, exitpriority=0)
 
 
 class Rail:
@@ -44,6 +56,7 @@ class Rail:
         the memory of all ranks of the node. Collective; raises BackendUnavailableError on all ranks alike, RuntimeError on those where
         the others' memory is not mapped."""
         self._address, self._world = world.allocate(self.num_bytes), world
+        _settle_at_end()
         s = self._settings
         ranks = range(s.rank % s.ranks_per_node, s.num_ranks, s.ranks_per_node)
         module = nvshmem_module.load()
