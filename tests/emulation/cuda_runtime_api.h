@@ -48,7 +48,7 @@ struct Index {
 struct Place {
     Index thread, block, block_dim, grid_dim;
 };
-const Place& place();
+[[gnu::const]] const Place& place();  // of a thread, the same object for all that it runs
 
 void yield();                              // lets the block's other fibers, and other blocks, go on
 void pause();                              // the same, of a thread that waits for what others do

@@ -1,12 +1,13 @@
+#include <pthread.h>
 #include <sched.h>
-#include <setjmp.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <ucontext.h>
 
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -15,11 +16,14 @@
 namespace emulation {
 namespace {
 
-constexpr size_t kStackBytes = 128 * 1024;
+// No multiple of a page: the first lines of all stacks would share few sets of the caches.
+constexpr size_t kStackBytes = 128 * 1024 + 320;
+constexpr int kMaxThreads = 1024;
 constexpr int kUninitialized = 0xcd;
 // A block sleeps after as many rounds of its fibers in which all that ran waited for somebody else: there are more blocks than cores.
-constexpr int kIdleRounds = 8;
-constexpr timespec kNap{0, 50'000};
+// It sleeps longer each time, so that blocks that wait leave the cores to those that compute.
+constexpr int kIdleRounds = 4;
+constexpr long kFirstNapNs = 50'000, kLongestNapNs = 800'000;
 // Votes of a warp since its last pause: with more of them it does not wait, it computes.
 constexpr int kVotesOfAWait = 8;
 
@@ -27,6 +31,9 @@ constexpr int kVotesOfAWait = 8;
     std::fprintf(stderr, "emulated GPU: %s\n", what);
     std::abort();
 }
+
+// Where a fiber goes on. swapcontext would ask the kernel for the signal mask each time.
+using Registers = void* [5];
 
 struct Store {
     char* to;
@@ -41,10 +48,10 @@ struct Group {
 };
 
 struct Fiber {
-    jmp_buf registers;  // where it goes on. swapcontext would ask the kernel for the signal mask each time
+    Registers registers;
     bool has_begun = false;
     std::vector<Store> uncommitted;
-    std::deque<Group> groups;
+    std::vector<Group> groups;
     std::vector<std::pair<void*, const void*>> copies;  // of 16 bytes
 };
 
@@ -62,24 +69,36 @@ struct Load {
     uint64_t* barrier;
 };
 
+struct Launch {
+    const std::function<void()>& body;
+    int blocks, threads;
+    size_t shared_bytes;
+    int num_running;
+    std::condition_variable done;
+};
+
+// A block, and the thread that runs it, which then waits for another one. Fibers and their stacks stay from block to block.
 struct Block {
     Place place{};
-    std::vector<Fiber> fibers;
+    std::vector<Fiber> fibers = std::vector<Fiber>(kMaxThreads);
     std::vector<Warp> warps;
     std::vector<Load> loads;
     std::vector<char> shared;
     char* shared_begin = nullptr;
     char* stacks = nullptr;
     int current = 0, live = 0, at_barrier = 0, idle_rounds = 0;
+    long nap_ns = 0;
     bool is_active = false, has_paused = false;  // in this round
     unsigned barrier_generation = 0;
     bool barrier_votes[2] = {};  // of the threads at the barrier, by generation
-    jmp_buf scheduler;
+    Registers scheduler;
     const std::function<void()>* body = nullptr;
 
-    void run();
+    Block();
+    void run(const Launch& launch, unsigned index);
     void go_on();
-    void enter(Fiber& fiber);
+    [[noreturn]] void enter(Fiber& fiber);
+    void begin_first();
     int next_runnable();
     void end_round();
     Warp& warp() { return warps[current / 32]; }
@@ -97,7 +116,10 @@ struct Block {
     }
 };
 
-thread_local Block* block = nullptr;
+[[gnu::tls_model("initial-exec")]] constinit thread_local Block* block = nullptr;
+
+// __builtin_longjmp must not be in the function that calls __builtin_setjmp.
+[[noreturn, gnu::noinline]] void jump(Registers& to) { __builtin_longjmp(to, 1); }
 
 void write(Group& group) {
     for (Store& store : group.stores) std::memcpy(store.to, store.read.data(), store.bytes);
@@ -108,29 +130,41 @@ void read(Group& group) {
     group.is_read = true;
 }
 
-void begin_fiber() {
-    (*block->body)();
+void end_thread() {
     Fiber& self = block->fibers[block->current];
     if (!self.uncommitted.empty()) die("a thread ends with uncommitted bulk stores");
     for (Group& group : self.groups) {
         if (!group.is_read) die("a thread ends while its bulk stores may still read shared memory");
         write(group);
     }
+    self.groups.clear();
     block->warp().live &= ~block->lane_bit();
     block->warp().runnable &= ~block->lane_bit();
     --block->live;
     block->release_barrier_if_full();
-    block->go_on();
+}
+
+// A fiber is a CUDA thread after the other.
+void begin_fiber() {
+    while (true) {
+        (*block->body)();
+        end_thread();
+        block->go_on();
+    }
 }
 
 // Where this block does nothing but wait, others have their turn, and after some rounds for a while.
 void Block::end_round() {
     idle_rounds = has_paused && !is_active ? idle_rounds + 1 : 0;
     is_active = has_paused = false;
-    if (idle_rounds >= kIdleRounds)
-        nanosleep(&kNap, nullptr);
-    else if (idle_rounds > 0)
-        sched_yield();
+    if (idle_rounds < kIdleRounds) {
+        nap_ns = kFirstNapNs;
+        if (idle_rounds > 0) sched_yield();
+        return;
+    }
+    const timespec nap{0, nap_ns};
+    nanosleep(&nap, nullptr);
+    nap_ns = std::min(nap_ns * 5 / 4, kLongestNapNs);
 }
 
 // The next fiber, in turn, that does not wait for others of its block.
@@ -152,7 +186,7 @@ int Block::next_runnable() {
 }
 
 void Block::enter(Fiber& fiber) {
-    if (fiber.has_begun) _longjmp(fiber.registers, 1);
+    if (fiber.has_begun) jump(fiber.registers);
     fiber.has_begun = true;
     ucontext_t context;
     getcontext(&context);
@@ -160,31 +194,102 @@ void Block::enter(Fiber& fiber) {
     context.uc_link = nullptr;
     makecontext(&context, begin_fiber, 0);
     setcontext(&context);
+    die("no context");
 }
 
 void Block::go_on() {
-    if (live == 0) _longjmp(scheduler, 1);
-    const int before = current, next = next_runnable();
-    if (next == before) return;
-    if (_setjmp(fibers[before].registers) != 0) return;
+    const int before = current, next = live == 0 ? -1 : next_runnable();
+    if (next == before || __builtin_setjmp(fibers[before].registers) != 0) return;
+    if (next < 0) jump(scheduler);
     current = next;
     place.thread.x = static_cast<unsigned>(next);
     enter(fibers[next]);
 }
 
-void Block::run() {
-    block = this;
-    const size_t count = fibers.size();
-    stacks =
-        static_cast<char*>(mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+Block::Block() {
+    const size_t bytes = kMaxThreads * kStackBytes;
+    stacks = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks == MAP_FAILED) die("no memory for stacks");
-    live = static_cast<int>(count);
+}
+
+[[gnu::noinline]] void Block::begin_first() {
+    if (__builtin_setjmp(scheduler) == 0) enter(fibers[0]);
+}
+
+void Block::run(const Launch& launch, unsigned index) {
+    block = this;
+    place = {{0}, {index}, {static_cast<unsigned>(launch.threads)}, {static_cast<unsigned>(launch.blocks)}};
+    body = &launch.body;
+    live = launch.threads;
+    current = at_barrier = idle_rounds = 0;
+    is_active = has_paused = false;
+    warps.assign((live + 31) / 32, Warp());
     for (int i = 0; i < live; ++i) warps[i / 32].live |= uint32_t{1} << i % 32;
     for (Warp& warp : warps) warp.runnable = warp.live;
-    if (_setjmp(scheduler) == 0) enter(fibers[0]);
-    munmap(stacks, count * kStackBytes);
+    shared.assign(launch.shared_bytes + 128, static_cast<char>(kUninitialized));
+    shared_begin = shared.data() + (128 - reinterpret_cast<uintptr_t>(shared.data()) % 128) % 128;
+    begin_first();
     if (!loads.empty()) die("a block ends with bulk loads that nobody waited for");
 }
+
+// Threads that run blocks. A kernel has one for each of its blocks; between kernels they wait.
+class Pool {
+public:
+    // Never destroyed: kernels may run while the process ends. A process that was forked has none of the threads.
+    static Pool& of_process() {
+        static Pool* made = [] {
+            pthread_atfork(nullptr, nullptr, [] { made = new Pool; });
+            return new Pool;
+        }();
+        return *made;
+    }
+
+    void run(Launch& launch) {
+        std::unique_lock lock(mutex_);
+        launch.num_running = launch.blocks;
+        for (int index = 0; index < launch.blocks; ++index) start({&launch, static_cast<unsigned>(index)});
+        launch.done.wait(lock, [&] { return launch.num_running == 0; });
+    }
+
+private:
+    struct Work {
+        Launch* launch;
+        unsigned index;
+    };
+    struct Worker {
+        Work work;
+        std::condition_variable changed;
+    };
+
+    void start(const Work& work) {
+        if (idle_.empty()) {
+            std::thread([this, mine = new Worker{work, {}}] { serve(*mine); }).detach();
+            return;
+        }
+        Worker& worker = *idle_.back();
+        idle_.pop_back();
+        worker.work = work;
+        worker.changed.notify_one();
+    }
+
+    [[noreturn]] void serve(Worker& worker) {
+        Block mine;
+        std::unique_lock lock(mutex_);
+        while (true) {
+            worker.changed.wait(lock, [&] { return worker.work.launch != nullptr; });
+            Launch& launch = *worker.work.launch;
+            lock.unlock();
+            mine.run(launch, worker.work.index);
+            lock.lock();
+            worker.work.launch = nullptr;
+            idle_.push_back(&worker);
+            if (--launch.num_running == 0) launch.done.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::vector<Worker*> idle_;
+};
 
 }  // namespace
 
@@ -227,21 +332,10 @@ const uint64_t* exchange(uint64_t value) {
 void* shared_memory(size_t& bytes) { return bytes = block->shared.size(), block->shared_begin; }
 
 void launch(int blocks, int threads, size_t shared_bytes, const std::function<void()>& body) {
-    if ((threads % 32 != 0 && threads != 1) || threads > 1024 || blocks < 1 || shared_bytes > 227 * 1024)
+    if ((threads % 32 != 0 && threads != 1) || threads > kMaxThreads || blocks < 1 || shared_bytes > 227 * 1024)
         die("a launch that no GPU would take");
-    std::vector<std::thread> workers;
-    for (int index = 0; index < blocks; ++index)
-        workers.emplace_back([&, index] {
-            Block mine;
-            mine.place = {{0}, {static_cast<unsigned>(index)}, {static_cast<unsigned>(threads)}, {static_cast<unsigned>(blocks)}};
-            mine.fibers = std::vector<Fiber>(threads);
-            mine.warps = std::vector<Warp>((threads + 31) / 32);
-            mine.shared.assign(shared_bytes + 128, static_cast<char>(kUninitialized));
-            mine.shared_begin = mine.shared.data() + (128 - reinterpret_cast<uintptr_t>(mine.shared.data()) % 128) % 128;
-            mine.body = &body;
-            mine.run();
-        });
-    for (std::thread& worker : workers) worker.join();
+    Launch launch{body, blocks, threads, shared_bytes, 0, {}};
+    Pool::of_process().run(launch);
 }
 
 // ---- bulk copies. A barrier: bytes it waits for, and in its highest bit the parity of its phase ----
@@ -297,12 +391,12 @@ void bulk_commit() {
 }
 
 void bulk_wait(int pending, bool written) {
-    std::deque<Group>& groups = block->fibers[block->current].groups;
+    std::vector<Group>& groups = block->fibers[block->current].groups;
     for (size_t i = 0; i + pending < groups.size(); ++i)
         if (!groups[i].is_read) read(groups[i]);
     while (written && static_cast<int>(groups.size()) > pending) {
         write(groups.front());
-        groups.pop_front();
+        groups.erase(groups.begin());
     }
 }
 
