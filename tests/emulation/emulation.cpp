@@ -138,6 +138,7 @@ void end_thread() {
         write(group);
     }
     self.groups.clear();
+    self.copies.clear();  // a GPU drops those that nobody waits for
     block->warp().live &= ~block->lane_bit();
     block->warp().runnable &= ~block->lane_bit();
     --block->live;
