@@ -265,7 +265,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             num_rows = None if self._capacity is None else self._capacity.num_rows(buffer, alignment, every_routing=every_routing)
             return buffer.dispatch(x, topk_idx, probs, expert_alignment=alignment, num_recv_rows=num_rows, fp8=self._fp8)
 
-        def send(buffer: Buffer) -> DispatchOutput:
+        def send(buffer: Buffer) -> DispatchOutput:  # naming itself, it would keep x until Python's garbage collector runs
             try:
                 out = send_rows(buffer, every_routing=False)
             except EPCapacityError:  # on all ranks of the group, before any row was sent; not on GPUs
