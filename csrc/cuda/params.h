@@ -10,10 +10,10 @@ namespace deepep_moe {
 
 // What the host waits for, in host memory that the device sees.
 struct GpuCounts {
-    unsigned long long met, ready;  // GpuContext::plan of the last one that has met its peers, and that has written the rest
+    // GpuContext::plan of the last one that has met its peers, that has written the rest, and that has found a rank without room.
+    unsigned long long met, ready, lacking;
     long long num_recv_tokens, num_rows;
     int send_counts[kMaxGpuSources], recv_counts[kMaxGpuSources];
-    long long exceeded_bound, exceeding_rows;  // the latter not 0: more rows than a call's bound; written last
 };
 
 // What the kernels of one rank share. Counters are back at 0 when a call's plan is over.
@@ -89,7 +89,7 @@ struct GpuPlanParams {
     bool reports_counts;  // to the host
     bool is_expert_layout;
     int expert_alignment;
-    long long num_recv_rows_bound;        // -1: none
+    long long num_recv_rows_bound;        // of rows that this rank has room for; -1: any number, or the rest is left out
     int32_t* recv_counts;                 // [num_sources], with kFailed; out unless cached; nullptr where no call is made
     int32_t* num_recv_tokens_per_expert;  // [num_local_experts]; out unless cached
 };

@@ -69,8 +69,13 @@ struct Plan : TokenCounts {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
         if (is_refusal()) stamp = p.stamp;
         stamp.what = p.stamp.what;
+        if (!p.cached) store_relaxed(theirs.bound(sequence, c.rank), sequence << kValueBits | bound_to_tell());
         if (refuses) refuse(theirs);
         if (!refuses) store_relaxed(theirs.entered(sequence, c.rank), sequence << kValueBits | digest(p.stamp.what));
+    }
+
+    __device__ unsigned long long bound_to_tell() const {
+        return p.num_recv_rows_bound < 0 ? kNoBound : min(p.num_recv_rows_bound, static_cast<long long>(kNoBound));
     }
 
     // The host has refused this call.
@@ -86,6 +91,7 @@ struct Plan : TokenCounts {
 
     __device__ void exchange() const {
         __shared__ bool refuses, failed;
+        __shared__ int bounds[kMaxGpuRanks];
         if (threadIdx.x == 0) refuses = failed = is_refusal() || gave_up(c);
         __syncthreads();
         if (refuses) {  // the reason is there before any count says so
@@ -112,15 +118,19 @@ struct Plan : TokenCounts {
         if (!refuses) place();  // before the counts of others: the senders wait for this block's tokens too
         if (!p.cached && !gather()) failed = true;
         __syncthreads();
-        const bool is_counted = !p.cached && !failed;
-        if (is_counted && warp < config.num_ranks) lay_out(warp);
+        const bool is_laid_out = !p.cached && !failed;
+        if (is_laid_out && warp < config.num_ranks) lay_out(warp);
+        if (is_laid_out && warp == kPlanWarps - 1) take_bounds(bounds);
         __syncthreads();
+        if (is_laid_out && warp == 0 && !have_room(bounds)) failed = true;
+        __syncthreads();
+        const bool is_counted = is_laid_out && !failed;
         if (is_counted && config.num_nodes > 1) {
             find_sources();
             __syncthreads();
         }
         if (threadIdx.x == 0 && !failed) {
-            if (is_counted) c.state->num_rows = *num_rows;  // which receivers read once it is counted
+            if (is_counted) c.state->num_rows = num_rows[c.rank];  // which receivers read once it is counted
             store_release_local(&c.state->counted, c.plan);
         }
         if (is_counted && warp == kPlanWarps - 1) tell();
@@ -229,18 +239,39 @@ struct Plan : TokenCounts {
             }
             rows += __shfl_sync(kFullWarp, inclusive, 31);
         }
+        if (lane == 0) num_rows[rank] = p.is_expert_layout ? rows : num_recv_tokens(rank);
         if (rank != c.rank) return;
-        if (lane == 0) *num_rows = p.is_expert_layout ? rows : num_recv_tokens();
 #pragma unroll 1
         for (int source = lane; source < config.num_sources(); source += 32)
             p.recv_counts[source] = count_of(source, config.num_experts + c.rank);
     }
 
-    __device__ int num_recv_tokens() const {
+    __device__ int num_recv_tokens(int rank) const {
         int num_tokens = 0;
 #pragma unroll 1
-        for (int source = 0; source < config.num_sources(); ++source) num_tokens += count_of(source, config.num_experts + c.rank);
+        for (int source = 0; source < config.num_sources(); ++source) num_tokens += count_of(source, config.num_experts + rank);
         return num_tokens;
+    }
+
+    // Takes what each rank has room for to shared memory. A warp's work.
+    __device__ void take_bounds(int* bounds) const {
+        const unsigned long long expected = sequence << kValueBits;
+        if (lane >= config.num_ranks) return;
+        const unsigned long long word = wait_word(c, own.bound(sequence, lane), expected, lane, GpuPhase::kCounts);
+        bounds[lane] = word == 0 ? -1 : static_cast<int>(word - expected);
+    }
+
+    // Has each rank room for what it receives? All ranks of the node find the same one that has not. A warp's work.
+    __device__ bool have_room(const int* bounds) const {
+        const bool is_rank = lane < config.num_ranks;
+        long long bound = is_rank && bounds[lane] != kNoBound ? bounds[lane] : INT32_MAX;
+        if (lane == c.rank && p.num_recv_rows_bound >= 0) bound = p.num_recv_rows_bound;  // which may be too large for a word
+        const unsigned lacking = __ballot_sync(kFullWarp, is_rank && num_rows[lane] > bound);
+        if (lacking == 0) return true;
+        if (lane == 0) static_cast<volatile GpuCounts*>(c.counts)->lacking = c.plan;
+        __syncwarp();
+        if (lane == __ffs(lacking) - 1) report(c, kExceededBound, lane, GpuPhase::kNone, bound, num_rows[lane]);
+        return false;
     }
 
     // The sums over this rank's segments are all that its tokens' slots need.
@@ -253,11 +284,6 @@ struct Plan : TokenCounts {
     // Tells the host. A warp's work.
     __device__ void tell() const {
         volatile GpuCounts* counts = c.counts;
-        if (lane == 0 && p.num_recv_rows_bound >= 0 && *num_rows > p.num_recv_rows_bound) {
-            counts->exceeded_bound = p.num_recv_rows_bound;
-            __threadfence_system();
-            counts->exceeding_rows = *num_rows;
-        }
         if (!p.reports_counts) return;
 #pragma unroll 1
         for (int source = lane; source < config.num_sources(); source += 32) {
@@ -267,8 +293,8 @@ struct Plan : TokenCounts {
         }
         __syncwarp();
         if (lane != 0) return;
-        counts->num_recv_tokens = num_recv_tokens();
-        counts->num_rows = *num_rows;
+        counts->num_recv_tokens = num_recv_tokens(c.rank);
+        counts->num_rows = num_rows[c.rank];
         __threadfence_system();
         counts->ready = c.plan;
     }
@@ -305,12 +331,12 @@ struct Plan : TokenCounts {
     }
 };
 
-static_assert(kMaxGpuRanks <= kPlanWarps, "a warp a rank lays out its experts");
+static_assert(kMaxGpuRanks < kPlanWarps, "a warp a rank lays out its experts, beside one that takes the bounds");
 static_assert(kMaxGpuSources <= kPlanThreads && kMaxGpuNodes <= kMaxSegments, "a thread a source finds its first token, a block its node");
 
 __global__ void __launch_bounds__(kPlanThreads, 1) plan(const __grid_constant__ GpuPlanParams p) {
-    __shared__ int num_rows;
-    const Plan plan(p, shared_memory<int32_t>(), &num_rows);
+    __shared__ int num_rows[kMaxGpuRanks];
+    const Plan plan(p, shared_memory<int32_t>(), num_rows);
     if (blockIdx.x == 0) plan.enter();
     plan.count();
     if (is_last_block(&p.context.state->num_counted, gridDim.x)) return plan.exchange();

@@ -88,6 +88,7 @@ struct RailMeetParams {
     int32_t* node_topk_idx;    // [num_nodes, node_tokens, num_topk] experts of this node, of the tokens that are here; out unless cached
     float* node_topk_weights;  // likewise; out with has_weights
     int32_t* in_counts;        // [num_nodes] tokens that come from each node; out unless cached
+    const int32_t* handle_counts;  // with kFailed, of the handle along which the call goes, or nullptr
 };
 
 // Second kernel, beside those of the node: rows leave, a put a chunk, and those that arrive are made known to the node's kernels.

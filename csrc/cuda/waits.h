@@ -45,7 +45,8 @@ enum GpuFailureKind : int {
     kPeerRefused,
     kMismatch,
     kOvertaken,
-    kFailedHandle
+    kFailedHandle,
+    kExceededBound  // `peer` would receive `seen` rows and has room for `expected`
 };
 
 // Is it about a wait for a peer?

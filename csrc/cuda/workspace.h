@@ -1,6 +1,6 @@
 // Layout of one rank's workspace in GPU memory, which its peers map and write. Every offset into it comes from here.
 //
-//   entered u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
+//   entered u64[2][num_ranks] | bounds u64[2][num_ranks] | lanes_ready u64[num_ranks] | left u64[num_ranks] |
 //   stamps GpuStamp[kStamps][num_ranks] | arrived u64[num_ranks][num_chunks][16] | counts u64[2][num_sources][columns] |
 //   lanes GpuLane[num_ranks][num_max_tokens][num_topk] | inbox [num_ranks - 1][num_max_tokens] slots |
 //   outbox [num_ranks - 1][num_max_tokens] slots
@@ -12,7 +12,7 @@
 // Row `source` of every array but the outbox is written by rank `source` only; the outbox is this rank's own. Flags hold the sequence
 // number of the call they belong to, so nothing is cleared between calls; [2] is indexed by its parity, because a peer may enter the
 // next call before this rank has read what it wrote for the last one. Words of `entered` also hold a digest of what the
-// rank does in the call, those of `counts` a count: so either is there with its flag.
+// rank does in the call, those of `bounds` and `counts` a number of rows or tokens: so each is there with its flag.
 #pragma once
 
 #include <cstddef>
@@ -55,9 +55,11 @@ struct alignas(8) GpuLane {
     float weight;
 };
 
-// Words of `entered` and `counts`: the sequence number of the call, and a value below it.
+// Words of `entered`, `bounds` and `counts`: the sequence number of the call, and a value below it.
 constexpr int kValueBits = 24;
 constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // for a count, of a rank that refuses its indices
+
+constexpr int kNoBound = (1 << kValueBits) - 1;                 // for a bound, of a rank that has none, or one as large
 
 // The value a rank enters a call with: ranks whose digests differ are in different calls, 0 refuses.
 DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {
@@ -78,7 +80,7 @@ struct GpuSlotLayout {
 };
 
 struct GpuWorkspaceLayout {
-    int64_t entered, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
+    int64_t entered, bounds, lanes_ready, left, stamps, arrived, counts, lanes, inbox, outbox, total_bytes;
     int64_t box_bytes;  // of one peer's slots
     int num_ranks, num_sources;
     int columns, num_chunks, num_reduced;  // columns: experts, then ranks
@@ -86,7 +88,8 @@ struct GpuWorkspaceLayout {
     GpuWorkspaceLayout() = default;
     DEEPEP_MOE_HD explicit GpuWorkspaceLayout(const GpuWorkspaceConfig& c)
         : entered(0),
-          lanes_ready(entered + 2 * 8 * c.num_ranks),
+          bounds(entered + 2 * 8 * c.num_ranks),
+          lanes_ready(bounds + 2 * 8 * c.num_ranks),
           left(lanes_ready + 8 * c.num_ranks),
           stamps(left + 8 * c.num_ranks),
           arrived(divide_up(stamps + kStamps * static_cast<int64_t>(sizeof(GpuStamp)) * c.num_ranks, 128) * 128),
@@ -105,6 +108,7 @@ struct GpuWorkspaceLayout {
 
     // Offsets of what a rank has in the workspace of another; parity: that of the call.
     DEEPEP_MOE_HD int64_t entered_of(int parity, int source) const { return entered + 8 * (parity * num_ranks + source); }
+    DEEPEP_MOE_HD int64_t bound_of(int parity, int source) const { return bounds + 8 * (parity * num_ranks + source); }
     DEEPEP_MOE_HD int64_t stamp_of(unsigned long long call, int source) const {
         return stamps + static_cast<int64_t>(sizeof(GpuStamp)) * (static_cast<int64_t>(call % kStamps) * num_ranks + source);
     }

@@ -135,6 +135,7 @@ struct Meeting {
         __syncthreads();  // what was found, and what was written
         if (threadIdx.x == 0) {
             const bool is_refusal = p.stamp.what == 0;
+            if (p.handle_counts != nullptr && p.handle_counts[0] < 0) report(c, kFailedHandle, c.rank, GpuPhase::kNone, 0, 0);
             refuses = is_refusal || gave_up(c);
             out->stamp = p.stamp;
             if (refuses && !is_refusal) out->stamp.reason[0] = '\0', out->stamp.why = own_failure(c);

@@ -218,6 +218,7 @@ void bind_gpu(py::module_& m) {
         .def_property_readonly("num_handle_numbers", &NvlinkExchange::num_handle_numbers)
         .def_property_readonly("num_multiprocessors", &NvlinkExchange::num_multiprocessors)
         .def_readwrite("tuning", &NvlinkExchange::tuning)
+        .def_readwrite("allows_excess", &NvlinkExchange::allows_excess)
         .def("handle", [](const NvlinkExchange& self) { return py::bytes(self.handle()); })
         .def("connect", &NvlinkExchange::connect, py::arg("handles"))
         .def("disconnect", &NvlinkExchange::disconnect)
@@ -225,7 +226,8 @@ void bind_gpu(py::module_& m) {
         .def("copy_block", &NvlinkExchange::copy_block, py::arg("peer"), py::arg("bytes"), py::arg("stream"), Released())
         .def("refuse", &NvlinkExchange::refuse, py::arg("reason"), py::arg("stream"), Released())
         .def("settle", &NvlinkExchange::settle, Released())
-        .def("check", &NvlinkExchange::check, Released());
+        .def("check", &NvlinkExchange::check, Released())
+        .def("check_untold", &NvlinkExchange::check_untold);
     m.def(
         "gpu_workspace_bytes",
         [](int num_ranks, int num_experts, int num_topk, int hidden, int64_t num_max_tokens) {

@@ -38,7 +38,7 @@ struct CombineRows {
           warp(threadIdx.x / 32),
           lane(threadIdx.x % 32) {}
 
-    // Where a bound on rows was exceeded, which is reported, nothing beyond them may be read.
+    // Rows beyond a bound may be left out: nothing beyond those that are there may be read.
     __device__ int64_t within_bound(int64_t row) const { return min(row, p.num_rows - 1); }
 
     // Which token received lies in a slot of a source.

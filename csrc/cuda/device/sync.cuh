@@ -146,6 +146,9 @@ struct Workspace {
     __device__ unsigned long long* entered(unsigned long long sequence, int source) const {
         return flag(layout.entered_of(static_cast<int>(sequence & 1), source), 0);
     }
+    __device__ unsigned long long* bound(unsigned long long sequence, int source) const {
+        return flag(layout.bound_of(static_cast<int>(sequence & 1), source), 0);
+    }
     __device__ unsigned long long* lanes_ready(int source) const { return flag(layout.lanes_ready, source); }
     // Of the chunk that `index` lies in.
     __device__ unsigned long long* arrived(int source, int index) const {

@@ -32,7 +32,7 @@ struct TokenCounts {
     int32_t* const all_counts;       // [num_sources, columns] of each source, in its place later
     int32_t* const experts;          // shared memory [32, num_topk]: of 32 tokens of this warp, -1 = none
     const Workspace own;
-    int* const num_rows;  // shared memory: that this rank receives
+    int* const num_rows;  // shared memory [kMaxGpuRanks]: that each rank receives
 
     __device__ TokenCounts(const GpuPlanParams& p, int32_t* shared, int* num_rows)
         : p(p),

@@ -131,7 +131,8 @@ void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
 void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
     GpuPlanParams params{};
     params.cached = true;
-    copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
+    params.stamp.why = std::exchange(untold_, {});
+    if (params.stamp.why.kind == kNoFailure) copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
     const DeviceGuard guard(device_);
     last_.begins(stream);
     plan(params, {}, {}, false, as_stream(stream));
@@ -223,8 +224,10 @@ void NvlinkExchange::plan(GpuPlanParams params, const Signature& signature, cons
     complete(params.routing);
     ++num_plans_;
     params.context = context();
-    if (params.stamp.reason[0] == '\0') params.stamp.what = pack(signature);
-    if (rail_ != nullptr) rail_->meet(params.context, params.stamp, rail, stream);
+    if (allows_excess) params.num_recv_rows_bound = -1;
+    const bool is_refusal = params.stamp.reason[0] != '\0' || params.stamp.why.kind != kNoFailure;
+    if (!is_refusal) params.stamp.what = pack(signature);
+    if (rail_ != nullptr) rail_->meet(params.context, params.stamp, rail, params.cached ? params.recv_counts : nullptr, stream);
     launch_plan(params, stream);
     if (rail_ != nullptr && moves) move_on_rail(rail.row_bytes);
     count_call(stream);
@@ -255,7 +258,7 @@ void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuP
     for (int64_t round = 0; word != num_plans_; ++round) {
         relax_cpu();
         if (round % kRoundsToLook != kRoundsToLook - 1) continue;
-        check_this_call();
+        check();
         if (round % kRoundsToAsk == kRoundsToAsk - 1) ask();
         if (Clock::now() > deadline) {
             const auto expected = static_cast<int64_t>(num_plans_), seen = static_cast<int64_t>(word);
@@ -266,7 +269,7 @@ void NvlinkExchange::wait_for_plan(const volatile unsigned long long& word, GpuP
         }
     }
     std::atomic_thread_fence(std::memory_order_acquire);
-    check_this_call();
+    check();
 }
 
 // Of a wait that takes long: does somebody want it to end, has the GPU failed in whatever it was given before?

@@ -50,6 +50,7 @@ public:
     void attach_rail(const RailShim& shim, uintptr_t base, const std::vector<int>& pes);
     void set_poll(std::function<void()> poll) { poll_ = std::move(poll); }  // called now and then by waits, which end if it throws
     GpuTuning tuning;
+    bool allows_excess = false;  // rows beyond a bound are left out, and nobody calls it a failure
 
     // Calls. All enqueue work on the mode's stream, beside it where they send apart, and return. A call on another stream than the last
     // one waits for that call. They throw std::logic_error where two threads are in calls of one buffer.
@@ -72,7 +73,9 @@ public:
     int64_t settle();
     // Throws what a kernel of this rank has reported so far, once.
     void check();
-    bool has_failed() const { return deepep_moe::has_failed(host_->failure) || has_exceeded_bound(); }
+    // Of several nodes: throws a failure that `check` has thrown and other nodes do not know, until `refuse` has told them.
+    void check_untold();
+    bool has_failed() const { return deepep_moe::has_failed(host_->failure); }
     bool is_void() const { return void_plan_ == num_plans_; }  // the last call: a kernel's failure in it has been thrown
     // Of whatever lies in the workspace, between calls: what the link gives, for benchmarks.
     void copy_block(int peer, int64_t bytes, uintptr_t stream);
@@ -117,8 +120,6 @@ private:
     std::byte* inbox_of(int peer) const;
     std::byte* outbox_for(int peer) const;
 
-    void check_this_call();
-    bool has_exceeded_bound() const { return static_cast<const volatile GpuCounts&>(host_->counts).exceeding_rows != 0; }
     void* state_words() const { return &state_->gave_up; }
     [[noreturn]] void raise(const GpuFailure& failure) const;
     GpuFailure in_calls(GpuFailure failure, int reporter) const;
@@ -143,6 +144,7 @@ private:
     int64_t num_calls_ = 0, num_captured_ = 0;          // the latter: in the capture of a graph that the last call was in
     unsigned long long capture_ = 0;                    // that the last call was in; 0: none
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
+    GpuFailure untold_{};                               // of this node, which other nodes do not know
     std::function<void()> poll_;
     std::atomic<bool> busy_ = false;
     struct HostSlots {

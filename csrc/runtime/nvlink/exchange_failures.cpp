@@ -13,31 +13,19 @@ constexpr size_t kStateBytes = sizeof(GpuState) - offsetof(GpuState, gave_up);
 
 }  // namespace
 
-void NvlinkExchange::check() {
-    check_this_call();
-    if (!has_exceeded_bound()) return;
-    GpuCounts& counts = host_->counts;
-    const int64_t num_rows = std::exchange(counts.exceeding_rows, 0);
-    const int rank = numbers_.of(rank_);
-    throw CapacityError("rank " + std::to_string(rank) + " would receive " + std::to_string(num_rows) +
-                            " rows, more than its num_recv_rows of " + std::to_string(counts.exceeded_bound) +
-                            "; give a larger bound or none",
-                        rank);
-}
 
 int64_t NvlinkExchange::settle() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     failures_.forget(host_->failure, state_words(), kStateBytes);
-    host_->counts.exceeding_rows = 0;
+    untold_ = {};
     void_plan_ = num_plans_;
     unsigned long long sequence = 0;
     failures_.read(&sequence, &state_->sequence, sizeof(sequence));
     return static_cast<int64_t>(sequence);
 }
 
-// Without a bound that was exceeded: a call that has none leaves that of an earlier call to the next.
-void NvlinkExchange::check_this_call() {
+void NvlinkExchange::check() {
     if (!deepep_moe::has_failed(host_->failure)) return;
     const DeviceGuard guard(device_);
     const auto is_done = [&] {
@@ -47,7 +35,13 @@ void NvlinkExchange::check_this_call() {
     };
     const GpuFailure failure = failures_.take(host_->failure, state_words(), kStateBytes, is_done);
     void_plan_ = num_plans_;
+    const bool is_last = host_->counts.lacking == num_plans_;  // a later call has told the other nodes
+    if (failure.kind == kExceededBound && rail_ != nullptr && is_last) untold_ = failure;
     raise(in_calls(origin(failure), rank_));
+}
+
+void NvlinkExchange::check_untold() {
+    if (untold_.kind != kNoFailure) raise(untold_);
 }
 
 // Of refusals for another's refusal, the first one, where that has arrived: ranks hear of it in any order.
@@ -86,6 +80,9 @@ std::string NvlinkExchange::describe(const GpuFailure& f, int reporter) const {
                    ": " + (peer < 0 ? "another one" : call_of(peer));
         case kPeerRefused:
             return peer < 0 ? name_of(number) + " did not make its call" : failures_.peer_refused(peer, reason_of(peer, f.expected));
+        case kExceededBound:
+            return name_of(number) + " would receive " + std::to_string(f.seen) + " rows, more than its num_recv_rows of " +
+                   std::to_string(f.expected) + "; give a larger bound or none";
         default: return failures_.describe(f, reporter);
     }
 }
@@ -93,7 +90,13 @@ std::string NvlinkExchange::describe(const GpuFailure& f, int reporter) const {
 void NvlinkExchange::raise(const GpuFailure& f) const {
     switch (f.kind) {
         case kMismatch: throw MismatchError(describe(f, rank_));
-        case kPeerRefused: throw PeerError(describe(f, rank_), numbers_.of(f.peer));
+        case kExceededBound: throw CapacityError(describe(f, rank_), numbers_.of(f.peer));
+        case kPeerRefused: {
+            const GpuStamp stamp = stamp_of(f.peer, f.expected);
+            if (stamp.reason[0] == '\0' && stamp.why.kind == kExceededBound)  // in the call before, of a node that this rank is not in
+                throw CapacityError(describe(stamp.why, f.peer), numbers_.of(f.peer, stamp.why.peer));
+            throw PeerError(describe(f, rank_), numbers_.of(f.peer));
+        }
         default: failures_.raise(f);
     }
 }

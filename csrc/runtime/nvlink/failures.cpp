@@ -76,6 +76,7 @@ double Failures::deadline_of(const GpuFailure& f, int reporter) const {
 std::string Failures::reason_of(const GpuFailure& f, const std::string& description) {
     const char* name = ends_wait(f.kind) ? "EPTimeoutError" : "ValueError";
     if (f.kind == kPeerLeft || f.kind == kPeerRefused) name = "EPPeerError";
+    if (f.kind == kExceededBound) name = "EPCapacityError";
     if (f.kind == kMismatch || f.kind == kOvertaken) name = "EPMismatchError";
     return f.kind == kNoFailure ? description : name + (": " + description);
 }

@@ -67,7 +67,8 @@ void Rail::release() {
     cudaFree(scratch_);
 }
 
-void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, cudaStream_t stream) {
+void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, const int32_t* handle_counts,
+                cudaStream_t stream) {
     RailMeetParams params{};
     params.rail = made_;
     params.rail.context = of_rail(context);
@@ -86,6 +87,7 @@ void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall
     params.node_topk_idx = call.node_topk_idx;
     params.node_topk_weights = node_topk_weights_;
     params.in_counts = call.in_counts;
+    params.handle_counts = handle_counts;
     check_launch(shim_.meet(params, stream));
     call_ = call;
     fork(stream);

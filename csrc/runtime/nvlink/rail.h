@@ -19,7 +19,8 @@ public:
     Rail(const Rail&) = delete;
 
     // The call's first kernel, on its stream: the kernels behind it know what is in this node.
-    void meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, cudaStream_t stream);
+    // handle_counts: `recv_counts` of the handle that the call goes along, or nullptr.
+    void meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, const int32_t* handle_counts, cudaStream_t stream);
     // Rows cross, beside `stream`, behind what is on it by the last `fork`; `join` lets a stream wait for them.
     void fork(cudaStream_t stream);
     void move(const GpuContext& context, int num_tiles, const GpuTuning& tuning, int num_blocks);

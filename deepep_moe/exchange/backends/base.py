@@ -170,7 +170,8 @@ class Backend(Protocol):
     def take_failure(self) -> Exception | None:
         """What earlier calls have reported since, to be raised once the present call is made: so ranks stay in step.
 
-        Raises EPTimeoutError, of a peer that may be gone: the present call is refused then."""
+        Raises EPTimeoutError, of a peer that may be gone, and EPCapacityError that other nodes do not know: the present call is refused
+        then."""
         ...
 
     def refuse(self, message: str) -> None:

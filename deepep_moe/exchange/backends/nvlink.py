@@ -65,7 +65,6 @@ class NvlinkBackend:
         self.fitted = Values(**{name: getattr(self._exchange.tuning, name) for name in SETTINGS})
         """Settings as the native code has fitted them to the device, before any profile."""
         self._own_stream: torch.cuda.Stream | None = None
-        self._allows_excess = False
         self._handle_shape: HandleShape | None = None  # of the latest dispatch
 
     @property
@@ -172,27 +171,22 @@ class NvlinkBackend:
         )  # fmt: skip
 
     def allow_excess(self) -> None:
-        self._allows_excess = True
+        self._exchange.allows_excess = True
 
     def check(self) -> None:
-        self._check_calls()
+        self._exchange.check()
         _C.gpu_gate_check(device_index(self.device))
 
     def take_failure(self) -> Exception | None:
         if torch.cuda.is_current_stream_capturing():
             return None  # nobody may wait for a GPU now, and a failure stays
-        try:
-            self._check_calls()
-        except (EPPeerError, EPMismatchError, EPCapacityError, ValueError) as error:
-            return error
-        return None
-
-    def _check_calls(self) -> None:
+        failure = None
         try:
             self._exchange.check()
-        except EPCapacityError:  # by which the exchange forgets it
-            if not self._allows_excess:
-                raise
+        except (EPPeerError, EPMismatchError, EPCapacityError, ValueError) as error:
+            failure = error
+        self._exchange.check_untold()
+        return failure
 
     def refuse(self, message: str) -> None:
         if torch.cuda.is_current_stream_capturing():
