@@ -10,7 +10,9 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -27,7 +29,7 @@ _TAG = 0xDEE9  # of this library's point-to-point messages in the caller's group
 _MAX_BYTES = 1 << 20  # of a message: a few strings and numbers
 _MAX_WORDS = 10_000  # characters of an error in a message
 _numbers = itertools.count()
-_HUNG_UP = "closed its connection: it has ended, or has given up on another rank (see its output)"
+_TOLD_WITHIN_S = 0.2  # of the end of a rank's connections, on whom it has given up
 
 
 class _Connectable(Protocol):
@@ -158,17 +160,60 @@ def is_of_handler(error: BaseException) -> bool:
     return trace is not None and not trace.tb_frame.f_globals.get("__name__", "").startswith(("torch.", "deepep_moe."))
 
 
-def hang_up(group: "dist.ProcessGroup") -> None:
-    """End the waits of all peers for this rank, which has given up: gloo closes all connections of a rank once one of its receives has
-    passed its deadline. The group cannot be used afterwards."""
+def hang_up(group: "dist.ProcessGroup", culprit: int) -> None:
+    """End the waits of all peers for this rank, which has given up on `culprit`, or has failed itself: gloo closes all connections of a
+    rank once one of its receives has passed its deadline. The group cannot be used afterwards."""
     if not moves_cpu_tensors(group):
         return
     rank, nothing = dist.get_rank(group), torch.empty(1, dtype=torch.uint8, device="cpu")
+    with contextlib.suppress(Exception):  # a store that is gone with its process: the peers do not learn of `culprit`
+        _store_of(group).set(_gave_up_key(rank), str(culprit))
     for peer in range(dist.get_world_size(group)):
         if peer != rank:
             with contextlib.suppress(RuntimeError):  # that of the deadline, or of a connection that is closed already
                 work: Any = dist.irecv(nothing, group=group, group_src=peer, tag=_TAG)  # which no vector has
                 work.wait(datetime.timedelta(milliseconds=1))
+
+
+def _store_of(group: "dist.ProcessGroup") -> "dist.Store":
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def _gave_up_key(rank: int) -> str:
+    return f"deepep_moe: rank {rank} has given up on"
+
+
+def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | None:
+    """Return the rank on which the first of `peers` has given up that has said so as it hung up; if that rank has given up on another one,
+    return that one, and so on. None where none of them has said so, -1 where nobody can be asked."""
+    found: list[int | None] = []
+
+    def told(store: "dist.Store", rank: int) -> int | None:
+        return int(store.get(_gave_up_key(rank))) if store.check([_gave_up_key(rank)]) else None
+
+    def ask() -> None:
+        store = _store_of(group)
+        with contextlib.suppress(RuntimeError):  # of a store that makes no second connection
+            store = store.clone()
+        deadline, culprit = time.monotonic() + _TOLD_WITHIN_S, None
+        while culprit is None and time.monotonic() < deadline:
+            culprit = next((rank for rank in (told(store, peer) for peer in peers) if rank is not None), None)
+            time.sleep(0.01)
+        passed: set[int] = set()
+        while culprit is not None and culprit not in passed:
+            passed.add(culprit)
+            behind = told(store, culprit)
+            culprit = culprit if behind is None else behind
+        found.append(culprit)
+
+    def ask_or_not() -> None:
+        with contextlib.suppress(Exception):
+            ask()
+
+    asking = threading.Thread(target=ask_or_not, daemon=True)  # a store whose process was stopped does not answer
+    asking.start()
+    asking.join(1.0)
+    return found[0] if found else -1
 
 
 @contextlib.contextmanager
@@ -179,7 +224,7 @@ def hanging_up(group: "dist.ProcessGroup | None") -> Iterator[None]:
         yield
     except BaseException as error:
         if group is not None and (isinstance(error, EPTimeoutError) or not isinstance(error, EPError)):
-            hang_up(group)
+            hang_up(group, error.rank if isinstance(error, EPTimeoutError) else dist.get_rank(group))
         raise
 
 
@@ -218,14 +263,26 @@ class Exchange:
             if is_of_handler(error):
                 raise
             failed = num_over if len(self._works) == 2 * len(self._peers) else len(self._works)
-            peer = self._peers[failed // 2]
-            why = f"did not deliver within {self._timeout_s:g} s" if "Timed out" in str(error) else _HUNG_UP
+            culprit, why = self._culprit(self._peers[failed // 2], "Timed out" in str(error))
             raise EPTimeoutError(
-                f"rank {self._rank}: rank {peer} {why}; phase '{self._phase}', expected 1 message, seen 0; "
-                f"torch.distributed says: {error}",
-                rank=peer, phase=self._phase, expected=1, seen=0,
+                f"rank {self._rank}: {why}; phase '{self._phase}', expected 1 message, seen 0; torch.distributed says: {error}",
+                rank=culprit, phase=self._phase, expected=1, seen=0,
             ) from error  # fmt: skip
         return self._rows
+
+    def _culprit(self, peer: int, is_late: bool) -> tuple[int, str]:
+        """Return the rank to blame where `peer` has not delivered, -1 where it cannot be told, and what happened."""
+        if is_late:
+            return peer, f"rank {peer} did not deliver within {self._timeout_s:g} s"
+        closed = f"rank {peer} closed its connection"
+        culprit = culprit_behind(self._group, [peer])
+        if culprit is None:
+            return peer, f"{closed}: it has ended (see its output)"
+        if culprit == peer:
+            return peer, f"{closed}, as it has failed (see its output)"
+        if culprit == -1:
+            return -1, f"{closed}: it has ended, or has given up on another rank (see its output)"
+        return culprit, f"{closed}, as it has given up on rank {culprit}"
 
     def _post(self) -> None:
         """Post all messages. The loop runs in C, where no signal's handler raises: what was posted is known also after an interrupt."""

@@ -23,7 +23,7 @@ from deepep_moe.exchange.backends.entry import NUM_FIELDS, Entry, find_differenc
 from deepep_moe.exchange.backends.two_hops import Step, Steps, Sums, TwoHops, picked
 from deepep_moe.exchange.handle import DispatchHandle, padded
 from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
-from deepep_moe.group.rendezvous import Exchange, Introduction, hang_up, is_of_handler
+from deepep_moe.group.rendezvous import Exchange, Introduction, culprit_behind, hang_up, is_of_handler
 from deepep_moe.group.settings import Settings
 
 _Result = TypeVar("_Result")
@@ -423,10 +423,14 @@ class CollectiveBackend:
             time.sleep(0.01)
 
     def _timeout(self, culprit: int, phase: str, expected: int, seen: int, why: str) -> EPTimeoutError:
-        self._broken = f"nothing came from rank {culprit}"
-        if self.group is not None:
-            hang_up(self.group)
+        peers = [rank for rank in range(self.settings.num_ranks) if rank != self.settings.rank]
+        if culprit < 0 and self.group is not None:
+            behind = culprit_behind(self.group, peers)
+            culprit = peers[0] if len(peers) == 1 else -1 if behind is None else behind
         named = f"rank {culprit}" if culprit >= 0 else "a peer (torch.distributed does not say which)"
+        self._broken = f"nothing came from {named}"
+        if self.group is not None:
+            hang_up(self.group, culprit)
         return EPTimeoutError(
             f"rank {self.settings.rank} in call {self.num_calls}: {named} did not deliver; phase '{phase}', expected {expected}, "
             f"seen {seen}; the process group cannot be used any more: make a new one and a new Buffer; torch.distributed says: {why}",
