@@ -51,7 +51,8 @@ class EPMismatchError(EPError):
 
 
 class EPCapacityError(EPError):
-    """A rank would receive more rows than the `num_recv_rows` its caller gave. Every rank raises it; nothing was moved.
+    """A rank would receive more rows than the `num_recv_rows` its caller gave. Every rank raises it, ranks of other nodes of GPUs in the
+    next call. No rows of the dispatch can be used.
 
     Attribute: `rank`, the rank whose bound is too small, in the buffer's group.
     """

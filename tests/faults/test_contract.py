@@ -1,12 +1,14 @@
 """Cells of the table in docs/design/failures.md that the other modules leave out: arguments, destroyed buffers, different calls."""
 
+import itertools
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
-from fault_cases import SOON_S, inputs, make, make_step, outcome
+from fault_cases import NUM_TOKENS, SOON_S, inputs, look, make, make_step, outcome
 
-from deepep_moe.errors import EPMismatchError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 on_each_kind = pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
@@ -60,3 +62,69 @@ def destroyed(rank, num_ranks, kind):
 @on_each_kind
 def test_destroyed(kind):
     run_ranks(destroyed, 2, kind)
+
+
+# ---- more rows than a rank has room for, on GPUs ----
+
+
+def lacks_room(rank, num_ranks, kind, layout, by_native):
+    """A rank has room for one row less than it would receive, and its host waits for nothing. All ranks raise EPCapacityError: in its node
+    without a further call, in other nodes in the next one. Nobody sums what the failed dispatch has left, whoever has looked before."""
+    buffer, num_rows = make(kind, num_ranks), NUM_TOKENS * num_ranks
+    if by_native:
+        buffer.calls._native = buffer.calls.backend.native_calls(buffer.calls.number, buffer.calls.own_mode)
+        assert buffer.calls.native is not None
+
+    def hears(call, culprit):
+        error, elapsed_s = outcome(call)
+        assert isinstance(error, EPCapacityError) and error.rank == culprit and elapsed_s < SOON_S, repr(error)
+        told = f"rank {culprit} would receive {num_rows} rows, more than its num_recv_rows of {num_rows - 1}; give a larger bound or none"
+        assert str(error) == told
+
+    for step, (who_looks, then) in enumerate(itertools.product(("all", "culprit", "nobody"), ("combine", "along", "dispatch"))):
+        culprit, (x, idx) = (1, num_ranks - 1)[step % 2], inputs(buffer, step)
+        is_in_its_node, waits = kind == "nvlink" or rank // 2 == culprit // 2, (rank, step) == (0, 8)
+        bound = num_rows - 1 if rank == culprit else None if waits else num_rows + rank
+        send, out = partial(buffer.dispatch, x, idx, layout=layout, num_recv_rows=bound), None
+        if waits and is_in_its_node:  # the host, for counts
+            hears(send, culprit)
+        else:
+            out = send()
+            torch.cuda.synchronize()
+        dist.barrier()
+        assert out is None or out.handle.has_failed is is_in_its_node
+        has_looked = who_looks == "all" or (who_looks == "culprit" and rank == culprit)
+        if has_looked:
+            (hears if is_in_its_node else lambda call, _: call())(buffer.check, culprit)
+            buffer.check()  # once is enough
+        dist.barrier()
+        if then == "dispatch" or out is None:
+            if kind == "nvlink" and who_looks == "all":
+                assert len(buffer.dispatch(x, idx, layout=layout).recv_x) == num_rows
+            else:
+                hears(partial(buffer.dispatch, x, idx, layout=layout), culprit)
+        else:
+            if then == "combine":
+                call = partial(buffer.combine, torch.ones_like(out.recv_x), out.handle)
+            else:
+                call = partial(buffer.dispatch, x, handle=out.handle)
+            if kind == "nvlink" and has_looked:  # the host knows no more; the kernel does
+                call()
+                with pytest.raises(ValueError, match="the dispatch of this handle has failed, so nothing goes along it"):
+                    look(buffer)
+            elif is_in_its_node:
+                hears(call, culprit)
+            else:
+                call()
+                hears(partial(look, buffer), culprit)
+        make_step(buffer, step)
+    out = buffer.dispatch(*inputs(buffer, 0), layout=layout, num_recv_rows=num_rows)  # as many as come
+    assert (buffer.combine(out.recv_x, out.handle)[:, 0] == num_ranks * inputs(buffer, 0)[0][:, 0]).all()
+    look(buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ("expert", "rank"))
+@pytest.mark.parametrize(("kind", "num_ranks", "by_native"), (("nvlink", 2, False), ("nvlink", 3, True), ("nvshmem", 4, False)))
+def test_too_small_a_bound_on_gpus(kind, num_ranks, by_native, layout):
+    run_ranks(lacks_room, num_ranks, kind, layout, by_native)

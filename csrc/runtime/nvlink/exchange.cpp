@@ -131,8 +131,10 @@ void NvlinkExchange::enter(const GpuDispatchCall& call, uintptr_t stream) {
 void NvlinkExchange::refuse(const std::string& reason, uintptr_t stream) {
     GpuPlanParams params{};
     params.cached = true;
-    params.stamp.why = std::exchange(untold_, {});
-    if (params.stamp.why.kind == kNoFailure) copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
+    if (lack_.kind != kNoFailure && reason == Failures::reason_of(lack_, describe(lack_, rank_)))  // so the peers raise the same
+        params.stamp.why = lack_, is_told_ = true;
+    else
+        copy_text(params.stamp.reason, sizeof(params.stamp.reason), reason.empty() ? "unknown" : reason);
     const DeviceGuard guard(device_);
     last_.begins(stream);
     plan(params, {}, {}, false, as_stream(stream));

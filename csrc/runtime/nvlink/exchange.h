@@ -144,7 +144,8 @@ private:
     int64_t num_calls_ = 0, num_captured_ = 0;          // the latter: in the capture of a graph that the last call was in
     unsigned long long capture_ = 0;                    // that the last call was in; 0: none
     unsigned long long num_plans_ = 0, void_plan_ = 0;  // void: its failure was raised, so its second half is not to be waited for
-    GpuFailure untold_{};                               // of this node, which other nodes do not know
+    GpuFailure lack_{};                                 // of room, that `check` has thrown last
+    bool is_told_ = true;                               // other nodes know of it
     std::function<void()> poll_;
     std::atomic<bool> busy_ = false;
     struct HostSlots {

@@ -18,7 +18,7 @@ int64_t NvlinkExchange::settle() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");
     failures_.forget(host_->failure, state_words(), kStateBytes);
-    untold_ = {};
+    is_told_ = true;
     void_plan_ = num_plans_;
     unsigned long long sequence = 0;
     failures_.read(&sequence, &state_->sequence, sizeof(sequence));
@@ -35,13 +35,15 @@ void NvlinkExchange::check() {
     };
     const GpuFailure failure = failures_.take(host_->failure, state_words(), kStateBytes, is_done);
     void_plan_ = num_plans_;
-    const bool is_last = host_->counts.lacking == num_plans_;  // a later call has told the other nodes
-    if (failure.kind == kExceededBound && rail_ != nullptr && is_last) untold_ = failure;
+    if (failure.kind == kExceededBound) {
+        lack_ = failure;
+        is_told_ = rail_ == nullptr || host_->counts.lacking != num_plans_;  // by a call since
+    }
     raise(in_calls(origin(failure), rank_));
 }
 
 void NvlinkExchange::check_untold() {
-    if (untold_.kind != kNoFailure) raise(untold_);
+    if (!is_told_) raise(lack_);
 }
 
 // Of refusals for another's refusal, the first one, where that has arrived: ranks hear of it in any order.
