@@ -179,6 +179,7 @@ class Calls:
         """Bring the ranks back into step: those that have made fewer calls refuse the rest. meet(number): that of every rank."""
         self._refuse_other_process()
         backend, pending = self.backend, self._pending
+        backend.check_usable()  # else its peers would be waited for in a group that is out of step
         self._pending = self._earlier_failure = None
         if pending is not None and not pending.is_half:
             pending.failure()

@@ -124,7 +124,9 @@ def lacks_room(rank, num_ranks, kind, layout, by_native):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ("expert", "rank"))
-@pytest.mark.parametrize(("kind", "num_ranks", "by_native"), (("nvlink", 2, False), ("nvlink", 3, True), ("nvshmem", 4, False)))
-def test_too_small_a_bound_on_gpus(kind, num_ranks, by_native, layout):
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "layout", "by_native"),
+    (("nvlink", 2, "rank", False), ("nvlink", 3, "expert", True), ("nvshmem", 4, "expert", False)),
+)
+def test_too_small_a_bound_on_gpus(kind, num_ranks, layout, by_native):
     run_ranks(lacks_room, num_ranks, kind, layout, by_native)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from events import event, tell
+from events import event, tell, wait_for
 from fault_cases import SOON_S, at_random, make, make_step, outcome
 
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError
@@ -62,12 +62,37 @@ def stalls_in_group(rank, num_ranks):
     error, elapsed_s = outcome(lambda: make_step(buffer, 1))
     assert isinstance(error, EPError) and elapsed_s < 1, repr(error)
     assert "make a new process group and a new Buffer" in str(error)
+    again, elapsed_s = outcome(buffer.recover)
+    assert type(again) is EPError and str(again) == str(error) and elapsed_s < 1, repr(again)
     buffer.destroy()
     make_step(make("collective", num_ranks, group=spare), 2)
 
 
 def test_stall_in_process_group():
     run_ranks(stalls_in_group, 3)
+
+
+def stalls_before_rows(rank, num_ranks):
+    """The last rank enters the call and is late with its rows. Of several peers torch.distributed does not say which one."""
+    deadline_s, late = 1.0, num_ranks - 1
+    buffer = make("collective", num_ranks, deadline_s)
+    make_step(buffer, 0)
+    others = [f"rank {peer} has its error" for peer in range(num_ranks) if peer != late]
+    if rank == late:
+        move = buffer.calls._move
+        buffer.calls._move = lambda *args: (wait_for(*others), move(*args))
+    error, _ = outcome(lambda: make_step(buffer, 1))
+    tell(f"rank {rank} has its error")
+    assert isinstance(error, EPTimeoutError) and error.phase == "dispatch rows", repr(error)
+    assert rank == late or error.rank == (late if num_ranks == 2 else -1), repr(error)
+    again, _ = outcome(lambda: make_step(buffer, 1))
+    assert type(again) is EPError and all("rank -1" not in str(found) for found in (error, again)), (error, again)
+    wait_for(*others, f"rank {late} has its error")
+
+
+@pytest.mark.parametrize("num_ranks", (2, 3))
+def test_stall_before_rows_in_process_group(num_ranks):
+    run_ranks(stalls_before_rows, num_ranks)
 
 
 def held_up(rank, num_ranks, kind):

@@ -183,10 +183,14 @@ class Backend(Protocol):
         next call where they have its rows."""
         ...
 
+    def check_usable(self) -> None:
+        """Raise EPError where only a new Buffer helps."""
+        ...
+
     def settle(self) -> int:
         """Wait for what this rank has in flight, forget what failed, and return how many calls it has entered or refused. Not collective.
 
-        Raises EPError where only a new Buffer helps."""
+        Raises as `check_usable`."""
         ...
 
     def destroy(self) -> None: ...

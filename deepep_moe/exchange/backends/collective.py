@@ -166,10 +166,10 @@ class CollectiveBackend:
             self.refuse(message)
 
     def settle(self) -> int:
-        self._refuse_if_broken()
+        self.check_usable()
         return self.num_calls
 
-    def _refuse_if_broken(self) -> None:
+    def check_usable(self) -> None:
         if self._broken is not None:
             raise EPError(
                 f"an earlier call of this buffer ended half-way ({self._broken}), so that its process group is out of step; make a new "
@@ -372,7 +372,7 @@ class CollectiveBackend:
         """Exchange entries with all ranks, check that they fit; returns the counts of all ranks, [num_ranks, *counts.shape] int64.
         owe(counts): what this rank owes its peers once all have entered."""
         s = self.settings
-        self._refuse_if_broken()
+        self.check_usable()
         own.call, self._owed = self.num_calls + 1, None
         text = message.encode()[: _MESSAGE_BYTES - 1].ljust(_MESSAGE_BYTES, b"\0")
         fields = torch.tensor(list(vars(own).values()), dtype=torch.int64, device="cpu")
