@@ -24,6 +24,18 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that kernels compute with."""
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """Are its values not those of its memory? So autograd may hand on negatives, zeros that have no memory, and sparse gradients."""
+    return tensor.layout is not torch.strided or tensor.is_neg() or tensor._is_zerotensor()
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Return the tensor as native code reads it: contiguous memory that holds its values."""
+    if is_lazy(tensor):
+        tensor = (tensor if tensor.layout is torch.strided else tensor.to_dense()).clone()  # which resolves
+    return tensor.contiguous()
+
+
 def is_gpu(device: torch.device) -> bool:
     return device.type == GPU
 

@@ -1,13 +1,17 @@
-"""PyTorch operators of this library: how they are defined, called and differentiated.
+"""PyTorch operators of this library: how they are defined, called and differentiated, and who else takes part in a call.
 
-Only calls that PyTorch traces go through its dispatcher. The others go past it: to an autograd function where a gradient is wanted, else
-straight to the implementation. A host that waits for a GPU's counts has no time to lose.
+Only calls that somebody watches go through PyTorch's dispatcher, which tells tracers, transforms and modes. The others go past it: to an
+autograd function where a gradient is wanted, else straight to the implementation. A host that waits for a GPU's counts has no time to lose.
 """
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C import _TorchDispatchModeKey as ModeKey
 
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -45,8 +49,12 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
 
 
 def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
-    """Call the operator `name` with `tensors`, which may need gradients or be of a class of their own, and further `arguments`."""
-    if is_traced(tensors):
+    """Call the operator `name` with `tensors`, which may need gradients or be of a class of their own, and further `arguments`.
+
+    Raises NotImplementedError for tangents of forward-mode AD, for which no operator has a rule.
+    """
+    if is_watched(tensors):
+        refuse_tangents(name, tensors)
         return getattr(torch.ops.deepep_moe, name)(*tensors, *arguments)
     implementation, function = _eager[name]
     if function is not None and needs_gradients(tensors):
@@ -54,16 +62,21 @@ def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
     return implementation(*tensors, *arguments)
 
 
-def needs_gradients(tensors: tuple[Tensor | None, ...]) -> bool:
+def needs_gradients(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def is_traced(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Does PyTorch trace or watch what is made of these?"""
-    return is_compiled(tensors) or torch._C._len_torch_dispatch_stack() > 0  # Dynamo knows the first only
+# ---- who takes part ----
 
 
-def is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
+def is_watched(tensors: Sequence[Tensor | None]) -> bool:
+    """Does PyTorch trace, watch or transform what is made of these? (`is_watched` and `is_on` of csrc/torch ask the same.)"""
+    if is_compiled(tensors):
+        return True  # Dynamo knows none of the following
+    return _somebody_looks() or (forward_ad._current_level >= 0 and any(map(has_tangent, tensors)))
+
+
+def is_compiled(tensors: Sequence[Tensor | None]) -> bool:
     """Are these traced, and not merely watched by a mode, as one rank's operations may be?"""
     if torch.compiler.is_compiling():
         return True
@@ -71,3 +84,77 @@ def is_compiled(tensors: tuple[Tensor | None, ...]) -> bool:
         if tensor is not None and type(tensor) not in _PLAIN:
             return True
     return False
+
+
+def _somebody_looks() -> bool:
+    """Does a mode, tracer or transform see what PyTorch does now, whatever the tensors?"""
+    if torch._C._len_torch_dispatch_stack() > 0 or _is_transformed() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._is_torch_function_mode_enabled() and watches_functions()
+
+
+def watches_functions() -> bool:
+    """Does a mode watch PyTorch's functions? (The default device is such a mode too, and watches nothing that has a device.)"""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(not isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
+
+
+def has_tangent(tensor: Any) -> bool:
+    """Is it a dual tensor of forward-mode AD?"""
+    return forward_ad._current_level >= 0 and isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _is_transformed() -> bool:
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active
+
+
+def is_dry_run() -> bool:
+    """Are shapes all that is computed now?"""
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(ModeKey.FAKE) is not None
+
+
+def refuse_tangents(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for a tensor with a tangent, which would be lost. tensors: by name, if they have names."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    named = tensors.items() if isinstance(tensors, Mapping) else (("a tensor", tensor) for tensor in tensors)
+    for name, tensor in named:
+        if has_tangent(tensor):
+            raise NotImplementedError(
+                f"{name} given to {what} has a tangent of forward-mode AD, which has no rule there; use backward or torch.autograd.grad, "
+                "or pass torch.autograd.forward_ad.unpack_dual(...).primal of it"
+            )
+
+
+def refuse_transforms(what: str, tensors: Sequence[Any] | Mapping[str, Any], *, may_trace: bool = True) -> None:
+    """Raise TypeError under a transform of torch.func, and NotImplementedError for tangents and for tracers that would record nothing of
+    `what`. may_trace: it is an operator, which `make_fx` records."""
+    if torch.compiler.is_compiling():
+        return
+    if _is_transformed():
+        raise TypeError(f"{what} cannot be transformed by torch.func (grad, vmap, jvp); use torch.autograd.grad or backward")
+    refuse_tangents(what, tensors)
+    is_recorded = not may_trace and torch._C._get_dispatch_mode(ModeKey.PROXY) is not None
+    if is_recorded or torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(f"{what} cannot be recorded in a graph, which would repeat the results of this call; leave it outside")
+
+
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """Let no mode, tracer or transform see what runs in this, as inside of an operator."""
+    return _hidden() if _somebody_looks() else _NOBODY
+
+
+_NOBODY = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _hidden() -> Iterator[None]:
+    with contextlib.ExitStack() as hidden:
+        hidden.enter_context(torch._C.DisableTorchFunction())
+        hidden.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        hidden.enter_context(torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack())
+        if (tracing := torch._C._get_tracing_state()) is not None:
+            torch._C._set_tracing_state(None)
+            hidden.callback(torch._C._set_tracing_state, tracing)
+        yield

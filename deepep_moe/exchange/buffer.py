@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.arguments import check_tensor
+from deepep_moe.arguments import check_is_tensor
 from deepep_moe.device import making_on
 from deepep_moe.exchange import native, operators, quantized
 from deepep_moe.exchange.backends.base import Backend
@@ -28,10 +28,10 @@ from deepep_moe.exchange.checks import (
 )
 from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput, Layout
 from deepep_moe.exchange.profile import agree_on_profile
-from deepep_moe.exchange.routing import is_token_in_rank, num_tokens_per_expert, refuse_bad_routing
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import gather_objects, hanging_up, introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
+from deepep_moe.library import call
 from deepep_moe.ops.quant import quantize_fp8
 from deepep_moe.tuning import Loaded, Profile, load
 
@@ -177,12 +177,8 @@ class Buffer(Sizes):
         topk_idx: [num_tokens, num_topk] int32 or int64, -1 = no expert. Raises ValueError for another shape, an index out of range or a
         duplicate, TypeError for another dtype.
         """
-        num_tokens = len(topk_idx) if isinstance(topk_idx, Tensor) and topk_idx.dim() > 0 else 0
-        check_tensor("topk_idx", topk_idx, (num_tokens, self.num_topk), (torch.int64, torch.int32), any_strides=True)
-        refuse_bad_routing(topk_idx, self.num_experts)
-        in_rank = is_token_in_rank(topk_idx, self.num_ranks, self.num_local_experts)
-        per_expert = num_tokens_per_expert(topk_idx, self.num_experts)
-        return Layout(in_rank.sum(0, dtype=torch.int32), per_expert.to(torch.int32), in_rank)
+        check_is_tensor("topk_idx", topk_idx)
+        return Layout(*call("layout", (topk_idx,), self.num_topk, self.num_experts, self.num_ranks))
 
     def dispatch(
         self,

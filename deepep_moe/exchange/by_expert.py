@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.device import readable
 from deepep_moe.exchange.backends.base import CombineArgs, DispatchArgs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.calls import Calls
+from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.expert_rows import combine_gradients, dispatch_gradients, rows_of, sharing, split_rows
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
 from deepep_moe.exchange.operators import combine, dispatch, keep_handle, kept, repeated
-from deepep_moe.library import is_compiled
+from deepep_moe.library import is_compiled, refuse_transforms
 from deepep_moe.ops.weighted import weighted_sum
 
 
@@ -50,6 +52,7 @@ def dispatch_by_expert(
             handle = PackedHandle(calls.number, "expert", 1, num_rows, shape, memory, numbers)
             handle.seal()
             return rows, weights, handle
+    calls.refuse_on_failure(refuse_transforms, EXCHANGE, (x, topk_weights), may_trace=False)
     weights, handle, *rows = _DispatchByExpert.apply(x, topk_idx, topk_weights, calls, leading, tokens_per_row)
     return tuple(rows), weights, handle
 
@@ -71,12 +74,13 @@ def combine_by_expert(
     is_weighted_after = source_weights is not None and topk_weights is None
     is_unusual = is_compiled((rows[0], topk_weights))
     is_apart = is_weighted_after or (source_weights is None and is_unusual)
-    source = None if source_weights is None or is_apart else source_weights.detach().contiguous()
+    source = None if source_weights is None or is_apart else readable(source_weights.detach())
     native = None if is_unusual or is_apart else calls.native
     if native is not None and _is_by_expert(handle, calls):
         made = native.combine_by_expert(rows, topk_weights, source, handle)
         if made is not None:
             return made
+    calls.refuse_on_failure(refuse_transforms, EXCHANGE, (*rows, topk_weights, source_weights), may_trace=False)
     x, expert_rows = rows_of(calls, handle, rows, may_stay=not (is_apart or is_unusual))
     if is_apart:
         weights = topk_weights if source_weights is None else None

@@ -30,6 +30,7 @@ from deepep_moe.exchange.checks import (
 )
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import Settings
+from deepep_moe.library import is_dry_run, unwatched
 
 live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -107,7 +108,7 @@ class Calls:
 
     def dispatch(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle]:
         self._refuse_second_caller()
-        with self._calling:
+        with self._calling, unwatched():
             backend = self._admit(check_dispatch, args)
             tell = partial(self._tell_on_failure, backend.num_calls)
             rows, handle, move = tell(partial(backend.plan, args))
@@ -117,7 +118,7 @@ class Calls:
 
     def dispatch_cached(self, args: CachedDispatchArgs) -> Rows:
         self._refuse_second_caller()
-        with self._calling:
+        with self._calling, unwatched():
             backend = self._admit(check_cached_dispatch, args)
             tell = partial(self._tell_on_failure, backend.num_calls)
             rows, move = tell(partial(backend.dispatch_cached, args))
@@ -127,7 +128,7 @@ class Calls:
     def combine(self, args: CombineArgs) -> tuple[Tensor, Tensor | None]:
         """Return combined_x, and the gradients of topk_weights where some were given."""
         self._refuse_second_caller()
-        with self._calling:
+        with self._calling, unwatched():
             backend = self._admit(check_combine, args)
             tell = partial(self._tell_on_failure, backend.num_calls)
             combined_x, topk_weight_grads, move = tell(partial(backend.combine, args))
@@ -197,12 +198,17 @@ class Calls:
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers, which are or will be in a call, that this rank does not make it: they raise EPPeerError with the reason. Return
         `error`, to be raised."""
-        if self._num_forks != _num_forks:
-            return error  # a forked process would write to its owner's connections
-        if not self._is_capturing():
-            self._wait_for_pending()
-        self.backend.refuse(told(error))
+        self.tell(told(error))
         return error
+
+    def tell(self, reason: str) -> None:
+        """As `refuse`, with the reason as `told` has it."""
+        if self._num_forks != _num_forks or is_dry_run():
+            return  # a forked process would write to its owner's connections, and a dry run makes no call
+        with unwatched():
+            if not self._is_capturing():
+                self._wait_for_pending()
+            self.backend.refuse(reason)
 
     def refuse_on_failure(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Return the function's result. Refuse the call where the function finds wrong types or values, lacks memory or is interrupted. (A
@@ -214,17 +220,6 @@ class Calls:
         except BaseException as error:
             with contextlib.suppress(EPError):  # of an earlier call: an interrupt says more
                 self.refuse(error)
-            raise
-
-    def refuse_on_any_failure(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """Return the function's result. It makes one call: where it fails before that, with whatever error, refuse the call."""
-        num_calls = self.backend.num_calls
-        try:
-            return function(*args)
-        except BaseException as error:
-            if not isinstance(error, EPError) and self.backend.num_calls == num_calls:
-                with contextlib.suppress(EPError):  # of an earlier call: `error` says more
-                    self.refuse(error)
             raise
 
     def _tell_on_failure(self, num_calls: int, function: Callable[[], _Result]) -> _Result:

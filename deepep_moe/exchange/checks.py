@@ -11,12 +11,15 @@ from deepep_moe.device import DTYPE_NAMES, FLOATS
 from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import MAX_NUMBER, Settings
+from deepep_moe.library import refuse_transforms
 from deepep_moe.ops.fp8_products import check_alignment
 from deepep_moe.ops.quantized import QuantizedRows
 
 MAX_ALIGNMENT = 1 << 16
 BLOCKWISE = "blockwise"
 """The fp8 of training: scales of powers of two, and rows that grouped products take."""
+EXCHANGE = "dispatch and combine"
+"""What has no rule for transforms of torch.func: they would fail on their way here."""
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALL = tuple(DTYPE_NAMES)
 
@@ -24,11 +27,11 @@ _ALL = tuple(DTYPE_NAMES)
 # ---- before an operator can be called at all ----
 
 
-def check_tensors(x: Any, **tensors: Any) -> None:
-    """`x`, and `tensors` that may be None. An exchange has no rule for transforms of torch.func: they would fail on their way here."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise TypeError("dispatch and combine cannot be transformed by torch.func (grad, vmap, jvp); use torch.autograd.grad or backward")
-    for name, tensor in {"x": x, **tensors}.items():
+def check_tensors(x: Any, *, may_trace: bool = True, **tensors: Any) -> None:
+    """`x`, and `tensors` that may be None. may_trace: as `refuse_transforms` has it."""
+    named = {"x": x, **tensors}
+    refuse_transforms(EXCHANGE, named, may_trace=may_trace)
+    for name, tensor in named.items():
         if tensor is not None or name == "x":
             check_is_tensor(name, tensor)
             check_plain(name, tensor)

@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.device import is_lazy
 from deepep_moe.exchange.backends.base import CombineArgs, Fusion
 from deepep_moe.exchange.backward import watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.exchange.operators import as_rows, combine, dispatch_cached, may_fuse, scaled_gradients
-from deepep_moe.library import is_traced
+from deepep_moe.library import is_watched
 
 
 def rows_of(calls: Calls, handle: DispatchHandle, rows: Sequence[Tensor], *, may_stay: bool, found: Any = None) -> tuple[Tensor, Any]:
     """Return all rows, joined; or, where they may stay and kernels can read them there, the first expert's and `_C.ExpertRows` of all.
     `found`: the `_C.ExpertRows` of these rows before they were saved, which hold unless saving has moved them."""
-    if may_stay and calls.capabilities.can_fuse:
+    if may_stay and calls.capabilities.can_fuse and not any(map(is_lazy, rows)):
         s = calls.settings
         is_there = found is not None and found.lie_in(rows)
         expert_rows = found if is_there else _C.ExpertRows.of(handle, rows, s.num_local_experts, s.hidden)
@@ -45,7 +46,7 @@ def _joined(rows: Sequence[Tensor], handle: DispatchHandle, hidden: int) -> Tens
             )
         if own.device != rows[0].device:
             raise ValueError(f"the rows of local expert {i} are on {own.device}, those of the first on {rows[0].device}")
-    return torch.cat([own.reshape(-1, hidden) for own in rows])
+    return torch.cat([(own if own.layout is torch.strided else own.to_dense()).reshape(-1, hidden) for own in rows])
 
 
 def sharing(tokens_per_row: int, expert_rows: Any = None, source_weights: Tensor | None = None) -> Fusion | None:
@@ -57,9 +58,9 @@ def dispatch_gradients(
     handle: DispatchHandle, tokens_per_row: int, grad_topk_weights: Tensor | None, grads: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x, whose rows `tokens_per_row` tokens share, and of topk_weights, if they were sent."""
-    calls, is_plain = calls_of(handle.buffer_id), not torch.is_grad_enabled() and not is_traced(tuple(grads))
+    calls, is_plain = calls_of(handle.buffer_id), not torch.is_grad_enabled() and not is_watched(tuple(grads))
     rows, expert_rows = rows_of(calls, handle, grads, may_stay=is_plain)
-    sent = None if grad_topk_weights is None else grad_topk_weights.contiguous()
+    sent = None if grad_topk_weights is None else as_rows(grad_topk_weights)
     if is_plain:
         return calls.combine(CombineArgs(calls.own_mode, rows, None, None, sent, handle, sharing(tokens_per_row, expert_rows)))
     grad_x, grad_topk_weights = combine(calls, calls.own_mode, rows, None, None, sent, handle)

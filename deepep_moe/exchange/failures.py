@@ -1,13 +1,11 @@
 """Failures of a rank between its calls, where the peers of a buffer would wait for the next one."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.checkpoint import _StopRecomputationError
 
-from deepep_moe.errors import EPError
+from deepep_moe.exchange.backward import tell_failure
 from deepep_moe.exchange.buffer import Buffer
 
 _Result = TypeVar("_Result")
@@ -29,8 +27,5 @@ def notify_peers_on_failure(buffer: Buffer, function: Callable[..., _Result], *a
 def notify_peers(buffer: Buffer, error: BaseException, num_calls: int | None = None) -> None:
     """Let the peers raise EPPeerError with this error in their next call of the buffer. If this rank has made more than `num_calls` of
     them, they know already."""
-    if isinstance(error, (_StopRecomputationError, GeneratorExit)):  # by which checkpointing ends a recomputation, Python a generator
-        return
-    with contextlib.suppress(EPError, RuntimeError):  # peers that do not come, a GPU that failed: `error` says more
-        if num_calls is None or buffer.num_calls == num_calls:
-            buffer.refuse(error)
+    if not buffer.calls.is_destroyed and num_calls in (None, buffer.num_calls):
+        tell_failure(buffer.calls, error)

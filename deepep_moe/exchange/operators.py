@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepep_moe.device import is_gpu
+from deepep_moe.errors import EPError
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Fusion, Mode, Rows, RowScaling
-from deepep_moe.exchange.backward import watch_backward
+from deepep_moe.exchange.backward import tell_failure, watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
-from deepep_moe.exchange.checks import check_handle
+from deepep_moe.exchange.checks import EXCHANGE, check_handle
 from deepep_moe.exchange.handle import DispatchHandle
-from deepep_moe.library import call, define, is_traced, needs_gradients, register_operator
+from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_transforms, register_operator
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
 
 _HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert, Tensor call"
@@ -35,11 +37,18 @@ def _mode(calls: Calls, num_sms: int, is_async: bool, is_split: bool) -> Mode:
     return calls.mode_of(None if num_sms < 0 else num_sms, is_async, is_split)
 
 
-def _call_operator(calls: Calls, operator: Any, *args: Any) -> Any:
+def _call_operator(calls: Calls, operator: Any, tensors: tuple[Tensor | None, ...], *args: Any) -> Any:
     """What fails on the way to an operator, such as a tensor's own `__torch_dispatch__`, is told to the peers."""
     if torch.compiler.is_compiling():
-        return operator(*args)
-    return calls.refuse_on_any_failure(operator, *args)
+        return operator(*tensors, *args)
+    calls.refuse_on_failure(refuse_transforms, EXCHANGE, tensors)
+    num_calls = calls.backend.num_calls
+    try:
+        return operator(*tensors, *args)
+    except BaseException as error:
+        if not isinstance(error, EPError) and calls.backend.num_calls == num_calls:
+            tell_failure(calls, error)
+        raise
 
 
 # ---- handles ----
@@ -104,7 +113,9 @@ def _or_zeros(grad: Tensor | None, like: tuple[Any, ...] | None) -> Tensor | Non
 
 def as_rows(grad: Tensor) -> Tensor:
     """As calls take it, wherever autograd has it from: contiguous, on a boundary where that can be seen."""
-    return grad.contiguous() if is_traced((grad,)) else aligned(grad)
+    if is_watched((grad,)):
+        return (grad if grad.layout is torch.strided else grad.to_dense()).contiguous()
+    return aligned(grad)
 
 
 # ---- dispatch ----
@@ -116,13 +127,13 @@ def dispatch(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, DispatchHandle]:  # fmt: skip
     """`calls.dispatch`, with gradients: recv_x, recv_x_scales, recv_topk_weights, the handle."""
     tensors, how = (x, x_scales, topk_idx, topk_weights), (layout, expert_alignment, num_recv_rows)
-    if not is_traced(tensors):
+    if not is_watched(tensors):
         if needs_gradients(tensors):
             return _Dispatch.apply(*tensors, calls, mode, *how)
         rows, handle = calls.dispatch(DispatchArgs(mode, *tensors, *how, calls.number))
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights, handle
     recv_x, scales, idx, weights, *rest = _call_operator(
-        calls, torch.ops.deepep_moe.dispatch, *tensors, calls.number, *how, *_mode_arguments(mode)
+        calls, torch.ops.deepep_moe.dispatch, tensors, calls.number, *how, *_mode_arguments(mode)
     )
     handle = _handle(calls.number, layout, expert_alignment, recv_x.shape[0], rest, idx if layout == "rank" else None)
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights, handle
@@ -161,16 +172,27 @@ define(
 
 def _dispatch_operator(
     x: Tensor, x_scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, layout: str, expert_alignment: int,
-    num_recv_rows: int, *mode: Any,
+    num_recv_rows: int, num_sms: int, is_async: bool, is_split: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, tensors of the handle; empty where they do not apply."""
     calls = calls_of(buffer)
     how = layout, expert_alignment, num_recv_rows
-    rows, handle = calls.dispatch(DispatchArgs(_mode(calls, *mode), x, x_scales, topk_idx, topk_weights, *how, buffer))
+    mode = _mode(calls, num_sms, is_async, is_split)
+    rows, handle = calls.dispatch(DispatchArgs(mode, x, x_scales, topk_idx, topk_weights, *how, buffer))
     recv_topk_idx = topk_idx.new_empty(0, topk_idx.shape[1]) if handle.recv_topk_idx is None else handle.recv_topk_idx
     recv_x, scales, weights = _filled(rows, topk_idx.shape[1], layout)
-    tensors = _tensors(handle) if handle.memory is None else [tensor.clone() for tensor in _tensors(handle)]  # none a view of the same
+    tensors = list(_tensors(handle))
+    if not (is_async or is_split):  # such a call is in no graph, and has not written these yet
+        if handle.memory is not None:
+            tensors = [tensor.clone() for tensor in tensors]  # none a view of the same
+        if num_recv_rows >= 0 and layout == "expert":  # then no shape depends on data
+            tensors[1] = torch.nn.functional.pad(tensors[1], (0, 0, 0, _num_slots(calls) - len(tensors[1])), value=-1)
     return recv_x, scales, recv_topk_idx, weights, *tensors
+
+
+def _num_slots(calls: Calls) -> int:
+    """Tokens that a rank receives at most."""
+    return calls.settings.num_ranks * calls.settings.num_max_tokens_per_rank
 
 
 def _filled(rows: Rows, num_topk: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,9 +223,10 @@ def _fake_dispatch(
     calls, context = calls_of(buffer), torch.library.get_ctx()
     is_expert, (num_tokens, num_topk) = layout == "expert", topk_idx.shape
     num_rows = context.new_dynamic_size() if num_recv_rows < 0 else num_recv_rows
-    num_slots = context.new_dynamic_size() if is_expert else 0
+    num_slots = 0 if not is_expert else context.new_dynamic_size() if num_recv_rows < 0 else _num_slots(calls)
     recv_x, recv_x_scales, recv_topk_weights = _fake_rows(x, x_scales, topk_weights, num_topk, layout, num_rows)
-    known = calls.capabilities if calls.has_chosen else None  # else the first rows choose the backend, which comes with sizes of its own
+    # The first rows may choose a backend for their GPU, which comes with sizes of its own.
+    known = calls.capabilities if calls.has_chosen or not is_gpu(x.device) else None
     num_channels = context.new_dynamic_size() if known is None else known.num_channels
     num_handle_numbers = context.new_dynamic_size() if known is None else known.num_handle_numbers
     return (
@@ -234,13 +257,13 @@ def dispatch_cached(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`calls.dispatch_cached`, with gradients: recv_x, recv_x_scales, recv_topk_weights."""
     tensors = (x, x_scales, topk_weights)
-    if not is_traced(tensors):
+    if not is_watched(tensors):
         if needs_gradients(tensors):
             return _DispatchCached.apply(*tensors, calls, mode, handle)
         rows = calls.dispatch_cached(CachedDispatchArgs(mode, *tensors, handle))
         return rows.recv_x, rows.recv_x_scales, rows.recv_topk_weights
     recv_x, scales, weights = _call_operator(
-        calls, torch.ops.deepep_moe.dispatch_cached, *tensors, *_arguments(handle), *_mode_arguments(mode)
+        calls, torch.ops.deepep_moe.dispatch_cached, tensors, *_arguments(handle), *_mode_arguments(mode)
     )
     return recv_x, None if x_scales is None else scales, None if topk_weights is None else weights
 
@@ -300,11 +323,11 @@ def combine(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`calls.combine`, with gradients: combined_x, combined gradients of topk_weights."""
     tensors = (x, weights, bias, topk_weight_grads)
-    if not is_traced(tensors):
+    if not is_watched(tensors):
         if needs_gradients(tensors):
             return _Combine.apply(*tensors, calls, mode, handle)
         return calls.combine(CombineArgs(mode, *tensors, handle))
-    combined_x, grads = _call_operator(calls, torch.ops.deepep_moe.combine, *tensors, *_arguments(handle), *_mode_arguments(mode))
+    combined_x, grads = _call_operator(calls, torch.ops.deepep_moe.combine, tensors, *_arguments(handle), *_mode_arguments(mode))
     return combined_x, None if topk_weight_grads is None else grads
 
 
@@ -361,7 +384,7 @@ def scaled_gradients(
 
 def may_fuse(calls: Calls, grad: Tensor) -> bool:
     """Can kernels scale the rows of this gradient, or read them where they lie, and is nothing watching?"""
-    return calls.capabilities.can_fuse and not torch.is_grad_enabled() and not is_traced((grad,))
+    return calls.capabilities.can_fuse and not torch.is_grad_enabled() and not is_watched((grad,))
 
 
 def repeated(rows: Tensor, times: int) -> Tensor:

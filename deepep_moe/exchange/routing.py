@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from deepep_moe.arguments import check_tensor
+from deepep_moe.library import define, register
+
 
 def refuse_bad_routing(topk_idx: Tensor, num_experts: int) -> None:
     """Raise ValueError for an index outside [-1, num_experts) or an expert twice in a row of topk_idx [num_tokens, num_topk]."""
@@ -28,3 +31,24 @@ def is_token_in_rank(topk_idx: Tensor, num_ranks: int, num_local_experts: int) -
 def num_tokens_per_expert(topk_idx: Tensor, num_experts: int) -> Tensor:
     """[num_experts] int64."""
     return topk_idx[topk_idx >= 0].bincount(minlength=num_experts)
+
+
+# ---- counts before sending, as an operator ----
+
+
+def _layout(topk_idx: Tensor, num_topk: int, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `Layout`. Raises ValueError and TypeError for a bad routing."""
+    num_tokens = len(topk_idx) if topk_idx.dim() > 0 else 0
+    check_tensor("topk_idx", topk_idx, (num_tokens, num_topk), (torch.int64, torch.int32), any_strides=True)
+    refuse_bad_routing(topk_idx, num_experts)
+    in_rank = is_token_in_rank(topk_idx, num_ranks, num_experts // num_ranks)
+    return in_rank.sum(0, dtype=torch.int32), num_tokens_per_expert(topk_idx, num_experts).to(torch.int32), in_rank
+
+
+def _fake_layout(topk_idx: Tensor, num_topk: int, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    counts = (topk_idx.new_empty(size, dtype=torch.int32) for size in (num_ranks, num_experts))
+    return *counts, topk_idx.new_empty(topk_idx.shape[0], num_ranks, dtype=torch.bool)  # type: ignore[return-value]
+
+
+define("layout(Tensor topk_idx, int num_topk, int num_experts, int num_ranks) -> (Tensor, Tensor, Tensor)")
+register("layout", _layout, _fake_layout)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.arguments import lazy_negative
 from deepep_moe.device import current_stream, is_gpu, on_device
 
 
@@ -58,6 +59,8 @@ def _check_counts(expert_bias: Tensor, num_tokens_per_expert: Tensor) -> None:
         raise ValueError(
             f"expert_bias has shape {list(expert_bias.shape)}; it must be contiguous [num_experts] or [num_layers, num_experts]"
         )
+    if expert_bias.is_neg():
+        raise lazy_negative("expert_bias")
     if expert_bias.device != num_tokens_per_expert.device:
         raise ValueError(
             f"num_tokens_per_expert is on {num_tokens_per_expert.device}; it must be on {expert_bias.device}, like expert_bias"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C, config, torch_module
-from deepep_moe.device import DTYPES, current_stream, device_index, is_gpu, on_device
+from deepep_moe.device import DTYPES, current_stream, device_index, is_gpu, on_device, readable
 from deepep_moe.library import call, define, register
 from deepep_moe.ops.dense import shares_of, to_dense
 
@@ -40,8 +40,8 @@ def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype
     )
 
 
-def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+def _readable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if tensor is None else readable(tensor) for tensor in tensors)
 
 
 def _empty_outputs(logits: Tensor, num_topk: int, index_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ define(f"gate_full({_SETTINGS}, bool dense, int num_ranks, bool shares) -> ({', 
 
 
 def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
-    logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
+    logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     if is_gpu(logits.device):
         topk_idx, topk_weights, counts, *_ = _launch(logits, expert_bias, mask, settings, False, 0, None)
         return topk_idx, topk_weights, counts
@@ -66,7 +66,7 @@ def _gate(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *sett
 def _gate_full(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | None, *settings: Any) -> tuple[Tensor, ...]:
     """Counts of experts, and of ranks after them, are one tensor: what an operator returns must not be views of the same memory."""
     *settings, dense, num_ranks, has_shares = settings  # type: ignore[assignment]
-    logits, expert_bias, mask = _contiguous(logits, expert_bias, mask)  # type: ignore[assignment]
+    logits, expert_bias, mask = _readable(logits, expert_bias, mask)  # type: ignore[assignment]
     shares = _dense_shape(logits, has_shares, torch.float32)
     arguments = (logits, expert_bias, mask, tuple(settings))
     wanted = shares if has_shares else None
@@ -218,8 +218,8 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 def _gate_backward(
     grad_topk_weights: Tensor | None, grad_probs: Tensor | None, grad_shares: Tensor | None, logits: Tensor, topk_idx: Tensor, *weights: Any
 ) -> Tensor:
-    grad_topk_weights, grad_probs, grad_shares = _contiguous(grad_topk_weights, grad_probs, grad_shares)
-    logits, topk_idx = _contiguous(logits, topk_idx)  # type: ignore[assignment]
+    grad_topk_weights, grad_probs, grad_shares = _readable(grad_topk_weights, grad_probs, grad_shares)
+    logits, topk_idx = _readable(logits, topk_idx)  # type: ignore[assignment]
     grad_logits = torch.empty_like(logits)
     settings = (topk_idx.shape[1], 1, 1, 1, *weights, topk_idx.dtype)
     if is_gpu(logits.device):

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from deepep_moe import _C, torch_module
 from deepep_moe.arguments import check_is_tensor
 from deepep_moe.device import is_gpu
+from deepep_moe.library import refuse_transforms
 from deepep_moe.ops.fp8_kept import KeptWeights
 from deepep_moe.ops.fp8_mlp import check_fp8_mlp, fp8_mlp, now_or_later
 from deepep_moe.ops.grouped_products import Groups, group_sums, has_kernels, multiply, multiply_back, weight_gradients
@@ -86,6 +87,7 @@ def grouped_mlp(
         made: Tensor | None = torch_module.MODULE.grouped_swiglu(x, counts, w1, w2, probs, recompute_activation)  # type: ignore[union-attr]
         if made is not None:
             return made
+    refuse_transforms("grouped_mlp", {"x": x, "w1": w1, "w2": w2, "b1": b1, "b2": b2, "probs": probs})
     act: _SwiGLU | _AnyActivation = _SwiGLU() if _is_swiglu(activation) else _AnyActivation(activation)  # type: ignore[arg-type]
     if isinstance(x, QuantizedRows):
         _check(x, w1, w2, b1, b2, probs)
@@ -104,6 +106,7 @@ def grouped_mlp(
 
 def clear_tail(values: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
     """Return values [num_rows, ...] with zeros behind the rows that `counts` [num_experts] names. Differentiable; does not wait."""
+    refuse_transforms("clear_tail", {"values": values})
     return _ClearTail.apply(values, Groups(counts, len(counts), values))
 
 
@@ -284,4 +287,4 @@ class _ClearTail(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.groups.clear_tail(grad.clone()), None
+        return _ClearTail.apply(grad, ctx.groups), None

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import DTYPES, FLOATS, current_stream, on_device
+from deepep_moe.device import DTYPES, FLOATS, current_stream, is_lazy, on_device
+from deepep_moe.library import call, define, refuse_transforms, register
+from deepep_moe.ops.weighted import aligned
 
 BLOCK = _C.SCALE_BLOCK
 FP8 = torch.float8_e4m3fn
@@ -27,18 +29,30 @@ def quantize_fp8(x: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Tens
     not finite.
     Raises TypeError for another dtype, ValueError for another shape.
     """
+    refuse_transforms("quantize_fp8", {"x": x})
     _check_dtype("x", x)
     if x.dim() != 2 or x.shape[1] % _COLUMNS or not x.is_contiguous():
         raise ValueError(f"x has shape {list(x.shape)}; it must be contiguous [num_tokens, hidden] with hidden a multiple of {_COLUMNS}")
-    num_scales = -(-x.shape[1] // BLOCK)
+    quantized: _Quantized = call("quantize_fp8", (x.detach(),), power_of_two)
+    return quantized
+
+
+def _quantize(x: Tensor, power_of_two: bool) -> _Quantized:
     if not (x.is_cuda and hasattr(_C, "gpu_quantize")):
-        return _with_operators(x, num_scales, power_of_two)
-    x = x.clone() if x.data_ptr() % _C.ROW_ALIGNMENT else x  # the kernel loads whole pieces
-    y = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scales = torch.empty(x.shape[0], num_scales, dtype=torch.float32, device=x.device)
+        return _with_operators(x, power_of_two)
+    x = aligned(x)  # the kernel loads whole pieces
+    y, scales = _empty_rows(x, power_of_two)
     with on_device(x):
         _C.gpu_quantize(x, y, scales, power_of_two, DTYPES[x.dtype], current_stream(x.device))
     return y, scales
+
+
+def _empty_rows(x: Tensor, _power_of_two: bool) -> _Quantized:
+    return x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape[0], -(-x.shape[1] // BLOCK), dtype=torch.float32)
+
+
+define("quantize_fp8(Tensor x, bool power_of_two) -> (Tensor, Tensor)")
+register("quantize_fp8", _quantize, _empty_rows)
 
 
 def quantize_fp8_weights(w: Tensor, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
@@ -65,13 +79,14 @@ def _quantized_weights(w: Tensor, *, with_plain: bool, with_transposed: bool) ->
             f"w has shape {list(w.shape)}; it must be [num_experts, n, k] of contiguous matrices, n and k multiples of {BLOCK}"
         )
     num_experts, n, k = w.shape
+    refuse_transforms("quantize_fp8_weights", {"w": w})
     if not (w.is_cuda and hasattr(_C, "gpu_quantize_weights")):
         blocks = w.detach().float().reshape(num_experts, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
         scales = _power_of_two_scales(blocks.abs().amax((2, 4)))
         y = (blocks / scales[:, :, None, :, None]).to(FP8).reshape(num_experts, n, k)
         turned = (y.transpose(1, 2).contiguous(), scales.transpose(1, 2).contiguous()) if with_transposed else None
         return (y, scales) if with_plain else None, turned
-    if w.data_ptr() % _C.ROW_ALIGNMENT or w.stride(0) * w.element_size() % _C.ROW_ALIGNMENT:
+    if is_lazy(w) or w.data_ptr() % _C.ROW_ALIGNMENT or w.stride(0) * w.element_size() % _C.ROW_ALIGNMENT:
         w = w.clone(memory_format=torch.contiguous_format)
     plain = _empty_weights(w, num_experts, n, k) if with_plain else None
     turned = _empty_weights(w, num_experts, k, n) if with_transposed else None
@@ -104,8 +119,9 @@ def _check_dtype(name: str, values: Tensor) -> None:
         raise TypeError(f"{name} has dtype {str(values.dtype).removeprefix('torch.')}; float32, bfloat16 or float16 can be made fp8")
 
 
-def _with_operators(x: Tensor, num_scales: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    blocks = torch.nn.functional.pad(x.detach().float(), (0, num_scales * BLOCK - x.shape[1])).unflatten(1, (num_scales, -1))
+def _with_operators(x: Tensor, power_of_two: bool) -> _Quantized:
+    num_scales = -(-x.shape[1] // BLOCK)
+    blocks = torch.nn.functional.pad(x.float(), (0, num_scales * BLOCK - x.shape[1])).unflatten(1, (num_scales, -1))
     largest = blocks.abs().amax(2)
     if power_of_two:
         scales = _power_of_two_scales(largest)

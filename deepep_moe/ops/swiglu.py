@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from deepep_moe import _C
-from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device
+from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device, readable
 from deepep_moe.ops.grouped_products import Groups
 from deepep_moe.ops.weighted import aligned
 
@@ -51,7 +51,7 @@ def scaled(values: Tensor, probs: Tensor | None) -> Tensor:
 
 
 def _contiguous(probs: Tensor | None) -> Tensor | None:
-    return None if probs is None else probs.contiguous()
+    return None if probs is None else readable(probs)
 
 
 def _has_kernels(inner: Tensor, probs: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device
+from deepep_moe.device import DTYPES, current_stream, is_gpu, on_device, readable
 from deepep_moe.library import define, register
 
 # Rows or tokens at a time on the CPU: products in fp32 stay in the cache, and no memory is allocated for all of them.
@@ -78,8 +78,8 @@ def _ordered(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Return rows and weights in one order, lane by lane or token by token, whichever the rows have; and whether it is by token."""
     by_token = rows.transpose(0, 1)
     if by_token.is_contiguous() and not rows.is_contiguous():
-        return aligned(by_token).transpose(0, 1), weights.t().contiguous().t(), True
-    return aligned(rows), weights.contiguous(), False
+        return aligned(by_token).transpose(0, 1), readable(weights.t()).t(), True
+    return aligned(rows), readable(weights), False
 
 
 # ---- gradients of scaled rows ----
@@ -122,7 +122,7 @@ register("scale_rows_backward", scale_rows_backward, _fake_scale_rows_backward)
 
 def aligned(rows: Tensor) -> Tensor:
     """Return `rows` as kernels read them: contiguous, in whole pieces."""
-    rows = rows.contiguous()
+    rows = readable(rows)
     return rows.clone() if rows.data_ptr() % _C.ROW_ALIGNMENT else rows
 
 

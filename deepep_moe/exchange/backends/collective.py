@@ -276,9 +276,10 @@ class CollectiveBackend:
         x = total.to(args.x.dtype)
         if args.topk_weight_grads is None:
             return [x]
-        there = handle.recv_row_idx >= 0
+        row_idx = handle.recv_row_idx[:num_tokens]  # there may be more room
+        there = row_idx >= 0
         values = torch.zeros(there.shape, dtype=torch.float32, device=x.device)
-        values[there] = args.topk_weight_grads[handle.recv_row_idx[there].long()]
+        values[there] = args.topk_weight_grads[row_idx[there].long()]
         return [x, values]
 
     def _send_sums(self, args: CombineArgs, num_to_forward: list[int]) -> list[Sums]:
