@@ -18,8 +18,7 @@ from torch import Tensor
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Fusion, Mode, Rows, RowScaling
 from deepep_moe.exchange.backward import watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
-from deepep_moe.exchange.checks import check_handle
-from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.exchange.handle import DispatchHandle, TracedHandle
 from deepep_moe.library import call, define, is_traced, needs_gradients, register_operator
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
 
@@ -49,7 +48,7 @@ def _handle(
     number: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor], recv_topk_idx: Tensor | None = None
 ) -> DispatchHandle:
     topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call = tensors
-    return DispatchHandle(
+    return TracedHandle(
         number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call, recv_topk_idx
     )
 
@@ -61,13 +60,6 @@ def _tensors(handle: DispatchHandle) -> tuple[Tensor, ...]:
 
 def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
     return *_tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
-
-
-def _checked_calls(handle: DispatchHandle) -> Calls:
-    """Return the calls of a handle that an operator was given as tensors, which must fit the buffer."""
-    calls = calls_of(handle.buffer_id)
-    calls.refuse_on_failure(check_handle, handle, calls.settings)
-    return calls
 
 
 def keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
@@ -269,7 +261,7 @@ def _dispatch_cached_operator(
     num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    calls = _checked_calls(handle)
+    calls = calls_of(buffer)
     rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, *mode), x, x_scales, topk_weights, handle))
     return _filled(rows, topk_idx.shape[1], layout)
 
@@ -381,7 +373,7 @@ def _combine_operator(
     *mode: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    calls = _checked_calls(handle)
+    calls = calls_of(buffer)
     combined_x, grads = calls.combine(CombineArgs(_mode(calls, *mode), x, weights, bias, topk_weight_grads, handle))
     return combined_x, x.new_empty(0, topk_idx.shape[1], dtype=torch.float32) if grads is None else grads
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.arguments import check_memory
 from deepep_moe.device import DTYPES, FLOATS, current_stream, on_device
 
 BLOCK = _C.SCALE_BLOCK
@@ -100,6 +101,7 @@ def dequantize_fp8(y: Tensor, scales: Tensor) -> Tensor:
 
 
 def _check_dtype(name: str, values: Tensor) -> None:
+    check_memory(name, values)
     if values.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {str(values.dtype).removeprefix('torch.')}; float32, bfloat16 or float16 can be made fp8")
 
