@@ -11,14 +11,15 @@ from torch import Tensor
 _INT64 = torch.int64
 
 
-def as_int(name: str, value: Any) -> int:
-    """A plain int, also of NumPy's. Raises TypeError for anything else, bools among it."""
-    if type(value) is int:
-        return value
-    if not isinstance(value, bool):
+def as_int(name: str, value: Any, what: str = "an int") -> int:
+    """Return a plain int for any whole number, such as NumPy's or a tensor of one; PyTorch's symbols stay. Raises TypeError, which
+    says `what` it must be, for anything else, bools among it."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
         with suppress(TypeError):
             return operator.index(value)
-    raise TypeError(f"{name} is {value!r}; it must be an int")
+    raise TypeError(f"{name} is {value!r}; it must be {what}")
 
 
 def as_float(name: str, value: Any) -> float:
@@ -45,8 +46,28 @@ def _is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def lacks_memory(tensor: Tensor) -> bool:
+    """Was the tensor's storage freed or cut (`untyped_storage().resize_`), so that reading it would read what is not its own?"""
+    if tensor.numel() == 0:
+        return False
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose storage was freed or cut. Tensors that PyTorch traces or transforms have none to look at."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    if (_is_ordinary(tensor) or isinstance(tensor, torch.nn.Parameter)) and lacks_memory(tensor):
+        num_bytes = tensor.untyped_storage().nbytes()
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)} and {num_bytes} bytes of memory: its storage was freed or cut; fill it again"
+        )
+
+
 def check_plain(name: str, tensor: Tensor) -> None:
     """Refuse a tensor without rows of its own in this process's memory, for which no operator has a rule."""
+    check_memory(name, tensor)
     if _is_ordinary(tensor):
         return
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:

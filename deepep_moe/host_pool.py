@@ -1,35 +1,84 @@
-"""Memory of results in CPU tensors, used again: fresh pages cost more than what is written to them (csrc/runtime/host_pool.h)."""
+"""Memory of results in CPU tensors, used again: fresh pages cost more than what is written to them."""
+
+import math
+import sys
+import threading
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from deepep_moe import _C
+_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # where PyTorch lacks it, no memory is used again
 
 
 class HostPool:
-    """Tensors whose memory comes back with their last reference."""
+    """Makes tensors in memory that serves again once nobody uses it, whichever thread drops it.
+
+    The memory is PyTorch's own, so callers may free it early and resize it. The pool keeps as much unused memory as was in use at the same
+    time, and no more.
+    """
 
     def __init__(self) -> None:
-        self._pool = _C.HostPool()
+        self._storages: list[UntypedStorage] = []  # those last handed out at the end
+        self._most_in_use = 0
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized contiguous tensor. Raises MemoryError where there is no memory for it."""
-        strides, num_elements = [0] * len(shape), 1
-        for axis in reversed(range(len(shape))):
-            strides[axis] = num_elements
-            num_elements *= shape[axis]
-        num_bytes = num_elements * dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        try:
-            block = self._pool.allocate(num_bytes)
-        except MemoryError:
-            raise MemoryError(f"no memory for {num_bytes} bytes of {list(shape)} {str(dtype).removeprefix('torch.')}") from None
-        # A tensor of its own on the block's storage, not a view: autograd forbids changing an operator's output in place if it is one.
-        return torch.empty(0, dtype=dtype, device="cpu").set_(
-            torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), 0, shape, strides
-        )
+        with self._lock:
+            storage = self._unused(num_bytes) or self._fresh(num_bytes, shape, dtype)
+            # A tensor of its own, not a view: autograd forbids changing an operator's output in place if it is one.
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)
 
     def trim(self) -> None:
-        """Give what is not in use back to the operating system."""
-        self._pool.trim()
+        """Keep nothing. What is in use goes with its last tensor."""
+        with self._lock:
+            self._storages.clear()
+
+    def _unused(self, num_bytes: int) -> UntypedStorage | None:
+        """Return memory that fits. Sizes vary a little from call to call with the routing: up to half as much again fits too."""
+        storages = self._storages
+        for i in range(len(storages)):
+            if num_bytes <= storages[i].nbytes() <= num_bytes + num_bytes // 2 and _is_unused(storages, i):
+                storages.append(storages.pop(i))
+                return storages[-1]
+        return None
+
+    def _fresh(self, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> UntypedStorage:
+        try:
+            storage = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+        except RuntimeError:
+            raise MemoryError(f"no memory for {num_bytes} bytes of {list(shape)} {str(dtype).removeprefix('torch.')}") from None
+        if _count is not None:
+            self._forget_excess(num_bytes)
+            self._storages.append(storage)
+        return storage
+
+    def _forget_excess(self, num_new_bytes: int) -> None:
+        """Forget memory that its users have freed or share with other processes, and the oldest beyond what was in use at a time."""
+        self._storages = [storage for storage in self._storages if storage.nbytes() > 0 and not storage.is_shared()]
+        sizes = [storage.nbytes() for storage in self._storages]
+        unused = [i for i in range(len(sizes)) if _is_unused(self._storages, i)]
+        num_unused_bytes = sum(sizes[i] for i in unused)
+        self._most_in_use = max(self._most_in_use, sum(sizes) - num_unused_bytes + num_new_bytes)
+        excess = set()
+        for i in unused:
+            if num_unused_bytes > self._most_in_use:
+                excess.add(i)
+                num_unused_bytes -= sizes[i]
+        self._storages = [storage for i, storage in enumerate(self._storages) if i not in excess]
+
+
+def _users(storages: list[UntypedStorage], i: int) -> tuple[int, int]:
+    """Return how many tensors and objects of Python refer to a storage, the list among them."""
+    return _count(storages[i]._cdata), sys.getrefcount(storages[i])
+
+
+_NOBODY = None if _count is None else _users([torch.empty(1, device="cpu").untyped_storage()], 0)
+
+
+def _is_unused(storages: list[UntypedStorage], i: int) -> bool:
+    return _users(storages, i) == _NOBODY and not storages[i].is_shared()

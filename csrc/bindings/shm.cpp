@@ -1,9 +1,8 @@
-// Bindings of the CPU library: the exchange between processes and its calls, the memory pool.
+// Bindings of the CPU library: the exchange between processes and its calls.
 #include <system_error>
 
 #include "bindings/handle.h"
 #include "runtime/shm/call.h"
-#include "runtime/shm/pool.h"
 #include "runtime/process.h"
 
 using namespace deepep_moe;
@@ -29,6 +28,8 @@ void translate(std::exception_ptr pointer) {
     } catch (const MismatchError& e) {
         raise_with("EPMismatchError", e.what(), py::dict());
     } catch (const ThreadsError& e) {
+        raise_with("EPError", e.what(), py::dict());
+    } catch (const HurriedError& e) {
         raise_with("EPError", e.what(), py::dict());
     } catch (const DestroyedError& e) {
         raise_with("BufferDestroyedError", e.what(), py::dict());
@@ -126,18 +127,6 @@ void bind_shm_exchange(py::module_& m) {
     bind_calls(exchange);
 }
 
-void bind_pool(py::module_& m) {
-    py::class_<HostPool::Block>(m, "HostBlock", py::buffer_protocol()).def_buffer([](HostPool::Block& self) {
-        return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(), static_cast<py::ssize_t>(self.bytes()));
-    });
-    py::class_<HostPool, std::shared_ptr<HostPool>>(m, "HostPool")
-        .def(py::init<>())
-        .def("allocate", &HostPool::allocate, py::arg("num_bytes"))
-        .def("trim", &HostPool::trim, py::arg("keep_bytes") = 0)
-        .def_property_readonly("bytes_in_use", &HostPool::bytes_in_use)
-        .def_property_readonly("bytes_cached", &HostPool::bytes_cached);
-}
-
 }  // namespace
 
 void bind_exchange(py::module_& m) {
@@ -148,7 +137,7 @@ void bind_exchange(py::module_& m) {
     m.attr("ROW_ALIGNMENT") = kRowAlignment;
     bind_types(m);
     bind_shm_exchange(m);
-    bind_pool(m);
+    m.def("hurry_waits", [](bool hurry) { waits_hurry.store(hurry); }, py::arg("hurry"));
     py::class_<Process>(m, "Process").def("is_gone", &Process::is_gone);
     m.def("running", &running, py::arg("pid"));
     m.def(

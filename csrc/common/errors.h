@@ -42,6 +42,11 @@ struct CapacityError : std::runtime_error {
     int rank;
 };
 
+// A wait was given up, as this process ends.
+struct HurriedError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 // Two threads are in calls of one buffer.
 struct ThreadsError : std::logic_error {
     using std::logic_error::logic_error;

@@ -4,11 +4,15 @@
 #include <sched.h>
 #include <time.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
+#include "common/errors.h"
 #include "common/types.h"
 
 namespace deepep_moe {
@@ -34,6 +38,10 @@ public:
     [[noreturn]] virtual void give_up(const Lack& lack) = 0;
     [[noreturn]] virtual void fail(const Lack& lack) = 0;
 };
+
+// Set while this process ends: then a wait fails after so many seconds without progress, whatever its deadline.
+inline std::atomic<bool> waits_hurry{false};
+constexpr double kHurriedTimeout = 1.0;
 
 inline void relax_cpu() {
 #if defined(__x86_64__)
@@ -89,7 +97,9 @@ private:
             if (confirmed) monitor_.give_up(lack);
             suspected_ = true;
         });
-        if (std::chrono::duration<double>(Clock::now() - began_).count() < monitor_.timeout_s()) return;
+        const bool hurries = waits_hurry.load(std::memory_order_relaxed);
+        const double deadline = hurries ? std::min(kHurriedTimeout, monitor_.timeout_s()) : monitor_.timeout_s();
+        if (std::chrono::duration<double>(Clock::now() - began_).count() < deadline) return;
         // The time may have passed while this process was stopped or in a signal's handler: what came meanwhile is taken first.
         if (!std::exchange(is_overdue_, true)) return;
         Lack first{}, stuck{};
@@ -101,7 +111,15 @@ private:
             if (!std::exchange(lacks_nothing_, true)) return;
             throw std::logic_error("a call waits for nothing: its handle was changed after its dispatch");
         }
-        monitor_.fail(stuck.phase ? stuck : first);
+        const Lack& blamed = stuck.phase ? stuck : first;
+        if (hurries) throw_hurried(blamed);
+        monitor_.fail(blamed);
+    }
+
+    // No record of it is left: peers must blame this process, which ends, and not the one that it waits for.
+    [[noreturn]] static void throw_hurried(const Lack& lack) {
+        throw HurriedError("this process ends, and rank " + std::to_string(lack.peer) + " is late in phase '" + lack.phase +
+                           "'; wait for the event of an asynchronous call before the process ends");
     }
 
     PeerMonitor& monitor_;

@@ -145,6 +145,7 @@ Incoming Calls::receive_buffers(const Outgoing& out, GpuDispatchCall& call, int6
     if (out.topk_weights.defined())
         in.topk_weights = is_expert_layout ? empty({num_rows}, at::kFloat) : empty({num_rows, settings.num_topk}, at::kFloat);
     if (!is_expert_layout && out.topk_idx.defined()) {
+        const c10::InferenceMode counts_changes(false);  // a part of the handle, as in `dispatch`
         in.topk_idx = empty({num_rows, settings.num_topk}, out.topk_idx.scalar_type());
         if (is_bounded) in.topk_idx.fill_(-1);  // rows behind the last
     }
@@ -157,8 +158,11 @@ Dispatched Calls::dispatch(const Outgoing& out, Incoming& in, bool is_expert_lay
     Dispatched made;
     made.num_tokens = out.topk_idx.size(0);
     made.starts = starts_of(made.num_tokens, is_expert_layout);
-    made.memory = empty({made.starts.back()}, at::kInt);
-    made.call = at::empty({1 + 2 * settings.num_ranks + settings.num_local_experts}, at::kLong);
+    {
+        const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
+        made.memory = empty({made.starts.back()}, at::kInt);
+        made.call = at::empty({1 + 2 * settings.num_ranks + settings.num_local_experts}, at::kLong);
+    }
     made.is_expert_layout = is_expert_layout;
     made.expert_alignment = expert_alignment;
     GpuDispatchCall call(handle_arg(made), arg_of(out.x), arg_of(out.x_scales), matrix_of(out.topk_idx), matrix_of(out.topk_weights),

@@ -69,6 +69,7 @@ LowLatencyCalls::Received LowLatencyCalls::receive_buffers(at::ScalarType type, 
         made.x_scales = empty({num_experts, num_columns, capacity}, is_rounded ? at::kInt : at::kFloat);
     }
     made.counts = empty({num_experts}, at::kInt);
+    const c10::InferenceMode counts_changes(false);  // in which PyTorch counts changes in place
     made.state = empty({settings_.handle_bytes}, at::kByte);
     return made;
 }
@@ -103,7 +104,7 @@ py::object LowLatencyCalls::combine(py::handle x, py::handle state, int64_t num_
     const Tensor rows = unpacked(x), memory = unpacked(state), weights = unpacked(topk_weights);
     const int64_t sizes[] = {num_tokens, settings_.hidden};
     if (!are_rows(rows, {settings_.num_local_experts, settings_.num_ranks * settings_.num_max_tokens, settings_.hidden})) return py::none();
-    if (!are_weights(weights, num_tokens)) return py::none();
+    if (!are_weights(weights, num_tokens) || !is_on(statistics_.device(), memory)) return py::none();
     Tensor combined_x = unpacked(out);
     if (combined_x.defined() && (!are_rows(combined_x, sizes) || combined_x.scalar_type() != rows.scalar_type())) return py::none();
     try {

@@ -30,7 +30,7 @@ std::optional<Dispatched> dispatched_of(const Calls& calls, py::handle handle) {
     for (size_t i = 0; i < made.starts.size(); ++i) made.starts[i] = PyLong_AsLongLong(PyTuple_GetItem(starts.ptr(), i));
     made.is_expert_layout = PyUnicode_CompareWithASCIIString(kLayout.of(handle).ptr(), "expert") == 0;
     made.expert_alignment = kAlignment.of(handle).cast<int64_t>();
-    return calls.is_here(made.memory) ? std::optional(made) : std::nullopt;
+    return calls.is_here(made.memory) && has_memory(made.call) ? std::optional(made) : std::nullopt;
 }
 
 // (recv_x, recv_x_scales, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, shape, num_rows, memory, call), the latter four for

@@ -87,10 +87,18 @@ inline variable_list tensors_of(const py::object& made) {
 
 // ---- memory ----
 
+// Not where its storage was freed or cut.
+inline bool has_memory(const Tensor& tensor) {
+    if (tensor.numel() == 0) return true;
+    int64_t last = tensor.storage_offset();
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    return tensor.storage().nbytes() >= static_cast<size_t>(last + 1) * tensor.element_size();
+}
+
 // Does the tensor have memory on this device, which a kernel can be given? (That of a lazy negative holds the negative.)
 inline bool is_on(const at::Device& device, const Tensor& tensor) {
     return tensor.defined() && tensor.device() == device && tensor.layout() == at::kStrided &&
-           !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg();
+           !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() && has_memory(tensor);
 }
 
 inline TensorArg arg_of(const Tensor& tensor) {

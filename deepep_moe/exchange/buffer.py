@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.arguments import check_is_tensor
+from deepep_moe.arguments import check_is_tensor, check_plain
 from deepep_moe.device import making_on
 from deepep_moe.exchange import native, operators, quantized
 from deepep_moe.exchange.backends.base import Backend
@@ -105,8 +105,7 @@ class Buffer(Sizes):
         error: Exception | None = None
         try:
             self._settings = check_settings(self._settings, backend, BACKENDS, timeout_s, ranks_per_node)
-            check_num_sms(num_sms)
-            check_max_sms(max_sms)
+            num_sms, max_sms = check_num_sms(num_sms), check_max_sms(max_sms)
             num_threads = config.num_threads(num_ranks)
             loaded = load()
         except Exception as refused:
@@ -178,6 +177,7 @@ class Buffer(Sizes):
         duplicate, TypeError for another dtype.
         """
         check_is_tensor("topk_idx", topk_idx)
+        check_plain("topk_idx", topk_idx)
         return Layout(*call("layout", (topk_idx,), self.num_topk, self.num_experts, self.num_ranks))
 
     def dispatch(
@@ -257,13 +257,14 @@ class Buffer(Sizes):
             calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
             recv_x, scales, weights = operators.dispatch_cached(calls, mode, x, x_scales, topk_weights, handle)
         else:
-            calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
+            *how, bound = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
             assert topk_idx is not None  # checked
-            how = layout, expert_alignment, -1 if num_recv_rows is None else num_recv_rows
-            recv_x, scales, weights, handle = operators.dispatch(calls, mode, x, x_scales, topk_idx, topk_weights, *how)
+            recv_x, scales, weights, handle = operators.dispatch(
+                calls, mode, x, x_scales, topk_idx, topk_weights, *how, -1 if bound is None else bound
+            )
         event = calls.event(mode, recv_x, scales, handle.recv_topk_idx, weights, handle, x, x_scales, topk_idx, topk_weights)
         hook = event.wait if event is not None and return_hook else None
-        return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.num_recv_tokens_per_expert, handle, event, hook)
+        return DispatchOutput(recv_x, scales, handle.recv_topk_idx, weights, handle.counts(), handle, event, hook)
 
     def combine(
         self,

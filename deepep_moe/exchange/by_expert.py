@@ -92,8 +92,8 @@ def combine_by_expert(
 
 
 def _is_by_expert(handle: DispatchHandle, calls: Calls) -> TypeGuard[PackedHandle]:
-    """Does it have the rows of `dispatch_by_expert`?"""
-    is_own = isinstance(handle, PackedHandle) and handle.buffer_id == calls.number
+    """Does it have the rows of `dispatch_by_expert`, unchanged?"""
+    is_own = isinstance(handle, PackedHandle) and handle.buffer_id == calls.number and handle.is_unchanged
     return is_own and handle.layout == "expert" and handle.expert_alignment == 1
 
 

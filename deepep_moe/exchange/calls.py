@@ -9,7 +9,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,12 +24,13 @@ from deepep_moe.exchange.checks import (
     check_combine,
     check_device,
     check_dispatch,
+    check_handle,
     check_num_sms,
-    check_unchanged,
 )
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import Settings
 from deepep_moe.library import is_dry_run, unwatched
+from deepep_moe.worker import Worker
 
 live_calls: "weakref.WeakValueDictionary[int, Calls]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -72,7 +72,7 @@ class Calls:
         self._backend: Backend | None = backend
         self._for_gpu = for_gpu
         self._native = backend.native_calls(self.number, self.own_mode)
-        self._executor: ThreadPoolExecutor | None = None
+        self._worker: Worker | None = None
         self._pending: Event | None = None
         self._earlier_failure: Exception | None = None  # of another call, to be raised once the present one is made
         self._process_id, self._num_forks = os.getpid(), _num_forks
@@ -101,12 +101,15 @@ class Calls:
         """Return how a call with these arguments runs. `num_sms`: None for the buffer's."""
         if not (is_async or is_split) and num_sms is None:
             return self.own_mode
-        self.refuse_on_failure(check_num_sms, num_sms)
+        num_sms = self.refuse_on_failure(check_num_sms, num_sms)
         return Mode(is_async, is_split, self.own_mode.num_sms if num_sms is None else num_sms)
 
     # ---- calls ----
 
     def dispatch(self, args: DispatchArgs) -> tuple[Rows, DispatchHandle]:
+        if torch.is_inference_mode_enabled():  # in which PyTorch would not count changes of the handle's tensors
+            with torch.inference_mode(False), torch.no_grad():
+                return self.dispatch(args)
         self._refuse_second_caller()
         with self._calling, unwatched():
             backend = self._admit(check_dispatch, args)
@@ -167,9 +170,9 @@ class Calls:
     def destroy(self) -> None:
         if self._backend is None:
             return
-        if self._executor is not None and os.getpid() == self._process_id:
-            self._executor.shutdown(wait=True)
-        self._executor = None
+        if self._worker is not None and os.getpid() == self._process_id:
+            self._worker.finish()
+        self._worker = None
         if self._native is not None:
             self._native.release()
         backend, self._backend, self._native = self._backend, None, None
@@ -242,9 +245,9 @@ class Calls:
         if self._for_gpu is not None:
             backend = self.refuse_on_failure(self._choose, args.x)
         self.refuse_on_failure(check_device, args.x, backend)
-        self.refuse_on_failure(check, args, self.settings)
         if isinstance(args, (CachedDispatchArgs, CombineArgs)):
-            self.refuse_on_failure(check_unchanged, args.handle)
+            self.refuse_on_failure(check_handle, args.handle, self.settings)
+        self.refuse_on_failure(check, args, self.settings)
         try:
             failure = backend.take_failure()
         except EPError as error:
@@ -299,9 +302,9 @@ class Calls:
             raise failure
 
     def _move_on_thread(self, move: Move, keep_alive: Any) -> None:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
-        self._pending = Event(self._executor.submit(_second_half, move, keep_alive))
+        if self._worker is None:
+            self._worker = Worker()
+        self._pending = Event(self._worker.submit(_second_half, move, keep_alive))
 
     def _is_capturing(self) -> bool:
         return self.backend.device is not None and torch.cuda.is_current_stream_capturing()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_is_tensor, check_plain, check_tensor
+from deepep_moe.arguments import as_int, check_is_tensor, check_plain, check_tensor, lacks_memory
 from deepep_moe.device import DTYPE_NAMES, FLOATS
 from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
@@ -40,24 +40,31 @@ def check_tensors(x: Any, *, may_trace: bool = True, **tensors: Any) -> None:
 def check_owner(handle: Any, buffer_id: int) -> None:
     if not isinstance(handle, DispatchHandle):
         raise TypeError(f"handle must be the DispatchHandle of a dispatch, not {type(handle).__name__}")
+    if not handle.is_traced and handle.made is None:
+        raise ValueError("handle is not of a dispatch, but made by hand or a copy with other fields; pass the one that dispatch returned")
     if handle.buffer_id != buffer_id:
         raise ValueError(f"handle belongs to buffer {handle.buffer_id}, this is buffer {buffer_id}; use the buffer that dispatched it")
 
 
-def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
+def check_routing(topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> tuple[str, int, int | None]:
+    """Return the last three, as plain numbers."""
     if topk_idx is None:
         raise ValueError("topk_idx is missing; give topk_idx, or the handle of an earlier dispatch")
-    if isinstance(num_recv_rows, int) and not 0 <= num_recv_rows <= MAX_NUMBER:
-        raise ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows, at most {MAX_NUMBER}")
-    for name, value in (("expert_alignment", expert_alignment), ("num_recv_rows", 0 if num_recv_rows is None else num_recv_rows)):
-        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number")
+    if num_recv_rows is not None:
+        num_recv_rows = as_int("num_recv_rows", num_recv_rows, "a whole number")
+        if isinstance(num_recv_rows, int) and not 0 <= num_recv_rows <= MAX_NUMBER:
+            raise ValueError(f"num_recv_rows is {num_recv_rows}; it must be None or a number of rows, at most {MAX_NUMBER}")
     if not isinstance(layout, str):
         raise TypeError(f"layout is {layout!r}; it must be one of {list(LAYOUTS)}")
+    return layout, as_int("expert_alignment", expert_alignment, "a whole number"), num_recv_rows
 
 
 def check_beside_handle(handle: DispatchHandle, topk_idx: Tensor | None, layout: Any, expert_alignment: Any, num_recv_rows: Any) -> None:
-    """Refuse arguments that contradict the handle given with them."""
+    """Refuse arguments that contradict the handle given with them, and one whose recv_topk_idx would be returned again."""
+    if not handle.has_recv_topk_idx:
+        raise ValueError(
+            "recv_topk_idx of this handle was changed in place, and a dispatch along the handle returns it again; change a clone of it"
+        )
     if topk_idx is not None:
         raise ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch")
     if num_recv_rows is not None or layout not in ("expert", handle.layout) or expert_alignment not in (1, handle.expert_alignment):
@@ -187,19 +194,21 @@ def check_dispatch(args: DispatchArgs, s: Settings) -> None:
 
 
 def check_handle(handle: DispatchHandle, s: Settings) -> None:
-    """Do the handle's tensors, which were given one by one, fit the buffer and each other? (What they hold is the dispatch's and must not
-    be changed.)"""
+    """Is the handle as its dispatch made it? The tensors of a traced one, which operators get one by one, must fit the buffer and each
+    other."""
+    if not handle.is_traced:
+        if not handle.is_unchanged or any(map(lacks_memory, handle.to_save())):
+            raise ValueError(
+                "handle is not as its dispatch made it: a tensor of it was changed in place or freed, or it is a copy with other fields; "
+                "dispatch again"
+            )
+        return
     check_tensor("handle.topk_idx", handle.topk_idx, (handle.num_tokens, s.num_topk), (torch.int32,))
     check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))
     if handle.layout == "expert" and not handle.recv_counts.is_cuda:
         least = int(handle.recv_counts.sum())
         shape = (max(least, len(handle.recv_row_idx)), s.num_topk)  # there may be more room
         check_tensor("handle.recv_row_idx", handle.recv_row_idx, shape, (torch.int32,))
-
-
-def check_unchanged(handle: DispatchHandle) -> None:
-    if not handle.is_unchanged:
-        raise ValueError("a tensor of this handle was changed in place after its dispatch; it must stay as it is: dispatch again")
 
 
 def check_cached_dispatch(args: CachedDispatchArgs, s: Settings) -> None:
@@ -241,15 +250,17 @@ def check_combine(args: CombineArgs, s: Settings) -> None:
     _check_weights("topk_weight_grads", args.topk_weight_grads, shape, x)
 
 
-def check_max_sms(max_sms: Any) -> None:
-    if max_sms is not None and (isinstance(max_sms, bool) or not isinstance(max_sms, int)):
-        raise TypeError(f"max_sms is {max_sms!r}; it must be None or a whole number")
+def check_max_sms(max_sms: Any) -> int | None:
+    """Return it as a plain number."""
+    max_sms = None if max_sms is None else as_int("max_sms", max_sms, "None or a whole number")
     if max_sms is not None and max_sms < 2:
         raise ValueError(f"max_sms is {max_sms}; it must be at least 2, as some SMs send and others receive")
+    return max_sms
 
 
-def check_num_sms(num_sms: Any) -> None:
-    if num_sms is not None and (isinstance(num_sms, bool) or not isinstance(num_sms, int)):
-        raise TypeError(f"num_sms is {num_sms!r}; it must be None or a whole number")
+def check_num_sms(num_sms: Any) -> int | None:
+    """Return it as a plain number."""
+    num_sms = None if num_sms is None else as_int("num_sms", num_sms, "None or a whole number")
     if num_sms is not None and num_sms < 0:
         raise ValueError(f"num_sms is {num_sms}; it must be at least 0")
+    return num_sms

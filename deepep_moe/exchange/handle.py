@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -45,23 +46,41 @@ class DispatchHandle:
 
     memory: ClassVar[Tensor | None] = None
     """Of a `PackedHandle`."""
-    versions: ClassVar[tuple[int, ...] | None] = None
-    """Of the tensors when the dispatch had made them, as PyTorch counts changes in place; each handle of `seal` has its own."""
+    made: ClassVar[tuple[tuple[Any, ...], tuple[int, ...]] | None] = None
+    """The `parts` as the dispatch made them, and the versions of those that are tensors, by which PyTorch counts changes in place; each
+    handle of `seal` has its own."""
+    is_traced: ClassVar[bool] = False
+    """Is it a `TracedHandle`?"""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those that lie with the rows."""
         return self.topk_idx, self.recv_row_idx, self.recv_counts, self.num_recv_tokens_per_expert, self.recv_topk_idx
 
-    def seal(self) -> None:
-        """Once the dispatch has made the tensors: whoever changes one in place from now on gets an error in the next call."""
-        saved = self.to_save()
-        if not saved[0].is_inference():  # whose changes PyTorch does not count
-            self.__dict__["versions"] = tuple(tensor._version for tensor in saved)
+    def seal(self) -> "DispatchHandle":
+        """Once the dispatch has made the tensors: whoever changes one in place from now on gets an error in the next call. A copy with
+        other fields is not sealed."""
+        parts = self.parts
+        self.__dict__["made"] = parts, _versions(parts)
+        if self.recv_topk_idx is not None:
+            self.__dict__["recv_topk_idx_version"] = self.recv_topk_idx._version
+        return self
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What calls along the handle read."""
+        return self.buffer_id, self.layout, self.expert_alignment, self.num_rows, *self.to_save()
 
     @property
     def is_unchanged(self) -> bool:
-        return self.versions is None or self.versions == tuple(tensor._version for tensor in self.to_save())
+        """Is the handle as its dispatch made it?"""
+        parts = self.parts
+        return self.made is not None and all(map(is_, parts, self.made[0])) and self.made[1] == _versions(parts)
+
+    @property
+    def has_recv_topk_idx(self) -> bool:
+        """Is `recv_topk_idx` as the dispatch made it, which a dispatch along the handle returns again? No combine reads it."""
+        return self.recv_topk_idx is None or self.is_traced or self.recv_topk_idx._version == self.__dict__.get("recv_topk_idx_version")
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +106,11 @@ class DispatchHandle:
     @property
     def num_rows_per_expert(self) -> Tensor:
         """[num_local_experts] int32: rows of each expert's group, padding included."""
-        return padded(self.num_recv_tokens_per_expert, self.expert_alignment)
+        return padded(self.counts(), self.expert_alignment)
+
+    def counts(self) -> Tensor:
+        """Return num_recv_tokens_per_expert for a caller who may change it: that shows, but for a traced handle, which gives a copy."""
+        return self.num_recv_tokens_per_expert.clone() if self.is_traced else self.num_recv_tokens_per_expert
 
     @property
     def num_rows_per_expert_list(self) -> list[int]:
@@ -106,7 +129,17 @@ class DispatchHandle:
 
 
 def _of_tensors(buffer_id: int, layout: str, expert_alignment: int, num_rows: int, *tensors: Tensor) -> DispatchHandle:
-    return DispatchHandle(buffer_id, layout, expert_alignment, num_rows, *tensors, recv_topk_idx=None)  # type: ignore[misc]
+    return DispatchHandle(buffer_id, layout, expert_alignment, num_rows, *tensors, recv_topk_idx=None).seal()  # type: ignore[misc]
+
+
+def _versions(parts: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple([part._version for part in parts if isinstance(part, Tensor)])
+
+
+class TracedHandle(DispatchHandle):
+    """One that operators make of their tensors, whose changes PyTorch does not count: calls check that these fit the buffer."""
+
+    is_traced = True
 
 
 @dataclass(frozen=True)
@@ -192,6 +225,10 @@ class PackedHandle(DispatchHandle):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.memory, self.recv_topk_idx
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.buffer_id, self.layout, self.expert_alignment, self.num_rows, self.num_tokens, self.shape, self.memory, self.call
+
     def to_save(self) -> tuple[Tensor, ...]:
         return self.memory, self.call
 
@@ -206,7 +243,7 @@ class PackedHandle(DispatchHandle):
 def _of_memory(
     buffer_id: int, layout: str, expert_alignment: int, shape: HandleShape, num_rows: int, memory: Tensor, call: Tensor
 ) -> DispatchHandle:
-    return PackedHandle(buffer_id, layout, expert_alignment, num_rows, shape, memory, call)
+    return PackedHandle(buffer_id, layout, expert_alignment, num_rows, shape, memory, call).seal()
 
 
 def padded(counts: Tensor, alignment: int) -> Tensor:

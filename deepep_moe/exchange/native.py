@@ -46,7 +46,7 @@ def dispatch_along(
 ) -> DispatchOutput | None:
     """Make a dispatch along a handle."""
     native = calls.native
-    if native is None or not _is_plain(num_sms) or not _is_on_stream(handle, x):
+    if native is None or not _is_plain(num_sms) or not _is_on_stream(handle, x) or not handle.has_recv_topk_idx:
         return None
     made = native.dispatch_cached(x, x_scales, topk_weights, handle, -1 if num_sms is None else num_sms)
     if made is None:
@@ -98,7 +98,9 @@ def _handle_of(
     number: int, layout: str, expert_alignment: int, num_rows: int, num_tokens: int, memory: Tensor, numbers: Tensor
 ) -> PackedHandle:
     shape = HandleShape.of(calls_of(number).settings, num_tokens, layout)
-    return PackedHandle(number, layout, expert_alignment, num_rows, shape, memory, numbers)
+    handle = PackedHandle(number, layout, expert_alignment, num_rows, shape, memory, numbers)
+    handle.seal()
+    return handle
 
 
 def _dispatch_gradients(

@@ -20,8 +20,8 @@ from deepep_moe.errors import EPError
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs, DispatchArgs, Fusion, Mode, Rows, RowScaling
 from deepep_moe.exchange.backward import tell_failure, watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
-from deepep_moe.exchange.checks import EXCHANGE, check_handle
-from deepep_moe.exchange.handle import DispatchHandle
+from deepep_moe.exchange.checks import EXCHANGE
+from deepep_moe.exchange.handle import DispatchHandle, TracedHandle
 from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_transforms, register_operator
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
 
@@ -58,7 +58,7 @@ def _handle(
     number: int, layout: str, expert_alignment: int, num_rows: Any, tensors: Sequence[Tensor], recv_topk_idx: Tensor | None = None
 ) -> DispatchHandle:
     topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call = tensors
-    return DispatchHandle(
+    return TracedHandle(
         number, layout, expert_alignment, num_rows, topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call, recv_topk_idx
     )
 
@@ -70,13 +70,6 @@ def _tensors(handle: DispatchHandle) -> tuple[Tensor, ...]:
 
 def _arguments(handle: DispatchHandle) -> tuple[Any, ...]:
     return *_tensors(handle), handle.buffer_id, handle.layout, handle.expert_alignment, handle.num_rows
-
-
-def _checked_calls(handle: DispatchHandle) -> Calls:
-    """Return the calls of a handle that an operator was given as tensors, which must fit the buffer."""
-    calls = calls_of(handle.buffer_id)
-    calls.refuse_on_failure(check_handle, handle, calls.settings)
-    return calls
 
 
 def keep(ctx: Any, handle: DispatchHandle, rows: Tensor, values: Tensor | None, *more: Tensor) -> None:
@@ -292,7 +285,7 @@ def _dispatch_cached_operator(
     num_recv_tokens_per_expert: Tensor, call: Tensor, buffer: int, layout: str, expert_alignment: int, num_rows: int, *mode: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    calls = _checked_calls(handle)
+    calls = calls_of(buffer)
     rows = calls.dispatch_cached(CachedDispatchArgs(_mode(calls, *mode), x, x_scales, topk_weights, handle))
     return _filled(rows, topk_idx.shape[1], layout)
 
@@ -404,7 +397,7 @@ def _combine_operator(
     *mode: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     handle = _handle(buffer, layout, expert_alignment, num_rows, (topk_idx, recv_row_idx, recv_counts, num_recv_tokens_per_expert, call))
-    calls = _checked_calls(handle)
+    calls = calls_of(buffer)
     combined_x, grads = calls.combine(CombineArgs(_mode(calls, *mode), x, weights, bias, topk_weight_grads, handle))
     return combined_x, x.new_empty(0, topk_idx.shape[1], dtype=torch.float32) if grads is None else grads
 

@@ -35,9 +35,8 @@ def dispatch(
         calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
         how: Any = handle.layout, handle.expert_alignment, None
     else:
-        calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
-        how = layout, expert_alignment, num_recv_rows
-    calls.refuse_on_failure(check_blockwise, x, x_scales, *how[:2], num_recv_rows if handle is None else handle.num_rows)
+        how = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
+    calls.refuse_on_failure(check_blockwise, x, x_scales, *how[:2], how[2] if handle is None else handle.num_rows)
     sent = calls.refuse_on_failure(QuantizedRows.of, x)
     args = x, topk_weights, topk_idx, sent, calls, mode, handle, how
     recv_x, weights, made = _Dispatch.apply(*args) if needs_gradients((x, topk_weights)) else _send(*args)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
+from deepep_moe.arguments import as_int
 from deepep_moe.errors import EPError, EPMismatchError, EPPeerError, EPTimeoutError, told
 from deepep_moe.group.settings import Settings
 
@@ -327,9 +328,11 @@ def _strange(rank: int, told: str, wanted: str, phase: str) -> EPError:
     )
 
 
-def _as_json(value: Any) -> dict[str, str]:
+def _as_json(value: Any) -> dict[str, str] | int:
     if isinstance(value, bytes):  # a handle of CUDA
         return {"bytes": value.hex()}
+    with contextlib.suppress(TypeError):
+        return as_int("a number", value)
     raise TypeError(f"a message of ranks holds a {type(value).__name__}; it must hold text, numbers and bytes")
 
 

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from deepep_moe import _C, config
-from deepep_moe.arguments import as_int
+from deepep_moe.arguments import as_float, as_int
 
 logger = logging.getLogger("deepep_moe")
 MAX_NUMBER = 2**31 - 1
@@ -95,10 +95,13 @@ def check_settings(
             raise ValueError(f"{name} is {plain[name]}; it must be at least {least}")
         if plain[name] > MAX_NUMBER:
             raise ValueError(f"{name} is {plain[name]}; it must be at most {MAX_NUMBER}")
-    deadline = config.timeout_s() if timeout_s is None else timeout_s
-    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0 < deadline < 1e9:
+    try:
+        deadline = config.timeout_s() if timeout_s is None else as_float("timeout_s", timeout_s)
+    except TypeError:
+        deadline = 0.0
+    if not 0 < deadline < 1e9:
         raise ValueError(f"timeout_s is {timeout_s!r}; it must be a positive number of seconds")
-    s = replace(s, timeout_s=float(deadline), **plain)
+    s = replace(s, timeout_s=deadline, **plain)
     if s.hidden % (_C.ROW_ALIGNMENT // 4):
         raise ValueError(f"hidden is {s.hidden}; rows are multiples of 16 bytes: 4 columns in fp32, 8 in bf16 and fp16, 16 in fp8")
     if s.num_experts % s.num_ranks:

@@ -1,5 +1,6 @@
 """`LowLatencyBuffer`: dispatch and combine for batches so small that launches and waits, not bytes, take the time."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import config
-from deepep_moe.arguments import check_bool
+from deepep_moe.arguments import as_int, check_bool
 from deepep_moe.device import DTYPES, is_gpu, making_on
 from deepep_moe.errors import BufferDestroyedError, EPError, told
 from deepep_moe.event import Event
@@ -193,7 +194,7 @@ class LowLatencyBuffer(Sizes):
             made = native.dispatch(x, topk_idx, topk_weights, fp8, scale_format, self._alive().stream())
             if made is not None:
                 num_tokens, recv_x, scales, counts, state = made
-                return LowLatencyOutput(recv_x, scales, counts, LowLatencyHandle(self._number, num_tokens, state), None, None)
+                return LowLatencyOutput(recv_x, scales, counts, LowLatencyHandle(self._number, num_tokens, state).seal(), None, None)
         self._choose(x)
         s, backend = self._settings, self._begin()
         try:
@@ -203,7 +204,7 @@ class LowLatencyBuffer(Sizes):
             self._refuse(error)
         arguments = x, topk_idx, topk_weights, state, recv_x, scales, counts, self._statistics, DTYPES[x.dtype], scale_format == "ue8m0"
         event = self._run(Call("dispatch", arguments), async_op, return_hook)
-        handle = LowLatencyHandle(self._number, x.shape[0], state, event)
+        handle = LowLatencyHandle(self._number, x.shape[0], state, event).seal()
         return LowLatencyOutput(recv_x, scales, counts, handle, event, event.wait if return_hook and event is not None else None)
 
     def _receive_buffers(
@@ -216,7 +217,8 @@ class LowLatencyBuffer(Sizes):
             num_columns, scale_dtype = num_scale_columns(s.hidden, scale_format)
             scales = backend.empty((s.num_local_experts, num_columns, self.capacity), scale_dtype).transpose(1, 2)
         counts = backend.empty((s.num_local_experts,), torch.int32)
-        return recv_x, scales, counts, backend.empty((backend.handle_bytes,), torch.uint8)
+        with torch.inference_mode(False):  # in which PyTorch counts no changes
+            return recv_x, scales, counts, backend.empty((backend.handle_bytes,), torch.uint8)
 
     def combine(
         self,
@@ -304,7 +306,9 @@ class LowLatencyBuffer(Sizes):
         take it back again.
         """
         s = self._settings
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < s.num_ranks or rank == s.rank:
+        with contextlib.suppress(TypeError):
+            rank = as_int("rank", rank)
+        if type(rank) is not int or not 0 <= rank < s.num_ranks or rank == s.rank:
             raise ValueError(f"rank is {rank!r}; it must be one of 0 to {s.num_ranks - 1}, and not this rank, {s.rank}")
         before = set(self._masked())
         self._alive().mask(rank, masked)
@@ -426,8 +430,10 @@ class LowLatencyBuffer(Sizes):
         return None if self._in_flight or self._earlier_failure is not None else self._plain_calls
 
     def _is_received(self, handle: Any) -> bool:
-        """Is this a handle of this buffer, of a dispatch that was received?"""
-        return type(handle) is LowLatencyHandle and handle.buffer_id == self._number and not (handle.event and handle.event.is_half)
+        """Is this a handle of this buffer, as its dispatch made it, which was received?"""
+        if type(handle) is not LowLatencyHandle or handle.buffer_id != self._number or not handle.is_unchanged:
+            return False
+        return handle.event is None or not handle.event.is_half
 
     def _begin(self) -> LowLatencyBackend:
         """Look at what earlier calls have left. Their failures are raised once this call is made, so that ranks stay in step."""

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_owns_memory, check_tensor
+from deepep_moe.arguments import check_owns_memory, check_tensor, lacks_memory
 from deepep_moe.device import FLOATS
 from deepep_moe.group.settings import Settings
 from deepep_moe.low_latency.base import LowLatencyBackend
+from deepep_moe.low_latency.handle import LowLatencyHandle
 
 _SCALE_FORMATS = {"fp32": (1, torch.float32), "ue8m0": (4, torch.int32)}  # scales to an element, its dtype
 _WIRES = (None, "fp8")
@@ -97,10 +98,14 @@ def check_combine(
     buffer_id: int,
 ) -> None:  # fmt: skip
     """Raises TypeError or ValueError."""
-    if getattr(handle, "state", None) is None:
+    if not isinstance(handle, LowLatencyHandle):
         raise TypeError(f"handle must be the LowLatencyHandle of a dispatch, not {type(handle).__name__}")
     if handle.buffer_id != buffer_id:
         raise ValueError(f"handle belongs to low-latency buffer {handle.buffer_id}, this is {buffer_id}; use the buffer that dispatched it")
+    if not handle.is_unchanged or lacks_memory(handle.state):
+        raise ValueError(
+            "handle is not as its dispatch made it: its state was changed in place or freed, or it is a copy with other fields; dispatch again"
+        )
     if handle.event is not None and handle.event.is_half:
         raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")
     _check_rows("x", x, (s.num_local_experts, s.num_ranks * s.num_max_tokens_per_rank, s.hidden), backend)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ class LowLatencyHandle:
     """uint8, on the device of the dispatch: csrc/common/low_latency.h says what it holds."""
     event: Event | None = None
     """Of a dispatch with `async_op` or `return_hook`."""
+
+    made: ClassVar[tuple[Any, ...]] = ()
+    """The fields as the dispatch made them, and the version of `state`, by which PyTorch counts changes in place."""
+
+    def seal(self) -> "LowLatencyHandle":
+        """Mark the handle as that of a dispatch: a copy with other fields has no such mark, and a change shows."""
+        self.__dict__["made"] = self.buffer_id, self.num_tokens, self.state, self.event, self.state._version
+        return self
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Is the handle as a dispatch made it?"""
+        fields = self.buffer_id, self.num_tokens, self.state, self.event
+        return len(self.made) == 5 and all(map(is_, fields, self.made)) and self.state._version == self.made[4]
 
     def __reduce__(self) -> Any:
         raise TypeError("a LowLatencyHandle says where the rows of this process are and cannot be saved or sent; dispatch again")

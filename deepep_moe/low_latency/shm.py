@@ -1,7 +1,6 @@
 """Backend `shm` of low latency: processes of one host, CPU tensors (csrc/cpu/low_latency.cpp)."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from deepep_moe.event import Event
 from deepep_moe.group.settings import Settings
 from deepep_moe.host_pool import HostPool
 from deepep_moe.low_latency.base import Call, LowLatencyBackend, native_settings
+from deepep_moe.worker import Worker
 
 
 class ShmLowLatencyBackend(LowLatencyBackend):
@@ -22,7 +22,7 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def __init__(self, settings: Settings, mask_stalled: bool):
         super().__init__(settings, _C.ShmLowLatency(**native_settings(settings, mask_stalled)))
-        self._executor: ThreadPoolExecutor | None = None
+        self._worker: Worker | None = None
         self._pool = HostPool()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -43,9 +43,9 @@ class ShmLowLatencyBackend(LowLatencyBackend):
 
     def start_async(self, call: Call) -> Event:
         self._move(call, True, False)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deepep_moe")
-        return Event(self._executor.submit(self._move, call, False, True))
+        if self._worker is None:
+            self._worker = Worker()
+        return Event(self._worker.submit(self._move, call, False, True))
 
     def _move(self, call: Call, sends: bool, receives: bool) -> None:
         self._call(call, sends, receives)
@@ -71,6 +71,6 @@ class ShmLowLatencyBackend(LowLatencyBackend):
         self._native.refuse(reason)
 
     def destroy(self) -> None:
-        if self._executor is not None and os.getpid() == self.process_id:
-            self._executor.shutdown(wait=True)
+        if self._worker is not None and os.getpid() == self.process_id:
+            self._worker.finish()
         super().destroy()

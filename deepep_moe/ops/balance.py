@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import lazy_negative
+from deepep_moe.arguments import as_int, lazy_negative
 from deepep_moe.device import current_stream, is_gpu, on_device
 
 
@@ -155,7 +155,8 @@ def _check_shares(shares: Tensor | None, topk_idx: Tensor) -> None:
 
 def _sequence_of_token(num_tokens_per_sequence: int | Sequence[int], num_tokens: int, device: torch.device) -> tuple[Tensor, int]:
     """`[num_tokens]` int64: which sequence a token belongs to; and how many sequences there are."""
-    if isinstance(num_tokens_per_sequence, int):
+    if not isinstance(num_tokens_per_sequence, Sequence):
+        num_tokens_per_sequence = as_int("num_tokens_per_sequence", num_tokens_per_sequence)
         if num_tokens_per_sequence < 1 or num_tokens % num_tokens_per_sequence:
             raise ValueError(f"num_tokens_per_sequence is {num_tokens_per_sequence}; it must divide the {num_tokens} tokens")
         return torch.arange(num_tokens, device=device) // num_tokens_per_sequence, num_tokens // num_tokens_per_sequence

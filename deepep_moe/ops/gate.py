@@ -8,7 +8,7 @@ from torch import Tensor
 
 import deepep_moe.ops.gate_operators  # noqa: F401 (it registers them)
 from deepep_moe import _C, torch_module
-from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, lazy_negative
+from deepep_moe.arguments import as_float, as_int, check_bool, check_is_tensor, check_memory, lazy_negative
 from deepep_moe.device import FLOATS, is_gpu
 from deepep_moe.library import call
 
@@ -240,6 +240,7 @@ def _check_tensors(logits: Tensor, expert_bias: Tensor | None, mask: Tensor | No
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
     check_is_tensor(name, tensor)
+    check_memory(name, tensor)
     if tensor.dtype != dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {dtype}")
     if list(tensor.shape) != shape:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepep_moe import _C, torch_module
-from deepep_moe.arguments import check_is_tensor
+from deepep_moe.arguments import check_is_tensor, check_memory
 from deepep_moe.device import is_gpu
 from deepep_moe.library import refuse_transforms
 from deepep_moe.ops.fp8_kept import KeptWeights
@@ -157,6 +157,9 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | No
     for name, tensor, shape in ((name, tensor, shape) for name, tensor, shape in shapes if tensor is not None):
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+    for name, tensor in (("x", x), ("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2), ("probs", probs)):
+        if tensor is not None:
+            check_memory(name, tensor)
     for name, weight in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
         if weight is not None and weight.dtype != x.dtype and not isinstance(x, QuantizedRows):
             raise TypeError(f"{name} has dtype {weight.dtype} and x {x.dtype}; cast one of them, or use autocast")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
+from deepep_moe.arguments import check_memory
 from deepep_moe.device import DTYPES, FLOATS, current_stream, is_lazy, on_device
 from deepep_moe.library import call, define, refuse_transforms, register
 from deepep_moe.ops.weighted import aligned
@@ -115,6 +116,7 @@ def dequantize_fp8(y: Tensor, scales: Tensor) -> Tensor:
 
 
 def _check_dtype(name: str, values: Tensor) -> None:
+    check_memory(name, values)
     if values.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {str(values.dtype).removeprefix('torch.')}; float32, bfloat16 or float16 can be made fp8")
 

@@ -19,8 +19,11 @@ class RankFailedError(RuntimeError):
     """A worker raised or died. The message holds its traceback or exit code; `rank` says which."""
 
     def __init__(self, rank: int, message: str):
-        super().__init__(f"rank {rank} failed: {message}")
+        super().__init__(rank, message)  # from which pickle makes it again
         self.rank = rank
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.args[1]}"
 
 
 def _worker(

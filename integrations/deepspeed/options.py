@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from deepep_moe.arguments import as_int
 from deepep_moe.exchange.backends.select import BACKENDS
 from deepep_moe.integrations.deepspeed.expert_weights import Reader
 
@@ -55,9 +56,7 @@ class Options:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; it must be a whole number or null")
-            if value < least:
+            if as_int(name, value, "a whole number or null") < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         rate = self.expert_bias_update_rate
         if rate is None:

@@ -112,27 +112,27 @@ def test_interrupted_wait_for_an_earlier_call():
 
 def lacks_a_thread(rank, num_ranks):
     class NoThreads:
-        def __init__(self, **_):
+        def __init__(self):
             raise error
 
-    buffer, own = make("shm", num_ranks), of_calls.ThreadPoolExecutor
+    buffer, own = make("shm", num_ranks), of_calls.Worker
     x, idx = inputs(buffer, 0)
     out = buffer.dispatch(x, idx)
     for step, call in enumerate((partial(buffer.combine, out.recv_x, out.handle), partial(buffer.dispatch, x, idx))):
         error = RuntimeError("can't start new thread")
         if rank == 0:
-            of_calls.ThreadPoolExecutor = NoThreads
+            of_calls.Worker = NoThreads
 
         def run(call=call):
             made = call(async_op=True)
             (made[1] if isinstance(made[1], of_calls.Event) else made.event).wait()
 
         found = outcome(run)
-        of_calls.ThreadPoolExecutor = own
+        of_calls.Worker = own
         check_outcome(rank, error, *found, "RuntimeError: can't start new thread")
         buffer.recover()
         make_step(buffer, step)
-        buffer.calls._executor = None  # the next asynchronous call starts another one
+        buffer.calls._worker = None  # the next asynchronous call starts another one
 
 
 def test_no_thread_for_an_asynchronous_call():

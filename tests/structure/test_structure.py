@@ -32,6 +32,7 @@ FOUNDATION = {
     "logs",
     "nvshmem_module",
     "torch_module",
+    "worker",
 }
 APART = ("deepep_moe.reference", "deepep_moe.testing")
 CPP_ROOMS = {  # what each may include

@@ -123,6 +123,5 @@ struct Tokens {
 void run_exchange();
 void run_low_latency();
 void run_gate();
-void run_pool();
 
 }  // namespace deepep_moe

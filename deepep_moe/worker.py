@@ -1,0 +1,71 @@
+"""The thread that makes a buffer's asynchronous calls on CPU tensors, one after the other."""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.util import Finalize
+from queue import SimpleQueue
+from typing import Any
+
+from deepep_moe import _C
+
+_alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_process_id = 0
+"""The process whose end `_see_to_end` has seen to."""
+
+
+class Worker:
+    """A thread that ends with the last reference to this, once it has made the calls that it was given."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._jobs,), name="deepep_moe", daemon=True)
+        self._thread.start()
+        _see_to_end()
+        _alive.add(self)
+
+    def submit(self, function: Callable[..., None], *args: Any) -> "Future[None]":
+        future: Future[None] = Future()
+        self._jobs.put((future, function, args))
+        return future
+
+    def finish(self) -> None:
+        """Make the calls that were given, then end."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def __del__(self) -> None:
+        self._jobs.put(None)
+
+
+def _run(jobs: "SimpleQueue[Any]") -> None:
+    while (job := jobs.get()) is not None:
+        future, function, args = job
+        try:
+            function(*args)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del job, future, function, args  # which hold tensors
+
+
+def _end_of_process() -> None:
+    """Let calls in flight end, as peers may need their rows, but wait for no peer that is long in coming: an error of this process is not
+    seen before it has ended. No thread may be in a call when the interpreter ends."""
+    _C.hurry_waits(True)
+    try:
+        for worker in list(_alive):
+            worker.finish()
+    finally:
+        _C.hurry_waits(False)
+
+
+def _see_to_end() -> None:
+    """A process that multiprocessing has made ends without what `atexit` knows, and a forked one forgets what its parent has registered."""
+    global _process_id
+    if _process_id != os.getpid():
+        _process_id = os.getpid()
+        Finalize(None, _end_of_process, exitpriority=0)
