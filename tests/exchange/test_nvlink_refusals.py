@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import assert_same
-from nvlink_cases import Unchecked, make_buffer
+from nvlink_cases import make_buffer
 
 from deepep_moe.device import call_stream
-from deepep_moe.errors import EPCapacityError, EPPeerError, EPTimeoutError
+from deepep_moe.errors import EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu

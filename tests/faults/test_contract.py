@@ -93,11 +93,11 @@ def refuses_in_turns(rank, num_ranks, kind):
     """Whatever call a rank of a low-latency buffer refuses, and whatever its peer makes: the peer hears of it in that call."""
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
-    out = buffer.dispatch(x, idx)
+    weights, out = torch.ones_like(idx, dtype=torch.float32), buffer.dispatch(x, idx)
     calls = {
         "dispatch": lambda rows=x: buffer.dispatch(rows, idx),
         "combine": lambda rows=out.recv_x: buffer.combine(rows, out.handle),
-        "weighted combine": lambda rows=out.recv_x: buffer.combine(rows, out.handle, topk_weights=torch.ones_like(idx, dtype=torch.float32)),
+        "weighted combine": lambda rows=out.recv_x: buffer.combine(rows, out.handle, topk_weights=weights),
     }
     wrong = {"dispatch": x.double(), "combine": out.recv_x.double(), "weighted combine": out.recv_x.double()}
     for step, (refused, made) in enumerate(itertools.product(calls, calls)):
