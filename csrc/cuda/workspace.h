@@ -59,7 +59,7 @@ struct alignas(8) GpuLane {
 constexpr int kValueBits = 24;
 constexpr unsigned long long kRefused = (1u << kValueBits) - 1;  // for a count, of a rank that refuses its indices
 
-constexpr int kNoBound = (1 << kValueBits) - 1;                 // for a bound, of a rank that has none, or one as large
+constexpr int kNoBound = (1 << kValueBits) - 1;  // for a bound, of a rank that has none, or one as large
 
 // The value a rank enters a call with: ranks whose digests differ are in different calls, 0 refuses.
 DEEPEP_MOE_HD constexpr unsigned long long digest(unsigned long long what) {

@@ -214,7 +214,10 @@ def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | No
     asking = threading.Thread(target=ask_or_not, daemon=True)  # a store whose process was stopped does not answer
     asking.start()
     asking.join(1.0)
-    return found[0] if found else -1
+    if found:
+        return found[0]
+    # Rank 0 of the job has the store, if nobody else has: it has ended, if it has closed its connections too.
+    return None if len(peers) == 1 and dist.get_global_rank(group, peers[0]) == 0 else -1
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from exchange_cases import assert_same, device_of
 from nvlink_cases import make_buffer
 
 from deepep_moe import Buffer
+from deepep_moe.errors import EPCapacityError
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +60,40 @@ def captured(rank, num_ranks, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cuda_graph(layout):
     run_ranks(captured, 2, layout)
+
+
+def captured_without_room(rank, num_ranks):
+    """A replay in which rank 1 has too little room: nobody looks before `check`, which raises on all ranks. Later replays are right."""
+    buffer, x, idx = make_buffer(rank)  # of whose routing rank 1 receives 8 rows
+
+    def step():
+        out = buffer.dispatch(x, idx, num_recv_rows=(64, 8)[rank])
+        return buffer.combine(out.recv_x, out.handle)
+
+    stream, graph, fitting = torch.cuda.Stream(), torch.cuda.CUDAGraph(), idx.clone()
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        combined_x = step()
+    for turn in range(3):
+        idx.copy_(fitting)
+        idx[3, 1] = 3 if rank == 0 else -1  # one row more for rank 1
+        for _ in range(1 + turn):
+            graph.replay()
+        torch.cuda.synchronize()
+        with pytest.raises(EPCapacityError, match="rank 1 would receive 9 rows, more than its num_recv_rows of 8") as info:
+            buffer.check()
+        assert info.value.rank == 1
+        idx.copy_(fitting)
+        graph.replay()
+        torch.cuda.synchronize()
+        buffer.check()
+        assert_same("combined_x", combined_x, expected)
+
+
+def test_cuda_graph_without_room():
+    run_ranks(captured_without_room, 2)
 
 
 def waits_in_a_capture(rank, num_ranks):

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from events import tell, wait_for
 from exchange_cases import device_of
-from fault_cases import NUM_TOKENS, SOON_S, inputs, look, make, make_step, outcome
+from fault_cases import NUM_TOKENS, SOON_S, fault, inputs, look, make, make_call, make_step, outcome
 
 from deepep_moe import Buffer, nvshmem_module
 from deepep_moe.errors import BackendUnavailableError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.exchange.backends import select
+from deepep_moe.exchange.failures import notify_peers
 from deepep_moe.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -154,6 +155,72 @@ def different_calls(rank, num_ranks, culprit):
 @pytest.mark.parametrize("culprit", CULPRITS)
 def test_different_calls(culprit):
     run_ranks(different_calls, 4, culprit)
+
+
+# ---- failures before, after and between calls ----
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.error is not None:
+            raise ctx.error
+        return grad, None
+
+
+def injected(rank, num_ranks, culprit):
+    """Memory, interrupts, an expert, a gradient: peers hear in the call that the culprit does not make, or in the next one."""
+    buffer, part = buffer_of(), part_of(rank, culprit)
+    handle = buffer.dispatch(*inputs(buffer, 0)).handle
+
+    def make_and_look(operation):
+        make_call(buffer, operation, handle)
+        look(buffer)
+
+    for step, (operation, moment, kind) in enumerate(
+        (
+            ("dispatch", "before entry", MemoryError),
+            ("dispatch", "after rows", KeyboardInterrupt),
+            ("dispatch along a handle", "before entry", KeyboardInterrupt),
+            ("combine", "after rows", MemoryError),
+        )
+    ):
+        call, error = partial(make_and_look, operation), kind("fault")
+        if part == "culprit":
+            with fault(buffer, moment, error):
+                assert outcome(call)[0] is error
+        else:
+            if moment == "after rows":
+                call()
+                call = partial(make_step, buffer, step)
+            assert_refused(call, part, culprit, f"{kind.__name__}: fault", kind.__name__)
+        make_step(buffer, step)
+    if part == "culprit":
+        notify_peers(buffer, RuntimeError("of an expert"))
+    else:
+        assert_refused(partial(make_step, buffer, 4), part, culprit, "RuntimeError: of an expert", "RuntimeError")
+    make_step(buffer, 4)
+    x, idx = inputs(buffer, 5)
+    error = RuntimeError("of a gradient")
+    out = buffer.dispatch(x.requires_grad_(), idx)
+    y = buffer.combine(FailsInBackward.apply(out.recv_x, error if part == "culprit" else None), out.handle)
+    if part == "culprit":
+        assert outcome(y.sum().backward)[0] is error
+    else:
+        reason = "RuntimeError: its backward pass failed; see its output for the error"
+        assert_refused(lambda: (y.sum().backward(), look(buffer)), part, culprit, reason, "RuntimeError")
+    back_in_step(buffer)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("culprit", CULPRITS)
+def test_injected_failures(culprit):
+    run_ranks(injected, 4, culprit)
 
 
 # ---- deadlines ----

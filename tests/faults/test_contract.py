@@ -8,17 +8,20 @@ import torch
 import torch.distributed as dist
 from fault_cases import NUM_TOKENS, SOON_S, inputs, look, make, make_step, outcome
 
+from deepep_moe import Buffer
 from deepep_moe.errors import EPCapacityError, EPMismatchError, EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
-on_each_kind = pytest.mark.parametrize("kind", ("shm", "collective", "low latency"))
+GPUS = [pytest.param(kind, marks=pytest.mark.gpu) for kind in ("nvlink", "low latency nvlink")]
+on_each_kind = pytest.mark.parametrize("kind", ("shm", "collective", "low latency", *GPUS))
 
 
 def wrong_argument(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     for step, culprit in enumerate(range(num_ranks)):
-        error, elapsed_s = outcome(partial(buffer.dispatch, x, idx + 100 if rank == culprit else idx))
+        wrong = idx + 100 if rank == culprit else idx
+        error, elapsed_s = outcome(lambda wrong=wrong: (buffer.dispatch(x, wrong), look(buffer)))
         assert type(error) is (ValueError if rank == culprit else EPPeerError) and elapsed_s < SOON_S, repr(error)
         assert rank == culprit or (error.rank == culprit and "it must be -1" in str(error)), repr(error)
         make_step(buffer, step)
@@ -33,7 +36,8 @@ def different_calls(rank, num_ranks, kind):
     buffer = make(kind, num_ranks)
     x, idx = inputs(buffer, 0)
     out = buffer.dispatch(x, idx)
-    error, elapsed_s = outcome(partial(buffer.dispatch, x, idx) if rank else partial(buffer.combine, out.recv_x, out.handle))
+    call = partial(buffer.dispatch, x, idx) if rank else partial(buffer.combine, out.recv_x, out.handle)
+    error, elapsed_s = outcome(lambda: (call(), look(buffer)))
     assert isinstance(error, EPMismatchError) and elapsed_s < SOON_S and "ranks make different calls: rank" in str(error), repr(error)
     make_step(buffer, 1)
 
@@ -62,6 +66,59 @@ def destroyed(rank, num_ranks, kind):
 @on_each_kind
 def test_destroyed(kind):
     run_ranks(destroyed, 2, kind)
+
+
+def different_buffers(rank, num_ranks, kind):
+    """Each rank is in another buffer: it waits for its peer there."""
+    buffers = [make(kind, num_ranks, 3.0) for _ in range(num_ranks)]
+    for buffer in buffers:
+        make_step(buffer, 0)
+    dist.barrier()
+    error, elapsed_s = outcome(partial(make_step, buffers[rank], 1))
+    assert isinstance(error, EPTimeoutError) and error.rank == 1 - rank and elapsed_s < SOON_S, repr(error)
+    dist.barrier()
+    for buffer in buffers:
+        if isinstance(buffer, Buffer):
+            buffer.recover()
+            make_step(buffer, 2)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ("shm", "low latency", *GPUS))
+def test_different_buffers(kind):
+    run_ranks(different_buffers, 2, kind)
+
+
+def refuses_in_turns(rank, num_ranks, kind):
+    """Whatever call a rank of a low-latency buffer refuses, and whatever its peer makes: the peer hears of it in that call."""
+    buffer = make(kind, num_ranks)
+    x, idx = inputs(buffer, 0)
+    weights, out = torch.ones_like(idx, dtype=torch.float32), buffer.dispatch(x, idx)
+    calls = {
+        "dispatch": lambda rows=x: buffer.dispatch(rows, idx),
+        "combine": lambda rows=out.recv_x: buffer.combine(rows, out.handle),
+        "weighted combine": lambda rows=out.recv_x: buffer.combine(rows, out.handle, topk_weights=weights),
+    }
+    wrong = {"dispatch": x.double(), "combine": out.recv_x.double(), "weighted combine": out.recv_x.double()}
+    for step, (refused, made) in enumerate(itertools.product(calls, calls)):
+        culprit = step % num_ranks
+        if rank == culprit:
+            error, elapsed_s = outcome(partial(calls[refused], wrong[refused]))
+            assert isinstance(error, TypeError), repr(error)
+        else:
+            error, elapsed_s = outcome(lambda made=made: (calls[made](), look(buffer)))
+            assert isinstance(error, EPPeerError) and (error.rank, error.cause) == (culprit, "TypeError"), repr(error)
+        assert elapsed_s < SOON_S
+        for bad in (-1, num_ranks, rank, True, None):  # which tells nobody anything
+            with pytest.raises(ValueError, match=f"rank is {bad}; it must be one of 0 to {num_ranks - 1}, and not this rank, {rank}"):
+                buffer.mask_rank(bad)
+    make_step(buffer, 1)
+    assert buffer.masked_ranks == []
+
+
+@pytest.mark.parametrize("kind", ("low latency", GPUS[1]))
+def test_refusals_of_low_latency(kind):
+    run_ranks(refuses_in_turns, 2, kind)
 
 
 # ---- more rows than a rank has room for, on GPUs ----

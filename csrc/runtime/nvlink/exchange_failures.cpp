@@ -13,7 +13,6 @@ constexpr size_t kStateBytes = sizeof(GpuState) - offsetof(GpuState, gave_up);
 
 }  // namespace
 
-
 int64_t NvlinkExchange::settle() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "the GPU failed");

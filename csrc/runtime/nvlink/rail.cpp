@@ -67,8 +67,7 @@ void Rail::release() {
     cudaFree(scratch_);
 }
 
-void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, const int32_t* handle_counts,
-                cudaStream_t stream) {
+void Rail::meet(const GpuContext& context, const GpuStamp& stamp, const RailCall& call, const int32_t* handle_counts, cudaStream_t stream) {
     RailMeetParams params{};
     params.rail = made_;
     params.rail.context = of_rail(context);
