@@ -5,6 +5,8 @@ autograd function where a gradient is wanted, else straight to the implementatio
 """
 
 import contextlib
+import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,10 +53,13 @@ def register(name: str, implementation: Any, fake: Any, save: Any = None, backwa
 def call(name: str, tensors: tuple[Tensor | None, ...], *arguments: Any) -> Any:
     """Call the operator `name` with `tensors`, which may need gradients or be of a class of their own, and further `arguments`.
 
-    Raises NotImplementedError for tangents of forward-mode AD, for which no operator has a rule.
+    Raises NotImplementedError for tangents of forward-mode AD, and TypeError under torch.func.grad and the like: no operator has rules for
+    them.
     """
     if is_watched(tensors):
-        refuse_tangents(name, tensors)
+        if not torch.compiler.is_compiling():
+            refuse_tangents(name, tensors)
+            _refuse_gradient_transforms(name)
         return getattr(torch.ops.deepep_moe, name)(*tensors, *arguments)
     implementation, function = _eager[name]
     if function is not None and needs_gradients(tensors):
@@ -88,7 +93,7 @@ def is_compiled(tensors: Sequence[Tensor | None]) -> bool:
 
 def _somebody_looks() -> bool:
     """Does a mode, tracer or transform see what PyTorch does now, whatever the tensors?"""
-    if torch._C._len_torch_dispatch_stack() > 0 or _is_transformed() or torch._C._get_tracing_state() is not None:
+    if torch._C._len_torch_dispatch_stack() > 0 or _is_included(_TRANSFORMS | _TRACERS):
         return True
     return torch._C._is_torch_function_mode_enabled() and watches_functions()
 
@@ -104,14 +109,41 @@ def has_tangent(tensor: Any) -> bool:
     return forward_ad._current_level >= 0 and isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _is_transformed() -> bool:
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active
+def _set_of(*names: str) -> int:
+    keys = (torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)) for name in names)
+    return functools.reduce(operator.or_, (key.raw_repr() for key in keys))
+
+
+_TRANSFORMS = _set_of("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "VmapMode")
+"""torch.func, and the vmap of `is_grads_batched`."""
+_TRACERS = _set_of("Tracer", "PreDispatch")
+"""torch.jit.trace, and `make_fx(..., pre_dispatch=True)`."""
+
+
+_RECORDERS = (ModeKey.PROXY, ModeKey.FAKE)
+"""Modes that record operators, or their shapes."""
+
+
+def _is_included(keys: int) -> bool:
+    included: int = torch._C._dispatch_tls_local_include_set().raw_repr()
+    return bool(included & keys)
 
 
 def is_dry_run() -> bool:
     """Are shapes all that is computed now?"""
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(ModeKey.FAKE) is not None
+
+
+def _not_transformed(what: str) -> str:
+    return f"{what} cannot be transformed by torch.func (grad, vmap, jvp) or is_grads_batched; use torch.autograd.grad or backward"
+
+
+def _refuse_gradient_transforms(what: str) -> None:
+    """Raise TypeError under a transform other than torch.func.vmap, for which PyTorch has a rule of its own."""
+    if _is_included(_TRANSFORMS):
+        transforms = torch._C._functorch.get_interpreter_stack() or [None]
+        if any(transform is None or transform.key() != torch._C._functorch.TransformType.Vmap for transform in transforms):
+            raise TypeError(_not_transformed(what))
 
 
 def refuse_tangents(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> None:
@@ -127,15 +159,22 @@ def refuse_tangents(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> No
             )
 
 
-def refuse_transforms(what: str, tensors: Sequence[Any] | Mapping[str, Any], *, may_trace: bool = True) -> None:
-    """Raise TypeError under a transform of torch.func, and NotImplementedError for tangents and for tracers that would record nothing of
-    `what`. may_trace: it is an operator, which `make_fx` records."""
+def refuse_transforms(what: str, tensors: Sequence[Any] | Mapping[str, Any]) -> None:
+    """Raise TypeError under a transform of torch.func, NotImplementedError for tangents. tensors: as `refuse_tangents` takes them."""
     if torch.compiler.is_compiling():
         return
-    if _is_transformed():
-        raise TypeError(f"{what} cannot be transformed by torch.func (grad, vmap, jvp); use torch.autograd.grad or backward")
+    if _is_included(_TRANSFORMS):
+        raise TypeError(_not_transformed(what))
     refuse_tangents(what, tensors)
-    is_recorded = not may_trace and torch._C._get_dispatch_mode(ModeKey.PROXY) is not None
+
+
+def refuse_watchers(what: str, tensors: Sequence[Any] | Mapping[str, Any], *, is_operator: bool = True) -> None:
+    """As `refuse_transforms`, and raise NotImplementedError for tracers that would record the results of this call and not the call:
+    torch.jit.trace, and where it `is_operator` not, make_fx and FakeTensorMode too."""
+    refuse_transforms(what, tensors)
+    if torch.compiler.is_compiling():
+        return
+    is_recorded = not is_operator and (_is_included(_TRACERS) or any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDERS))
     if is_recorded or torch._C._get_tracing_state() is not None:
         raise NotImplementedError(f"{what} cannot be recorded in a graph, which would repeat the results of this call; leave it outside")
 

@@ -1,6 +1,7 @@
 // PyTorch's tensors as native calls take them, and when a call is plain.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/extension.h>
@@ -51,12 +52,14 @@ Shim* shim_in(const py::capsule& capsule, const char* name) {
 
 // ---- of autograd ----
 
-// Are operations watched or transformed, and not what they seem?
+// Does a mode, tracer or transform see what PyTorch does now, whatever the tensors? As `is_watched` of deepep_moe/library.py asks.
 inline bool is_watched() {
-    const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-    const bool is_transformed =
-        included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-    return is_transformed || c10::impl::TorchDispatchModeTLS::any_modes_set();
+    using Key = c10::DispatchKey;
+    constexpr c10::DispatchKeySet kWatchers(
+        {Key::FuncTorchDynamicLayerFrontMode, Key::FuncTorchDynamicLayerBackMode, Key::VmapMode, Key::Tracer, Key::PreDispatch});
+    if (c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers) || c10::impl::TorchDispatchModeTLS::any_modes_set())
+        return true;
+    return at::impl::torch_function_mode_enabled() && py::module_::import("deepep_moe.library").attr("watches_functions")().cast<bool>();
 }
 
 inline bool needs_gradients(std::initializer_list<const Tensor*> tensors) {
@@ -95,10 +98,12 @@ inline bool has_memory(const Tensor& tensor) {
     return tensor.storage().nbytes() >= static_cast<size_t>(last + 1) * tensor.element_size();
 }
 
-// Does the tensor have memory on this device, which a kernel can be given? (That of a lazy negative holds the negative.)
+// Does the tensor have memory on this device, which a kernel can be given? Lazy negatives and zeros do not hold their values there, and a
+// tangent of forward-mode AD would be lost.
 inline bool is_on(const at::Device& device, const Tensor& tensor) {
     return tensor.defined() && tensor.device() == device && tensor.layout() == at::kStrided &&
-           !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_neg() && has_memory(tensor);
+           !tensor.unsafeGetTensorImpl()->is_python_dispatch() && tensor.has_storage() && !tensor.is_neg() && !tensor._is_zerotensor() &&
+           !tensor._fw_grad(0).defined() && has_memory(tensor);
 }
 
 inline TensorArg arg_of(const Tensor& tensor) {

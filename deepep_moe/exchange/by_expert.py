@@ -18,7 +18,7 @@ from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.expert_rows import combine_gradients, dispatch_gradients, rows_of, sharing, split_rows
 from deepep_moe.exchange.handle import DispatchHandle, PackedHandle
 from deepep_moe.exchange.operators import combine, dispatch, keep_handle, kept, repeated
-from deepep_moe.library import is_compiled, refuse_transforms
+from deepep_moe.library import is_compiled, refuse_watchers
 from deepep_moe.ops.weighted import weighted_sum
 
 
@@ -52,7 +52,7 @@ def dispatch_by_expert(
             handle = PackedHandle(calls.number, "expert", 1, num_rows, shape, memory, numbers)
             handle.seal()
             return rows, weights, handle
-    calls.refuse_on_failure(refuse_transforms, EXCHANGE, (x, topk_weights), may_trace=False)
+    calls.refuse_on_failure(refuse_watchers, EXCHANGE, (x, topk_weights), is_operator=False)
     weights, handle, *rows = _DispatchByExpert.apply(x, topk_idx, topk_weights, calls, leading, tokens_per_row)
     return tuple(rows), weights, handle
 
@@ -80,7 +80,7 @@ def combine_by_expert(
         made = native.combine_by_expert(rows, topk_weights, source, handle)
         if made is not None:
             return made
-    calls.refuse_on_failure(refuse_transforms, EXCHANGE, (*rows, topk_weights, source_weights), may_trace=False)
+    calls.refuse_on_failure(refuse_watchers, EXCHANGE, (*rows, topk_weights, source_weights), is_operator=is_apart)
     x, expert_rows = rows_of(calls, handle, rows, may_stay=not (is_apart or is_unusual))
     if is_apart:
         weights = topk_weights if source_weights is None else None

@@ -11,7 +11,7 @@ from deepep_moe.device import DTYPE_NAMES, FLOATS
 from deepep_moe.exchange.backends.base import LAYOUTS, NO_FUSION, Backend, CachedDispatchArgs, CombineArgs, DispatchArgs
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.group.settings import MAX_NUMBER, Settings
-from deepep_moe.library import refuse_transforms
+from deepep_moe.library import refuse_watchers
 from deepep_moe.ops.fp8_products import check_alignment
 from deepep_moe.ops.quantized import QuantizedRows
 
@@ -27,10 +27,10 @@ _ALL = tuple(DTYPE_NAMES)
 # ---- before an operator can be called at all ----
 
 
-def check_tensors(x: Any, *, may_trace: bool = True, **tensors: Any) -> None:
-    """`x`, and `tensors` that may be None. may_trace: as `refuse_transforms` has it."""
+def check_tensors(x: Any, *, is_operator: bool = True, **tensors: Any) -> None:
+    """`x`, and `tensors` that may be None. is_operator: as `refuse_watchers` has it."""
     named = {"x": x, **tensors}
-    refuse_transforms(EXCHANGE, named, may_trace=may_trace)
+    refuse_watchers(EXCHANGE, named, is_operator=is_operator)
     for name, tensor in named.items():
         if tensor is not None or name == "x":
             check_is_tensor(name, tensor)

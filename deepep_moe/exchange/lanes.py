@@ -23,7 +23,7 @@ def combine_with_lanes(
     if made is not None:
         return made
     mode = calls.mode_of(num_sms)
-    calls.refuse_on_failure(check_tensors, x, may_trace=False, topk_weights=lanes, bias=bias)
+    calls.refuse_on_failure(check_tensors, x, is_operator=False, topk_weights=lanes, bias=bias)
     calls.refuse_on_failure(check_owner, handle, calls.number)
     combined_x, sums = calls.combine(CombineArgs(mode, x, None, bias, lanes, handle, sums_lanes=True))
     assert sums is not None  # as lanes were given

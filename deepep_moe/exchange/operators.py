@@ -22,7 +22,7 @@ from deepep_moe.exchange.backward import tell_failure, watch_backward
 from deepep_moe.exchange.calls import Calls, calls_of
 from deepep_moe.exchange.checks import EXCHANGE
 from deepep_moe.exchange.handle import DispatchHandle, TracedHandle
-from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_transforms, register_operator
+from deepep_moe.library import call, define, is_watched, needs_gradients, refuse_watchers, register_operator
 from deepep_moe.ops.weighted import aligned, differentiable_scale_rows_backward
 
 _HANDLE = "Tensor topk_idx, Tensor recv_row_idx, Tensor recv_counts, Tensor num_recv_tokens_per_expert, Tensor call"
@@ -41,7 +41,7 @@ def _call_operator(calls: Calls, operator: Any, tensors: tuple[Tensor | None, ..
     """What fails on the way to an operator, such as a tensor's own `__torch_dispatch__`, is told to the peers."""
     if torch.compiler.is_compiling():
         return operator(*tensors, *args)
-    calls.refuse_on_failure(refuse_transforms, EXCHANGE, tensors)
+    calls.refuse_on_failure(refuse_watchers, EXCHANGE, tensors)
     num_calls = calls.backend.num_calls
     try:
         return operator(*tensors, *args)

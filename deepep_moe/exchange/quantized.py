@@ -29,7 +29,7 @@ def dispatch(
 ) -> DispatchOutput:  # fmt: skip
     """Make `Buffer.dispatch` with `fp8="blockwise"`."""
     mode = calls.mode_of(num_sms, async_op, return_hook)
-    calls.refuse_on_failure(check_tensors, x, may_trace=False, x_scales=x_scales, topk_idx=topk_idx, topk_weights=topk_weights)
+    calls.refuse_on_failure(check_tensors, x, is_operator=False, x_scales=x_scales, topk_idx=topk_idx, topk_weights=topk_weights)
     if handle is not None:
         calls.refuse_on_failure(check_owner, handle, calls.number)
         calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
@@ -52,7 +52,7 @@ def combine(
 ) -> Any:  # fmt: skip
     """Make `Buffer.combine` with `fp8="blockwise"`."""
     mode = calls.mode_of(num_sms, async_op, return_hook)
-    calls.refuse_on_failure(check_tensors, x, may_trace=False, topk_weights=topk_weights, bias=bias)
+    calls.refuse_on_failure(check_tensors, x, is_operator=False, topk_weights=topk_weights, bias=bias)
     calls.refuse_on_failure(check_owner, handle, calls.number)
     calls.refuse_on_failure(_check_combine, x, topk_weights, handle)
     args = x, bias, calls, mode, handle

@@ -19,6 +19,7 @@ from deepep_moe.event import Event
 from deepep_moe.group.nodes import find_nodes
 from deepep_moe.group.rendezvous import introduce, join
 from deepep_moe.group.settings import Settings, Sizes, check_settings
+from deepep_moe.library import is_dry_run
 from deepep_moe.low_latency.base import DESTROYED, FORKED, NOT_RECEIVED, Call, LowLatencyBackend
 from deepep_moe.low_latency.checks import (
     check_combine,
@@ -454,7 +455,8 @@ class LowLatencyBuffer(Sizes):
 
     def _refuse(self, error: BaseException) -> NoReturn:
         """Tell the peers why this rank does not make its call, and raise it."""
-        self._alive().refuse(told(error))
+        if not is_dry_run():  # which makes no call
+            self._alive().refuse(told(error))
         raise error
 
     def _raise_failure_of(self, handle: LowLatencyHandle) -> None:

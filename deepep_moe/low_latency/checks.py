@@ -9,12 +9,14 @@ from deepep_moe import _C
 from deepep_moe.arguments import check_owns_memory, check_tensor, lacks_memory
 from deepep_moe.device import FLOATS
 from deepep_moe.group.settings import Settings
+from deepep_moe.library import refuse_watchers
 from deepep_moe.low_latency.base import LowLatencyBackend
 from deepep_moe.low_latency.handle import LowLatencyHandle
 
 _SCALE_FORMATS = {"fp32": (1, torch.float32), "ue8m0": (4, torch.int32)}  # scales to an element, its dtype
 _WIRES = (None, "fp8")
 _MAX_ROWS = 2**31 - 1
+_CALLS = "low-latency calls"
 
 
 def num_scale_columns(hidden: int, scale_format: str) -> tuple[int, torch.dtype]:
@@ -71,6 +73,7 @@ def check_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: bool, scale_format: str, s: Settings, backend: LowLatencyBackend
 ) -> None:
     """Raises TypeError or ValueError."""
+    refuse_watchers(_CALLS, {"x": x, "topk_weights": topk_weights}, is_operator=False)
     for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         if isinstance(tensor, Tensor):
             check_owns_memory(name, tensor)
@@ -98,6 +101,7 @@ def check_combine(
     buffer_id: int,
 ) -> None:  # fmt: skip
     """Raises TypeError or ValueError."""
+    refuse_watchers(_CALLS, {"x": x, "topk_weights": topk_weights, "out": out}, is_operator=False)
     if not isinstance(handle, LowLatencyHandle):
         raise TypeError(f"handle must be the LowLatencyHandle of a dispatch, not {type(handle).__name__}")
     if handle.buffer_id != buffer_id:

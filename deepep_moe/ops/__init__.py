@@ -1,6 +1,6 @@
 """Operations on one rank, each a function with autograd, beside its definition in `deepep_moe.reference`.
 
-torch.compile traces them, except `grouped_mlp`, at which it breaks the graph.
+torch.compile traces them, except `grouped_mlp` and `clear_tail`, at which it breaks the graph.
 """
 
 from deepep_moe.ops import ue8m0

@@ -1,4 +1,5 @@
-"""Tensors that are the negative of their memory (`is_neg()`): refused, as their memory is what moves."""
+"""Tensors whose values are not those of their memory, such as its negative (`is_neg()`). Arguments are refused, as their memory is what
+moves. Gradients, which autograd hands on, are read."""
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from exchange_cases import device_of
 
 from deepep_moe import LowLatencyBuffer, ops
 from deepep_moe.errors import EPPeerError
+from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.ops.lanes import LanesOfMap
 from deepep_moe.testing import run_ranks
 
 
@@ -73,6 +76,86 @@ def test_gate():
         for name, arguments in (("logits", dict(logits=lazy(logits))), ("expert_bias", dict(logits=logits, expert_bias=lazy(bias)))):
             with pytest.raises(ValueError, match=rf"{name} is a lazy negative .*; pass {name}.resolve_neg\(\)"):
                 ops.gate(**arguments, num_topk=2)
+
+
+# ---- gradients ----
+
+
+def numbers(like):
+    return torch.arange(1.0, like.numel() + 1, device=like.device).view(like.shape).to(like.dtype)
+
+
+def plain_zeros(like):
+    return torch.zeros_like(like)
+
+
+def lazy_zeros(like):
+    return torch._efficientzerotensor(like.shape, dtype=like.dtype, device=like.device)
+
+
+def plain_ones(like):
+    return torch.ones_like(like)
+
+
+PAIRS = {  # gradients that are read, and the same ones in plain memory
+    "negative": (lambda like: negative(numbers(like)), numbers),
+    "imaginary": (lambda like: imaginary(numbers(like)), numbers),
+    "zeros": (lazy_zeros, plain_zeros),
+    "sparse": (lambda like: numbers(like).to_sparse(), numbers),
+    "expanded": (lambda like: torch.ones((), dtype=like.dtype, device=like.device).expand(like.shape), plain_ones),
+}
+
+
+def gradients_of_layers(buffer, x, idx, weights, grad):
+    """Backwards whose first gradient is `grad` of their output."""
+    x, weights, row_weights = (tensor.clone().requires_grad_() for tensor in (x, weights, weights))
+    out = buffer.dispatch(x, idx, weights)
+    again = buffer.dispatch(x, handle=out.handle)
+    rows = out.recv_x.detach().requires_grad_()
+    row_weights = out.recv_topk_weights.detach().requires_grad_()
+    combined, plain = buffer.combine(rows, out.handle, row_weights, bias=x), buffer.combine(rows, out.handle)
+    parts, sent, handle = dispatch_by_expert(buffer, x, idx, weights)
+    by_expert = combine_by_expert(buffer, parts, sent, handle)
+    found = []
+    for output, leaves in (
+        (out.recv_x, (x,)), (out.recv_topk_weights, (weights,)), (again.recv_x, (x,)), (combined, (rows, row_weights, x)), (plain, (rows,)),
+        (by_expert, (x, weights)), (parts[0], (x,)),
+    ):  # fmt: skip
+        found += torch.autograd.grad(output, leaves, grad(output), retain_graph=True)
+    return found
+
+
+def read_gradients(rank, num_ranks, backend):
+    device = device_of(backend, rank)
+    buffer, inputs = make_buffer(backend), [tensor.to(device) for tensor in (X, IDX, WEIGHTS)]
+    for name, (lazy, plain) in PAIRS.items():
+        for is_one_rank in (False, True):  # lazy
+            made = gradients_of_layers(buffer, *inputs, plain if is_one_rank and rank == 0 else lazy)
+            expected = gradients_of_layers(buffer, *inputs, plain)
+            assert all(map(torch.equal, made, expected)), name
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective", pytest.param("nvlink", marks=pytest.mark.gpu)))
+def test_gradients_of_the_exchange(backend):
+    run_ranks(read_gradients, 2, backend)
+
+
+def test_gradients_of_operations():
+    logits, routing_map = torch.randn(5, 8), torch.rand(5, 8) > 0.7
+    for name, (lazy, plain) in PAIRS.items():
+        found = []
+        for grad in (lazy, plain):
+            leaf = logits.clone().requires_grad_()
+            made = ops.gate_full(leaf, 2, dense=True, shares=True)
+            lanes = LanesOfMap.apply(routing_map, leaf, 8)[1]
+            for output in (made.topk_weights, made.probs, made.shares, lanes):
+                found += torch.autograd.grad(output, leaf, grad(output), retain_graph=True)
+        assert all(map(torch.equal, found[:4], found[4:])), name
+    values = torch.rand(5, 8)
+    for made, expected in zip(LanesOfMap.apply(routing_map, negative(values), 8), LanesOfMap.apply(routing_map, values, 8), strict=True):
+        assert torch.equal(made, expected)
+    for made, expected in zip(ops.quantize_fp8(negative(X)), ops.quantize_fp8(X), strict=True):
+        assert torch.equal(made.float(), expected.float())
 
 
 def refused_on_a_gpu(rank, num_ranks):

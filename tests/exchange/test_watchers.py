@@ -1,0 +1,482 @@
+"""Who else takes part in a call: tracers, transforms, forward-mode AD, modes, recomputation. Each call is right for them, or refused before
+it is entered, and then the peers hear of it."""
+
+import contextlib
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from error_cases import HIDDEN, IDX, NUM_EXPERTS, WEIGHTS, X, make_buffer
+from exchange_cases import device_of
+from fault_cases import outcome
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from deepep_moe import Buffer, LowLatencyBuffer, ops
+from deepep_moe.errors import EPPeerError
+from deepep_moe.exchange.by_expert import combine_by_expert, dispatch_by_expert
+from deepep_moe.exchange.lanes import combine_with_lanes
+from deepep_moe.ops.lanes import LanesOfMap
+from deepep_moe.testing import run_ranks
+
+LOGITS = torch.randn(4, NUM_EXPERTS, generator=torch.Generator().manual_seed(0))
+
+
+def refused(rank, culprit_error, text, call):
+    """Rank 1 makes `call(True)` and has the error, the others `call(False)` and learn it at once."""
+    error, elapsed_s = outcome(partial(call, rank == 1))
+    expected = culprit_error if rank == 1 else EPPeerError
+    assert type(error) is expected and text in str(error) and elapsed_s < 30, repr(error)
+    if rank != 1:
+        assert error.rank == 1 and error.cause == culprit_error.__name__, repr(error)
+
+
+# ---- forward-mode AD ----
+
+
+def dual(tensor):
+    return forward_ad.make_dual(tensor, torch.ones_like(tensor))
+
+
+def exchange_calls(buffer, x, idx, weights):
+    """Calls of an exchange, and the tensor that may be strange in each."""
+    out = buffer.dispatch(x, idx, weights)
+    rows, row_weights = out.recv_x.clone(), out.recv_topk_weights.clone()
+    by_expert, sent, handle = dispatch_by_expert(buffer, x, idx, weights)
+    return [
+        (x, lambda x: buffer.dispatch(x, idx, weights)),
+        (x.clone().requires_grad_(), lambda x: buffer.dispatch(x, idx, weights)),
+        (x, lambda x: buffer.dispatch(x, idx, fp8=True)),
+        (x, lambda x: buffer.dispatch(x, idx, async_op=True)),
+        (weights, lambda weights: buffer.dispatch(x, idx, weights)),
+        (x, lambda x: buffer.dispatch(x, handle=out.handle)),
+        (rows, lambda rows: buffer.combine(rows, out.handle)),
+        (row_weights, lambda weights: buffer.combine(rows, out.handle, weights)),
+        (x, lambda bias: buffer.combine(rows, out.handle, bias=bias)),
+        (row_weights, lambda lanes: combine_with_lanes(buffer, rows, out.handle, lanes)),
+        (x, lambda x: dispatch_by_expert(buffer, x, idx, weights)),
+        (by_expert[0], lambda first: combine_by_expert(buffer, [first, *by_expert[1:]], sent, handle)),
+    ]
+
+
+def tangents(rank, num_ranks, backend):
+    device = device_of(backend, rank)
+    x, idx, weights = (tensor.to(device) for tensor in (X, IDX, WEIGHTS))
+    buffer = make_buffer(backend)
+    with forward_ad.dual_level():
+        for tensor, call in exchange_calls(buffer, x, idx, weights):
+            refused(
+                rank, NotImplementedError, "has a tangent of forward-mode AD",
+                lambda is_culprit, call=call, tensor=tensor: call(dual(tensor) if is_culprit else tensor),
+            )  # fmt: skip
+        received = buffer.dispatch(x, idx).recv_x  # nobody is dual here
+        assert forward_ad.unpack_dual(received).tangent is None
+    assert torch.equal(buffer.dispatch(x, idx).recv_x, received)
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_tangents(backend):
+    run_ranks(tangents, 2, backend)
+
+
+def tangents_on_a_gpu(rank, num_ranks):
+    """Calls in C++ leave them to Python, which refuses them."""
+    device = device_of("nvlink", rank)
+    x, idx, weights, logits = (tensor.to(device) for tensor in (X, IDX, WEIGHTS, LOGITS))
+    buffer, low_latency = make_buffer("nvlink"), LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
+    calls = exchange_calls(buffer, x, idx, weights)
+    calls += [(logits, lambda logits: ops.gate(logits, 2)), (x, lambda x: low_latency.dispatch(x, idx)), (x, ops.quantize_fp8)]
+    with forward_ad.dual_level():
+        for tensor, call in calls:
+            with pytest.raises(NotImplementedError, match="has a tangent of forward-mode AD"):
+                call(dual(tensor))
+    seen = Watch()
+    with seen:
+        ops.gate(logits, 2)
+        buffer.dispatch(x, idx)
+    assert {"deepep_moe.gate.default", "deepep_moe.dispatch.default"} <= set(seen.names)
+
+
+@pytest.mark.gpu
+def test_tangents_on_a_gpu():
+    run_ranks(tangents_on_a_gpu, 1)
+
+
+def tangents_in_low_latency(rank, num_ranks):
+    buffer = LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2, timeout_s=60)
+    out = buffer.dispatch(X, IDX, WEIGHTS)
+    rows = out.recv_x.nan_to_num()
+    with forward_ad.dual_level():
+        for tensor, call in (
+            (X, lambda x: buffer.dispatch(x, IDX)),
+            (WEIGHTS, lambda weights: buffer.dispatch(X, IDX, weights)),
+            (rows, lambda rows: buffer.combine(rows, out.handle)),
+            (WEIGHTS, lambda weights: buffer.combine(rows, out.handle, topk_weights=weights)),
+        ):
+            refused(
+                rank, NotImplementedError, "has a tangent of forward-mode AD",
+                lambda is_culprit, call=call, tensor=tensor: call(dual(tensor) if is_culprit else tensor),
+            )  # fmt: skip
+    assert torch.equal(buffer.dispatch(X, IDX).num_recv_tokens_per_expert, out.num_recv_tokens_per_expert)
+
+
+def test_tangents_in_low_latency():
+    run_ranks(tangents_in_low_latency, 2)
+
+
+def test_tangents_of_operations():
+    x, w1, w2 = torch.randn(4, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 4)
+    with forward_ad.dual_level():
+        for call in (
+            lambda: ops.gate(dual(LOGITS), 2),
+            lambda: ops.gate(LOGITS, 2, expert_bias=dual(torch.ones(NUM_EXPERTS))),
+            lambda: ops.gate_full(dual(LOGITS), 2, shares=True),
+            lambda: ops.quantize_fp8(dual(X)),
+            lambda: ops.grouped_mlp(dual(x), [2, 2], w1, w2),
+            lambda: ops.grouped_mlp(x, [2, 2], dual(w1), w2),
+            lambda: ops.clear_tail(dual(x), [1, 2]),
+        ):
+            with pytest.raises(NotImplementedError, match="has a tangent of forward-mode AD"):
+                call()
+        probs, _ = ops.to_dense(IDX, dual(WEIGHTS), NUM_EXPERTS)  # made of PyTorch's operators, which have rules
+        assert torch.equal(forward_ad.unpack_dual(probs).tangent, (probs > 0).float())
+
+
+# ---- transforms ----
+
+
+def weighted(logits):
+    weights = ops.gate(logits, 2).topk_weights
+    return (weights * torch.tensor([1.0, 2.0])).sum()
+
+
+def test_transforms_of_the_gate():
+    for transform in (torch.func.grad(weighted), partial(torch.func.vjp, weighted), torch.func.jacrev(weighted)):
+        with pytest.raises(TypeError, match=r"gate cannot be transformed by torch.func .*; use torch.autograd.grad or backward"):
+            transform(LOGITS)
+    for transform in (partial(torch.func.jvp, weighted, (LOGITS,)), torch.func.jacfwd(weighted)):
+        with pytest.raises(NotImplementedError, match="tangent"):
+            transform((LOGITS,)) if isinstance(transform, partial) else transform(LOGITS)
+    both = torch.stack([LOGITS, -LOGITS]).requires_grad_()
+    torch.func.vmap(weighted)(both).sum().backward()
+    for grad, logits in zip(both.grad, (LOGITS, -LOGITS), strict=True):
+        alone = logits.clone().requires_grad_()
+        assert torch.equal(grad, torch.autograd.grad(weighted(alone), alone)[0])
+    with pytest.raises(TypeError, match="cannot be transformed by .* is_grads_batched"):
+        torch.autograd.functional.jacobian(lambda logits: ops.gate(logits, 2).topk_weights, LOGITS, vectorize=True)
+
+
+def transformed(rank, num_ranks, backend):
+    buffer, text = make_buffer(backend), "cannot be transformed by torch.func"
+
+    def loss(x):
+        return buffer.dispatch(x, IDX).recv_x.sum()
+
+    for transform in (torch.func.grad, lambda f: partial(torch.func.jvp, f, tangents=(X,)), torch.func.vmap):
+        refused(
+            rank, TypeError, text,
+            lambda is_culprit, transform=transform: (
+                transform(loss)((X,) if isinstance(transform(loss), partial) else X) if is_culprit else loss(X)
+            ),
+        )  # fmt: skip
+    x = X.clone().requires_grad_()
+    rows = buffer.dispatch(x, IDX).recv_x
+    batch = torch.ones(2, *rows.shape)
+    refused(
+        rank, TypeError, text,
+        lambda is_culprit: torch.autograd.grad(rows, x, batch if is_culprit else batch[0], is_grads_batched=is_culprit, retain_graph=True),
+    )  # fmt: skip
+    assert torch.autograd.grad(rows.sum(), x)[0].shape == X.shape
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_transforms_of_the_exchange(backend):
+    run_ranks(transformed, 2, backend)
+
+
+# ---- modes and tracers ----
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class WatchFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(f"{func}.default")
+        return func(*args, **(kwargs or {}))
+
+
+def layer(buffer, x, weights):
+    out = buffer.dispatch(x, IDX, weights)
+    return buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights)
+
+
+def watched(rank, num_ranks, backend):
+    """One rank watches. It has the same sums, and sees operators, not what is in them."""
+    buffer = make_buffer(backend)
+    expected = layer(buffer, X, WEIGHTS)
+    rows, weights, handle = dispatch_by_expert(buffer, X, IDX, WEIGHTS)
+    for mode in (Watch(), WatchFunctions()):
+        with mode if rank == 1 else torch.no_grad():
+            assert torch.equal(layer(buffer, X, WEIGHTS), expected)
+            again, _, _ = dispatch_by_expert(buffer, X, IDX, WEIGHTS)
+            combine_by_expert(buffer, rows, weights, handle)
+            ops.gate(LOGITS, 2)
+            buffer.layout(IDX)
+        assert all(map(torch.equal, again, rows))
+        if rank == 1:
+            names = [name for name in mode.names if "deepep_moe" in name]
+            assert names == [f"deepep_moe.{name}.default" for name in ("dispatch", "combine", "gate", "layout")], mode.names
+            assert not [name for name in mode.names if "zeros" in name or "empty" in name], mode.names
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_modes(backend):
+    run_ranks(watched, 2, backend)
+
+
+@pytest.mark.parametrize("pre_dispatch", (False, True))
+@pytest.mark.parametrize("tracing_mode", ("real", "symbolic"))
+def test_graphs_repeat_calls(tracing_mode, pre_dispatch):
+    buffer, low_latency = make_buffer(), LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2)
+    trace = partial(make_fx, tracing_mode=tracing_mode, pre_dispatch=pre_dispatch)
+    graph = trace(lambda x, idx: buffer.combine((out := buffer.dispatch(x, idx)).recv_x * 2, out.handle))(X, IDX)
+    assert torch.equal(graph(-X, IDX.flip(0)), -2 * X * (IDX.flip(0) >= 0).sum(1, keepdim=True))
+    for function, given in (
+        (lambda logits: ops.gate(logits, 2).topk_idx, LOGITS),
+        (lambda idx: buffer.layout(idx).num_tokens_per_expert, IDX),
+        (lambda x: ops.quantize_fp8(x)[1], X),
+        (lambda routing_map: LanesOfMap.apply(routing_map, routing_map.float(), 2)[0], LOGITS.median(1, keepdim=True).values < LOGITS),
+    ):
+        other = given.flip(0)
+        assert torch.equal(trace(function)(given)(other), function(other))
+    with pytest.raises(NotImplementedError, match="low-latency calls cannot be recorded in a graph"):
+        trace(lambda x: low_latency.dispatch(x, IDX).recv_x)(X)
+
+
+def test_torch_jit_trace():
+    buffer, low_latency = make_buffer(), LowLatencyBuffer(None, 8, HIDDEN, NUM_EXPERTS, 2)
+    trace = partial(torch.jit.trace, check_trace=False)
+    for call in (lambda x: buffer.dispatch(x, IDX).recv_x, lambda x: low_latency.dispatch(x, IDX).recv_x):
+        with pytest.raises(NotImplementedError, match="cannot be recorded in a graph"):
+            trace(call, (X,))
+    gate = trace(lambda logits: ops.gate(logits, 2).topk_idx, (LOGITS,))
+    assert torch.equal(gate(-LOGITS), ops.gate(-LOGITS, 2).topk_idx)
+
+
+def dry_run(rank, num_ranks, backend):
+    """Memory estimators run a layer for its shapes, on one rank. Where nothing depends on data they have them, and no peer hears of it."""
+    buffer = make_buffer(backend)
+    before = buffer.num_calls
+    if rank == 1:
+        with FakeTensorMode():
+            x, idx, weights = torch.empty(4, HIDDEN), torch.empty(4, 2, dtype=torch.int64), torch.empty(4, 2)
+            for layout in ("rank", "expert"):
+                out = buffer.dispatch(x, idx, weights, layout=layout, num_recv_rows=40)
+                assert out.recv_x.shape == (40, HIDDEN)
+                assert buffer.combine(out.recv_x, out.handle).shape == x.shape
+            assert ops.gate(torch.empty(4, NUM_EXPERTS), 2).topk_idx.shape == (4, 2)
+            assert buffer.layout(idx).is_token_in_rank.shape == (4, num_ranks)
+            error, _ = outcome(lambda: buffer.dispatch(x, idx))
+            assert "DynamicOutputShape" in type(error).__name__, repr(error)
+    assert buffer.num_calls == before
+    layer(buffer, X, WEIGHTS)
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_dry_runs_make_no_call(backend):
+    run_ranks(dry_run, 2, backend)
+
+
+@pytest.mark.parametrize("is_captured", (False, True), ids=["default", "captured"])
+@pytest.mark.parametrize("fullgraph", (False, True), ids=["parts", "whole"])
+def test_layout_is_compiled(fullgraph, is_captured):
+    buffer = make_buffer()
+    torch._dynamo.reset()
+
+    def count(idx):
+        layout = buffer.layout(idx)
+        return layout.num_tokens_per_expert * 2, layout.is_token_in_rank
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=is_captured):
+        compiled = torch.compile(count, backend="aot_eager", fullgraph=fullgraph)
+        for idx in (IDX, IDX.flip(0), IDX[:3]):
+            assert all(map(torch.equal, compiled(idx), count(idx)))
+        with pytest.raises(ValueError, match=r"topk_idx\[0, 1\] is 9"):
+            compiled(torch.tensor([[0, 9]]))
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_bounded_calls_are_compiled(backend):
+    """No shape depends on data, so none is dynamic."""
+    buffer = Buffer(None, 16, HIDDEN, NUM_EXPERTS, 2, backend=backend)
+
+    def bounded(x, idx, weights):
+        out = buffer.dispatch(x, idx, weights, num_recv_rows=32, expert_alignment=2)
+        return buffer.combine(out.recv_x * 2, out.handle, out.recv_topk_weights)
+
+    results = []
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False):
+        torch._dynamo.reset()
+        for call in (bounded, torch.compile(bounded, backend="aot_eager", fullgraph=True)):
+            leaves = X.clone().requires_grad_(), WEIGHTS.clone().requires_grad_()
+            y = call(leaves[0], IDX, leaves[1])
+            results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+# ---- recomputation ----
+
+
+class EndsEarly(BaseException):
+    """By which some other checkpointing ends a recomputation."""
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs `function` again in the backward, until `after` calls of the buffer, and hands gradients on."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        with contextlib.suppress(EndsEarly):
+            ctx.function()
+        return grad, None
+
+
+class Ends(TorchDispatchMode):
+    """Ends what runs at the first operator of this library."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "deepep_moe" in str(func):
+            raise EndsEarly
+        return func(*args, **(kwargs or {}))
+
+
+def ended_early(rank, num_ranks, backend):
+    """Whatever ends a recomputation is no failure while the backward goes on, and is one where the backward ends too."""
+    buffer = make_buffer(backend)
+
+    def repeat():
+        with Ends():
+            buffer.dispatch(X, IDX)
+
+    x = X.clone().requires_grad_()
+    y = layer(buffer, x, WEIGHTS)
+    before = buffer.num_calls
+    (Recomputed.apply(y, repeat) if rank == 1 else y).sum().backward()
+    assert buffer.num_calls == before + 2
+
+    def fail():
+        with Ends():
+            buffer.dispatch(X, IDX)
+
+    class Fails(Recomputed):
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.function()
+            return grad, None
+
+    y = layer(buffer, X.clone().requires_grad_(), WEIGHTS)
+    error, _ = outcome(lambda: (Fails.apply(y, fail) if rank == 1 else y).sum().backward())
+    if rank == 1:
+        assert type(error) is EndsEarly
+    else:
+        assert type(error) is EPPeerError and error.rank == 1 and error.cause == "EndsEarly", repr(error)
+    layer(buffer, X, WEIGHTS)
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_what_ends_a_recomputation(backend):
+    run_ranks(ended_early, 2, backend)
+
+
+SAVED = {torch.ops.deepep_moe.dispatch.default, torch.ops.deepep_moe.combine.default}
+
+
+def save_exchange(_context, operator, *_, **__):
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(rank, num_ranks, backend):
+    """The recomputation makes no second exchange. One rank keeps something behind the combine, so its recomputation ends later."""
+    buffer = make_buffer(backend)
+
+    def block(has_tail, x, weights):
+        y = layer(buffer, torch.tanh(x), weights)
+        return y * y if has_tail else y
+
+    for has_tail, early_stop in itertools.product((False, rank == 1), (True, False)):
+        results = []
+        for contexts in (None, partial(create_selective_checkpoint_contexts, save_exchange)):
+            leaves = X.clone().requires_grad_(), WEIGHTS.clone().requires_grad_()
+            before = buffer.num_calls
+            if contexts is None:
+                y = block(has_tail, *leaves)
+            else:
+                with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+                    y = checkpoint(partial(block, has_tail), *leaves, use_reentrant=False, context_fn=contexts)
+            y.sum().backward()
+            assert buffer.num_calls - before == 4, (has_tail, early_stop)
+            results.append([leaf.grad for leaf in leaves])
+        assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_selective_checkpointing(backend):
+    run_ranks(selective, 2, backend)
+
+
+def nested(rank, num_ranks, backend):
+    buffer = make_buffer(backend)
+    run = partial(checkpoint, use_reentrant=False)
+    results = []
+    for call in (lambda x: layer(buffer, x.sin(), WEIGHTS), lambda x: run(lambda x: run(lambda x: layer(buffer, x.sin(), WEIGHTS), x), x)):
+        x = X.clone().requires_grad_()
+        results.append(torch.autograd.grad(call(x).square().sum(), x)[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("backend", ("shm", "collective"))
+def test_nested_checkpoints(backend):
+    run_ranks(nested, 2, backend)
+
+
+# ---- gradients of gradients ----
+
+
+def test_second_order_of_lanes():
+    """The backward of dense routing in lanes is differentiable itself."""
+    routing_map = torch.tensor([[True, False, True], [False, True, False]])
+    probs = torch.tensor([[0.5, 0.25, 2.0], [1.0, 3.0, 4.0]], requires_grad=True)
+    lanes = LanesOfMap.apply(routing_map, probs, 2)[1]
+    (grad,) = torch.autograd.grad(lanes.pow(3).sum(), probs, create_graph=True)
+    grad.sum().backward()
+    assert torch.equal(probs.grad, torch.where(routing_map, 6 * probs.detach(), 0.0))
+
+
+def test_second_order_of_a_cleared_tail():
+    values = torch.ones(3, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(ops.clear_tail(values, [1, 1]).pow(3).sum(), values, create_graph=True)
+    grad.sum().backward()
+    assert values.grad.tolist() == [[6.0, 6.0], [6.0, 6.0], [0.0, 0.0]]
