@@ -60,7 +60,9 @@ def check_memory(name: str, tensor: Tensor) -> None:
         return
     if (_is_ordinary(tensor) or isinstance(tensor, torch.nn.Parameter)) and lacks_memory(tensor):
         num_bytes = tensor.untyped_storage().nbytes()
-        raise ValueError(f"{name} has shape {list(tensor.shape)} and {num_bytes} bytes of memory: its storage was freed or cut; fill it again")
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)} and {num_bytes} bytes of memory: its storage was freed or cut; fill it again"
+        )
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
@@ -83,8 +85,6 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 def check_owns_memory(name: str, tensor: Tensor) -> None:
     """As `check_plain`, and refuse what only operators could read."""
-    if _is_ordinary(tensor):
-        return
     check_plain(name, tensor)
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; it must be a plain torch.Tensor")

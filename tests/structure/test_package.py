@@ -228,7 +228,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("sent", (lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy), ids=("pickle", "copy", "deep"))
+@pytest.mark.parametrize(
+    "sent", (lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy), ids=("pickle", "copy", "deep")
+)
 def test_errors_reach_other_processes(error, sent):
     """As those of workers of `multiprocessing` and `concurrent.futures` do."""
     got = sent(error)
