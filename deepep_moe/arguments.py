@@ -85,8 +85,6 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 def check_owns_memory(name: str, tensor: Tensor) -> None:
     """As `check_plain`, and refuse what only operators could read."""
-    if _is_ordinary(tensor):
-        return
     check_plain(name, tensor)
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(f"{name} is a {type(tensor).__name__}, which wraps other tensors; it must be a plain torch.Tensor")

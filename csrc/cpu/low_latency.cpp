@@ -268,6 +268,7 @@ public:
         if (std::any_of(handle_.num_tokens, handle_.num_tokens + c_.num_ranks, [](int32_t num_tokens) { return num_tokens < 0; }))
             throw std::invalid_argument(
                 "handle is of a dispatch that was not received; call its hook, or wait for its event, before combine");
+        if (!is_in_bounds()) throw std::invalid_argument("the state of this handle was changed after its dispatch; dispatch again");
     }
 
     void enter() {
@@ -286,6 +287,19 @@ public:
     }
 
 private:
+    // PyTorch does not count every change of the handle's memory.
+    bool is_in_bounds() const {
+        const int64_t num_rows = c_.num_local_experts * c_.capacity();
+        for (int source = 0; source < c_.num_ranks; ++source) {
+            if (handle_.num_tokens[source] > c_.num_max_tokens) return false;
+            const LowLatencyRow* const rows = handle_.lanes(source, 0);
+            const int64_t num_lanes = int64_t{handle_.num_tokens[source]} * c_.num_topk;
+            if (std::any_of(rows, rows + num_lanes, [&](const LowLatencyRow& lane) { return lane.row >= num_rows; })) return false;
+        }
+        return std::none_of(handle_.rank_masks, handle_.rank_masks + p_.num_tokens,
+                            [&](uint32_t ranks) { return ranks >> c_.num_ranks != 0; });
+    }
+
     // All tokens' to every rank: which of them go there its own handle says.
     void send_weights(const LowLatencyTurn& there) const {
         LowLatencyLane* lanes = there.lanes(call_.rank, 0);

@@ -197,11 +197,11 @@ def check_handle(handle: DispatchHandle, s: Settings) -> None:
     """Is the handle as its dispatch made it? The tensors of a traced one, which operators get one by one, must fit the buffer and each
     other."""
     if not handle.is_traced:
-        if not handle.is_unchanged or any(map(lacks_memory, handle.to_save())):
-            raise ValueError(
-                "handle is not as its dispatch made it: a tensor of it was changed in place or freed, or it is a copy with other fields; "
-                "dispatch again"
-            )
+        if not handle.is_unchanged:
+            what = "a tensor of this handle was changed in place" if handle.has_parts else "a field of this handle was set"
+            raise ValueError(f"{what} after its dispatch; it must stay as it is: dispatch again")
+        if any(map(lacks_memory, handle.to_save())):
+            raise ValueError("a tensor of this handle was freed after its dispatch; it must stay as it is: dispatch again")
         return
     check_tensor("handle.topk_idx", handle.topk_idx, (handle.num_tokens, s.num_topk), (torch.int32,))
     check_tensor("handle.recv_counts", handle.recv_counts, (s.num_ranks, handle.recv_counts.shape[-1]), (torch.int32,))

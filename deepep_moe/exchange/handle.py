@@ -74,8 +74,12 @@ class DispatchHandle:
     @property
     def is_unchanged(self) -> bool:
         """Is the handle as its dispatch made it?"""
-        parts = self.parts
-        return self.made is not None and all(map(is_, parts, self.made[0])) and self.made[1] == _versions(parts)
+        return self.has_parts and self.made is not None and self.made[1] == _versions(self.made[0])
+
+    @property
+    def has_parts(self) -> bool:
+        """Are the fields those of the dispatch, whatever is in them?"""
+        return self.made is not None and all(map(is_, self.parts, self.made[0]))
 
     @property
     def has_recv_topk_idx(self) -> bool:

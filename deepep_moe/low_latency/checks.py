@@ -108,7 +108,8 @@ def check_combine(
         raise ValueError(f"handle belongs to low-latency buffer {handle.buffer_id}, this is {buffer_id}; use the buffer that dispatched it")
     if not handle.is_unchanged or lacks_memory(handle.state):
         raise ValueError(
-            "handle is not as its dispatch made it: its state was changed in place or freed, or it is a copy with other fields; dispatch again"
+            "handle is not as its dispatch made it: its state was changed in place or freed, a field was set, or it is a copy; "
+            "dispatch again"
         )
     if handle.event is not None and handle.event.is_half:
         raise ValueError("handle is of a dispatch that was not received; call its hook, or wait for its event, before combine")

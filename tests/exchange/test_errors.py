@@ -1,14 +1,16 @@
 """What a user sees when something is wrong: a clear error on the rank that caused it, and no hang on the others."""
 
+import dataclasses
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from error_cases import BACKENDS, HIDDEN, IDX, WEIGHTS, X, good_inputs, make_buffer
 
-from deepep_moe import Buffer
+from deepep_moe import Buffer, LowLatencyBuffer
 from deepep_moe.errors import (
     BackendUnavailableError,
     BufferDestroyedError,
@@ -17,6 +19,7 @@ from deepep_moe.errors import (
     EPPeerError,
 )
 from deepep_moe.exchange.checks import check_device
+from deepep_moe.ops import gate
 from deepep_moe.testing import run_ranks
 
 # ---- bad arguments of one rank: its own error there, EPPeerError with the reason elsewhere, and the buffer stays usable ----
@@ -133,6 +136,110 @@ def bad_combine(rank, num_ranks, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_arguments_of_combine(backend):
     run_ranks(bad_combine, 2, backend)
+
+
+def changed_handle(handle, change):
+    """Return what a caller may pass for the handle, changed in one way."""
+    match change:
+        case "in place":
+            handle.topk_idx.zero_()
+        case "in inference mode":
+            with torch.inference_mode():
+                handle.num_recv_tokens_per_expert.fill_(9)
+        case "freed":
+            handle.topk_idx.untyped_storage().resize_(0)
+        case "field":
+            handle.__dict__["num_rows"] = 10**6
+        case "copy":
+            return dataclasses.replace(handle, num_rows=10**6)
+        case "nothing":
+            return object.__new__(type(handle))
+    return handle
+
+
+def changed_handles(rank, num_ranks, backend, in_inference_mode):
+    buffer = make_buffer(backend)
+    for change in ("in place", "in inference mode", "freed", "field", "copy", "nothing"):
+        for is_combine in (False, True):
+            with torch.inference_mode(in_inference_mode):
+                out = buffer.dispatch(X, IDX, WEIGHTS)
+            handle = changed_handle(out.handle, change) if rank == 0 else out.handle
+            message = "this handle was|handle is not of a dispatch"
+            told = (ValueError, message) if rank == 0 else (EPPeerError, f"rank 0 did not make its call: ValueError: .*({message})")
+            with pytest.raises(told[0], match=told[1]):
+                buffer.combine(out.recv_x, handle) if is_combine else buffer.dispatch(X, handle=handle)
+    out = buffer.dispatch(X, IDX)
+    assert torch.allclose(buffer.combine(out.recv_x, out.handle), X * (IDX >= 0).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("in_inference_mode", (False, True))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_changed_handles(backend, in_inference_mode):
+    run_ranks(changed_handles, 2, backend, in_inference_mode)
+
+
+def changed_results(rank, num_ranks, backend):
+    """Callers change what they were given, and go on with the handle."""
+    buffer = make_buffer(backend)
+    x, idx, weights = X.clone(), IDX.clone(), WEIGHTS.clone()
+    out = buffer.dispatch(x, idx, weights, layout="rank")
+    counts = torch.stack([(IDX // 2).eq(of_rank).any(1) for of_rank in range(2)]).sum(0)[:, None]
+    for tensor in (x, idx, weights, out.recv_topk_idx, out.recv_topk_weights):
+        tensor.zero_()
+    assert torch.allclose(buffer.combine(out.recv_x, out.handle), X * counts)
+    with pytest.raises(ValueError, match="recv_topk_idx of this handle was changed in place"):
+        buffer.dispatch(X, handle=out.handle)
+    out = buffer.dispatch(X, IDX, WEIGHTS)
+    out.recv_topk_weights.zero_()
+    again = buffer.dispatch(X, topk_weights=WEIGHTS, handle=out.handle)
+    assert torch.equal(again.recv_x, out.recv_x) and again.recv_topk_weights.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_changed_results(backend):
+    run_ranks(changed_results, 2, backend)
+
+
+def freed_inputs(rank, num_ranks, backend):
+    buffer = make_buffer(backend)
+    out = buffer.dispatch(X, IDX, WEIGHTS)
+    for name in ("x", "topk_idx", "topk_weights"):
+        inputs = {"x": X.clone(), "topk_idx": IDX.clone(), "topk_weights": WEIGHTS.clone()}
+        if rank == 1:
+            inputs[name].untyped_storage().resize_(0)
+        message = f"{name} has shape .* its storage was freed or cut"
+        with pytest.raises(*((ValueError,) if rank == 1 else (EPPeerError,)), match=message):
+            buffer.dispatch(**inputs)
+    for name in ("x", "topk_weights", "bias"):
+        inputs = {"x": out.recv_x.clone(), "topk_weights": out.recv_topk_weights.clone(), "bias": X.clone()}
+        if rank == 1:
+            inputs[name].untyped_storage().resize_(4)
+        message = f"{name} has shape .* its storage was freed or cut"
+        with pytest.raises(*((ValueError,) if rank == 1 else (EPPeerError,)), match=message):
+            buffer.combine(handle=out.handle, **inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_freed_inputs(backend):
+    run_ranks(freed_inputs, 2, backend)
+
+
+@pytest.mark.parametrize("number", (np.int64, np.int32, np.uint8, torch.tensor))
+def test_whole_numbers(number):
+    """As sizes come that were computed from counts."""
+    buffer = Buffer(
+        None, number(8), number(16), number(4), number(2), num_sms=number(4), max_sms=number(8), ranks_per_node=number(1),
+        timeout_s=60 if number is torch.tensor else number(60),
+    )  # fmt: skip
+    out = buffer.dispatch(X, IDX, expert_alignment=number(4), num_recv_rows=number(16), num_sms=number(4))
+    assert type(out.handle.expert_alignment) is int and out.recv_x.shape == (16, 16)
+    assert torch.equal(buffer.combine(out.recv_x, out.handle, num_sms=number(0)), X * (IDX >= 0).sum(1, keepdim=True))
+    LowLatencyBuffer(None, number(8), number(16), number(4), number(2))
+    topk = gate(torch.randn(3, 4), number(2), num_groups=number(2), topk_groups=number(1))
+    assert topk.topk_idx.shape == (3, 2)
+    for bad in (np.bool_(True), torch.tensor(True), np.float64(2)):
+        with pytest.raises(TypeError, match="num_recv_rows is .*; it must be a whole number"):
+            buffer.dispatch(X, IDX, num_recv_rows=bad)
 
 
 def fails_asynchronously(rank, num_ranks, backend):

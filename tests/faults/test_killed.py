@@ -9,9 +9,10 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from events import tell, wait_for
-from fault_cases import SOON_S, at_random, make, make_step, outcome
+from fault_cases import SOON_S, at_random, inputs, make, make_step, outcome, values
 
-from deepep_moe.errors import EPTimeoutError
+from deepep_moe import _C
+from deepep_moe.errors import EPPeerError, EPTimeoutError
 from deepep_moe.testing import run_ranks
 
 KINDS = ("shm", "collective", "low latency")
@@ -76,3 +77,46 @@ def test_survivor_that_waits_for_another(kind):
 def test_killed_process(number):
     at_random(killed, 3, KINDS[number % 3], is_killed=True)
     assert not [name for name in os.listdir("/dev/shm") if "deepep" in name]
+
+
+# ---- a process that ends by itself, beside an asynchronous call ----
+
+LEFT = []  # what a rank that ends still has
+
+
+def ends_beside_a_call(rank, num_ranks, kind, peer_comes):
+    buffer = make(kind, num_ranks)
+    x, idx = inputs(buffer, 0)
+    out = buffer.dispatch(x, idx)
+    call = partial(buffer.combine, out.recv_x, out.handle)
+    pids = [None] * num_ranks
+    dist.all_gather_object(pids, os.getpid())
+    process = _C.running(pids[0])
+    if rank == 0:
+        LEFT.extend([buffer, call(async_op=True)])
+        tell("rank 0 ends")
+        return
+    wait_for("rank 0 ends")
+    began = time.monotonic()
+    if not peer_comes:
+        while not process.is_gone():
+            time.sleep(0.01)
+        assert time.monotonic() - began < SOON_S
+    if peer_comes or kind == "low latency":  # which sends before it returns
+        assert call()[:, 0].tolist() == [num_ranks * value for value in values(0, rank)]
+    if peer_comes:
+        return
+    error, elapsed_s = outcome(call)
+    assert isinstance(error, (EPTimeoutError, EPPeerError)) and error.rank == 0 and elapsed_s < SOON_S, repr(error)
+
+
+@pytest.mark.parametrize("kind", ("shm", "low latency"))
+def test_end_beside_a_call(kind):
+    """The peer is busy with something else. The process does not wait for it."""
+    run_ranks(ends_beside_a_call, 2, kind, False)
+
+
+@pytest.mark.parametrize("kind", ("shm", "low latency"))
+def test_end_beside_a_call_that_peers_make(kind):
+    """They get the rows of a process that ends meanwhile."""
+    run_ranks(ends_beside_a_call, 2, kind, True)

@@ -1,5 +1,6 @@
 """Wrong arguments of low-latency calls, and settings that no backend can serve."""
 
+import dataclasses
 import os
 
 import emulated_gpu
@@ -9,7 +10,7 @@ from exchange_cases import device_of, on_device
 from low_latency_cases import finish
 from low_latency_faults import check_usable, make, on_every_backend
 
-from deepep_moe import LowLatencyBuffer
+from deepep_moe import LowLatencyBuffer, LowLatencyHandle
 from deepep_moe.errors import BackendUnavailableError, EPPeerError
 from deepep_moe.group.rendezvous import Introduction
 from deepep_moe.group.settings import Settings
@@ -97,6 +98,92 @@ def bad_combines(rank, _, backend):
 @on_every_backend
 def test_bad_arguments_of_combine(backend):
     run_ranks(bad_combines, 2, backend)
+
+
+def changed_handle(handle, change):
+    """Return what a caller may pass for the handle, changed in one way."""
+    match change:
+        case "in place":
+            handle.state.fill_(7)
+        case "a view in place":
+            handle.state[16:].view(torch.int32)[:4].zero_()
+        case "in inference mode":
+            with torch.inference_mode():
+                handle.state.zero_()
+        case "freed":
+            handle.state.untyped_storage().resize_(0)
+        case "cut":
+            handle.state.untyped_storage().resize_(handle.state.numel() - 1)
+        case "field":
+            object.__setattr__(handle, "num_tokens", 10**6)
+        case "copy of other state":
+            return dataclasses.replace(handle, state=handle.state[:64])
+        case "copy of other tokens":
+            return dataclasses.replace(handle, num_tokens=10**6)
+        case "made by hand":
+            return LowLatencyHandle(handle.buffer_id, handle.num_tokens, handle.state)
+    return handle
+
+
+CHANGES = (
+    "in place", "a view in place", "in inference mode", "freed", "cut", "field", "copy of other state", "copy of other tokens",
+    "made by hand",
+)  # fmt: skip
+
+
+def changed_handles(rank, _, backend, in_inference_mode):
+    buffer, x, idx = make(backend, rank)
+    for change in CHANGES:
+        with torch.inference_mode(in_inference_mode):
+            out = buffer.dispatch(x, idx)
+        handle = changed_handle(out.handle, change) if rank == 0 else out.handle
+        with raises_on(0, rank, ValueError, "handle is not as its dispatch made it"):
+            buffer.combine(out.recv_x, handle)
+            finish(buffer)
+        check_usable(buffer, x, idx)
+
+
+@pytest.mark.parametrize("in_inference_mode", (False, True))
+@on_every_backend
+def test_changed_handles(backend, in_inference_mode):
+    run_ranks(changed_handles, 2, backend, in_inference_mode)
+
+
+def test_handle_changed_past_pytorch():
+    buffer = LowLatencyBuffer(None, 8, 128, 2, 1)
+    x, idx = torch.randn(4, 128), torch.zeros(4, 1, dtype=torch.int64)
+    out = buffer.dispatch(x, idx)
+    out.handle.state[8:].data.fill_(7)
+    with pytest.raises(ValueError, match="the state of this handle was changed after its dispatch"):
+        buffer.combine(out.recv_x, out.handle)
+    out = buffer.dispatch(x, idx)
+    assert torch.equal(buffer.combine(out.recv_x, out.handle), x)
+
+
+def freed_inputs(rank, _, backend):
+    buffer, x, idx = make(backend, rank)
+    out, weights = buffer.dispatch(x, idx), torch.ones(4, 2, device=x.device)
+    for name in ("x", "topk_idx", "topk_weights"):
+        inputs = {"x": x.clone(), "topk_idx": idx.clone(), "topk_weights": weights.clone()}
+        if rank == 1:
+            inputs[name].untyped_storage().resize_(0)
+        with raises_on(1, rank, ValueError, f"{name} has shape .* its storage was freed or cut"):
+            buffer.dispatch(**inputs)
+            finish(buffer)
+        check_usable(buffer, x, idx)
+    for name in ("x", "topk_weights", "out"):
+        inputs = {"x": out.recv_x.clone(), "topk_weights": weights.clone(), "out": torch.empty_like(x)}
+        if rank == 1:
+            inputs[name].untyped_storage().resize_(16)
+        with raises_on(1, rank, ValueError, f"{name} has shape .* its storage was freed or cut"):
+            buffer.combine(handle=out.handle, **inputs)
+            finish(buffer)
+        check_usable(buffer, x, idx)
+
+
+@on_every_backend
+def test_freed_inputs(backend):
+    run_ranks(freed_inputs, 2, backend)
 
 
 def small_hidden(rank, _, backend):

@@ -1,8 +1,10 @@
 """What a newcomer meets first: the build, the README, the settings, the launcher, the benchmarks."""
 
+import copy
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -18,6 +20,16 @@ from bench_cases import RECORD_FIELDS
 import deepep_moe
 from deepep_moe import config, torch_module
 from deepep_moe.bench.common import records as records_module
+from deepep_moe.errors import (
+    BackendUnavailableError,
+    BufferDestroyedError,
+    EPCapacityError,
+    EPError,
+    EPMismatchError,
+    EPPeerError,
+    EPTimeoutError,
+)
+from deepep_moe.exchange.growing import OutgrownError
 from deepep_moe.testing import RankFailedError, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -203,6 +215,26 @@ def test_launcher_reports_failures():
         run_ranks(fails_on_one_rank, 2)
     with pytest.raises(RankFailedError, match="rank 1 failed: the process died with exit code 7"):
         run_ranks(dies_on_one_rank, 2)
+
+
+# ---- errors ----
+
+
+ERRORS = [
+    EPTimeoutError("late", rank=3, phase="entry", expected=2, seen=1), EPCapacityError("small", rank=1), EPMismatchError("other"),
+    EPPeerError("rank 2 did not make its call: ValueError: no", rank=2), EPError("no"), BackendUnavailableError("not here"),
+    BufferDestroyedError("gone"), RankFailedError(1, "no such luck"), OutgrownError("many"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "sent", (lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy), ids=("pickle", "copy", "deep")
+)
+def test_errors_reach_other_processes(error, sent):
+    """As those of workers of `multiprocessing` and `concurrent.futures` do."""
+    got = sent(error)
+    assert type(got) is type(error) and str(got) == str(error) and vars(got) == vars(error)
 
 
 # ---- benchmarks ----
