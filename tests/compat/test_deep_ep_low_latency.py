@@ -58,7 +58,7 @@ def end(case, event, hook):
 def check_sources(case, rank, handle, counts, expected):
     """The first two of the handle, as V1's test reads them."""
     src_info, layout_range, *sizes = handle
-    assert len(handle) == 5 and isinstance(handle, tuple) and sizes == [case.max_tokens, case.hidden, case.num_experts]
+    assert len(handle) == 5 and sizes == [case.max_tokens, case.hidden, case.num_experts]
     assert handle[2] == case.max_tokens and torch.equal(handle[0], src_info) and torch.equal(handle[1], layout_range)
     assert src_info.dtype == torch.int32 and layout_range.dtype == torch.int64
     mine = expected.received[rank]
