@@ -13,6 +13,7 @@ from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.graphs import outside_graph, outside_graphs
 from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, check_matrices, size_hint
 from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.errors import EPMismatchError
 from deepep_moe.low_latency.handle import LowLatencyOutput
 from deepep_moe.ops import ue8m0
 
@@ -335,9 +336,14 @@ class Received:
             self.scales = torch.empty((num_local, num_columns, num_rows), dtype=dtype, device=self.rows.device).transpose(1, 2)
 
     def fill(self) -> None:
-        """Copy what was received, unless it lies there."""
-        num_rows, scales = self.rows.shape[1], self._out.recv_x_scales
+        """Copy what was received, unless it lies there. Raises EPMismatchError where there is no room for it."""
+        num_rows, scales, counts = self.rows.shape[1], self._out.recv_x_scales, self._out.num_recv_tokens_per_expert
         if self.rows is not self._out.recv_x:
+            if not counts.is_cuda and (counts > num_rows).any():  # a host that waits for no GPU cannot ask
+                raise EPMismatchError(
+                    f"an expert of this rank receives {int(counts.max())} rows and has room for {num_rows}; pass the same "
+                    "num_max_dispatch_tokens_per_rank on every rank"
+                )
             self.rows.copy_(self._out.recv_x[:, :num_rows])
         if self.scales is not scales:
             assert self.scales is not None and scales is not None
