@@ -83,7 +83,9 @@ def low_latency(group):
     buffer = deep_ep.Buffer(group, low_latency_mode=True)
 
     def layer(x, idx, w):
-        (rows, scales), counts, handle, _, hook = buffer.low_latency_dispatch(x + 1, idx, 16, NUM_EXPERTS, use_fp8=True, return_recv_hook=True)
+        (rows, scales), counts, handle, _, hook = buffer.low_latency_dispatch(
+            x + 1, idx, 16, NUM_EXPERTS, use_fp8=True, return_recv_hook=True
+        )
         hook()
         is_row = torch.arange(rows.shape[1]) < counts[:, None]
         rows = torch.where(is_row[..., None], rows.float() * scales.repeat_interleave(128, 2)[..., :128], 0.0).bfloat16()

@@ -275,7 +275,14 @@ def numbers_of_any_kind(rank, _):
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, most, np.int64(SMALL.num_experts), use_fp8=False)
         assert rows.shape == (3, 24, SMALL.hidden) and type(handle[2]) is int
     assert len(buffer._low_latency._buffers) == 1
-    for most, error in ((8.0, TypeError), (True, TypeError), (0, ValueError), (-1, ValueError), (1 << 16, ValueError), (len(x) - 1, ValueError)):
+    for most, error in (
+        (8.0, TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        (-1, ValueError),
+        (1 << 16, ValueError),
+        (len(x) - 1, ValueError),
+    ):
         with pytest.raises(error, match="num_max_dispatch_tokens_per_rank"):
             buffer.low_latency_dispatch(x, idx, most, SMALL.num_experts)
     run_case(buffer, SMALL, rank)
@@ -498,14 +505,18 @@ def test_what_is_refused(backend):
 def refused_before_it_sends(rank, _, backend):
     """A wrong counter of one rank, in calls whose hooks nobody would get."""
     buffer = make_buffer(backend, rank)
-    x, idx, weights = inputs(buffer, SMALL, rank)
+    _, idx, weights = inputs(buffer, SMALL, rank)
     rows, _, handle, _, _ = dispatch(buffer, SMALL, rank)
     wrong = torch.zeros(5, device=buffer.test_device)
     calls = [
         lambda **options: dispatch(buffer, SMALL, rank, return_recv_hook=True, **options)[4],
         lambda **options: buffer.low_latency_combine(rows, idx, weights, handle, return_recv_hook=True, **options)[2],
     ]
-    for number, name in ((0, "cumulative_local_expert_recv_stats"), (0, "dispatch_wait_recv_cost_stats"), (1, "combine_wait_recv_cost_stats")):
+    for number, name in (
+        (0, "cumulative_local_expert_recv_stats"),
+        (0, "dispatch_wait_recv_cost_stats"),
+        (1, "combine_wait_recv_cost_stats"),
+    ):
         for _ in range(3):
             with pytest.raises(TypeError if rank == 1 else EPPeerError, match=f"{name} has dtype float32"):
                 calls[number](**({name: wrong} if rank == 1 else {}))()

@@ -32,8 +32,8 @@ _REFUSED = {
 
 @outside_graphs
 class LowLatencyCalls:
-    """The low-latency half of DeepEP's `Buffer`. Memory is made at the first dispatch, for the tokens that the bytes of the constructor hold,
-    or for those that it asks for."""
+    """The low-latency half of DeepEP's `Buffer`. Memory is made at the first dispatch, for the tokens that the constructor's bytes hold, or
+    for those that the dispatch asks for."""
 
     group_size: int
     _stream: CommStream
@@ -304,8 +304,8 @@ def _check_waits(name: str, stats: Tensor | None, num_ranks: int, device: torch.
 
 
 def _as_buffer_has_them(x: Tensor, handle: DispatchHandle) -> Tensor:
-    """Return the experts' rows [num_local_experts, num_rows, hidden] in a tensor of as many as the buffer has. Raises ValueError for another
-    shape."""
+    """Return the experts' rows [num_local_experts, num_rows, hidden] in a tensor of as many as the buffer has. Raises ValueError for
+    another shape."""
     buffer = handle.buffer
     if handle.num_rows == buffer.capacity:
         return x

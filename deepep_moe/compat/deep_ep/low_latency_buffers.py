@@ -117,7 +117,8 @@ class LowLatencyBuffers:
         return {"backend": "nvlink" if is_one_node else "nvshmem", "ranks_per_node": per_node}
 
     def mask(self, rank: int, masked: bool) -> None:
-        """Leave a rank out in all buffers, those to come too, or take it back. Raises ValueError for this rank, or one that does not exist."""
+        """Leave a rank out in all buffers, those to come too, or take it back. Raises ValueError for this rank, or for one
+        that does not exist."""
         self.check_alive()
         num_ranks, own = self._group.size(), self._group.rank()
         if not 0 <= rank < num_ranks or rank == own:

@@ -58,9 +58,7 @@ def _as_wide_as(buffer: Buffer, x: Tensor) -> Settings:
     return replace(buffer.calls.settings, hidden=x.shape[1])
 
 
-def _check_dispatch(
-    buffer: Buffer, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle
-) -> None:
+def _check_dispatch(buffer: Buffer, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> None:
     check_tensors(x, x_scales=x_scales, topk_weights=topk_weights)
     args = CachedDispatchArgs(buffer.calls.own_mode, x, x_scales, topk_weights, handle)
     check_cached_dispatch(args, _as_wide_as(buffer, x))
@@ -85,4 +83,3 @@ def _in_parts(rows: Tensor, width: int) -> Tensor:
     columns = rows.new_zeros(num_rows, num_parts * width)
     columns[:, :num_columns] = rows
     return columns.view(num_rows, num_parts, width).transpose(0, 1).contiguous()
-

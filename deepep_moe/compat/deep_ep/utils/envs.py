@@ -17,5 +17,6 @@ def check_torch_deterministic() -> None:
     """Raise RuntimeError where PyTorch fills new tensors, which would run beside a call on the communication stream."""
     if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
         raise RuntimeError(
-            "torch.utils.deterministic.fill_uninitialized_memory is True with deterministic algorithms; set it to False for calls of deep_ep"
+            "torch.utils.deterministic.fill_uninitialized_memory is True with deterministic algorithms; set it to False before calls of "
+            "deep_ep"
         )
