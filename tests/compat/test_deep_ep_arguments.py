@@ -1,18 +1,20 @@
 """DeepEP's settings, events and memory without a call, and what bad arguments of a call raise."""
 
 import re
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from deep_ep_cases import make_buffer
 from exchange_cases import device_of
 
-from deepep_moe.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep import Buffer, Config, ElasticBuffer, EPBuffer, EventHandle, EventOverlap, HybridEPBuffer
 from deepep_moe.compat.deep_ep.arguments import one_bias, senders_of
 from deepep_moe.compat.deep_ep.runtime import Runtime
-from deepep_moe.errors import EPPeerError
+from deepep_moe.errors import BufferDestroyedError, EPPeerError
 from deepep_moe.ops import ue8m0
 from deepep_moe.testing import run_ranks
 
@@ -52,6 +54,34 @@ def test_events():
         assert inside is event
     assert EventOverlap().event is None and EventOverlap().current_stream_wait() is None
     assert EventOverlap(EventHandle(), (torch.ones(1),)).extra_tensors is not None
+
+
+def test_events_of_version_2():
+    calls = []
+    event = EventOverlap(EventHandle())
+    event.register_hook_after_wait(lambda: calls.append("hook"))
+    with pytest.raises(ValueError, match="has a hook already"):
+        event.register_hook_after_wait(print)
+    event.current_stream_wait()
+    event.current_stream_wait()
+    assert calls == ["hook"] and event.event is not None
+    with event(release_handle=True) as inside:
+        assert inside is event and event.event is not None
+    assert event.event is None and event.hook_after_wait is None
+    event = EventOverlap(EventHandle())
+    with event(release_handle=True), event(release_handle=False):
+        pass
+    assert event.event is not None, "the latest word counts, for one block"
+    event.wait(release_handle=True)
+    assert event.event is None
+
+
+def test_hooks_of_calls_are_their_own(group):
+    """Events of synchronous calls are not shared: a hook on one is not called by another."""
+    one, other = (Buffer(group).get_dispatch_layout(IDX, 4)[4] for _ in range(2))
+    one.register_hook_after_wait(lambda: pytest.fail("called"))
+    other.current_stream_wait()
+    assert one.event is None
 
 
 def test_memory(group):
@@ -102,6 +132,131 @@ def test_what_is_refused(group):
             getattr(Buffer(group), name)()
 
 
+def version_1_calls(buffer, number):
+    out = buffer.get_dispatch_layout(IDX, number(4))
+    routing = {"topk_idx": IDX, "topk_weights": torch.ones(2, 2), "num_tokens_per_expert": COUNTS}
+    config = Config(number(24), number(8), number(256))
+    rows, *_, counts, handle, _ = buffer.dispatch(X, **routing, expert_alignment=number(8), config=config)
+    assert counts == [8] * 4 and type(counts[0]) is int
+    assert buffer.dispatch(X, **routing, num_worst_tokens=number(16))[0].shape == (16, 64)
+    buffer.combine(rows, handle, config=config)
+    hints = (
+        config.get_nvl_buffer_size_hint(number(128), number(2)), config.get_rdma_buffer_size_hint(number(128), number(16)),
+        Buffer.get_low_latency_rdma_size_hint(number(8), number(64), number(1), number(4)),
+    )  # fmt: skip
+    assert all(type(hint) is int for hint in hints) and len(out) == 5
+    Buffer.set_num_sms(number(20))
+
+
+def version_2_calls(buffer, number):
+    rows, _, _, handle, _ = buffer.dispatch(
+        X, IDX, torch.ones(2, 2), num_experts=number(4), num_max_tokens_per_rank=number(8), expert_alignment=number(4), num_sms=number(4),
+        do_expand=True, do_cpu_sync=False,
+    )  # fmt: skip
+    assert len(rows) == 28 and handle.num_recv_tokens == 8 and type(handle.num_experts) is int
+    buffer.combine(rows, handle, num_sms=number(4))
+
+
+def hybrid_calls(buffer, number):
+    rows, *_, handle = buffer.dispatch_with_permute(
+        hidden=X, topk_idx=IDX, num_of_experts=number(4), num_permuted_tokens=number(8), pad_multiple=number(2)
+    )
+    assert len(rows) == 8
+    buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=number(2))
+
+
+KINDS = {
+    "V1": (lambda group, number: Buffer(group, number(64), number(64)), version_1_calls),
+    "V2": (lambda group, number: ElasticBuffer(group, None, 0, number(8), number(64), number(2)), version_2_calls),
+    "V2_5": (lambda group, number: EPBuffer(group, None, number(8), number(64), number(2)), version_2_calls),
+    "hybrid": (lambda group, number: HybridEPBuffer(group, number(64), number(8), number(4)), hybrid_calls),
+}
+
+
+@pytest.mark.parametrize("number", (np.int64, np.int32, torch.tensor), ids=("int64", "int32", "tensor"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_any_kind(group, kind, number):
+    construct, call = KINDS[kind]
+    call(construct(group, number), number)
+
+
+def after_destroy(rank, _, name):
+    """The rank that has destroyed its buffer learns so at once, and makes no other. Its peer hears that it is gone."""
+    construct, call = KINDS[name]
+    buffer = construct(dist.group.WORLD, int)
+    x, idx = torch.zeros(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 3], [2, 1]])
+
+    def low_latency():
+        return buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)
+
+    def version_1(columns=64):
+        return buffer.dispatch(x[:, :columns].contiguous(), topk_idx=idx, num_tokens_per_expert=COUNTS)
+
+    def version_2(columns=64):
+        return buffer.dispatch(x[:, :columns].contiguous(), idx, num_experts=4)
+
+    call, also = {"V1": (version_1, low_latency), "V2": (version_2, None), "V2_5": (version_2, None)}[name]
+    handle = call()[4 if name == "V1" else 3]
+    if also is not None:
+        handles = handle, also()[2]
+    dist.barrier()
+    if rank == 0:
+        buffer.destroy()
+        buffer.destroy()
+        more = [lambda: buffer.combine(x, handle), lambda: call(32)]
+        if name == "V1":
+            more += [
+                low_latency, lambda: buffer.get_dispatch_layout(idx, 4), lambda: buffer.get_local_buffer_tensor(torch.int8),
+                lambda: buffer.low_latency_combine(x, idx, torch.ones(2, 2), handles[1]),
+                lambda: buffer.get_next_low_latency_combine_buffer(handles[1]), lambda: buffer.low_latency_update_mask_buffer(1, True),
+                lambda: buffer.low_latency_query_mask_buffer(COUNTS[:2]), lambda: buffer.dispatch(None, handle), buffer.low_latency_rejoin,
+            ]  # fmt: skip
+        else:
+            more += [buffer.barrier, lambda: buffer.dispatch(None)]
+        for later in (call, *more):
+            with pytest.raises(BufferDestroyedError, match="destroyed"):
+                later()
+        dist.barrier()
+        return
+    dist.barrier()
+    began = time.monotonic()
+    for later in (call, *([also] if also else []), lambda: call(32)):
+        with pytest.raises(EPPeerError, match="rank 0"):
+            later()
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("name", ("V1", "V2", "V2_5"))
+def test_after_destroy(name):
+    run_ranks(after_destroy, 2, name)
+
+
+def outside_of_the_group(rank, _):
+    group = dist.new_group([0])
+    if rank == 1:
+        for construct, _ in KINDS.values():
+            with pytest.raises(ValueError, match="this process is not a member of the group; create the .*Buffer on"):
+                construct(group, int)
+    for construct, call in KINDS.values():
+        with pytest.raises((TypeError, ValueError), match="group is"):
+            construct(None, int)
+        with pytest.raises(TypeError, match="group is 'all'"):
+            construct("all", int)
+        if rank == 0:
+            call(construct(group, int), int)
+    dist.barrier()
+
+
+def test_outside_of_the_group():
+    run_ranks(outside_of_the_group, 2)
+
+
+@pytest.mark.parametrize("rank", (-1, 1, 0))
+def test_masks_of_ranks_that_do_not_exist(group, rank):
+    with pytest.raises(ValueError, match=f"rank_to_mask is {rank}; it must be one of 0 to 0, and not this rank, 0"):
+        Buffer(group, low_latency_mode=True).low_latency_update_mask_buffer(rank, True)
+
+
 FP8, X, COUNTS = torch.float8_e4m3fn, torch.zeros(2, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
 IDX = torch.tensor([[0, 3], [2, 1]])
 BAD_DISPATCHES = [
@@ -117,6 +272,7 @@ BAD_DISPATCHES = [
     ({"x": (X.to(FP8), IDX[:, :1]), "topk_idx": IDX, "num_tokens_per_expert": COUNTS}, TypeError, "x_scales has dtype"),
     ({"x": (X.to(FP8), IDX.int()), "topk_idx": IDX}, ValueError, r"x_scales of int32 has shape \[2, 2\]; it must"),
     ({"topk_idx": IDX + 2, "num_tokens_per_expert": COUNTS}, ValueError, r"topk_idx\[0, 1\] is 5; it must be -1 \(no expert\) or 0 to 3"),
+    ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "config": 24}, TypeError, "config is a int; it must be a deep_ep.Config"),
     ({"topk_idx": IDX, "num_tokens_per_expert": COUNTS, "expert_alignment": 0}, ValueError, "expert_alignment is 0"),
 ]  # fmt: skip
 

@@ -92,6 +92,32 @@ def test_dropped_by_hand(backend):
     run_ranks(dropped_by_hand, 2, backend)
 
 
+def ignored_by_hand(rank, _, backend):
+    """An index that is no expert counts as none, with a bound on the rows and without one."""
+    buffer, _ = make(backend, rank, hidden=8, num_local_experts=2, most=2)
+    x = torch.full((2, 8), float(rank + 1)) * torch.tensor([[1.0], [10.0]])
+    topk_idx = torch.tensor([[[0, 4], [99, 2]], [[-1, 3], [-7, 2]]])[rank]
+    x, topk_idx, weights = on_device(backend, rank, x, topk_idx, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    for index_dtype, bound in ((torch.int64, None), (torch.int32, None), (torch.int64, 4), (torch.int32, torch.tensor(4))):
+        rows, probs, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=x, topk_idx=topk_idx.to(index_dtype), topk_weights=weights, num_of_experts=4, num_permuted_tokens=bound
+        )
+        want = [[1.0], [10.0, 20.0, 2.0]][rank]
+        assert rows[: len(want), 0].tolist() == want and not rows[len(want) :].any() and len(rows) == (len(want) if bound is None else 4)
+        assert probs[: len(want)].tolist() == [[1.0], [4.0, 4.0, 2.0]][rank]
+        assert counts.tolist() == [[1, 0], [2, 1]][rank] and handle[-1].tolist() == 0
+        y, back = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+        assert y[:, 0].tolist() == x[:, 0].tolist()
+        assert back.tolist() == [[[1.0, 0, 0, 0], [0, 0, 4.0, 0]], [[0, 0, 0, 2.0], [0, 0, 4.0, 0]]][rank]
+    rows, _, _, handle = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_of_experts=4)
+    assert rows[:, 0].tolist() == [[1.0], [10.0, 2.0, 20.0]][rank]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ignored_by_hand(backend):
+    run_ranks(ignored_by_hand, 2, backend)
+
+
 # ---- against the reference ----
 
 

@@ -5,6 +5,7 @@ import signal
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from exchange_cases import assert_same, device_of, on_device, poison_outputs
 from low_latency_cases import BLOCK, Case, Expected, unpack_scales
 
 from deepep_moe.compat.deep_ep import Buffer
-from deepep_moe.errors import EPMismatchError
+from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.testing import run_ranks
 
 COUNT = (1 << 32) - 1
@@ -58,7 +59,7 @@ def end(case, event, hook):
 def check_sources(case, rank, handle, counts, expected):
     """The first two of the handle, as V1's test reads them."""
     src_info, layout_range, *sizes = handle
-    assert len(handle) == 5 and isinstance(handle, tuple) and sizes == [case.max_tokens, case.hidden, case.num_experts]
+    assert len(handle) == 5 and sizes == [case.max_tokens, case.hidden, case.num_experts]
     assert handle[2] == case.max_tokens and torch.equal(handle[0], src_info) and torch.equal(handle[1], layout_range)
     assert src_info.dtype == torch.int32 and layout_range.dtype == torch.int64
     mine = expected.received[rank]
@@ -234,6 +235,116 @@ def test_beside_large_batches(backend):
     run_ranks(beside_large_batches, 3, backend)
 
 
+# ---- sizes ----
+
+
+def sizes_of_steps(rank, _, backend, hinted):
+    """Each step asks for as many tokens as it has. One buffer serves all where the constructor was given the bytes for the most of them;
+    else one replaces another, each at least twice as large, and the last one stays."""
+    hint = Buffer.get_low_latency_rdma_size_hint(40, SMALL.hidden, SMALL.num_ranks, SMALL.num_experts)
+    buffer = make_buffer(backend, rank, num_rdma_bytes=hint if hinted else 0)
+    formats = (None, {}, dict(round_scale=True), dict(round_scale=True, use_ue8m0=True))
+    seen, kept = set(), []
+    for number, most in enumerate((8, 9, 20, 40, 13, 8, 17, 39)):
+        options = formats[number % 4]
+        case = replace(SMALL, max_tokens=most, fp8=options is not None, mode=("now", "hook", "async")[number % 3], seed=number)
+        received, _, handle, event, hook = dispatch(buffer, case, rank)
+        end(case, event, hook)
+        assert all(part.is_contiguous() for part in (received[0] if case.fp8 else received, handle[0], handle[1]))
+        run_case(buffer, case, rank, **(options or {}), zero_copy=number % 2 == 1)
+        (native,) = buffer._low_latency._buffers.values()
+        seen.add(native.num_max_tokens_per_rank)
+        kept.append(handle)
+    assert seen == ({40} if hinted else {8, 16, 32, 64})
+    for number, handle in enumerate(kept[:2]):  # their buffers are there as long as they are
+        rows = torch.zeros(3, SMALL.num_ranks * (8, 9)[number], SMALL.hidden, dtype=torch.bfloat16)
+        y, event, hook = combine(buffer, replace(SMALL, mode="now"), rank, rows, handle)
+        assert not y.any()
+
+
+@on_every_backend
+@pytest.mark.parametrize("hinted", (True, False))
+def test_sizes_of_steps(hinted, backend):
+    run_ranks(sizes_of_steps, 3, backend, hinted)
+
+
+def numbers_of_any_kind(rank, _):
+    buffer = make_buffer("shm", rank)
+    x, idx, _ = inputs(buffer, SMALL, rank)
+    for most in (8, np.int64(8), torch.tensor(8), np.int32(8)):
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, most, np.int64(SMALL.num_experts), use_fp8=False)
+        assert rows.shape == (3, 24, SMALL.hidden) and type(handle[2]) is int
+    assert len(buffer._low_latency._buffers) == 1
+    for most, error in (
+        (8.0, TypeError),
+        (True, TypeError),
+        (0, ValueError),
+        (-1, ValueError),
+        (1 << 16, ValueError),
+        (len(x) - 1, ValueError),
+    ):
+        with pytest.raises(error, match="num_max_dispatch_tokens_per_rank"):
+            buffer.low_latency_dispatch(x, idx, most, SMALL.num_experts)
+    run_case(buffer, SMALL, rank)
+
+
+def test_numbers_of_any_kind():
+    run_ranks(numbers_of_any_kind, 3)
+
+
+def heard_in_the_next_size(rank, _):
+    """A rank refuses its call of one size. Its peers are in a call of another one."""
+    buffer = make_buffer("shm", rank)
+    run_case(buffer, replace(SMALL, max_tokens=16), rank)
+    bad = dict(use_nvfp4=True) if rank == 1 else {}
+    began = time.monotonic()
+    with pytest.raises(NotImplementedError if rank == 1 else EPPeerError, match="use_nvfp4 is not served"):
+        dispatch(buffer, replace(SMALL, max_tokens=8 + (rank == 1)), rank, **bad)
+    assert time.monotonic() - began < 30
+    run_case(buffer, SMALL, rank)
+
+
+def test_heard_in_the_next_size():
+    run_ranks(heard_in_the_next_size, 3)
+
+
+def too_small_on_a_rank(rank, _):
+    """Rank 0 has room for one row of its expert, and two come."""
+    buffer = make_buffer("shm", rank)
+    x, idx = torch.ones(2, 8, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+    x, idx = (x[:0], idx[:0]) if rank == 0 else (x, idx)
+    if rank == 0:
+        with pytest.raises(EPMismatchError, match="receives 3 rows and has room for 2; .* num_max_dispatch_tokens_per_rank"):
+            buffer.low_latency_dispatch(x, idx, 1, 2, use_fp8=False)
+    else:
+        x, idx = torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+        buffer.low_latency_dispatch(x, idx, 3, 2, use_fp8=False)
+    dist.barrier()
+
+
+def test_too_small_on_a_rank():
+    run_ranks(too_small_on_a_rank, 2)
+
+
+def keeps_few_buffers(rank, _):
+    """Calls of many hidden sizes and numbers of experts leave as many buffers as are allowed, and handles of the first ones go on."""
+    buffer, handles = make_buffer("shm", rank), []
+    for hidden in range(8, 8 * 15, 8):
+        x, idx = torch.full((1, hidden), float(rank + 1)).bfloat16(), torch.tensor([[1 - rank]])
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 2, 2, use_fp8=False)
+        handles.append((rows, idx, handle))
+    assert len(buffer._low_latency._buffers) == 8
+    for rows, idx, handle in (handles[0], handles[-1]):
+        y, _, _ = buffer.low_latency_combine(rows * 3, idx, torch.ones(1, 1), handle)
+        assert (y == 3 * (rank + 1)).all()
+    buffer.destroy()
+
+
+def test_keeps_few_buffers():
+    run_ranks(keeps_few_buffers, 2)
+
+
 # ---- what is counted ----
 
 
@@ -389,6 +500,35 @@ def refusals(rank, _, backend):
 @on_every_backend
 def test_what_is_refused(backend):
     run_ranks(refusals, 3, backend)
+
+
+def refused_before_it_sends(rank, _, backend):
+    """A wrong counter of one rank, in calls whose hooks nobody would get."""
+    buffer = make_buffer(backend, rank)
+    _, idx, weights = inputs(buffer, SMALL, rank)
+    rows, _, handle, _, _ = dispatch(buffer, SMALL, rank)
+    wrong = torch.zeros(5, device=buffer.test_device)
+    calls = [
+        lambda **options: dispatch(buffer, SMALL, rank, return_recv_hook=True, **options)[4],
+        lambda **options: buffer.low_latency_combine(rows, idx, weights, handle, return_recv_hook=True, **options)[2],
+    ]
+    for number, name in (
+        (0, "cumulative_local_expert_recv_stats"),
+        (0, "dispatch_wait_recv_cost_stats"),
+        (1, "combine_wait_recv_cost_stats"),
+    ):
+        for _ in range(3):
+            with pytest.raises(TypeError if rank == 1 else EPPeerError, match=f"{name} has dtype float32"):
+                calls[number](**({name: wrong} if rank == 1 else {}))()
+                native = handle.buffer  # on a GPU the next look says it
+                torch.cuda.synchronize() if backend == "nvlink" else None
+                native.check()
+    run_case(buffer, SMALL, rank)
+
+
+@on_every_backend
+def test_refused_before_it_sends(backend):
+    run_ranks(refused_before_it_sends, 3, backend)
 
 
 def different_sizes(rank, _, backend):

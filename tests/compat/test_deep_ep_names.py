@@ -43,6 +43,39 @@ def test_install():
     assert python("-c", code, "now")[0] == "ran now"
 
 
+# Every name of DeepEP 2.1's package and of its modules for users, of its branch hybrid-ep, and of 2.5.
+NAMES = {
+    "deep_ep": "Buffer Config EPBuffer EPHandle ElasticBuffer EventHandle EventOverlap HybridEPBuffer __version__ get_logical_domain_size "
+    "get_physical_domain_size topk_idx_t",
+    "deep_ep.buffer": "Buffer",
+    "deep_ep.buffers": "",
+    "deep_ep.buffers.elastic": "EPHandle ElasticBuffer EventHandle EventOverlap",
+    "deep_ep.buffers.legacy": "Buffer Config EventHandle EventOverlap",
+    "deep_ep.comm": "get_logical_domain_size get_physical_domain_size",
+    "deep_ep.hybrid_ep_buffer": "HybridEPBuffer indices_to_map",
+    "deep_ep.utils": "EventHandle EventOverlap",
+    "deep_ep.utils.envs": "check_nvlink_connections check_torch_deterministic get_logical_domain_size get_physical_domain_size",
+    "deep_ep.utils.event": "EventHandle EventOverlap",
+}
+FIND = """
+from deepep_moe.compat.deep_ep import install; install()
+import importlib, sys
+for module, names in NAMES.items():
+    there = importlib.import_module(module)
+    assert sys.modules[module] is there
+    for name in names.split():
+        assert getattr(there, name) is not None, (module, name)
+import deep_ep, deep_ep.buffers.legacy
+assert deep_ep.buffers.legacy.Buffer is deep_ep.Buffer and tuple(map(int, deep_ep.__version__.split("."))) == (2, 1, 0)
+deep_ep.utils.envs.check_torch_deterministic(), deep_ep.utils.envs.check_nvlink_connections(None)
+print("all")
+"""
+
+
+def test_every_name():
+    assert python("-c", f"NAMES = {NAMES!r}" + FIND)[0] == "all"
+
+
 def test_install_after_another(tmp_path):
     (tmp_path / "deep_ep.py").write_text("")
     code = "import deep_ep\nfrom deepep_moe.compat.deep_ep import install\ninstall()"

@@ -78,6 +78,83 @@ def test_probs_of_a_combine():
     run_ranks(probs_of_a_combine, 2)
 
 
+def too_many_experts_of_a_token(rank, num_ranks):
+    """A token of rank 0 has more experts than any buffer has lanes: every rank refuses the call, and no later one."""
+    buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=32)
+    ordinary = torch.zeros(2, 64, dtype=torch.bool)
+    ordinary[:, rank::40] = True
+    wide = ordinary.clone()
+    wide[rank:1, :40] = True
+
+    def dispatch(routing_map, **options):
+        return buffer.dispatch_with_permute(hidden=rows(64), routing_map=routing_map, probs=routing_map.float(), **options)
+
+    for routing_map in (wide, ordinary, wide, ordinary, ordinary):
+        if routing_map is wide:
+            with pytest.raises(ValueError, match="a token with 41 experts on rank 0; a token has at most 32"):
+                dispatch(wide)
+            continue
+        for options in ({}, {"num_permuted_tokens": 8}):
+            recv_x, probs, _, _, handle = dispatch(routing_map, **options)
+            y, back = buffer.combine_with_unpermute(hidden=recv_x, probs=probs, handle=handle)
+            assert y[0, 0] == ordinary[0].sum() and torch.equal(back, ordinary.float())
+
+
+def test_too_many_experts_of_a_token():
+    run_ranks(too_many_experts_of_a_token, 2)
+
+
+def with_a_bound(rank, num_ranks, by_map, first):
+    """Wrong arguments of a dispatch with `num_permuted_tokens`, whose peers meet in an all-reduce first."""
+    buffer = HybridEPBuffer(dist.group.WORLD, hidden_dim=64, max_num_of_tokens_per_rank=16, num_local_experts=2)
+    idx, weights = torch.tensor([[0], [2]]), torch.ones(2, 1)
+    routing = {"topk_idx": idx, "topk_weights": weights, "num_of_experts": 4}
+    if by_map:
+        routing_map = torch.zeros(2, 4, dtype=torch.bool).scatter(1, idx, True)
+        routing = {"routing_map": routing_map, "probs": routing_map.float()}
+    right = {"hidden": rows(64), "num_permuted_tokens": 8, "pad_multiple": 2, **routing}
+
+    def dispatch(**wrong):
+        recv_x, *_, handle = buffer.dispatch_with_permute(**(right | (wrong if rank == 1 else {})))
+        assert buffer.combine_with_unpermute(hidden=recv_x, handle=handle)[0].tolist() == rows(64).tolist()
+
+    if not first:
+        dispatch()
+    wrong = [
+        ({"hidden": rows(64, wrong=True)}, ValueError, "x has shape"),
+        ({"hidden": None}, TypeError, "x holds a NoneType"),
+        ({"num_permuted_tokens": -1}, ValueError, "num_permuted_tokens is -1"),
+        ({"num_permuted_tokens": "8"}, TypeError, "num_permuted_tokens is '8'"),
+        ({"pad_multiple": 1 << 20}, ValueError, "pad_multiple is 1048576"),
+        ({"pad_multiple": 2.0}, TypeError, "pad_multiple is 2.0"),
+    ]
+    if by_map:
+        wrong += [
+            ({"routing_map": routing_map[:1]}, ValueError, r"routing_map has shape \[1, 4\]"),
+            ({"routing_map": routing_map.long()}, TypeError, "routing_map has dtype int64"),
+            ({"probs": [1.0]}, TypeError, "probs must be a torch.Tensor"),
+        ]
+    else:
+        wrong += [
+            ({"topk_idx": idx[0]}, ValueError, "topk_idx has shape"),
+            ({"topk_idx": None}, ValueError, "routing_map and topk_idx are missing"),
+            ({"topk_weights": weights[:1]}, ValueError, "topk_weights has shape"),
+            ({"topk_weights": 1.0}, TypeError, "topk_weights must be a torch.Tensor"),
+            ({"num_of_experts": 5}, ValueError, "number of experts is 5"),
+        ]
+    for arguments, error, message in wrong:
+        fails_on_rank_1(rank, partial(dispatch, **arguments), error, message)
+        if not first:
+            dispatch()
+    dispatch()
+
+
+@pytest.mark.parametrize("first", (False, True), ids=("later", "first"))
+@pytest.mark.parametrize("by_map", (False, True), ids=("by_indices", "by_map"))
+def test_with_a_bound(by_map, first):
+    run_ranks(with_a_bound, 2, by_map, first)
+
+
 def words_without_encoding(rank, num_ranks):
     buffer = LowLatencyBuffer(None, 8, 128, 4, 1, backend="shm")
     x = torch.ones(2, 128, dtype=torch.bfloat16)

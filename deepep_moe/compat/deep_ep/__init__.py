@@ -15,6 +15,9 @@ from deepep_moe.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from deepep_moe.compat.deep_ep.modules import install
 from deepep_moe.compat.deep_ep.refused import BucketBuffer, BufferAllocator, EngramBuffer, PPBuffer
 
+__version__ = "2.1.0"
+"""The version of DeepEP whose names are here, for callers that choose by it; `deepep_moe.__version__` is this library's."""
+
 topk_idx_t = torch.int64
 """The dtype of topk_idx. Calls take torch.int32 as well."""
 
@@ -31,6 +34,7 @@ __all__ = [
     "EventOverlap",
     "HybridEPBuffer",
     "PPBuffer",
+    "__version__",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "install",

@@ -6,10 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, combine_arguments, in_rows, rows_and_scales, senders_of
 from deepep_moe.compat.deep_ep.config import Config
-from deepep_moe.compat.deep_ep.core import GrowingBuffers
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.layout import dispatch_layout
 from deepep_moe.compat.deep_ep.low_latency import LowLatencyCalls
@@ -17,9 +19,10 @@ from deepep_moe.compat.deep_ep.low_latency_buffers import LowLatencyBuffers
 from deepep_moe.compat.deep_ep.runtime import Runtime
 from deepep_moe.compat.deep_ep.sends import Routing, checked, send, send_along
 from deepep_moe.compat.deep_ep.streams import CommStream
-from deepep_moe.exchange.lanes import combine_with_lanes
+from deepep_moe.compat.deep_ep.widths import combine_along
 
 
+@outside_graphs
 class Buffer(LowLatencyCalls):
     """The exchange of a group of ranks, with DeepEP's arguments and results. It serves GPUs, and CPU tensors for tests without one.
 
@@ -51,20 +54,20 @@ class Buffer(LowLatencyCalls):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
+        allow_nvlink_for_normal_mode: bool = True,
         num_max_tokens_per_rank: int | None = None,
         ranks_per_node: int | None = None,
     ) -> None:
         if comm is not None:
             raise NotImplementedError("deep_ep.Buffer's comm (an mpi4py communicator) is not served; pass a torch.distributed group")
-        if group is None:
-            raise ValueError("group is None; pass a torch.distributed process group, such as torch.distributed.group.WORLD")
+        self.rank, self.group_size = members_of(group, "deep_ep.Buffer")
+        assert group is not None  # as `members_of` has seen
         self.group = group
-        self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.num_nvl_bytes, self.num_rdma_bytes = as_int("num_nvl_bytes", num_nvl_bytes), as_int("num_rdma_bytes", num_rdma_bytes)
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, enable_shrink
         self._buffers = GrowingBuffers(group, num_max_tokens_per_rank, ranks_per_node)
         self._stream = CommStream()
-        self._low_latency = LowLatencyBuffers(group, enable_shrink, ranks_per_node)
+        self._low_latency = LowLatencyBuffers(group, self.num_rdma_bytes, enable_shrink, ranks_per_node)
         self.runtime: Runtime | None = Runtime(self, self._buffers)
         """For callers that ask it; None once the buffer was destroyed."""
 
@@ -74,11 +77,12 @@ class Buffer(LowLatencyCalls):
     def set_num_sms(new_num_sms: int) -> None:
         """Set the SMs of later calls: half of them send rows. 20, DeepEP's default, stands for deepep_moe's own choice.
 
-        Raises ValueError for an odd number or one below 0.
+        Raises TypeError for what is no whole number, ValueError for an odd one or one below 0.
         """
-        if isinstance(new_num_sms, bool) or not isinstance(new_num_sms, int) or new_num_sms < 0 or new_num_sms % 2:
-            raise ValueError(f"new_num_sms is {new_num_sms!r}; it must be an even number of SMs, at least 0")
-        Buffer.num_sms = new_num_sms
+        num_sms = as_int("new_num_sms", new_num_sms)
+        if num_sms < 0 or num_sms % 2:
+            raise ValueError(f"new_num_sms is {num_sms}; it must be an even number of SMs, at least 0")
+        Buffer.num_sms = num_sms
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
@@ -111,6 +115,7 @@ class Buffer(LowLatencyCalls):
     ) -> Tensor:
         """Return memory of the size that was given at construction, or `size` of it. It is the caller's. No call reads or writes it, as
         the memory of calls belongs to kernels. Raises ValueError where `size` is larger."""
+        self._buffers.check_alive()
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         num_elements = max(0, num_bytes - offset) // dtype.itemsize
         shape = torch.Size([num_elements]) if size is None else torch.Size(size)
@@ -121,7 +126,8 @@ class Buffer(LowLatencyCalls):
         return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def destroy(self) -> None:
-        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again."""
+        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again. Later calls raise
+        BufferDestroyedError."""
         self.runtime = None
         self._buffers.destroy()
         self._low_latency.destroy()
@@ -142,9 +148,10 @@ class Buffer(LowLatencyCalls):
         num_tokens_per_rdma_rank [num_nodes] int32 (None for one node), num_tokens_per_expert [num_experts] int32, is_token_in_rank
         [num_tokens, num_ranks] bool, and the event. Raises ValueError for wrong shapes.
         """
+        self._buffers.check_alive()
         callers = self._stream.begin(topk_idx, previous_event, async_finish)
         try:
-            made = dispatch_layout(topk_idx, num_experts, self.group_size, self._buffers.num_nodes)
+            made = dispatch_layout(topk_idx, as_int("num_experts", num_experts), self.group_size, self._buffers.num_nodes)
         except BaseException:
             self._stream.abort(callers)
             raise
@@ -189,8 +196,9 @@ class Buffer(LowLatencyCalls):
 
         Raises: as `deepep_moe.Buffer.dispatch`.
         """
-        num_sms = senders_of(Buffer.num_sms if config is None else config.num_sms)
+        self._buffers.check_alive()
         try:
+            num_sms = _senders_of(config)
             x, x_scales = rows_and_scales(x)
             callers = self._stream.begin(x, previous_event, async_finish)
         except (TypeError, ValueError) as error:
@@ -235,18 +243,16 @@ class Buffer(LowLatencyCalls):
 
         Raises: as `deepep_moe.Buffer.combine`.
         """
-        num_sms = senders_of(Buffer.num_sms if config is None else config.num_sms)
-        buffer, along, back = checked(self._buffers, handle).buffer, handle.along, None
+        self._buffers.check_alive()
+        buffer, along = checked(self._buffers, handle).buffer, handle.along
         try:
+            num_sms = _senders_of(config)
             callers = self._stream.begin(x, previous_event, async_finish)
         except TypeError as error:
             raise buffer.refuse(error) from None
         try:
             rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
-            if weights is None:
-                combined_x = buffer.combine(rows, along, bias=added, num_sms=num_sms)
-            else:
-                combined_x, back = combine_with_lanes(buffer, rows, along, weights, added, num_sms)
+            combined_x, back = combine_along(buffer, rows, along, weights, added, num_sms)
         except BaseException:
             self._stream.abort(callers)
             raise
@@ -262,3 +268,12 @@ class Buffer(LowLatencyCalls):
     def internode_combine(self, *_: Any, **__: Any) -> NoReturn:
         """Raise NotImplementedError: `combine` serves several nodes too."""
         raise NotImplementedError("deep_ep.Buffer.internode_combine is not served; call combine, which serves several nodes too")
+
+
+def _senders_of(config: Any) -> int | None:
+    """Return the SMs that send with these settings. Raises TypeError for what is no Config."""
+    if config is None:
+        return senders_of(Buffer.num_sms)
+    if not isinstance(config, Config):
+        raise TypeError(f"config is a {type(config).__name__}; it must be a deep_ep.Config, such as Buffer.get_dispatch_config returns")
+    return senders_of(config.num_sms)

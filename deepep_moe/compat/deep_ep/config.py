@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
+from deepep_moe.arguments import as_int
+
 _MAX_NVL_RANKS = 8
 
 
@@ -21,18 +23,22 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 0")
+            number = as_int(name, value)
+            if number < 0:
+                raise ValueError(f"{name} is {number}; it must be a whole number, at least 0")
+            object.__setattr__(self, name, number)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return bytes for rows of `hidden_bytes` among `num_ranks` ranks."""
+        num_ranks = as_int("num_ranks", num_ranks)
         return self._bytes(hidden_bytes, min(num_ranks, _MAX_NVL_RANKS), self.num_max_nvl_chunked_recv_tokens)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return bytes for rows of `hidden_bytes` among `num_ranks` ranks; 0 for one node, at most 8 ranks."""
+        num_ranks = as_int("num_ranks", num_ranks)
         if num_ranks <= _MAX_NVL_RANKS:
             return 0
         return self._bytes(hidden_bytes, -(-num_ranks // _MAX_NVL_RANKS), self.num_max_rdma_chunked_recv_tokens)
 
     def _bytes(self, hidden_bytes: int, num_peers: int, num_tokens: int) -> int:
-        return max(1, self.num_sms // 2) * num_peers * num_tokens * hidden_bytes
+        return max(1, self.num_sms // 2) * num_peers * num_tokens * as_int("hidden_bytes", hidden_bytes)

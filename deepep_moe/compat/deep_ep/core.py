@@ -10,16 +10,21 @@ from torch import Tensor
 
 from deepep_moe import config
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import EPError, EPPeerError
+from deepep_moe.errors import BufferDestroyedError, EPError, EPPeerError
 from deepep_moe.errors import told as told_of
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
-from deepep_moe.group.rendezvous import gather_objects, host_id
+from deepep_moe.group.rendezvous import gather_objects, host_id, join
 
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=Exception)
+_Key = TypeVar("_Key")
+_Buffer = TypeVar("_Buffer")
+DESTROYED = "this buffer of deep_ep was destroyed; construct another"
 _OPTION = "num_max_tokens_per_rank of the DeepEP buffer"
 _MAX_WORDS = 1000  # of an error that peers are told
+MAX_SIZES = 8
+"""The buffers that are kept for calls of different sizes; the oldest one goes where there are more, once no handle needs it."""
 
 
 class GrowingBuffers:
@@ -27,7 +32,8 @@ class GrowingBuffers:
 
     The first call for new sizes makes a buffer, so all ranks make it together. The ranks agree there on the tokens of a rank, and again
     where a rank has more. Other calls do not talk over the process group. The backend is `nvlink` for tensors on GPUs and `shm` for those
-    on the CPU, also where the group is gloo; `nvshmem` and `collective` where there are several nodes.
+    on the CPU, also where the group is gloo; `nvshmem` and `collective` where there are several nodes. All ranks make the same buffers in
+    the same order, so they also drop the same one.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_max_tokens_per_rank: int | None = None, ranks_per_node: int | None = None) -> None:
@@ -37,6 +43,12 @@ class GrowingBuffers:
         self._num_hosts: int | None = None
         self._buffers: dict[tuple[int, int, int, torch.device], GrowingBuffer] = {}
         self._latest: GrowingBuffer | None = None
+        self._is_destroyed = False
+
+    def check_alive(self) -> None:
+        """Raise BufferDestroyedError after `destroy`."""
+        if self._is_destroyed:
+            raise BufferDestroyedError(DESTROYED)
 
     def dispatch(
         self, x: Tensor, num_experts: int, num_topk: int, send: Callable[[Buffer], _Result], num_least_tokens: int = 0
@@ -46,11 +58,13 @@ class GrowingBuffers:
         `num_least_tokens`: the same on every rank; a buffer with less room is replaced first. Raises what the construction of a Buffer and
         its dispatch raise.
         """
+        self.check_alive()
         num_tokens, hidden = x.shape
         key = (hidden, num_experts, num_topk, x.device)
         growing = self._buffers.get(key)
         if growing is None:
-            growing = self._buffers[key] = self._make(key, max(num_tokens, num_least_tokens))
+            growing = self._make(key, max(num_tokens, num_least_tokens))
+            keep(self._buffers, key, growing)
         elif growing.num_max_tokens < num_least_tokens and self._num_max_tokens is None:
             self.meet()  # a rank that refuses the call does so in the buffer that was
             growing.grow(num_least_tokens)
@@ -60,6 +74,7 @@ class GrowingBuffers:
     def meet(self) -> None:
         """Wait until all ranks are here, in a call that makes a buffer or agrees on something. Collective. Raises EPPeerError where a peer
         has refused the call, which `refuse` tells either way."""
+        self.check_alive()
         if self._latest is None:
             self._num_hosts = len(set(greet(self.group)))
         else:
@@ -70,8 +85,10 @@ class GrowingBuffers:
         Return `error`, to be raised.
 
         Arguments that say nothing of sizes do not say in which buffer the peers are: the one of the latest dispatch is taken, and where
-        there is none, this rank meets them in their first call.
+        there is none, this rank meets them in their first call. After `destroy` the peers know that this rank is gone.
         """
+        if self._is_destroyed:
+            return error
         with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
             if self._latest is not None:
                 self._latest.buffer.refuse(error)
@@ -95,8 +112,8 @@ class GrowingBuffers:
         return self._num_hosts or 1
 
     def destroy(self) -> None:
-        """Destroy all buffers. Not collective."""
-        self._latest = None
+        """Destroy all buffers, for good. Not collective."""
+        self._is_destroyed, self._latest = True, None
         while self._buffers:
             self._buffers.popitem()[1].destroy()
 
@@ -109,6 +126,22 @@ class GrowingBuffers:
             return Buffer(group, bound, hidden, num_experts, num_topk, backend=backend, ranks_per_node=ranks_per_node)
 
         return GrowingBuffer(self.group, num_tokens, device, construct, self._num_max_tokens, _OPTION, is_bounded=is_gpu(device))
+
+
+def members_of(group: Any, what: str) -> "tuple[int, int]":
+    """Return this process's rank in the group and the group's size. Raises TypeError for what is no group, ValueError without a group and
+    for a process that is not a member; `what`: the class to be made."""
+    if group is None:
+        raise ValueError("group is None; pass a torch.distributed process group, such as torch.distributed.group.WORLD")
+    _, num_ranks, rank = join(group, what)
+    return rank, num_ranks
+
+
+def keep(buffers: dict[_Key, _Buffer], key: _Key, buffer: _Buffer) -> None:
+    """Keep a new buffer for calls with `key`. Drop the oldest one where there are too many: it ends with the last handle that needs it."""
+    buffers[key] = buffer
+    if len(buffers) > MAX_SIZES:
+        del buffers[next(iter(buffers))]
 
 
 def greet(group: dist.ProcessGroup, error: Exception | None = None) -> list[str]:

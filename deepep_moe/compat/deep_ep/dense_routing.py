@@ -65,13 +65,14 @@ def keep_within(
         topk_idx: [num_tokens, num_topk] int64, -1 = no expert.
         has_lost: [] bool: has this rank dropped lanes before? It counts for all ranks.
     """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rank = dist.get_rank(group)
     columns = topk_idx + 1
     ones = torch.ones_like(topk_idx)
     chosen = topk_idx.new_zeros(topk_idx.shape[0], num_experts + 1).scatter_(1, columns, ones)
     chosen[:, 0] = 0
     place = chosen.cumsum(0)
-    table = topk_idx.new_zeros(num_ranks, num_experts + 2)
+    table = _empty_table(num_experts, group, topk_idx.device)
+    num_ranks = len(table)
     table[rank, 1:-1] = chosen.sum(0)[1:]
     table[rank, 0] = num_rows // alignment * alignment
     if has_lost is not None:
@@ -86,6 +87,22 @@ def keep_within(
     kept = torch.cat([kept.new_full((1,), topk_idx.shape[0]), kept])
     is_dropped = place.gather(1, columns) > kept[columns]
     return Share(topk_idx.masked_fill(is_dropped, -1), (totals > room).any() | table[:, -1].any())
+
+
+def keep_nothing(num_experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Take part in the `keep_within` of the peers, for a rank that refuses the dispatch behind it."""
+    dist.all_reduce(_empty_table(num_experts, group, device), group=group)
+
+
+def _empty_table(num_experts: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """[num_ranks, num_experts + 2] int64, a row for each rank: the rows it has room for, its tokens for each expert, has it lost lanes?"""
+    return torch.zeros(dist.get_world_size(group), num_experts + 2, dtype=torch.int64, device=device)
+
+
+def experts_only(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """Return `topk_idx` int64 with -1 for every index that is no expert. HybridEP ignores such indices, and callers mark padding so."""
+    topk_idx = topk_idx.long()
+    return torch.where(topk_idx < num_experts, topk_idx, -1).clamp_(min=-1)
 
 
 def local_routing_map(topk_idx: Tensor, num_local_experts: int) -> Tensor:

@@ -6,9 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe.arguments import as_int
+from deepep_moe.compat.deep_ep.core import members_of
 from deepep_moe.compat.deep_ep.elastic_calls import DeferredResults, ElasticCalls, Mode, Routing
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.refused import refuse, refused
 
 _NUM_SENDERS = 12  # SMs that saturate NVLink, as `deepep_moe.Buffer` uses where nobody says otherwise
@@ -17,13 +20,16 @@ _NUM_QPS = 65  # queue pairs that DeepEP allocates where nobody says otherwise
 _Received = tuple[Any, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
+@outside_graphs
 class _BufferOfGroup:
     """What the buffers of both versions have."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int | None, sizes: tuple[int, int, int], num_qps: int, is_hybrid: bool) -> None:
         """sizes: tokens of a rank at most, hidden, top-k."""
+        self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
         self.group = group
-        self.rank_idx, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        names = "num_max_tokens_per_rank", "hidden", "num_topk"
+        sizes = tuple(as_int(name, size) for name, size in zip(names, sizes, strict=True))
         self.num_max_tokens_per_rank = sizes[0]
         self.num_bytes = self.get_buffer_size_hint(group, *sizes) if num_bytes is None else num_bytes
         self.num_allocated_qps = num_qps or _NUM_QPS
@@ -84,15 +90,18 @@ class _BufferOfGroup:
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """Wait until every rank is here and its GPU has done what it was given before. The host waits, whatever the arguments say."""
+        self._calls.buffers.check_alive()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         dist.barrier(self.group)
 
     def destroy(self) -> None:
-        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again."""
+        """Free the memory. Not collective; may be called with and without `explicitly_destroy`, and again. Later calls raise
+        BufferDestroyedError."""
         self._calls.buffers.destroy()
 
 
+@outside_graphs
 class ElasticBuffer(_BufferOfGroup):
     """The exchange of a group of ranks, with the arguments and results of DeepEP 2. Construction is collective.
 
@@ -235,6 +244,7 @@ class ElasticBuffer(_BufferOfGroup):
     all_gather = refused("ElasticBuffer", "all_gather")
 
 
+@outside_graphs
 class EPBuffer(_BufferOfGroup):
     """The exchange of a group of ranks, with the arguments and results of DeepEP 2.5: `ElasticBuffer` with `defer_epilogue`.
 

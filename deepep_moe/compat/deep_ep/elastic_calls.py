@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import as_given, checked_routing, combine_arguments, detached, in_rows, rows_and_scales
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.elastic_handle import EPHandle
 from deepep_moe.compat.deep_ep.events import EventOverlap
 from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.exchange.lanes import combine_with_lanes
 
 _SCALE_BYTES = 4
-_NO_EVENT = EventOverlap()
 _COLUMN_ALIGNMENT = 16  # bytes: bulk copies of a GPU want it
 
 
@@ -31,17 +31,15 @@ class DeferredResults(EventOverlap):
         self._complete: Callable[[], Any] | None = complete
         self._results: Any = None
 
-    def current_stream_wait(self) -> Any:
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Let the current stream wait for the call, and return what it would have returned without `defer_epilogue`, but for the event."""
-        super().current_stream_wait()
+        if self.event is not None:
+            self.event.current_stream_wait()
         complete, self._complete = self._complete, None
         if complete is not None:
             self._results = complete()
+        super().current_stream_wait(release_handle)
         return self._results
-
-    def wait(self) -> Any:
-        """Do the same as `current_stream_wait`."""
-        return self.current_stream_wait()
 
 
 class Mode(NamedTuple):
@@ -52,6 +50,10 @@ class Mode(NamedTuple):
     """Events that it begins after, as `CommStream.begin` has them."""
     is_async: bool
     is_deferred: bool = False
+
+    def in_ints(self) -> "Mode":
+        """Return the same with plain numbers. Raises TypeError for what is none."""
+        return self._replace(num_sms=as_int("num_sms", self.num_sms))
 
 
 class Routing(NamedTuple):
@@ -67,6 +69,14 @@ class Routing(NamedTuple):
     do_cpu_sync: bool
     do_handle_copy: bool
 
+    def in_ints(self) -> "Routing":
+        """Return the same with plain numbers. Raises TypeError for what is none."""
+        return self._replace(
+            num_experts=None if self.num_experts is None else as_int("num_experts", self.num_experts),
+            num_max_tokens_per_rank=as_int("num_max_tokens_per_rank", self.num_max_tokens_per_rank),
+            expert_alignment=as_int("expert_alignment", self.expert_alignment),
+        )
+
 
 class ElasticCalls:
     """The calls of one buffer."""
@@ -80,7 +90,9 @@ class ElasticCalls:
         self, x: Any, routing: Routing, handle: EPHandle | None, stats: Tensor | None, by_column: bool, mode: Mode
     ) -> tuple[Any, ...] | DeferredResults:
         """Return what DeepEP's dispatch does."""
+        self.buffers.check_alive()
         try:
+            routing, mode = routing.in_ints(), mode.in_ints()
             rows, scales = rows_and_scales(x)
             callers = self.stream.begin(rows, mode.after[0], mode.is_async, mode.after[1])
         except (TypeError, ValueError) as error:
@@ -96,7 +108,7 @@ class ElasticCalls:
             self.stream.abort(callers)
             raise
         if not (mode.is_async or mode.is_deferred):
-            return *_results(out, handle, scales, by_column), _NO_EVENT
+            return *_results(out, handle, scales, by_column), EventOverlap()
         given = rows, scales, routing.topk_idx, routing.topk_weights, stats
         made = out.recv_x, out.recv_x_scales, out.recv_topk_idx, out.recv_topk_weights, *handle.native.tensors
         if mode.is_deferred:
@@ -109,25 +121,25 @@ class ElasticCalls:
         self, x: Tensor, handle: EPHandle, topk_weights: Tensor | None, bias: Any, mode: Mode
     ) -> tuple[Tensor, Tensor | None, EventOverlap] | DeferredResults:
         """Return what DeepEP's combine does."""
+        self.buffers.check_alive()
         buffer = self._checked(handle).buffer
-        senders, back, hook = mode.num_sms or handle.num_sms or None, None, None
+        back, hook = None, None
         try:
+            senders = mode.in_ints().num_sms or handle.num_sms or None
             callers = self.stream.begin(x, mode.after[0], mode.is_async, mode.after[1])
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise buffer.refuse(error) from None
         try:
             rows, weights, added = buffer.calls.refuse_on_failure(combine_arguments, x, topk_weights, bias)
-            if weights is not None:
-                combined, back = combine_with_lanes(buffer, rows, handle.native, weights, added, senders)
-            elif mode.is_deferred:
+            if mode.is_deferred and weights is None and rows.shape[-1:] == (buffer.hidden,):
                 combined, hook = buffer.combine(rows, handle.native, bias=added, num_sms=senders, return_hook=True)
             else:
-                combined = buffer.combine(rows, handle.native, bias=added, num_sms=senders)
+                combined, back = combine_along(buffer, rows, handle.native, weights, added, senders)
         except BaseException:
             self.stream.abort(callers)
             raise
         if not (mode.is_async or mode.is_deferred):
-            return combined, back, _NO_EVENT
+            return combined, back, EventOverlap()
         given = x, topk_weights, *(bias if isinstance(bias, (tuple, list)) else (bias,)), *handle.native.tensors
         event = self.stream.end(callers, mode.is_async, given, (combined, back))
         if mode.is_deferred:
@@ -160,10 +172,9 @@ class ElasticCalls:
             told = f"do_expand is {routing.do_expand}, and the handle's dispatch had {handle.do_expand}; pass do_expand=handle.do_expand"
             raise buffer.refuse(ValueError(told))
         weights, num_sms = routing.topk_weights, mode.num_sms or handle.num_sms or None
-        return buffer.dispatch(
-            rows, None, None if weights is None else detached(weights), x_scales=scales, handle=handle.native, num_sms=num_sms,
-            return_hook=mode.is_deferred,
-        )  # fmt: skip
+        return dispatch_along(
+            buffer, rows, scales, handle.native, None if weights is None else detached(weights), num_sms, return_hook=mode.is_deferred
+        )
 
     def _checked(self, handle: object) -> EPHandle:
         if not isinstance(handle, EPHandle):

@@ -6,11 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.exchange.routing import is_token_in_rank
 
 
+@outside_graphs
 class EPHandle:
     """The routing of one dispatch, for `combine` and for dispatches that repeat it.
 

@@ -1,5 +1,6 @@
 """DeepEP's events: points on a GPU's stream that other streams wait for. Beside a GPU they stand for nothing, and waits return at once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,28 +32,49 @@ class EventOverlap:
     """An `EventHandle`, or none where a call was synchronous, and what callers hold until it is reached.
 
     As a context, it lets the current stream wait at the end of the block, so that what the block enqueues overlaps with the call.
+    `with event(release_handle=True)` also drops the handle there.
     """
 
-    __slots__ = ("event", "extra_tensors")
+    __slots__ = ("_releases_handle", "event", "extra_tensors", "hook_after_wait")
 
     def __init__(self, event: "EventHandle | None" = None, extra_tensors: "tuple[Tensor, ...] | None" = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._releases_handle = False
 
-    def current_stream_wait(self) -> None:
-        """Make the current stream wait for the event. It returns at once where there is none, as the call is in the stream already."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Make the current stream wait for the event, then call the hook that was registered, once. It waits for nothing where there is no
+        event, as the call is in the stream already. release_handle: drop the event afterwards."""
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
 
-    def wait(self) -> None:
+    def wait(self, release_handle: bool = False) -> Any:
         """Do the same as `current_stream_wait`."""
-        self.current_stream_wait()
+        return self.current_stream_wait(release_handle)
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Let the next `current_stream_wait` call `hook_after_wait` after it. Raises ValueError where a hook is there already."""
+        if self.hook_after_wait is not None:
+            raise ValueError("this EventOverlap has a hook already, which its next current_stream_wait() calls; register one")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> "EventOverlap":
+        """Return this object, whose next block ends with `current_stream_wait(release_handle)`."""
+        self._releases_handle = release_handle
+        return self
 
     def __enter__(self) -> "EventOverlap":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.current_stream_wait()
+        releases, self._releases_handle = self._releases_handle, False
+        self.current_stream_wait(releases)
 
 
 def recorded_of(event: Any) -> "torch.cuda.Event | None":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.exchange.routing import is_token_in_rank
@@ -14,6 +15,7 @@ from deepep_moe.exchange.routing import is_token_in_rank
 _NUM_TENSORS, _NUM_TENSORS_OF_NODES = 6, 10
 
 
+@outside_graphs
 class Handle(Sequence[Any]):
     """What `combine` and a cached dispatch need. It holds `along`, the handle of deepep_moe, and the `buffer` that made it.
 

@@ -1,26 +1,32 @@
 """DeepEP's `HybridEPBuffer` on `deepep_moe.Buffer`: a dispatch with permutation is its expert layout, one without its rank layout."""
 
+import contextlib
 from array import array
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepep_moe import _C
 from deepep_moe import config as library_config
-from deepep_moe.arguments import check_is_tensor, check_tensor
+from deepep_moe.arguments import as_int, check_is_tensor, check_tensor
 from deepep_moe.compat.deep_ep.arguments import checked_routing, combine_arguments, detached, rows_and_scales
-from deepep_moe.compat.deep_ep.core import GrowingBuffers
-from deepep_moe.compat.deep_ep.dense_routing import keep_within, to_dense, to_lanes
+from deepep_moe.compat.deep_ep.core import GrowingBuffers, members_of
+from deepep_moe.compat.deep_ep.dense_routing import experts_only, keep_nothing, keep_within, to_dense, to_lanes
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.compat.deep_ep.hybrid_handle import Configurer, HybridConfig, HybridHandle
+from deepep_moe.compat.deep_ep.widths import combine_along, dispatch_along
 from deepep_moe.errors import EPPeerError
 from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.checks import MAX_ALIGNMENT, MAX_NUMBER
 from deepep_moe.exchange.handle import DispatchOutput
-from deepep_moe.exchange.lanes import combine_with_lanes
 from deepep_moe.group.rendezvous import gather_objects
 from deepep_moe.ops.lanes import dense_of_lanes, lanes_of_map, weights_at
 
 _FP8 = torch.float8_e4m3fn
+_INDICES = torch.int64, torch.int32
+_Error = TypeVar("_Error", bound=Exception)
 _PROBS = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
@@ -46,6 +52,7 @@ class _Routing(NamedTuple):
         return None if self.topk_weights is None or self.routing_map is not None else detached(self.topk_weights).float()
 
 
+@outside_graphs
 class HybridEPBuffer:
     """The exchange of a group of ranks, with HybridEP's arguments and results. Construction is not collective; the first call is.
 
@@ -79,12 +86,18 @@ class HybridEPBuffer:
         use_mnnvl: bool | None = None,
     ) -> None:
         self.group = group
-        self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
-        self.configurer = Configurer(HybridConfig(hidden_dim, max_num_of_tokens_per_rank, num_local_experts))
-        self._num_sms = num_sms_dispatch_api or None, num_sms_combine_api or None
+        self.rank, self.group_size = members_of(group, "HybridEPBuffer")
+        sizes = {"hidden_dim": hidden_dim, "max_num_of_tokens_per_rank": max_num_of_tokens_per_rank, "num_local_experts": num_local_experts}
+        hidden_dim, self._num_max_tokens, num_local_experts = (as_int(name, value) for name, value in sizes.items())
+        self.configurer = Configurer(HybridConfig(hidden_dim, self._num_max_tokens, num_local_experts))
+        self._num_sms = (
+            as_int("num_sms_dispatch_api", num_sms_dispatch_api or 0) or None,
+            as_int("num_sms_combine_api", num_sms_combine_api or 0) or None,
+        )
         self._buffers = GrowingBuffers(group)
-        self._num_max_tokens = max_num_of_tokens_per_rank
         self._num_lanes = 0  # of routing maps, agreed on; 0: not yet
+        self._bounded: tuple[int, torch.device] | None = None
+        """The experts and the device of the latest dispatch with a bound."""
 
     @property
     def num_of_nodes(self) -> int:
@@ -168,11 +181,15 @@ class HybridEPBuffer:
             non_blocking = not use_host_meta
         elif handle is not None and is_bounded:
             non_blocking = True  # Megatron-Core's backward has no use for the counts, and says nothing
-        if non_blocking and not is_bounded:
-            told = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
-            raise self._refuse(ValueError(told), handle)
-        bound = None if num_permuted_tokens is None or handle is not None else int(num_permuted_tokens)
-        routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_of_experts, bound, pad_multiple or 1)
+        routing = _Routing(routing_map, topk_idx, probs, topk_weights, num_of_experts)
+        try:
+            if non_blocking and not is_bounded:
+                told = "non_blocking is True and num_permuted_tokens is None; give the number of rows, as nobody waits to learn it"
+                raise ValueError(told)
+            if handle is None:
+                routing = routing._replace(num_rows=_bound_of(num_permuted_tokens), alignment=_alignment_of(pad_multiple))
+        except (TypeError, ValueError) as error:
+            raise self._refuse(error, handle, routing, is_bounded) from None
         out, handle = self._send(hidden, scaling_factor, routing, handle, "expert")
         native = handle.native
         counts = native.num_rows_per_expert.long() if non_blocking else _tensor_of(native.num_rows_per_expert_list)
@@ -254,16 +271,19 @@ class HybridEPBuffer:
             buffer, native = self._checked(handle).buffer, handle.native
             rows, scales = buffer.calls.refuse_on_failure(_rows_of, hidden, scaling_factor)
             weights = buffer.calls.refuse_on_failure(routing.weights, handle.topk_idx)
-            return buffer.dispatch(rows, None, weights, x_scales=scales, handle=native, num_sms=self._num_sms[0]), handle
+            return dispatch_along(buffer, rows, scales, native, weights, self._num_sms[0]), handle
+        self._buffers.check_alive()
         try:
             rows, scales = _rows_of(hidden, scaling_factor)
             num_experts = self._check_routing(routing, rows)
         except (TypeError, ValueError) as error:
-            raise self._buffers.refuse(error) from None
+            raise self._refuse(error, None, routing, routing.num_rows is not None) from None
+        if routing.num_rows is not None:
+            self._bounded = num_experts, rows.device
         if routing.routing_map is not None:
             return self._send_map(rows, scales, routing, routing.routing_map, layout)
         assert routing.topk_idx is not None  # as `_check_routing` has seen
-        topk_idx, has_dropped = routing.topk_idx.long(), None
+        topk_idx, has_dropped = experts_only(routing.topk_idx, num_experts), None
         if routing.num_rows is not None:
             topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group)
         return self._send_lanes(rows, scales, routing, (topk_idx, routing.weights(topk_idx)), num_experts, layout, has_dropped)
@@ -271,17 +291,32 @@ class HybridEPBuffer:
     def _check_routing(self, routing: _Routing, rows: Tensor) -> int:
         """Return the number of experts. Raises TypeError or ValueError for a routing of another shape."""
         routing_map, probs = routing.routing_map, routing.probs
-        num_experts = routing.num_experts or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        num_experts = self._num_experts_of(routing)
         if routing_map is not None:
             check_is_tensor("routing_map", routing_map)
-            num_experts = routing_map.shape[-1]
             check_tensor("routing_map", routing_map, (len(rows), num_experts), (torch.bool,), rows.device, any_strides=True)
         elif routing.topk_idx is None:
             raise ValueError("routing_map and topk_idx are missing; give one of them, or the handle of an earlier dispatch")
         else:
-            checked_routing(routing.topk_idx)
+            topk_idx = checked_routing(routing.topk_idx)
+            check_tensor("topk_idx", topk_idx, (len(rows), topk_idx.shape[1]), _INDICES, rows.device, any_strides=True)
+            if routing.topk_weights is not None and probs is None:
+                check_is_tensor("topk_weights", routing.topk_weights)
+                check_tensor("topk_weights", routing.topk_weights, tuple(topk_idx.shape), _PROBS, rows.device, any_strides=True)
         if probs is not None:
+            check_is_tensor("probs", probs)
             check_tensor("probs", probs, (len(rows), num_experts), _PROBS, rows.device, any_strides=True)
+        return num_experts
+
+    def _num_experts_of(self, routing: _Routing) -> int:
+        """Return the number of experts. Raises TypeError or ValueError where it cannot be one."""
+        if isinstance(routing.routing_map, Tensor):
+            num_experts = routing.routing_map.shape[-1]
+        else:
+            given = as_int("num_of_experts", routing.num_experts or 0)
+            num_experts = given or self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
+        if num_experts < 1 or num_experts % self.group_size:
+            raise ValueError(f"the number of experts is {num_experts}; it must be a multiple of the group's {self.group_size} ranks")
         return num_experts
 
     def _send_map(
@@ -292,8 +327,7 @@ class HybridEPBuffer:
         looks after the first call, and lanes behind the last count as dropped."""
         num_experts, probs = routing_map.shape[1], None if routing.probs is None else detached(routing.probs)
         if self._num_lanes == 0:
-            self._buffers.meet()
-            self._num_lanes = self._agreed_lanes(routing_map)
+            self._agree_on_lanes(routing_map)
         if routing.num_rows is not None:
             topk_idx, is_lost = to_lanes(routing_map, self._num_lanes), (routing_map.sum(1) > self._num_lanes).any()
             topk_idx, has_dropped = keep_within(topk_idx, num_experts, routing.num_rows, routing.alignment, self.group, is_lost)
@@ -305,8 +339,7 @@ class HybridEPBuffer:
             except (ValueError, EPPeerError) as error:
                 if not _is_wider(error, num_experts):
                     raise
-            self._buffers.meet()
-            self._num_lanes = self._agreed_lanes(routing_map)
+            self._agree_on_lanes(routing_map)
         raise AssertionError("the ranks agreed on too few lanes")
 
     def _send_lanes(
@@ -327,10 +360,8 @@ class HybridEPBuffer:
     def _combine(self, hidden: Any, probs: Tensor | None, handle: HybridHandle) -> tuple[Tensor, Tensor | None]:
         buffer, num_sms = handle.buffer, self._num_sms[1]
         rows, values, _ = buffer.calls.refuse_on_failure(combine_arguments, hidden, probs, None)
-        if values is None:
-            return buffer.combine(rows, handle.native, num_sms=num_sms), None
-        combined, lanes = combine_with_lanes(buffer, rows, handle.native, values.float(), num_sms=num_sms)
-        return combined, dense_of_lanes(handle.topk_idx, lanes, buffer.num_experts)
+        combined, lanes = combine_along(buffer, rows, handle.native, None if values is None else values.float(), None, num_sms)
+        return combined, None if lanes is None else dense_of_lanes(handle.topk_idx, lanes, buffer.num_experts)
 
     def _checked(self, handle: Any) -> HybridHandle:
         if not isinstance(handle, HybridHandle):
@@ -338,8 +369,25 @@ class HybridEPBuffer:
             raise self._buffers.refuse(TypeError(told))
         return handle
 
-    def _refuse(self, error: ValueError, handle: HybridHandle | None) -> ValueError:
-        return self._buffers.refuse(error) if handle is None else handle.buffer.refuse(error)
+    def _refuse(self, error: _Error, handle: HybridHandle | None, routing: _Routing, is_bounded: bool) -> _Error:
+        """Tell the peers that this rank does not make its dispatch. Those of a dispatch with a bound are in `keep_within` first."""
+        if handle is not None:
+            return handle.buffer.refuse(error)
+        is_first_map = routing.routing_map is not None and self._num_lanes == 0  # for which the peers agree on lanes before
+        if is_bounded and not is_first_map:
+            keep_nothing(*self._shared_with_peers(routing))
+        return self._buffers.refuse(error)
+
+    def _shared_with_peers(self, routing: _Routing) -> tuple[int, dist.ProcessGroup, torch.device]:
+        """Return the experts, the group and the device of the peers' `keep_within`, as far as arguments tell of which some are wrong."""
+        if self._bounded is None:
+            tensors = [tensor for tensor in (routing.topk_idx, routing.routing_map, routing.probs) if isinstance(tensor, Tensor)]
+            latest = self.configurer.buffer_config.num_of_experts_per_rank * self.group_size, _device_of(tensors)
+        else:
+            latest = self._bounded
+        with contextlib.suppress(TypeError, ValueError):
+            return self._num_experts_of(routing), self.group, latest[1]
+        return latest[0], self.group, latest[1]
 
     def _of_node(self, handle: HybridHandle) -> Tensor:
         """Return recv_topk_idx of a dispatch by rank, with the experts of this node counted through."""
@@ -347,11 +395,49 @@ class HybridEPBuffer:
         assert idx is not None  # of the rank layout
         return torch.where(idx >= 0, idx + buffer.rank % buffer.ranks_per_node * buffer.num_local_experts, -1)
 
-    def _agreed_lanes(self, routing_map: Tensor) -> int:
-        """Return the most experts that a token of any rank has in this call or had in one before, at least 1. Collective."""
+    def _agree_on_lanes(self, routing_map: Tensor) -> None:
+        """Agree on the most experts that a token of any rank has in this call or had in one before, at least 1. Collective. Raises
+        ValueError on all ranks where no buffer has so many lanes, and leaves the number as it was."""
+        self._buffers.meet()
         needed = int(routing_map.sum(1).max()) if len(routing_map) else 0
-        own = max(needed, self._num_lanes, 1)
-        return max(gather_objects(own, self.group, self.group_size, "experts of a token", library_config.timeout_s(), int))
+        needs = gather_objects(
+            max(needed, self._num_lanes, 1), self.group, self.group_size, "experts of a token", library_config.timeout_s(), int
+        )
+        most = max(needs)
+        if most > _C.MAX_TOPK:
+            raise ValueError(
+                f"routing_map has a token with {most} experts on rank {needs.index(most)}; a token has at most {_C.MAX_TOPK}: drop experts "
+                "of such tokens first"
+            )
+        self._num_lanes = most
+
+
+def _bound_of(num_permuted_tokens: Any) -> int | None:
+    """Return the bound on the rows of this rank, a number or a tensor of one. Raises TypeError, or ValueError for a negative one."""
+    if num_permuted_tokens is None:
+        return None
+    if isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.numel() == 1:
+        num_permuted_tokens = num_permuted_tokens.item()
+    num_rows = as_int("num_permuted_tokens", num_permuted_tokens)
+    if not 0 <= num_rows <= MAX_NUMBER:
+        raise ValueError(f"num_permuted_tokens is {num_rows}; it must be None or a number of rows, at most {MAX_NUMBER}")
+    return num_rows
+
+
+def _alignment_of(pad_multiple: Any) -> int:
+    """Return the multiple to which an expert's rows are padded. Raises TypeError, or ValueError for one that is too
+    large."""
+    alignment = max(1, as_int("pad_multiple", pad_multiple or 1))  # HybridEP does not look at one below 1
+    if alignment > MAX_ALIGNMENT:
+        raise ValueError(f"pad_multiple is {alignment}; it must be at most {MAX_ALIGNMENT}")
+    return alignment
+
+
+def _device_of(tensors: list[Tensor]) -> torch.device:
+    """Return where the first of the tensors lies, or calls without one."""
+    if tensors:
+        return tensors[0].device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _tensor_of(counts: list[int]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepep_moe.compat.deep_ep.dense_routing import local_routing_map
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 
@@ -35,6 +36,7 @@ class Configurer:
     buffer_config: HybridConfig
 
 
+@outside_graphs
 class HybridHandle(Sequence[Any]):
     """What a combine and a dispatch along the same routing need: `native`, the handle of deepep_moe, and the `buffer` that made it.
 

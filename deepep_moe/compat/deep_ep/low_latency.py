@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from deepep_moe import _C
-from deepep_moe.arguments import check_is_tensor, check_tensor
+from deepep_moe.arguments import as_int, check_is_tensor, check_tensor
 from deepep_moe.compat.deep_ep.arguments import detached
 from deepep_moe.compat.deep_ep.events import EventOverlap
-from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, check_matrices
+from deepep_moe.compat.deep_ep.graphs import outside_graph, outside_graphs
+from deepep_moe.compat.deep_ep.low_latency_buffers import DispatchHandle, LowLatencyBuffers, Waits, check_matrices, size_hint
 from deepep_moe.compat.deep_ep.streams import CommStream
+from deepep_moe.errors import EPMismatchError
 from deepep_moe.low_latency.handle import LowLatencyOutput
 from deepep_moe.ops import ue8m0
 
@@ -19,6 +21,7 @@ Hook = Callable[[], None]
 _Made = TypeVar("_Made")
 _REFUSED = {
     "x_global_scale": "as rows do not travel in NVFP4; pass use_fp8=True",
+    "use_ue8m0_for_sf": "as rows do not travel in NVFP4; pass use_fp8=True, round_scale=True and use_ue8m0=True",
     "use_nvfp4": "as rows do not travel in NVFP4; pass use_fp8=True",
     "use_logfmt": "as its error is smaller than that of our fp8 wire; pass use_logfmt=False, or use deepep_moe.LowLatencyBuffer.combine("
     "wire='fp8') where fp8 will do",
@@ -27,8 +30,10 @@ _REFUSED = {
 }
 
 
+@outside_graphs
 class LowLatencyCalls:
-    """The low-latency half of DeepEP's `Buffer`. Memory is made at the first dispatch, from the sizes that it gives."""
+    """The low-latency half of DeepEP's `Buffer`. Memory is made at the first dispatch, for the tokens that the constructor's bytes hold, or
+    for those that the dispatch asks for."""
 
     group_size: int
     _stream: CommStream
@@ -52,6 +57,7 @@ class LowLatencyCalls:
         *,
         x_global_scale: Tensor | None = None,
         use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
     ) -> tuple[Any, Tensor, DispatchHandle, EventOverlap, Hook | None]:
         """Send every token to the ranks of its experts. Collective.
 
@@ -67,7 +73,7 @@ class LowLatencyCalls:
             use_ue8m0: with `round_scale`, their exponents, four to an int32.
             async_finish: `event` says when the results may be read.
             return_recv_hook: send and return; `hook()` receives.
-            x_global_scale, use_nvfp4: of a fork; refused where they are used.
+            x_global_scale, use_nvfp4, use_ue8m0_for_sf: of forks; refused where they are used.
 
         Returns:
             recv_x [num_local_experts, num_ranks * max, hidden] bf16; with `use_fp8` a pair, of it in float8_e4m3fn and of column-major
@@ -77,50 +83,61 @@ class LowLatencyCalls:
         Raises:
             NotImplementedError: NVFP4. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.dispatch`.
         """
+        self._low_latency.check_alive()
         try:
             check_matrices(x=x, topk_idx=topk_idx)
-        except ValueError as error:
+            most = as_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+            arguments = x, topk_idx, most, as_int("num_experts", num_experts)
+            if not 1 <= most <= _C.LOW_LATENCY_MAX_TOKENS:
+                raise ValueError(f"num_max_dispatch_tokens_per_rank is {most}; it must be 1 to {_C.LOW_LATENCY_MAX_TOKENS}")
+        except (TypeError, ValueError) as error:
             raise self._low_latency.refuse(error) from None
-        arguments = x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts
+        stats, wait_stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         try:
-            _check_served("low_latency_dispatch", x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4)
+            _check_served(
+                "low_latency_dispatch", x_global_scale=x_global_scale is not None, use_nvfp4=use_nvfp4, use_ue8m0_for_sf=use_ue8m0_for_sf
+            )
             _check_mode(async_finish, return_recv_hook)
             if use_ue8m0 and not round_scale:
                 raise ValueError("use_ue8m0 is True without round_scale; exponents are those of rounded scales, pass round_scale=True")
-        except (NotImplementedError, ValueError) as error:
+            if len(x) > most:
+                raise ValueError(f"x has {len(x)} tokens, more than num_max_dispatch_tokens_per_rank of {most}; pass a larger bound")
+            if stats is not None:
+                name = "cumulative_local_expert_recv_stats"
+                check_tensor(name, stats, (arguments[3] // self.group_size,), (torch.int32,), x.device, any_strides=True)
+            _check_waits("dispatch_wait_recv_cost_stats", wait_stats, self.group_size, x.device)
+        except (NotImplementedError, TypeError, ValueError) as error:
             raise self._low_latency.refuse_dispatch(error, *arguments) from None
         buffer = self._low_latency.get(*arguments)
-        stats = cumulative_local_expert_recv_stats
-        waits = Waits("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, buffer)
-        is_unpacked = use_fp8 and round_scale and not use_ue8m0
+        waits = Waits(wait_stats, buffer)
         scale_format = "ue8m0" if use_fp8 and round_scale else "fp32"
 
-        def send() -> tuple[LowLatencyOutput, Tensor | None]:
+        def send() -> tuple[LowLatencyOutput, Received]:
             with waits:
                 out = buffer.dispatch(detached(x), topk_idx, fp8=use_fp8, scale_format=scale_format, return_hook=return_recv_hook)
-            if stats is not None:  # not before, as the peers are in the call
-                check_tensor("cumulative_local_expert_recv_stats", stats, (buffer.num_local_experts,), (torch.int32,), x.device)
-            scales = _empty_scales(out, buffer.hidden) if is_unpacked else out.recv_x_scales
+            received = Received(out, buffer.num_ranks * most, is_unpacked=use_fp8 and round_scale and not use_ue8m0)
             if not return_recv_hook:
-                finish(out, scales)
-            return out, scales
+                finish(out, received)
+            return out, received
 
-        def finish(out: LowLatencyOutput, scales: Tensor | None) -> None:
-            if is_unpacked:
-                _unpack_scales(out, scales)
+        def finish(out: LowLatencyOutput, received: Received) -> None:
+            received.fill()
             if stats is not None:
                 stats.add_(out.num_recv_tokens_per_expert)
 
+        @outside_graph
         def receive() -> None:
             assert out.hook is not None
             with waits:
                 out.hook()
-            finish(out, scales)
+            finish(out, received)
 
-        given = x, topk_idx, stats, dispatch_wait_recv_cost_stats
-        (out, scales), event = self._run(x, async_finish, send, given, lambda made: (*made[0], made[0].handle.state, made[1]))
-        recv_x = (out.recv_x, scales) if use_fp8 else out.recv_x
-        handle = DispatchHandle(buffer, out.handle)
+        given = x, topk_idx, stats, wait_stats
+        (out, received), event = self._run(
+            x, async_finish, send, given, lambda made: (*made[0], made[0].handle.state, made[1].rows, made[1].scales)
+        )
+        recv_x = (received.rows, received.scales) if use_fp8 else received.rows
+        handle = DispatchHandle(buffer, out.handle, most)
         return recv_x, out.num_recv_tokens_per_expert, handle, event, receive if return_recv_hook else None
 
     def low_latency_combine(
@@ -169,6 +186,7 @@ class LowLatencyCalls:
         Raises:
             NotImplementedError: LogFMT, signals. ValueError, TypeError: bad arguments. Else as `deepep_moe.LowLatencyBuffer.combine`.
         """
+        self._low_latency.check_alive()
         signals = (packed_recv_count, comp_signal, src_signals)
         native, buffer = self._checked(handle).native, handle.buffer
         try:
@@ -179,23 +197,24 @@ class LowLatencyCalls:
             check_tensor("topk_idx", topk_idx, (native.num_tokens, buffer.num_topk), (torch.int64, torch.int32))
             for name, tensor in (("x", x), ("topk_weights", topk_weights)):
                 check_is_tensor(name, tensor)
+            _check_waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self.group_size, topk_weights.device)
+            rows = buffer.combine_input(torch.bfloat16) if zero_copy else _as_buffer_has_them(detached(x), handle)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise buffer.refuse(error) from None
-        waits = Waits("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, buffer)
-        rows = buffer.combine_input(torch.bfloat16) if zero_copy else detached(x)
-        weights = detached(topk_weights)
+        waits, weights = Waits(combine_wait_recv_cost_stats, buffer), detached(topk_weights)
 
         def send() -> tuple[Tensor, Hook | None]:
             with waits:
                 made = buffer.combine(rows, native, topk_weights=weights, out=out, return_hook=return_recv_hook)
             return made if return_recv_hook else (made, None)
 
+        @outside_graph
         def receive() -> None:
             assert hook is not None
             with waits:
                 hook()
 
-        given = rows, topk_weights, native.state, out, combine_wait_recv_cost_stats
+        given = x, rows, topk_weights, native.state, out, combine_wait_recv_cost_stats
         (combined_x, hook), event = self._run(rows, async_finish, send, given, lambda made: made)
         return combined_x, event, None if hook is None else receive
 
@@ -203,14 +222,15 @@ class LowLatencyCalls:
         """Return the tensor that a combine with `zero_copy=True` reads, [num_local_experts, num_ranks * max, hidden] bf16.
 
         There is one, not two as in V1. It may be written once the last combine that read it has sent, on the stream that sent."""
-        return self._checked(handle).buffer.combine_input(torch.bfloat16)
+        self._low_latency.check_alive()
+        return self._checked(handle).buffer.combine_input(torch.bfloat16)[:, : handle.num_rows]
 
     # ---- ranks that are gone ----
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out of the low-latency calls, or take it back; `deepep_moe.LowLatencyBuffer.mask_rank` says how. A rank that is
         taken back must call `low_latency_rejoin`, which V1 does not have."""
-        self._low_latency.mask(rank_to_mask, mask)
+        self._low_latency.mask(as_int("rank_to_mask", rank_to_mask), mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Write into `mask_status` [num_ranks] int32 which ranks are left out: 1, else 0. Waits for the GPU's calls so far."""
@@ -238,10 +258,10 @@ class LowLatencyCalls:
     @staticmethod
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
         """Return the bytes of a rank's low-latency workspace on a GPU, for any number of experts a token; docs/design/low_latency.md has
-        the formula. `Buffer` allocates by the sizes of the calls, whatever it is given."""
-        return _C.low_latency_gpu_workspace_bytes(
-            num_ranks=num_ranks, num_experts=num_experts, num_topk=_C.MAX_TOPK, hidden=hidden,
-            num_max_tokens=num_max_dispatch_tokens_per_rank,
+        the formula. A `Buffer` that is given them as `num_rdma_bytes` has room for as many tokens from its first call on."""
+        return size_hint(
+            as_int("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank), as_int("hidden", hidden),
+            as_int("num_ranks", num_ranks), as_int("num_experts", num_experts),
         )  # fmt: skip
 
     def _checked(self, handle: Any) -> DispatchHandle:
@@ -278,15 +298,54 @@ def _check_mode(async_finish: bool, return_recv_hook: bool) -> None:
         raise ValueError("async_finish and return_recv_hook are both True; choose one")
 
 
+def _check_waits(name: str, stats: Tensor | None, num_ranks: int, device: torch.device) -> None:
+    if stats is not None:
+        check_tensor(name, stats, (num_ranks,), (torch.int64,), device, any_strides=True)
+
+
+def _as_buffer_has_them(x: Tensor, handle: DispatchHandle) -> Tensor:
+    """Return the experts' rows [num_local_experts, num_rows, hidden] in a tensor of as many as the buffer has. Raises ValueError for
+    another shape."""
+    buffer = handle.buffer
+    if handle.num_rows == buffer.capacity:
+        return x
+    shape = buffer.num_local_experts, handle.num_rows, buffer.hidden
+    if tuple(x.shape) != shape:
+        raise ValueError(f"x has shape {list(x.shape)}; it must be {list(shape)}, rows as the dispatch of this handle returned them")
+    rows = x.new_empty(buffer.num_local_experts, buffer.capacity, buffer.hidden)
+    rows[:, : handle.num_rows] = x
+    return rows
+
+
 # ---- the end of a call ----
 
 
-def _empty_scales(out: LowLatencyOutput, hidden: int) -> Tensor:
-    num_local, capacity, _ = out.recv_x.shape
-    return torch.empty((num_local, hidden // _C.SCALE_BLOCK, capacity), dtype=torch.float32, device=out.recv_x.device).transpose(1, 2)
+class Received:
+    """The rows of a dispatch and their scales as the caller gets them, [num_local_experts, num_rows, ...]."""
 
+    def __init__(self, out: LowLatencyOutput, num_rows: int, *, is_unpacked: bool) -> None:
+        """out: of the buffer, which may have more rows; is_unpacked: its exponents are to become fp32."""
+        self._out, self._is_unpacked = out, is_unpacked
+        self.rows, self.scales = out.recv_x, out.recv_x_scales
+        num_local, capacity, hidden = out.recv_x.shape
+        if num_rows != capacity:
+            self.rows = self.rows.new_empty(num_local, num_rows, hidden)
+        if self.scales is not None and (num_rows != capacity or is_unpacked):
+            dtype = torch.float32 if is_unpacked else self.scales.dtype
+            num_columns = hidden // _C.SCALE_BLOCK if is_unpacked else self.scales.shape[2]
+            self.scales = torch.empty((num_local, num_columns, num_rows), dtype=dtype, device=self.rows.device).transpose(1, 2)
 
-def _unpack_scales(out: LowLatencyOutput, scales: Tensor | None) -> None:
-    """Write the powers of two whose exponents were received."""
-    assert out.recv_x_scales is not None and scales is not None
-    scales.copy_(ue8m0.unpack(out.recv_x_scales, scales.shape[2]))
+    def fill(self) -> None:
+        """Copy what was received, unless it lies there. Raises EPMismatchError where there is no room for it."""
+        num_rows, scales, counts = self.rows.shape[1], self._out.recv_x_scales, self._out.num_recv_tokens_per_expert
+        if self.rows is not self._out.recv_x:
+            if not counts.is_cuda and (counts > num_rows).any():  # a host that waits for no GPU cannot ask
+                raise EPMismatchError(
+                    f"an expert of this rank receives {int(counts.max())} rows and has room for {num_rows}; pass the same "
+                    "num_max_dispatch_tokens_per_rank on every rank"
+                )
+            self.rows.copy_(self._out.recv_x[:, :num_rows])
+        if self.scales is not scales:
+            assert self.scales is not None and scales is not None
+            part = scales[:, :num_rows]
+            self.scales.copy_(ue8m0.unpack(part, self.scales.shape[2]) if self._is_unpacked else part)

@@ -1,57 +1,76 @@
 """The low-latency buffers behind a DeepEP buffer, and what calls of them leave: handles, and how long ranks were waited for."""
 
+import bisect
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepep_moe.arguments import check_tensor
-from deepep_moe.compat.deep_ep.core import greet
+from deepep_moe import _C
+from deepep_moe.compat.deep_ep.core import DESTROYED, greet, keep
+from deepep_moe.compat.deep_ep.graphs import outside_graphs
 from deepep_moe.device import is_gpu
-from deepep_moe.errors import EPError, EPTimeoutError
+from deepep_moe.errors import BufferDestroyedError, EPError, EPTimeoutError
 from deepep_moe.low_latency.buffer import LowLatencyBuffer
 from deepep_moe.low_latency.handle import LowLatencyHandle, row_sources
 
 _Error = TypeVar("_Error", bound=Exception)
 _SIZES = "num_max_dispatch_tokens_per_rank", "hidden", "num_experts", "num_topk"
+_GROWTH = 2  # least factor between two bounds, so that all buffers together take no more than twice the memory of the largest
 
 
 class LowLatencyBuffers:
-    """One `LowLatencyBuffer` for each (num_max_tokens_per_rank, hidden, num_experts, num_topk) that calls have had, over one group.
+    """One `LowLatencyBuffer` for each (hidden, num_experts, num_topk) that calls have had, over one group.
 
-    The first call for new sizes makes a buffer, so all ranks make it together. The backend is `nvlink` for tensors on GPUs of one host,
-    `nvshmem` for those of several, or of nodes that the caller makes of ranks, and `shm` for tensors on the CPU, also where the group is
-    gloo. Masks are those of all buffers.
+    It has room for as many tokens as the bytes that the caller gave to the constructor, which he had from
+    `get_low_latency_rdma_size_hint`, or for the most that a call has asked for. A call that asks for fewer uses a part of it. All ranks
+    make a buffer together in the first call with its sizes, and in a call that asks for more tokens than there is room for.
+
+    The backend is `nvlink` for tensors on GPUs of one host, `nvshmem` for those of several, or of nodes that the caller makes of ranks, and
+    `shm` for tensors on the CPU, also where the group is gloo. Masks are those of all buffers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, enable_shrink: bool, ranks_per_node: int | None = None) -> None:
-        self._group, self._enable_shrink, self._ranks_per_node = group, enable_shrink, ranks_per_node
-        self._buffers: dict[tuple[int, int, int, int], LowLatencyBuffer] = {}
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, enable_shrink: bool, ranks_per_node: int | None = None) -> None:
+        self._group, self._num_bytes = group, num_bytes
+        self._enable_shrink, self._ranks_per_node = enable_shrink, ranks_per_node
+        self._buffers: dict[tuple[int, int, int], LowLatencyBuffer] = {}
         self._latest: LowLatencyBuffer | None = None
+        self._is_destroyed = False
         self._masked_early: set[int] = set()
         """Ranks that were masked before there was a buffer."""
 
-    def get(self, x: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> LowLatencyBuffer:
-        """Return the buffer for a dispatch of the matrices `x` and `topk_idx`. Collective for new sizes. Raises what the construction of a
-        LowLatencyBuffer raises."""
-        sizes = _sizes(x, topk_idx, num_max_tokens_per_rank, num_experts)
-        buffer = self._buffers.get(sizes)
-        self._latest = self._make(sizes, x.device) if buffer is None else buffer
+    def check_alive(self) -> None:
+        """Raise BufferDestroyedError after `destroy`."""
+        if self._is_destroyed:
+            raise BufferDestroyedError(DESTROYED)
+
+    def get(self, x: Tensor, topk_idx: Tensor, num_max_tokens: int, num_experts: int) -> LowLatencyBuffer:
+        """Return the buffer for a dispatch of the matrices `x` and `topk_idx`, with room for `num_max_tokens` tokens of a rank or more.
+        Collective where there is none yet. Raises what the construction of a LowLatencyBuffer raises."""
+        sizes = x.shape[1], num_experts, topk_idx.shape[1]
+        buffer = self._of(sizes, num_max_tokens)
+        self._latest = self._make(sizes, num_max_tokens, x.device) if buffer is None else buffer
         return self._latest
 
-    def refuse_dispatch(self, error: _Error, *arguments: Any) -> _Error:
+    def refuse_dispatch(self, error: _Error, x: Tensor, topk_idx: Tensor, num_max_tokens: int, num_experts: int) -> _Error:
         """Tell the peers that this rank does not make the dispatch for which they call `get` with these arguments. Return `error`."""
-        return self._refuse(error, self._buffers.get(_sizes(*arguments)))
+        return self._refuse(error, self._of((x.shape[1], num_experts, topk_idx.shape[1]), num_max_tokens))
 
     def refuse(self, error: _Error) -> _Error:
         """Tell the peers that this rank does not make its call, which does not say in which buffer they are: that of the latest dispatch is
         taken, and where there is none, their first call. Return `error`, to be raised."""
         return self._refuse(error, self._latest)
 
+    def _of(self, sizes: tuple[int, int, int], num_max_tokens: int) -> LowLatencyBuffer | None:
+        buffer = self._buffers.get(sizes)
+        return None if buffer is None or buffer.num_max_tokens_per_rank < num_max_tokens else buffer
+
     def _refuse(self, error: _Error, buffer: LowLatencyBuffer | None) -> _Error:
+        if self._is_destroyed:
+            return error
         with contextlib.suppress(EPError):  # of peers that do not come: `error` says more
             if buffer is not None:
                 buffer.refuse(error)
@@ -59,24 +78,36 @@ class LowLatencyBuffers:
                 greet(self._group, error)
         return error
 
-    def _make(self, sizes: tuple[int, int, int, int], device: torch.device) -> LowLatencyBuffer:
-        masked = self.masked_ranks()
+    def _make(self, sizes: tuple[int, int, int], num_max_tokens: int, device: torch.device) -> LowLatencyBuffer:
+        masked, room = self.masked_ranks(), self._room(sizes, num_max_tokens)
         try:
             where = self._where(device, len(set(greet(self._group))))
-            buffer = LowLatencyBuffer(self._group, *sizes, mask_stalled=self._enable_shrink, **where)
+            buffer = LowLatencyBuffer(self._group, room, *sizes, mask_stalled=self._enable_shrink, **where)
         except EPTimeoutError as error:
             if not masked:
                 raise
             raise EPTimeoutError(
-                f"the sizes {dict(zip(_SIZES, sizes, strict=True))} are new, so all ranks make a buffer for them, and ranks "
-                f"{sorted(masked)} are masked; dispatch once with all sizes before a rank may be gone, or take these ranks back",
+                f"the sizes {dict(zip(_SIZES, (num_max_tokens, *sizes), strict=True))} are new, so all ranks make a buffer for them, and "
+                f"ranks {sorted(masked)} are masked; dispatch once with all sizes before a rank may be gone, or take these ranks back",
                 rank=error.rank, phase=error.phase,
             ) from error  # fmt: skip
         for rank in masked:
             buffer.mask_rank(rank)
         self._masked_early.clear()
-        self._buffers[sizes] = buffer
+        self._buffers.pop(sizes, None)  # handles of the smaller one keep it as long as they need it
+        keep(self._buffers, sizes, buffer)
         return buffer
+
+    def _room(self, sizes: tuple[int, int, int], num_max_tokens: int) -> int:
+        """Return the tokens of a rank that a new buffer has room for: as many as the caller's bytes are the size hint of, or more where a
+        call asks for more."""
+        hidden, num_experts, _ = sizes
+        smaller, most = self._buffers.get(sizes), _C.LOW_LATENCY_MAX_TOKENS
+        at_least = num_max_tokens if smaller is None else max(num_max_tokens, min(most, _GROWTH * smaller.num_max_tokens_per_rank))
+        num_ranks, tokens = self._group.size(), range(1, most + 1)
+        held = bisect.bisect_right(tokens, self._num_bytes, key=lambda n: size_hint(n, hidden, num_ranks, num_experts))
+        is_hint = held > 0 and size_hint(held, hidden, num_ranks, num_experts) == self._num_bytes
+        return max(at_least, held) if is_hint else at_least
 
     def _where(self, device: torch.device, num_hosts: int) -> dict[str, Any]:
         if not is_gpu(device):
@@ -86,7 +117,12 @@ class LowLatencyBuffers:
         return {"backend": "nvlink" if is_one_node else "nvshmem", "ranks_per_node": per_node}
 
     def mask(self, rank: int, masked: bool) -> None:
-        """Leave a rank out in all buffers, those to come too, or take it back."""
+        """Leave a rank out in all buffers, those to come too, or take it back. Raises ValueError for this rank, or for one
+        that does not exist."""
+        self.check_alive()
+        num_ranks, own = self._group.size(), self._group.rank()
+        if not 0 <= rank < num_ranks or rank == own:
+            raise ValueError(f"rank_to_mask is {rank}; it must be one of 0 to {num_ranks - 1}, and not this rank, {own}")
         if not self._buffers:
             (self._masked_early.add if masked else self._masked_early.discard)(rank)
         for buffer in self._buffers.values():
@@ -94,22 +130,27 @@ class LowLatencyBuffers:
 
     def masked_ranks(self) -> set[int]:
         """Return the ranks that any buffer leaves out, as far as the host can see."""
+        self.check_alive()
         return self._masked_early.union(*(buffer.masked_ranks for buffer in self._buffers.values()))
 
     def rejoin(self) -> None:
         """Come back, on a rank that the others take back."""
+        self.check_alive()
         for buffer in self._buffers.values():
             buffer.rejoin()
 
     def destroy(self) -> None:
-        """Destroy all buffers. Not collective."""
-        self._latest = None
+        """Destroy all buffers, for good. Not collective."""
+        self._is_destroyed, self._latest = True, None
         while self._buffers:
             self._buffers.popitem()[1].destroy()
 
 
-def _sizes(x: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> tuple[int, int, int, int]:
-    return num_max_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
+def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Return the bytes of a rank's workspace on a GPU, for any number of experts a token. More tokens take more bytes."""
+    return _C.low_latency_gpu_workspace_bytes(
+        num_ranks=num_ranks, num_experts=num_experts, num_topk=_C.MAX_TOPK, hidden=hidden, num_max_tokens=num_max_tokens
+    )
 
 
 def check_matrices(**tensors: Any) -> None:
@@ -119,48 +160,51 @@ def check_matrices(**tensors: Any) -> None:
             raise ValueError(f"{name} is {tensor!r:.80}; it must be a tensor of two dimensions")
 
 
-class DispatchHandle(tuple[Any, ...]):
-    """The handle of a low-latency dispatch as V1 returns it, a tuple of five: packed_recv_src_info [num_local_experts, num_ranks * max]
-    int32, the token that each row is of; packed_recv_layout_range [num_local_experts, num_ranks] int64, (first row << 32) | number of rows
-    from each rank; num_max_dispatch_tokens_per_rank, hidden, num_experts.
+@outside_graphs
+class DispatchHandle(Sequence[Any]):
+    """The handle of a low-latency dispatch, a sequence of V1's five: packed_recv_src_info [num_local_experts, num_ranks * max] int32, the
+    token that each row is of; packed_recv_layout_range [num_local_experts, num_ranks] int64, (first row << 32) | number of rows from each
+    rank; num_max_dispatch_tokens_per_rank, hidden, num_experts.
 
-    The two tensors are worked out when they are asked for, once the dispatch was received: few callers read them.
+    The two tensors are worked out when they are asked for, once the dispatch was received: few callers read them. So it is no tuple, whose
+    items are there from the start.
     """
 
-    buffer: LowLatencyBuffer
-    native: LowLatencyHandle
+    def __init__(self, buffer: LowLatencyBuffer, native: LowLatencyHandle, num_max_tokens: int) -> None:
+        self.buffer = buffer
+        self.native = native
+        self.num_rows = buffer.num_ranks * num_max_tokens
+        """Rows of a local expert in tensors of the caller; in those of `buffer` there may be more."""
+        self._sizes = num_max_tokens, buffer.hidden, buffer.num_experts
 
-    def __new__(cls, buffer: LowLatencyBuffer, native: LowLatencyHandle) -> "DispatchHandle":
-        self = super().__new__(cls, (None, None, buffer.num_max_tokens_per_rank, buffer.hidden, buffer.num_experts))
-        self.buffer, self.native = buffer, native
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values())
+    def __len__(self) -> int:
+        return 5
 
     def __getitem__(self, index: Any) -> Any:
         is_number = isinstance(index, int) and index % len(self) >= 2
-        return super().__getitem__(index) if is_number else self._values()[index]
+        return self._sizes[index % len(self) - 2] if is_number else self._values()[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values())
 
     def _values(self) -> tuple[Any, ...]:
         sources = row_sources(self.native, self.buffer)
         num_rows = sources.num_tokens.long()
         first_rows = num_rows.cumsum(1) - num_rows
-        return (sources.token_idx, first_rows << 32 | num_rows, *super().__getitem__(slice(2, None)))
+        return sources.token_idx[:, : self.num_rows].contiguous(), first_rows << 32 | num_rows, *self._sizes
 
 
 class Waits:
     """Adds what a call waits for each rank to the caller's counter, each time it is left."""
 
-    def __init__(self, name: str, stats: Tensor | None, buffer: LowLatencyBuffer):
-        self.name, self.stats, self.buffer = name, stats, buffer
+    def __init__(self, stats: Tensor | None, buffer: LowLatencyBuffer):
+        """stats: [num_ranks] int64 on the device of the calls, or None."""
+        self.stats, self.buffer = stats, buffer
 
     def __enter__(self) -> None:
         if self.stats is not None:
             self.before = self.buffer.statistics().wait_ns.clone()
 
     def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        if self.stats is None or error is not None:
-            return
-        check_tensor(self.name, self.stats, (self.buffer.num_ranks,), (torch.int64,), self.before.device)
-        self.stats.add_(self.buffer.statistics().wait_ns - self.before)
+        if self.stats is not None and error is None:
+            self.stats.add_(self.buffer.statistics().wait_ns - self.before)

@@ -28,5 +28,5 @@ def provide() -> None:
     """Put this package and its modules under the name `deep_ep`, whatever was there."""
     package = importlib.import_module(PACKAGE)
     sys.modules[NAME] = package
-    for module in pkgutil.iter_modules(package.__path__):
-        sys.modules[f"{NAME}.{module.name}"] = importlib.import_module(f"{PACKAGE}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."):
+        sys.modules[NAME + module.name.removeprefix(PACKAGE)] = importlib.import_module(module.name)

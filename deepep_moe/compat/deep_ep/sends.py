@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from deepep_moe import config
+from deepep_moe.arguments import as_int
 from deepep_moe.compat.deep_ep.arguments import checked_routing, detached
 from deepep_moe.compat.deep_ep.core import GrowingBuffers
 from deepep_moe.compat.deep_ep.handle import Handle
 from deepep_moe.compat.deep_ep.layout import lanes_of_ranks
+from deepep_moe.compat.deep_ep.widths import dispatch_along
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.group.rendezvous import gather_objects
@@ -32,15 +34,16 @@ def send(
     buffers: GrowingBuffers, x: Tensor, x_scales: Tensor | None, routing: Routing, num_sms: int | None
 ) -> tuple[DispatchOutput, _Told]:
     """Dispatch by new routing. Return what came, and recv_topk_idx, recv_topk_weights, tokens of each local expert, the handle."""
-    bound = routing.num_worst_tokens or None
     try:
         num_experts, topk_idx, topk_weights = _lanes_of(routing)
+        alignment = as_int("expert_alignment", routing.expert_alignment)
+        bound = as_int("num_worst_tokens", routing.num_worst_tokens) or None
     except (TypeError, ValueError) as error:
         raise buffers.refuse(error) from None
 
     def dispatch(buffer: Buffer) -> DispatchOutput:
         return buffer.dispatch(
-            x, topk_idx, topk_weights, x_scales=x_scales, layout="rank", expert_alignment=routing.expert_alignment, num_recv_rows=bound,
+            x, topk_idx, topk_weights, x_scales=x_scales, layout="rank", expert_alignment=alignment, num_recv_rows=bound,
             num_sms=num_sms,
         )  # fmt: skip
 
@@ -48,7 +51,7 @@ def send(
     buffer, out = buffers.dispatch(x, num_experts, topk_idx.shape[-1], dispatch, least)
     handle = Handle(buffer, out.handle)
     if routing.topk_idx is None:
-        return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, routing), handle)
+        return out, (None, None, [] if bound else _counts_of_all(buffers, buffer, routing, alignment), handle)
     return out, (out.recv_topk_idx, out.recv_topk_weights, [] if bound else out.handle.num_rows_per_expert_list, handle)
 
 
@@ -59,7 +62,7 @@ def send_along(
     buffer = checked(buffers, handle).buffer
     if topk_idx is not None:
         raise buffer.refuse(ValueError("topk_idx and handle were both given; a handle repeats the routing of its own dispatch"))
-    return buffer.dispatch(x, x_scales=x_scales, handle=handle.along, num_sms=num_sms)
+    return dispatch_along(buffer, x, x_scales, handle.along, num_sms=num_sms)
 
 
 def checked(buffers: GrowingBuffers, handle: object) -> Handle:
@@ -95,12 +98,12 @@ def _num_experts(routing: Routing) -> int:
     return routing.num_tokens_per_expert.shape[0]
 
 
-def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing) -> list[int]:
+def _counts_of_all(buffers: GrowingBuffers, buffer: Buffer, routing: Routing, alignment: int) -> list[int]:
     """Return the tokens that come to each local expert. Rows do not say it where their experts were not told, so the ranks' own counts are
     exchanged. Collective."""
     assert routing.num_tokens_per_expert is not None
     own = routing.num_tokens_per_expert.tolist()
     told = gather_objects(own, buffers.group, buffers.num_ranks, "counts of a DeepEP dispatch without topk_idx", config.timeout_s(), list)
-    first, alignment = buffer.rank * buffer.num_local_experts, routing.expert_alignment
+    first = buffer.rank * buffer.num_local_experts
     counts = torch.tensor(told).sum(0)[first : first + buffer.num_local_experts].tolist()
     return [-(-count // alignment) * alignment for count in counts]

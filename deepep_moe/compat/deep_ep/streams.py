@@ -8,8 +8,6 @@ from torch import Tensor
 
 from deepep_moe.compat.deep_ep.events import EventHandle, EventOverlap, recorded_of
 
-_NO_EVENT = EventOverlap()
-
 
 class CommStream:
     """The communication stream of a buffer, made when it is first asked for. Calls on CPU tensors run at once, on no stream.
@@ -50,7 +48,7 @@ class CommStream:
     def end(self, callers: "torch.cuda.Stream | None", is_async: bool, given: "Iterable[Any]", made: "Iterable[Any]") -> EventOverlap:
         """Return to the caller's stream, and return the call's event. `given`, `made`: its tensors, whose memory both streams use."""
         if not is_async:
-            return _NO_EVENT
+            return EventOverlap()
         event = EventHandle()
         if callers is not None:
             own = self.get()

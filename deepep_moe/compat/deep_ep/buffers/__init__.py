@@ -1,0 +1,1 @@
+"""`deep_ep.buffers`, where version 2 has its classes."""

@@ -1,0 +1,22 @@
+"""`deep_ep.utils.envs`: what version 2 asks of a machine. Its start of processes and its measurements of links are DeepEP's tests' own."""
+
+from typing import Any
+
+import torch
+
+from deepep_moe.compat.deep_ep.elastic import get_logical_domain_size, get_physical_domain_size
+
+__all__ = ["check_nvlink_connections", "check_torch_deterministic", "get_logical_domain_size", "get_physical_domain_size"]
+
+
+def check_nvlink_connections(group: Any) -> None:
+    """Do nothing: a buffer looks itself whether its GPUs reach each other, and says which do not."""
+
+
+def check_torch_deterministic() -> None:
+    """Raise RuntimeError where PyTorch fills new tensors, which would run beside a call on the communication stream."""
+    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+        raise RuntimeError(
+            "torch.utils.deterministic.fill_uninitialized_memory is True with deterministic algorithms; set it to False before calls of "
+            "deep_ep"
+        )

@@ -1,0 +1,85 @@
+"""Calls along a handle with rows of another width than its dispatch had. DeepEP takes the width from each call."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs
+from deepep_moe.exchange.buffer import Buffer
+from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_tensors
+from deepep_moe.exchange.handle import DispatchHandle, DispatchOutput
+from deepep_moe.exchange.lanes import combine_with_lanes
+from deepep_moe.group.settings import Settings
+
+_WORD = torch.float32  # in which rows of any dtype travel, as a dispatch copies bits; every row is a multiple of 16 bytes
+
+
+def dispatch_along(
+    buffer: Buffer, x: Tensor, x_scales: Tensor | None, handle: DispatchHandle, topk_weights: Tensor | None = None,
+    num_sms: int | None = None, return_hook: bool = False,
+) -> DispatchOutput:  # fmt: skip
+    """Dispatch along a handle of `buffer`, as its `dispatch` does. Rows of another width than the buffer's travel as several rows of its
+    width, and have arrived when this returns: `hook` is None. Raises what `Buffer.dispatch` raises."""
+    if not _is_of_another_width(buffer, x):
+        return buffer.dispatch(x, None, topk_weights, x_scales=x_scales, handle=handle, num_sms=num_sms, return_hook=return_hook)
+    buffer.calls.refuse_on_failure(_check_dispatch, buffer, x, x_scales, topk_weights, handle)
+    num_words, num_scales = x.shape[1] * x.itemsize // _WORD.itemsize, 0 if x_scales is None else x_scales.shape[1]
+    parts = buffer.calls.refuse_on_failure(lambda: _in_parts(_words(x, x_scales), buffer.hidden))
+    outs = [buffer.dispatch(part, None, None if n else topk_weights, handle=handle, num_sms=num_sms) for n, part in enumerate(parts)]
+    recv = torch.cat([out.recv_x for out in outs], 1)
+    recv_x = recv[:, :num_words].contiguous().view(x.dtype)
+    recv_scales = None if x_scales is None else recv[:, num_words : num_words + num_scales].contiguous()
+    return outs[0]._replace(recv_x=recv_x, recv_x_scales=recv_scales)
+
+
+def combine_along(
+    buffer: Buffer, x: Tensor, handle: DispatchHandle, lanes: Tensor | None = None, bias: Tensor | None = None, num_sms: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums and those of `lanes`, as `Buffer.combine` and `combine_with_lanes` do, of rows of any width. Raises what they
+    raise."""
+    if not _is_of_another_width(buffer, x):
+        if lanes is None:
+            return buffer.combine(x, handle, bias=bias, num_sms=num_sms), None
+        return combine_with_lanes(buffer, x, handle, lanes, bias, num_sms)
+    buffer.calls.refuse_on_failure(_check_combine, buffer, x, lanes, bias, handle)
+    parts = buffer.calls.refuse_on_failure(_in_parts, x, buffer.hidden)
+    biases = [None] * len(parts) if bias is None else buffer.calls.refuse_on_failure(_in_parts, bias, buffer.hidden)
+    first, sums = combine_along(buffer, parts[0], handle, lanes, biases[0], num_sms)
+    rest = [buffer.combine(part, handle, bias=added, num_sms=num_sms) for part, added in zip(parts[1:], biases[1:], strict=True)]
+    return torch.cat([first, *rest], 1)[:, : x.shape[1]].contiguous(), sums
+
+
+def _is_of_another_width(buffer: Buffer, x: Tensor) -> bool:
+    return x.dim() == 2 and x.shape[1] != buffer.hidden and x.shape[1] > 0
+
+
+def _as_wide_as(buffer: Buffer, x: Tensor) -> Settings:
+    return replace(buffer.calls.settings, hidden=x.shape[1])
+
+
+def _check_dispatch(buffer: Buffer, x: Tensor, x_scales: Tensor | None, topk_weights: Tensor | None, handle: DispatchHandle) -> None:
+    check_tensors(x, x_scales=x_scales, topk_weights=topk_weights)
+    args = CachedDispatchArgs(buffer.calls.own_mode, x, x_scales, topk_weights, handle)
+    check_cached_dispatch(args, _as_wide_as(buffer, x))
+
+
+def _check_combine(buffer: Buffer, x: Tensor, lanes: Tensor | None, bias: Tensor | None, handle: DispatchHandle) -> None:
+    check_tensors(x, topk_weights=lanes, bias=bias)
+    check_combine(CombineArgs(buffer.calls.own_mode, x, None, bias, lanes, handle), _as_wide_as(buffer, x))
+
+
+def _words(x: Tensor, x_scales: Tensor | None) -> Tensor:
+    """Return the bytes of each row, and those of its scales behind them."""
+    if x.storage_offset() * x.itemsize % _WORD.itemsize:
+        x = x.clone()
+    return x.view(_WORD) if x_scales is None else torch.cat([x.view(_WORD), x_scales], 1)
+
+
+def _in_parts(rows: Tensor, width: int) -> Tensor:
+    """Return [num_parts, num_rows, width]: the columns of `rows` in groups of `width`, the last one filled up with zeros."""
+    num_rows, num_columns = rows.shape
+    num_parts = -(-num_columns // width)
+    columns = rows.new_zeros(num_rows, num_parts * width)
+    columns[:, :num_columns] = rows
+    return columns.view(num_rows, num_parts, width).transpose(0, 1).contiguous()
