@@ -171,7 +171,8 @@ class MoELayer(RankExperts):
 
         Collective over the buffer's group. Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False`
         without copies, or a data-parallel wrapper that has mixed the experts of ranks; TypeError for outputs that are no tensors, as
-        `Buffer.dispatch`, and what router and experts raise. With fp8, BackendUnavailableError on a GPU without fp8 products. The peers of a rank that raises these raise EPPeerError.
+        `Buffer.dispatch`, and what router and experts raise. With fp8, BackendUnavailableError on a GPU without fp8 products. The peers of
+        a rank that raises these raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
         rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)

@@ -136,7 +136,8 @@ def _look(layer: RankExperts, seen: _Seen | None, ddp: DistributedDataParallel |
         raise ValueError("DataParallel runs copies of this layer in one process; start a process for each GPU, with torchrun")
     places = [(module, name, p) for module in layer.experts.modules() for name, p in module._parameters.items() if p is not None]
     is_known = all(parameter in _own for _, _, parameter in places)
-    was_flattened = seen is not None and getattr(seen.parameter, "_fsdp_flattened", False)
+    had_parameters = seen is not None and seen.parameter is not None
+    was_flattened = had_parameters and (not places or getattr(seen.parameter, "_fsdp_flattened", False))  # type: ignore[union-attr]
     if was_flattened or not is_known:
         _check_shards(layer, [module for module, _, _ in places], was_flattened)
     wrapper = weakref.ref(ddp) if ddp is not None else seen.ddp if seen is not None else None
@@ -172,16 +173,16 @@ def _check_ddp(layer: RankExperts, ddp: DistributedDataParallel) -> None:
 def _check_shards(layer: RankExperts, modules: list[nn.Module], was_flattened: bool) -> None:
     """Raise ValueError where FSDP, of either kind, shards the experts over ranks that have different ones."""
     ranks, me = set(_ranks(layer.buffer._group)), dist.get_rank()
-    advice = "the experts of each rank are its own; pass"
+    advice = "each rank has other ones. Pass the expert parameters (docs/data_parallel.md) as"
     inner = [module for module in layer.experts.modules() if hasattr(module, "_handle") and hasattr(module, "process_group")]
     if inner:
         was_flattened = any(ranks.intersection(_ranks(module.process_group)) != {me} for module in inner)
     if was_flattened:
-        raise ValueError(f"FullyShardedDataParallel shards the experts; {advice} ignored_states=[*expert_parameters] to it")
+        raise ValueError(f"FullyShardedDataParallel shards the experts; {advice} ignored_states to it")
     meshes = list(_meshes_of({id(module) for module in modules}))
     has_shards = any(hasattr(parameter, "full_tensor") for parameter in layer.expert_parameters()) and not meshes
     if has_shards or any(ranks.intersection(mesh.mesh.flatten().tolist()) != {me} for mesh in meshes):
-        raise ValueError(f"fully_shard shards the experts; {advice} ignored_params={{*expert_parameters}} to it")
+        raise ValueError(f"fully_shard shards the experts; {advice} ignored_params to it")
 
 
 def _meshes_of(modules: set[int]) -> Iterator[Any]:

@@ -1,45 +1,15 @@
 """Experts of Hugging Face style models, spread over ranks: outputs and gradients are those of the model itself."""
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_cases import build, example
 from torch import nn
 
 from deepep_moe.integrations.huggingface import SpreadExperts, expert_parameters, spread_experts
 from deepep_moe.testing import run_ranks
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "huggingface"
-
-
-def example(name: str):
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(str(EXAMPLE))
-
-
-def build(name: str) -> nn.Module:
-    """A model with random weights, the same on every rank."""
-    torch.manual_seed(3)
-    if name == "stand-in":
-        return example("model").build(stand_in=True)
-    import transformers
-
-    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    common |= {"num_key_value_heads": 2, "num_experts_per_tok": 2}
-    if name == "mixtral":
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**common, num_local_experts=4))
-    if name == "qwen3":
-        config = transformers.Qwen3MoeConfig(**common, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8)
-        return transformers.Qwen3MoeForCausalLM(config)
-    deepseek = {"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    deepseek |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**common | {"num_key_value_heads": 4}, **deepseek))
 
 
 def parity_worker(rank: int, num_ranks: int, names: tuple[str, ...]) -> list[tuple[list[str], int]]:
