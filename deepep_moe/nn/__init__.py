@@ -4,9 +4,10 @@ from deepep_moe.low_latency.overlap import Span, Timeline, overlapped, routed_ex
 from deepep_moe.nn.grouped_experts import GroupedExperts
 from deepep_moe.nn.metrics import EventFile, JsonLines, Metrics
 from deepep_moe.nn.moe import LocalExperts, MoELayer, SwiGLU
+from deepep_moe.nn.rank_parameters import mark_experts
 from deepep_moe.nn.router import Router
 
 __all__ = [
-    "EventFile", "GroupedExperts", "JsonLines", "LocalExperts", "Metrics", "MoELayer", "Router", "Span", "SwiGLU", "Timeline", "overlapped",
-    "routed_experts",
+    "EventFile", "GroupedExperts", "JsonLines", "LocalExperts", "Metrics", "MoELayer", "Router", "Span", "SwiGLU", "Timeline",
+    "mark_experts", "overlapped", "routed_experts",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """A mixture-of-experts layer on `Buffer` and `Router`, and the experts most models use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from deepep_moe.exchange.checks import BLOCKWISE
 from deepep_moe.exchange.failures import notify_peers_on_failure
 from deepep_moe.exchange.handle import DispatchOutput
 from deepep_moe.nn.grouped_experts import GroupedExperts
+from deepep_moe.nn.rank_parameters import RankExperts
 from deepep_moe.nn.router import Router
 from deepep_moe.ops.fp8_kept import check_is_first_microbatch, kept_in
 from deepep_moe.ops.fp8_products import GROUP_ALIGNMENT, check_alignment, check_products, check_widths
@@ -78,13 +79,14 @@ def _check_fp8(experts: nn.Module, hidden: int, expert_alignment: int, num_recv_
     check_alignment("num_recv_rows", num_recv_rows or 0)
 
 
-class MoELayer(nn.Module):
+class MoELayer(RankExperts):
     """Routed experts spread over the ranks of a group, plus an optional shared expert every token passes.
 
     Tokens go to their experts with `Buffer.dispatch` in the expert layout, so the experts get rows grouped by expert, and come back
     with a weighted `Buffer.combine` that adds the shared expert's output in the same rounding.
 
-    Not for `DistributedDataParallel` as it is, which would give all ranks the experts of rank 0: see `expert_parameters`.
+    Call `mark_experts(model)` before `DistributedDataParallel` wraps a model with such layers, or it would give all ranks the experts of
+    rank 0. docs/data_parallel.md says what each wrapper needs.
 
     Args:
         router: decides; its hidden, num_experts and num_topk are the layer's. Its parameters are replicated on all ranks.
@@ -157,6 +159,7 @@ class MoELayer(nn.Module):
                 f"{given} experts were given; this rank of {self.buffer.num_ranks} holds "
                 f"{self.buffer.num_local_experts} of {router.num_experts}"
             )
+        self.check_wrappers()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, is_first_microbatch: bool | None = None) -> Tensor:
         """x: [..., hidden]. mask: [num_tokens] bool, True for tokens to leave out (padding). Returns the shape of x, in the dtype of the
@@ -166,15 +169,17 @@ class MoELayer(nn.Module):
         weights and keeps the copies, 2 bytes a parameter; False in the others, which use them (docs/design/fp8_training.md). None: each
         forward quantizes. Without fp8 it has no effect.
 
-        Collective over the buffer's group. Raises ValueError for another width, outputs of another shape, or `is_first_microbatch=False`
-        without copies; TypeError for outputs that are no tensors, as `Buffer.dispatch`, and what router and experts raise. With fp8,
-        BackendUnavailableError on a GPU without fp8 products. The peers of a rank that raises these raise EPPeerError.
+        Collective over the buffer's group. Raises ValueError for another width, outputs of another shape, `is_first_microbatch=False`
+        without copies, or a data-parallel wrapper that has mixed the experts of ranks; TypeError for outputs that are no tensors, as
+        `Buffer.dispatch`, and what router and experts raise. With fp8, BackendUnavailableError on a GPU without fp8 products. The peers of
+        a rank that raises these raise EPPeerError.
         """
         check_is_first_microbatch(is_first_microbatch)
         rows, out = notify_peers_on_failure(self.buffer, self._dispatch, x, mask)
         return notify_peers_on_failure(self.buffer, self._combine, rows, out, is_first_microbatch).view(x.shape)
 
     def _dispatch(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, DispatchOutput]:
+        self.check_wrappers()
         if x.shape[-1] != self.router.hidden:
             raise ValueError(f"x has shape {list(x.shape)}; its last dimension must be hidden, {self.router.hidden}")
         rows = x.reshape(-1, self.router.hidden).contiguous()
@@ -204,16 +209,3 @@ class MoELayer(nn.Module):
         """Drop the fp8 copies of the experts' weights that are kept between forwards. The next forward passes True or None."""
         for kept in kept_in(self.experts):
             kept.release()
-
-    def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that differ from rank to rank: keep them out of data-parallel averaging over the buffer's group.
-
-        Their gradients already hold the tokens of all ranks; with a loss averaged over R ranks, divide them by R. With
-        `torch.nn.parallel.DistributedDataParallel`, before it wraps the model:
-
-            own = {id(p) for m in model.modules() if isinstance(m, MoELayer) for p in m.expert_parameters()}
-            names = [name for name, p in model.named_parameters() if id(p) in own]
-            names += [name for name, _ in model.named_buffers() if name.endswith("num_tokens_per_expert")]  # each rank's own counts
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-        """
-        return self.experts.parameters()

@@ -7,12 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepep_moe import config
+from deepep_moe.errors import EPMismatchError, EPPeerError, told
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.failures import notify_peers_on_failure
-from deepep_moe.nn import GroupedExperts
+from deepep_moe.group.rendezvous import gather_objects, join
+from deepep_moe.integrations.huggingface import saving
+from deepep_moe.integrations.huggingface.proof import WEIGHTS, check, is_stack
+from deepep_moe.nn import GroupedExperts, mark_experts
+from deepep_moe.nn.rank_parameters import RankExperts
+
+_Block = tuple[str, int, int]  # name of the experts, hidden, number of experts
 
 
-class SpreadExperts(nn.Module):
+class SpreadExperts(RankExperts):
     """Takes the place of a block's `experts`, and is called as they are. The block keeps its router and its shared experts.
 
     Attributes:
@@ -22,7 +30,7 @@ class SpreadExperts(nn.Module):
 
     def __init__(self, experts: nn.Module, buffer: Buffer):
         super().__init__()
-        up, down = _weights(experts)
+        up, down = (getattr(experts, weight) for weight in WEIGHTS)
         own = slice(buffer.rank * buffer.num_local_experts, (buffer.rank + 1) * buffer.num_local_experts)
         num_local, inner, hidden = up[own].shape
         self.buffer = buffer
@@ -30,17 +38,28 @@ class SpreadExperts(nn.Module):
         self.experts.up, self.experts.down = (
             nn.Parameter(weight[own].detach().clone(), requires_grad=weight.requires_grad) for weight in (up, down)
         )
+        self.register_state_dict_pre_hook(saving.refuse_state_dict)
+        self.check_wrappers()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states: [num_tokens, hidden]. top_k_index, top_k_weights: [num_tokens, num_topk]. Returns the shape of hidden_states.
 
-        Collective over the buffer's group. Raises what `Buffer.dispatch` and `GroupedExperts` raise.
+        Collective over the buffer's group. Raises ValueError for more tokens than `spread_experts` was told, or where a data-parallel
+        wrapper has mixed the experts of ranks, and what `Buffer.dispatch` and `GroupedExperts` raise.
         """
         out = notify_peers_on_failure(self.buffer, self._dispatch, hidden_states, top_k_index, top_k_weights)
         return notify_peers_on_failure(self.buffer, self._combine, out).view(hidden_states.shape)
 
     def _dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        self.check_wrappers()
+        rows, most = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous(), self.buffer.num_max_tokens_per_rank
+        if not torch.compiler.is_compiling():
+            saving.guard_trainer()
+            if len(rows) > most:
+                raise ValueError(
+                    f"hidden_states has {len(rows)} tokens, more than num_max_tokens_per_rank, which is {most}; pass a larger number to "
+                    "spread_experts(model, num_max_tokens_per_rank=...)"
+                )
         return self.buffer.dispatch(rows, top_k_index, top_k_weights.float())
 
     def _combine(self, out: Any) -> Tensor:
@@ -60,7 +79,10 @@ def spread_experts(
 
     Call it on every rank, with the same weights on all of them, once these are loaded and lie on their device, and before an optimizer or
     `DistributedDataParallel` takes the parameters. Outputs stay those of the model, up to the order of sums. The memory of a rank's experts
-    shrinks by the number of ranks.
+    shrinks by the number of ranks. docs/data_parallel.md says what wrappers of the model do with them.
+
+    Experts are taken only if they compute what `GroupedExperts` does: each rank runs those that it will hold on rows of many magnitudes,
+    forward and backward. A model that is refused stays as it is, on all ranks.
 
     Args:
         model: its blocks have `experts` with `gate_up_proj [num_experts, 2 * intermediate, hidden]` and `down_proj [num_experts, hidden,
@@ -73,55 +95,105 @@ def spread_experts(
         The names of the modules that were replaced.
 
     Raises:
-        ValueError: no block has this shape, an expert has biases or another activation, or the top-k is not known. And whatever `Buffer`
-            raises, such as for a number of experts that the ranks do not divide.
+        ValueError: no block has this shape, all are spread already, an expert computes something else (biases, another activation, limits,
+            norms), has something that would be lost (more parameters, hooks, LoRA), or the top-k is not known.
+        EPPeerError: a peer has raised one of these.
+        EPMismatchError: the ranks have different blocks. And whatever `Buffer` raises.
     """
-    if num_topk is None:
-        num_topk = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
-    if num_topk is None:
-        raise ValueError("num_topk is None, and the model has no config.num_experts_per_tok; pass num_topk")
-    found = {name: module for name, module in model.named_modules() if name.split(".")[-1] == "experts" and _is_stack(module)}
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no module `experts` with gate_up_proj [num_experts, 2 * intermediate, hidden] and down_proj "
-            "[num_experts, hidden, intermediate]; transformers 5 and newer has them so"
-        )
-    for name, experts in found.items():
-        _check(name, experts)
+    members, num_ranks, rank = join(group, "spread model")
+    error: Exception | None = None
+    blocks: list[_Block] = []
+    try:
+        if num_topk is None:
+            num_topk = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+        if num_topk is None:
+            raise ValueError("num_topk is None, and the model has no config.num_experts_per_tok; pass num_topk")
+        blocks = _find(model)
+        done: set[int] = set()
+        for name, _, _ in blocks:
+            experts = model.get_submodule(name)
+            if id(experts) not in done:
+                check(name, experts, num_topk, rank, num_ranks)
+            done.add(id(experts))
+    except Exception as refused:
+        error = refused
+    _agree(blocks, error, members, num_ranks)
+    assert num_topk is not None
     buffers: dict[tuple[int, int], Buffer] = {}
-    for name, experts in found.items():
-        up, _ = _weights(experts)
-        sizes = up.shape[2], up.shape[0]
-        if sizes not in buffers:
-            buffers[sizes] = Buffer(group, num_max_tokens_per_rank, *sizes, num_topk, backend=backend)
-        model.get_submodule(name.rpartition(".")[0]).experts = SpreadExperts(experts, buffers[sizes])
-    return list(found)
+    try:
+        for _, *sizes in blocks:
+            if tuple(sizes) not in buffers:
+                buffers[sizes[0], sizes[1]] = Buffer(group, num_max_tokens_per_rank, *sizes, num_topk, backend=backend)
+    except BaseException:
+        for buffer in buffers.values():
+            buffer.destroy()
+        raise
+    spread: dict[int, SpreadExperts] = {}  # a module that stands in several places stays one
+    for name, *sizes in blocks:
+        experts = model.get_submodule(name)
+        layer = spread.get(id(experts)) or SpreadExperts(experts, buffers[sizes[0], sizes[1]])
+        spread[id(experts)] = layer
+        model.get_submodule(name.rpartition(".")[0]).experts = layer
+    mark_experts(model)
+    saving.guard(model)
+    return [name for name, _, _ in blocks]
 
 
 def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that differ from rank to rank. Leave them out of an average over ranks: their gradients have the tokens of all ranks
-    already. With a loss averaged over R ranks, divide them by R."""
+    already. With a loss averaged over R ranks, divide them by R, unless `DistributedDataParallel` wraps the model: then that is done."""
     for module in model.modules():
         if isinstance(module, SpreadExperts):
-            yield from module.experts.parameters()
+            yield from module.expert_parameters()
 
 
-def _weights(experts: nn.Module) -> tuple[Tensor, Tensor]:
-    return experts.gate_up_proj, experts.down_proj  # type: ignore[return-value]
+def _find(model: nn.Module) -> list[_Block]:
+    """Return the blocks of a model. Raises ValueError for a model without any, or with experts that are wrapped or shared."""
+    blocks, owners, spread = [], {}, []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(hasattr(getattr(module, weight, None), "ds_id") for weight in WEIGHTS):
+            raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; spread_experts needs whole weights, and no ZeRO-3 around it")
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), set()).add(id(module))
+        *path, last = name.split(".")
+        if isinstance(module, SpreadExperts):
+            spread.append(name)
+        elif last == "experts" and type(module).__name__ != "ParamWrapper" and is_stack(module):
+            blocks.append((name, module.gate_up_proj.shape[2], module.gate_up_proj.shape[0]))
+        elif "experts" in path and is_stack(module):
+            wrapper = ".".join(path)
+            raise ValueError(
+                f"{wrapper} is a {type(model.get_submodule(wrapper)).__name__} around experts, such as that of LoRA on experts; "
+                "merge it first: model = model.merge_and_unload()"
+            )
+    if not blocks and spread:
+        raise ValueError(f"{type(model).__name__} is already spread ({spread[0]} and {len(spread) - 1} more); call spread_experts once")
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no module `experts` with gate_up_proj [num_experts, 2 * intermediate, hidden] and down_proj "
+            "[num_experts, hidden, intermediate]; transformers 5 and newer has them so"
+        )
+    for name, _, _ in blocks:
+        for weight in WEIGHTS:
+            if len(owners.get(id(getattr(model.get_submodule(name), weight)), ())) > 1:
+                raise ValueError(
+                    f"{name}.{weight} is also a parameter of another module; only experts with weights of their own can be spread"
+                )
+    return blocks
 
 
-def _is_stack(module: nn.Module) -> bool:
-    up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    if not (isinstance(up, Tensor) and isinstance(down, Tensor) and up.dim() == down.dim() == 3):
-        return False
-    num_experts, inner, hidden = up.shape
-    return down.shape == (num_experts, hidden, inner // 2) and inner % 2 == 0
-
-
-def _check(name: str, experts: nn.Module) -> None:
-    biases = [bias for bias in ("gate_up_proj_bias", "down_proj_bias") if getattr(experts, bias, None) is not None]
-    if biases:
-        raise ValueError(f"{name} has {' and '.join(biases)}; only experts without biases can be spread")
-    activation, x = getattr(experts, "act_fn", None), torch.linspace(-3, 3, 7)
-    if not callable(activation) or not torch.allclose(activation(x), nn.functional.silu(x)):
-        raise ValueError(f"{name} has the activation {activation!r}; only experts with SiLU can be spread")
+def _agree(blocks: list[_Block], error: Exception | None, group: "dist.ProcessGroup | None", num_ranks: int) -> None:
+    """Raise on all ranks where one has refused its model, or where their blocks differ. Collective."""
+    words = None if error is None else told(error)
+    answers = gather_objects({"blocks": blocks, "error": words}, group, num_ranks, "spread_experts", config.timeout_s(), dict)
+    if error is not None:
+        raise error
+    for rank, answer in enumerate(answers):
+        if answer["error"] is not None:
+            raise EPPeerError(f"rank {rank} did not make its call: {answer['error']}", rank=rank)
+    for rank, answer in enumerate(answers):
+        if answer["blocks"] != answers[0]["blocks"]:
+            raise EPMismatchError(
+                f"rank {rank} has blocks {answer['blocks']} (name, hidden, num_experts), rank 0 has {answers[0]['blocks']}; "
+                "give all ranks one model"
+            )

@@ -1,45 +1,17 @@
 """Experts of Hugging Face style models, spread over ranks: outputs and gradients are those of the model itself."""
 
 import json
-import sys
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_cases import build, example
 from torch import nn
 
+from deepep_moe.errors import EPMismatchError, EPPeerError
 from deepep_moe.integrations.huggingface import SpreadExperts, expert_parameters, spread_experts
 from deepep_moe.testing import run_ranks
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "huggingface"
-
-
-def example(name: str):
-    sys.path.insert(0, str(EXAMPLE))
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(str(EXAMPLE))
-
-
-def build(name: str) -> nn.Module:
-    """A model with random weights, the same on every rank."""
-    torch.manual_seed(3)
-    if name == "stand-in":
-        return example("model").build(stand_in=True)
-    import transformers
-
-    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    common |= {"num_key_value_heads": 2, "num_experts_per_tok": 2}
-    if name == "mixtral":
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**common, num_local_experts=4))
-    if name == "qwen3":
-        config = transformers.Qwen3MoeConfig(**common, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8)
-        return transformers.Qwen3MoeForCausalLM(config)
-    deepseek = {"n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    deepseek |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**common | {"num_key_value_heads": 4}, **deepseek))
 
 
 def parity_worker(rank: int, num_ranks: int, names: tuple[str, ...]) -> list[tuple[list[str], int]]:
@@ -113,3 +85,161 @@ def test_example(tmp_path):
         assert losses[0] - losses[-1] > 1
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == losses and lines[0]["deepep_moe/layer_1/rows"] == 2 * 4 * 32 * 2
+
+
+def limited(self, x):
+    return self.plain(x).clamp(-100, 100)
+
+
+def scaled(self, x):
+    return 1.5 * self.plain(x)
+
+
+def of_other_rows(self, x):
+    return self.plain(x) - self.plain(x).mean(0)
+
+
+def with_dropout(self, x):
+    return nn.functional.dropout(self.plain(x), 0.1, self.training)
+
+
+def without_gradient_of_rows(self, x):
+    return self.plain(x.detach())
+
+
+def plain(self, x):
+    return self.plain(x)
+
+
+def other_experts(function) -> nn.Module:
+    """A model whose second block has experts that apply `function` to the output of the plain ones."""
+    model = example("model").build(stand_in=True)
+    experts = model.layers[1].experts
+    plain_class = type(experts)
+
+    class Experts(plain_class):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            self.__dict__["plain"] = lambda x: plain_class.forward(self, x, top_k_index, top_k_weights)
+            return function(self, hidden_states)
+
+    experts.__class__ = Experts
+    return model
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("function", (limited, scaled, of_other_rows, with_dropout, without_gradient_of_rows))
+def test_experts_with_other_arithmetic(function, dtype):
+    model = other_experts(function).to(dtype).eval()
+    state, random_state = {name: id(tensor) for name, tensor in model.named_parameters()}, torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"layers\.1\.experts .*(something else|cannot be called)"):
+        spread_experts(model)
+    assert state == {name: id(tensor) for name, tensor in model.named_parameters()} and not model.layers[1].experts.training
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_experts_that_compute_the_same(dtype):
+    assert spread_experts(other_experts(plain).to(dtype)) == ["layers.0.experts", "layers.1.experts"]
+
+
+def test_what_would_be_lost_is_refused():
+    model = with_experts(scale=nn.Parameter(torch.ones(8)))
+    with pytest.raises(ValueError, match=r"layers\.1\.experts has scale, which would be lost"):
+        spread_experts(model)
+    model = with_experts()
+    model.layers[1].experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layers\.1\.experts or its weights have hooks, which would be lost"):
+        spread_experts(model)
+    with torch.no_grad():
+        model = with_experts()
+        model.layers[1].experts.down_proj.zero_()
+    with pytest.raises(ValueError, match=r"layers\.1\.experts has zeros or numbers that are not finite for weights"):
+        spread_experts(model)
+    with pytest.raises(ValueError, match=r"layers\.0\.experts has weights on the device meta"):
+        spread_experts(with_experts().to("meta"))
+    model = with_experts()
+    model.layers[1].experts.down_proj = model.layers[0].experts.down_proj
+    with pytest.raises(ValueError, match=r"down_proj is also a parameter of another module"):
+        spread_experts(model)
+    model = with_experts()
+    model.layers[0].experts = nn.ModuleDict({"base_layer": model.layers[0].experts})
+    with pytest.raises(ValueError, match=r"layers\.0\.experts is a ModuleDict around experts.*merge_and_unload"):
+        spread_experts(model)
+
+
+def test_a_module_in_two_places_stays_one():
+    model = with_experts()
+    model.layers[1].experts = model.layers[0].experts
+    tokens = torch.randint(0, 64, (2, 5))
+    want = model(input_ids=tokens).logits
+    assert spread_experts(model) == ["layers.0.experts", "layers.1.experts"]
+    assert model.layers[0].experts is model.layers[1].experts
+    torch.testing.assert_close(model(input_ids=tokens).logits, want)
+
+
+def refuse_together(rank: int, num_ranks: int) -> None:
+    def is_stock(model: nn.Module) -> bool:
+        return not any(isinstance(module, SpreadExperts) for module in model.modules())
+
+    model = other_experts(limited if rank == 1 else plain)
+    error, why = (ValueError, "something else") if rank == 1 else (EPPeerError, "rank 1 did not make its call: ValueError")
+    with pytest.raises(error, match=why):
+        spread_experts(model)
+    assert is_stock(model)
+    model = build("stand-in")
+    if rank == 1:
+        del model.layers[1]
+    with pytest.raises(EPMismatchError, match="rank 1 has blocks .*layers.0.experts"):
+        spread_experts(model)
+    assert is_stock(model)
+    model = build("stand-in")
+    for weight in ("gate_up_proj", "down_proj"):
+        setattr(model.layers[1].experts, weight, nn.Parameter(getattr(model.layers[1].experts, weight)[:5].detach().clone()))
+    with pytest.raises(ValueError, match=r"layers\.1\.experts has 5 experts, which 2 ranks do not divide"):
+        spread_experts(model)
+    assert is_stock(model)
+    with pytest.raises(ValueError, match="backend"):
+        spread_experts(model := build("stand-in"), backend="none")
+    assert is_stock(model)
+    model = build("stand-in")
+    spread_experts(model, num_max_tokens_per_rank=16)
+    with pytest.raises(ValueError, match=r"already spread \(layers\.0\.experts and 1 more\)"):
+        spread_experts(model)
+    error, why = (ValueError, r"17 tokens.*16; .*spread_experts\(model, num_max") if rank == 1 else (EPPeerError, "rank 1 .*17 tokens")
+    with pytest.raises(error, match=why):
+        model(input_ids=torch.ones(1, 16 + rank, dtype=torch.int64))
+    assert model(input_ids=torch.ones(1, 16, dtype=torch.int64)).logits.isfinite().all()
+
+
+def test_ranks_refuse_together():
+    run_ranks(refuse_together, 2)
+
+
+@pytest.mark.slow
+def test_experts_of_transformers_with_other_arithmetic():
+    pytest.importorskip("transformers", minversion="5")
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+    from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+
+    fields = {"num_local_experts": 4, "num_experts": 4, "hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16}
+    fields |= {"moe_hidden_size": 32, "hidden_act": "silu", "swiglu_limit": 10.0, "post_norm_eps": 1e-6, "num_experts_per_tok": 2}
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        config = SimpleNamespace(**fields, _experts_implementation=implementation)
+        for make, why in (
+            (OlmoeExperts, None),
+            (Step3p7Experts, None),
+            (partial(Step3p7Experts, swiglu_limit=7.0), "something else"),
+            (DeepseekV4Experts, "something else"),
+            (MuseSparkExperts, "post_expert_norm.weight, which would be lost"),
+        ):
+            block = nn.Module()
+            block.experts, block.config = make(config), config
+            for parameter in block.parameters():
+                nn.init.normal_(parameter, 0, 0.1)
+            if why is None:
+                assert spread_experts(block) == ["experts"]
+            else:
+                with pytest.raises(ValueError, match=why):
+                    spread_experts(block)

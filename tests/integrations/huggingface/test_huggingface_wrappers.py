@@ -1,0 +1,180 @@
+"""Spread models under whoever wraps, averages, clips and saves parameters: they train as the model itself, or are refused."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_cases import build
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from deepep_moe.integrations.huggingface import expert_parameters, spread_experts
+from deepep_moe.testing import run_ranks
+
+
+def tokens_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of all ranks under the names of the stock model. Raises where a replicated one differs from rank 0's."""
+    own, state = {id(parameter) for parameter in expert_parameters(model)}, {}
+    for name, parameter in model.named_parameters():
+        parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, parameter.detach().contiguous())
+        if id(parameter) in own:
+            name = name.replace("experts.experts.up", "experts.gate_up_proj").replace("experts.experts.down", "experts.down_proj")
+            state[name] = torch.cat(parts)
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts), f"the ranks have different {name}"
+            state[name] = parts[0]
+    return state
+
+
+def trained_in_ddp(rank: int, num_ranks: int, max_norm: float) -> None:
+    results = []
+    for is_spread in (False, True):
+        model, norms = build("stand-in"), []
+        if is_spread:
+            spread_experts(model, num_max_tokens_per_rank=64)
+        wrapped, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            wrapped(input_ids=tokens_of(rank, step)).logits.square().mean().backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+            optimizer.step()
+        results.append((gathered(model), torch.stack(norms)))
+    (stock, stock_norms), (spread, norms) = results
+    torch.testing.assert_close(norms, stock_norms)
+    assert stock.keys() == spread.keys()
+    assert not torch.equal(stock["layers.0.experts.down_proj"], dict(build("stand-in").named_parameters())["layers.0.experts.down_proj"])
+    for name, parameter in stock.items():
+        torch.testing.assert_close(spread[name], parameter, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", (0.01, 1e9))
+def test_training_in_ddp(max_norm):
+    run_ranks(trained_in_ddp, 2, max_norm)
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens).logits
+
+
+def refused_by_ddp(rank: int, num_ranks: int) -> None:
+    model, tokens = build("stand-in"), tokens_of(rank, 0)
+    spread_experts(model, num_max_tokens_per_rank=64)
+    with pytest.raises(ValueError, match=r"experts of rank 0 .*mark_experts\(model\) on the Around"):
+        DistributedDataParallel(Around(model))(tokens)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(input_ids=tokens).logits, model(input_ids=tokens).logits), "a refused call leaves the layers in step"
+    DistributedDataParallel(copied)(input_ids=tokens).logits.sum().backward()
+    torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0)
+
+
+def test_ddp_around_another_module():
+    run_ranks(refused_by_ddp, 2)
+
+
+def saving(rank: int, num_ranks: int, folder: str) -> None:
+    """A rank keeps a file of its own; a library that takes it for the model is refused on all ranks."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model, other = build("stand-in"), build("stand-in")
+    for part in (model, other):
+        spread_experts(part, num_max_tokens_per_rank=64)
+    with torch.no_grad():
+        for parameter in expert_parameters(model):
+            parameter.mul_(2)
+    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    other.load_state_dict(torch.load(f"{folder}/{rank}.pt"))
+    tokens = tokens_of(rank, 0)
+    assert torch.equal(other(input_ids=tokens).logits, model(input_ids=tokens).logits)
+    with pytest.raises(ValueError, match="experts of one rank.*before spread_experts"):
+        get_model_state_dict(model)
+
+
+def test_saving(tmp_path):
+    run_ranks(saving, 2, str(tmp_path))
+
+
+def save_pretrained(rank: int, num_ranks: int, folder: str) -> None:
+    model = build("qwen3")
+    stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    spread_experts(model, num_max_tokens_per_rank=64)
+    for given in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(ValueError, match="save_pretrained would save the experts of one rank"):
+            model.save_pretrained(folder, **given)
+    model.save_pretrained(folder, is_main_process=rank == 0, state_dict=stock)
+
+
+@pytest.mark.slow
+def test_save_pretrained(tmp_path):
+    pytest.importorskip("transformers", minversion="5")
+    run_ranks(save_pretrained, 2, str(tmp_path))
+
+
+def in_trainer(rank: int, num_ranks: int, folder: str) -> None:
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), ACCELERATE_USE_CPU="true")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29678")
+    data = [{"input_ids": tokens_of(index, 7)[0], "labels": tokens_of(index, 7)[0]} for index in range(12)]
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=2, max_steps=3, learning_rate=0.5, optim="sgd", max_grad_norm=0.5, report_to=[], use_cpu=True,
+        ddp_backend="gloo", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    states = []
+    for is_spread in (False, True):
+        model = build("qwen3")
+        if is_spread:
+            spread_experts(model, num_max_tokens_per_rank=64)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        states.append(gathered(model))
+    for name, parameter in states[0].items():
+        torch.testing.assert_close(states[1][name], parameter, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="save_model would save the experts of one rank"):
+        trainer.save_model(folder)
+    accelerator = Accelerator()
+    for save in (accelerator.get_state_dict, lambda model: accelerator.save_model(model, folder)):
+        with pytest.raises(ValueError, match="get_state_dict would save the experts of one rank"):
+            save(model)
+
+
+@pytest.mark.slow
+def test_trainer_and_accelerate(tmp_path):
+    """Needs accelerate, which the extra `dev` installs."""
+    pytest.importorskip("accelerate")
+    run_ranks(in_trainer, 2, str(tmp_path))
+
+
+def in_deepspeed(rank: int, num_ranks: int, stage: int) -> None:
+    import deepspeed
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    set_accelerator(CPU_Accelerator())
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = build("stand-in")
+    spread_experts(model, num_max_tokens_per_rank=64)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    with pytest.raises(ValueError, match=r"DeepSpeed has no process group for experts that deepep_moe has spread"):
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_deepspeed_is_refused(stage):
+    pytest.importorskip("deepspeed")
+    run_ranks(in_deepspeed, 2, stage)
