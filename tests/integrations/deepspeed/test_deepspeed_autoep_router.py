@@ -13,7 +13,7 @@ from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
-from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.common.warn_once import log_once
 from deepep_moe.integrations.deepspeed.autoep import bias as autoep_bias
 from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, restore_router, swap_router
 
@@ -155,7 +155,7 @@ def _balance_worker(rank: int, num_ranks: int, folder: str) -> None:
             tag = case.family
             lacks = [getattr(layer.router, BIAS, None) is None for layer in autoep_layers(build_engine(case, False))]
             assert all(lacks) or case.family != "deepseek_v2"
-            warn_once.cache_clear()
+            log_once.cache_clear()
             with logged() as messages:
                 engine = _make_balancing(case)
             assert sum("are given an e_score_correction_bias" in line for line in messages) == (any(lacks) and rank == 0), messages

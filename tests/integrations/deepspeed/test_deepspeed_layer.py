@@ -18,6 +18,7 @@ from deepspeed_cases import (
 from left_graphs import assert_leaves_no_graph
 from torch import nn
 
+from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.testing.launch import run_ranks
@@ -326,7 +327,7 @@ def _replaced_worker(rank: int, num_ranks: int) -> None:
         ):
             replace_moe_layers(layer)
             plain = layer(x)[0]
-            buffers.warn_once.cache_clear()
+            warn_once.log_once.cache_clear()
             change()
             with logged() as lines:
                 changed = layer(x)[0]
