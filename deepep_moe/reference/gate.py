@@ -18,8 +18,8 @@ def gate(
     mask: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `deepep_moe.ops.gate` computes, step by step and for valid arguments only; differentiable in `logits`. Logits that are not finite
-    are let through, as with `check_finite=False`.
+    """What `deepep_moe.ops.gate` computes, step by step and for valid arguments only; differentiable in `logits`. Logits that are not
+    finite are let through, as with `check_finite=False`.
 
     Returns `(topk_idx, topk_weights, num_tokens_per_expert)` as there.
     """

@@ -1,7 +1,7 @@
 """What MoE layers have done since the last report: rows of each expert, time of the exchange, calls over capacity, nodes per token.
 
-`enable(metrics=True)` gathers it. Megatron-Core's own report of MoE losses, to TensorBoard and W&B, writes it too. Forwards count that train:
-in training mode, with a backward to come, and once where they are recomputed. Evaluations and reference models do not.
+`enable(metrics=True)` gathers it. Megatron-Core's own report of MoE losses, to TensorBoard and W&B, writes it too. Forwards count
+that train: in training mode, with a backward to come, and once where they are recomputed. Evaluations and reference models do not.
 """
 
 import collections
@@ -21,12 +21,12 @@ class Metrics:
     """The layers of this process that gather metrics."""
 
     def __init__(self) -> None:
-        self._layers: weakref.WeakKeyDictionary[Any, tuple[int, LayerMetrics]] = weakref.WeakKeyDictionary()  # with the number of the model
+        self._layers: weakref.WeakKeyDictionary[Any, tuple[int, LayerMetrics]] = weakref.WeakKeyDictionary()  # with the model's number
         self._num_models: collections.Counter[int] = collections.Counter()  # that have trained a layer of this number
 
     def of(self, layer: Any) -> LayerMetrics:
-        """Return what a MoELayer is to write to. The layer's first call, which all ranks make in the same order, numbers its model: a second
-        layer with the same number in its model is of another model. A model that is built again gets a new number."""
+        """Return what a MoELayer is to write to. Its first call here, which all ranks make in the same order, numbers its model: a second
+        layer of one number is of another model. A model that is built again gets a new number."""
         if layer not in self._layers:
             number = layer.layer_number or 1
             self._num_models[number] += 1
@@ -66,7 +66,7 @@ class Metrics:
         return table.to(device), -first_model
 
     def write(self, iteration: int, writer: Any, wandb_writer: Any) -> None:
-        """Write the reports as scalars. Collective; writers are there on one rank. Names of the second model and of later ones begin with its
+        """Write the reports as scalars. Collective; writers are there on one rank. Names of a second model and of later ones have its
         number."""
         for report in self.take():
             prefix = f"deepep_moe/layer_{report.layer}" if report.model == 1 else f"deepep_moe/model_{report.model}/layer_{report.layer}"

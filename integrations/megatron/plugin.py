@@ -180,7 +180,8 @@ def enable(
         expert_alignment: the rows of each expert are padded with zeros to a multiple of this.
         gate: let `deepep_moe.ops.gate` choose the experts, in one pass that serves the dispatch too. Where it cannot (logits that are not
             fp32, router replay, ...) a warning says why and Megatron-Core's own routing runs, as with False. Logits that are not finite
-            raise ValueError, but in fp16 they go through, and Megatron-Core skips the step. The gate does not see changes of its probs and routing_map behind autograd's back (`.data`, `.numpy()`).
+            raise ValueError, but in fp16 they go through, and Megatron-Core skips the step. The gate does not see changes of its probs and
+            routing_map behind autograd's back (`.data`, `.numpy()`).
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
         grouped_experts: where Megatron-Core would build a `SequentialMLP`, build experts whose products run at once for all experts, with
             the same weights and checkpoints. Other classes of experts, such as TEGroupedMLP, stay.
@@ -193,7 +194,8 @@ def enable(
             group step together and the schedule calls `finalize_model_grads`, that raises the error, on all ranks of the job.
             `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments. Megatron-Core's PagedStashRunner then runs
             such a step again.
-        metrics: gather rows of each expert, time of the exchange, calls over capacity and nodes per token for `take_metrics()`.
+        metrics: gather rows of each expert, time of the exchange, calls over capacity and nodes per token for `take_metrics()`, of each
+            model apart and of forwards that train: those of an evaluation or of a reference model do not count.
             Megatron-Core's report of MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes
             them too.
         ranks_per_node: as for `deepep_moe.Buffer`; ranks are those of the expert-parallel group. None: those of a host are a node.
@@ -287,7 +289,9 @@ def grow_recv_capacity(times: float = 2.0) -> None:
 
 
 def take_metrics() -> list[LayerReport]:
-    """Return what all MoE layers have done since it was asked last, over all ranks. Collective over all ranks of the job.
+    """Return what all MoE layers have done in training since it was asked last, over all ranks. Collective over all ranks of the job.
+
+    `LayerReport.model` tells models apart, by the order in which they first train.
 
     Raises ValueError without `enable(metrics=True)`.
     """
