@@ -402,6 +402,7 @@ class GateOptions:
         dtype: DType,
         index64: bool,
         num_threads: int,
+        check_finite: bool = True,
     ) -> None: ...
 
 def lanes_of_map(routing_map: Tensor, values: Tensor | None, topk_idx: Tensor, topk_values: Tensor | None) -> None: ...

@@ -91,6 +91,7 @@ def gate(
     routed_scaling_factor: float,
     mask: Tensor | None,
     index_dtype: dtype,
+    check_finite: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None: ...
 def gate_full(
     logits: Tensor,
@@ -104,6 +105,7 @@ def gate_full(
     routed_scaling_factor: float,
     mask: Tensor | None,
     index_dtype: dtype,
+    check_finite: bool,
     dense: bool,
     num_ranks: int,
     shares: bool,

@@ -20,7 +20,7 @@ ScoreFunction parse_score_function(std::string_view name) {
 
 GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int num_groups, int topk_groups, int group_score_topk,
                          std::string_view score_function, bool normalize, double routed_scaling_factor, DType dtype, bool index64,
-                         int num_threads) {
+                         int num_threads, bool check_finite) {
     return {
         .num_tokens = num_tokens,
         .num_experts = num_experts,
@@ -34,6 +34,7 @@ GateOptions make_options(int64_t num_tokens, int num_experts, int num_topk, int 
         .dtype = dtype,
         .index64 = index64,
         .num_threads = num_threads,
+        .check_finite = check_finite,
     };
 }
 
@@ -69,7 +70,8 @@ void bind_gate(py::module_& m) {
     py::class_<GateOptions>(m, "GateOptions", "Sizes and settings of the gate; csrc/cpu/gate.h explains them.")
         .def(py::init(&make_options), py::kw_only(), py::arg("num_tokens"), py::arg("num_experts"), py::arg("num_topk"),
              py::arg("num_groups"), py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("normalize"),
-             py::arg("routed_scaling_factor"), py::arg("dtype"), py::arg("index64"), py::arg("num_threads"));
+             py::arg("routed_scaling_factor"), py::arg("dtype"), py::arg("index64"), py::arg("num_threads"),
+             py::arg("check_finite") = true);
     const py::call_guard<py::gil_scoped_release> released;
     m.def("gate_forward", &forward, py::arg("options"), py::kw_only(), py::arg("logits"), py::arg("expert_bias"), py::arg("mask"),
           py::arg("topk_idx"), py::arg("topk_weights"), py::arg("num_tokens_per_expert"), py::arg("shares"), released);

@@ -2,7 +2,7 @@
 //
 // Defined exactly, so that every implementation agrees bit for bit (deepep_moe/reference/gate.py is the definition):
 //   scores      the score function in double precision, rounded once to fp32 (kSoftmaxTopk: the logits themselves)
-//   selection   score + expert_bias in fp32; the larger wins, among equals the lower expert index
+//   selection   score + expert_bias in fp32; the larger wins, among equals the lower expert index; NaN is greater than all
 //   groups      score of a group: fp32 sum of its group_score_topk largest selection scores, largest first; the topk_groups best
 //               groups stay, among equals the lower index; experts of the others cannot be chosen
 //   weights     in double from the chosen fp32 scores w: w / (sum + 1e-20) if normalize (kSoftmaxTopk: softmax over the chosen),
@@ -38,9 +38,10 @@ struct GateOptions {
     ScoreFunction score_function;
     bool normalize;
     double routed_scaling_factor;
-    DType dtype;      // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
-    bool index64;     // topk_idx is int64, otherwise int32
-    int num_threads;  // at most this many, fewer for few tokens
+    DType dtype;               // of logits and grad_logits: kFloat32, kBFloat16 or kFloat16
+    bool index64;              // topk_idx is int64, otherwise int32
+    int num_threads;           // at most this many, fewer for few tokens
+    bool check_finite = true;  // a logit that is not finite is an error; else it goes through the arithmetic above as any other
 };
 
 // Guards memory.

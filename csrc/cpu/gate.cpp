@@ -20,6 +20,9 @@ DEEPEP_MOE_INLINE int index_of(int64_t key) { return static_cast<int>(0xffffffff
 
 DEEPEP_MOE_INLINE float score_of(int64_t key) { return from_ordered_bits(static_cast<int32_t>(key >> 32)); }
 
+// NaN of any sign as the one that is greater than all.
+DEEPEP_MOE_INLINE float with_one_nan(float x) { return x == x ? x : std::numeric_limits<float>::quiet_NaN(); }
+
 constexpr int64_t kBest = std::numeric_limits<int64_t>::max(), kWorst = std::numeric_limits<int64_t>::min();
 
 // The best key that is worse than `bound`. Choosing by falling bounds leaves the keys as they are. Compilers do not vectorize this
@@ -96,7 +99,7 @@ DEEPEP_MOE_INLINE int limit_groups(const GateOptions& o, RangeState& state) {
             key = best_below(keys + group * group_size, group_size, key);
             sum += score_of(key);
         }
-        group_keys[group] = key_of(sum, group);
+        group_keys[group] = key_of(with_one_nan(sum), group);
     }
     int* chosen = state.chosen_groups.data();
     int64_t key = kBest;
@@ -164,11 +167,13 @@ void gate_range(const GateParams& params, int64_t begin, int64_t end, RangeState
             continue;
         }
         const float* logits = logits_row(params.logits, o.dtype, token, o.num_experts, state.logits.data());
-        if (!all_finite(logits, o.num_experts)) {
+        const bool is_finite = all_finite(logits, o.num_experts);
+        if (!is_finite && o.check_finite) {
             state.bad_token = token;
             return;
         }
         score_row(o.score_function, logits, state.probs.data(), state.scores.data(), o.num_experts);
+        for (int i = 0; !is_finite && i < o.num_experts; ++i) state.scores[i] = with_one_nan(state.scores[i]);
         choose_experts(o, params.expert_bias, state, experts);
         weigh_experts(o, state.scores.data(), experts, params.topk_weights + row);
         for (int k = 0; k < o.num_topk; ++k) {

@@ -5,7 +5,8 @@
 
 namespace deepep_moe {
 
-// Throws std::invalid_argument for options out of bounds, a non-finite bias, or a non-finite logit (naming token and expert).
+// Throws std::invalid_argument for options out of bounds, a non-finite bias, or, with check_finite, a non-finite logit (naming token and
+// expert).
 void gate_forward(const GateParams& params);
 
 // Throws std::invalid_argument for options out of bounds.

@@ -80,7 +80,7 @@ struct Gate {
 
     // ---- scores, and selection scores as ordered integers; 0: cannot be chosen ----
 
-    // False, with the failure told, where a logit or the bias is not finite. Logits become scores.
+    // False, with the failure told, where a logit or the bias is not accepted. Logits become scores.
     __device__ bool score(int64_t token, float (&x)[kShare]) const {
         float largest_logit = 0.0f, largest_bias = 0.0f;
 #pragma unroll
@@ -88,9 +88,9 @@ struct Gate {
             largest_logit = max_or_nan(largest_logit, fabsf(x[i]));
             largest_bias = max_or_nan(largest_bias, fabsf(bias[i]));
         }
-        const bool is_usual = largest_logit <= kSigmoidBound && largest_bias < INFINITY;
-        if (__ballot_sync(kFullWarp, !is_usual) != 0) {
-            if (!is_finite_after_all(launch, token)) return false;
+        const bool is_usual = __all_sync(kFullWarp, largest_logit <= kSigmoidBound && largest_bias < INFINITY);
+        if (!is_usual) {
+            if (!is_accepted(launch, token)) return false;
 #pragma unroll
             for (int i = 0; i < kShare; ++i)
                 if (o.score_function == ScoreFunction::kSigmoid) x[i] = bounded(x[i]);
@@ -99,6 +99,10 @@ struct Gate {
         uint32_t key[kShare];
 #pragma unroll
         for (int i = 0; i < kShare; ++i) key[i] = ordered(__fadd_rn(__fadd_rn(x[i], bias[i]), 0.0f));  // -0 is 0
+        if (!is_usual) {
+#pragma unroll
+            for (int i = 0; i < kShare; ++i) key[i] = x[i] == x[i] ? key[i] : ordered_with_nan(x[i]);
+        }
         if (!s.is_full) {
 #pragma unroll
             for (int i = 0; i < kShare; ++i) key[i] = i < num_own ? key[i] : 0;
@@ -192,7 +196,7 @@ struct Gate {
             second = max(max(second, __shfl_xor_sync(kFullWarp, second, step)), min(best, other));
             best = max(best, other);
         }
-        const uint32_t mine = o.group_score_topk == 1 ? best : ordered(__fadd_rn(from_ordered(best), from_ordered(second)));
+        const uint32_t mine = o.group_score_topk == 1 ? best : ordered_with_nan(__fadd_rn(from_ordered(best), from_ordered(second)));
         int better = 0;
 #pragma unroll 1
         for (int other = member; other < o.num_groups + member; other += 1 << s.set_shift) {
@@ -216,7 +220,7 @@ struct Gate {
             weight = expert >= 0 ? exp_of_shifted(score, largest) : 0.0;
             epsilon = 0.0;
         }
-        if (is_softmax || o.normalize) weight *= reciprocal_of(warp_sum(weight, o.num_topk) + epsilon);
+        if (is_softmax || o.normalize) weight *= reciprocal_of_sum(warp_sum(weight, o.num_topk) + epsilon);
         return static_cast<float>(weight * o.routed_scaling_factor);
     }
 

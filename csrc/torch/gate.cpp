@@ -64,7 +64,7 @@ at::ScalarType index_type_in(py::handle argument) {
 // As `deepep_moe.ops.gate` was given them.
 struct Arguments {
     py::handle logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
-        mask, index_dtype;
+        mask, index_dtype, check_finite;
 };
 
 struct Request {
@@ -99,7 +99,8 @@ Request request_of(const Arguments& a) {
                        finite_in(a.routed_scaling_factor),
                        dtype_of(logits.scalar_type()),
                        index_type_in(a.index_dtype) == at::kLong,
-                       1};
+                       1,
+                       bool_in(a.check_finite)};
     return request;
 }
 
@@ -298,10 +299,10 @@ void set_gate_hooks(const py::capsule& shim, py::object current_stream, py::obje
 
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype) {
+                py::handle index_dtype, py::handle check_finite) {
     try {
         const Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias,
-                                            normalize, routed_scaling_factor, mask, index_dtype});
+                                            normalize, routed_scaling_factor, mask, index_dtype, check_finite});
         if (!are_valid_on_gpu(request.options, 0)) return py::none();
         const Outputs made = made_of(request);
         return py::make_tuple(made.topk_idx, made.topk_weights, made.counts);
@@ -312,10 +313,11 @@ py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, p
 
 py::object gate_full(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                      py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor,
-                     py::handle mask, py::handle index_dtype, py::handle dense, py::handle num_ranks, py::handle shares) {
+                     py::handle mask, py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks,
+                     py::handle shares) {
     try {
         Request request = request_of({logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize,
-                                      routed_scaling_factor, mask, index_dtype});
+                                      routed_scaling_factor, mask, index_dtype, check_finite});
         request.dense = bool_in(dense), request.num_ranks = int_in(num_ranks), request.shares = bool_in(shares);
         if (!are_valid_on_gpu(request.options, request.num_ranks)) return py::none();
         const Outputs made = made_of(request);

@@ -14,10 +14,11 @@ void set_gate_hooks(const py::capsule& shim, py::object current_stream, py::obje
 // Arguments in the order of `deepep_moe.ops.gate`. Returns (topk_idx, topk_weights, num_tokens_per_expert).
 py::object gate(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                 py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor, py::handle mask,
-                py::handle index_dtype);
+                py::handle index_dtype, py::handle check_finite);
 // Returns the fields of `FullGateOutput`.
 py::object gate_full(py::handle logits, py::handle num_topk, py::handle num_groups, py::handle topk_groups, py::handle group_score_topk,
                      py::handle score_function, py::handle expert_bias, py::handle normalize, py::handle routed_scaling_factor,
-                     py::handle mask, py::handle index_dtype, py::handle dense, py::handle num_ranks, py::handle shares);
+                     py::handle mask, py::handle index_dtype, py::handle check_finite, py::handle dense, py::handle num_ranks,
+                     py::handle shares);
 
 }  // namespace deepep_moe

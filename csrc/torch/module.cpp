@@ -143,11 +143,11 @@ void bind_gate(py::module_& m) {
     m.def("set_gate_hooks", &set_gate_hooks, py::kw_only(), py::arg("shim"), py::arg("current_stream"), py::arg("gradients"));
     m.def("gate", wrap_pybind_function(gate), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"), py::arg("topk_groups"),
           py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
-          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"));
+          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"));
     m.def("gate_full", wrap_pybind_function(gate_full), py::arg("logits"), py::arg("num_topk"), py::arg("num_groups"),
           py::arg("topk_groups"), py::arg("group_score_topk"), py::arg("score_function"), py::arg("expert_bias"), py::arg("normalize"),
-          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("dense"), py::arg("num_ranks"),
-          py::arg("shares"));
+          py::arg("routed_scaling_factor"), py::arg("mask"), py::arg("index_dtype"), py::arg("check_finite"), py::arg("dense"),
+          py::arg("num_ranks"), py::arg("shares"));
 }
 
 }  // namespace

@@ -53,7 +53,8 @@ class GrowingBuffer:
             option: what the user sets to choose the bound, for messages.
             is_bounded: agree on a bound for CPU tensors too.
         """
-        self._group, self._device, self._construct, self._chosen, self._option = group, device, construct, chosen, option
+        self.group, self._device, self._construct, self._chosen, self._option = group, device, construct, chosen, option
+        self.is_destroyed = False
         bound = chosen or (self._agree_on_bound(num_tokens) if is_bounded or _is_bounded(device) else _MANY)
         self.buffer, self.num_max_tokens = construct(bound), bound
         self._outgrown: list[Buffer] = []  # a backward may still need them
@@ -78,6 +79,7 @@ class GrowingBuffer:
 
     def destroy(self) -> None:
         """Destroy the buffer and those that it replaced."""
+        self.is_destroyed = True
         self.buffer.destroy()
         while self._outgrown:
             self._outgrown.pop().destroy()
@@ -96,7 +98,7 @@ class GrowingBuffer:
         """Replace the buffer by one with room for `num_tokens` tokens of a rank, or more. Collective over the group."""
         self._outgrown.append(self.buffer)
         bound = self._agree_on_bound(max(num_tokens, int(_GROWTH * self.num_max_tokens)))
-        if dist.get_rank(self._group) == 0:
+        if dist.get_rank(self.group) == 0:
             _log.warning(
                 f"a buffer makes room for {bound} tokens of a rank, as a rank has more than before. To make room only once, set "
                 f"{self._option} to the most tokens that a rank ever has"
@@ -105,8 +107,8 @@ class GrowingBuffer:
 
     def _agree_on_bound(self, num_tokens: int) -> int:
         """Return the largest `num_tokens` of the group, rounded up. Collective; works over groups that move tensors of one device only."""
-        num_ranks = dist.get_world_size(self._group)
-        told = gather_objects(max(num_tokens, 1), self._group, num_ranks, "agreement on the tokens of a rank", config.timeout_s(), int)
+        num_ranks = dist.get_world_size(self.group)
+        told = gather_objects(max(num_tokens, 1), self.group, num_ranks, "agreement on the tokens of a rank", config.timeout_s(), int)
         return -(-max(told) // _HEADROOM) * _HEADROOM
 
     def _too_many(self, num_tokens: int) -> OutgrownError:

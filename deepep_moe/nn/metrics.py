@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class LayerReport:
     layer: int
     """The layer's number in the model, from 1; of Megatron-Core, its own number."""
     rows_per_expert: list[int]
-    """[num_experts] rows that experts got, padding included, in all forwards."""
+    """[num_experts] rows that experts got, padding included, in all forwards that count."""
     exchange_ms: float
     """Dispatch and combine of a forward, mean over ranks: on GPUs from entry to exit on the stream, on CPUs of the host. 0 where all
     were replayed from a CUDA graph, in which nothing is timed."""
@@ -33,6 +33,8 @@ class LayerReport:
     """Forwards that ended with EPCapacityError, counted on each rank."""
     nodes_per_token: float = 1.0
     """Nodes that a token goes to, its own among them if it has an expert there; mean over tokens. 1 where there is one node."""
+    model: int = 1
+    """The layer's model, from 1; under Megatron-Core in the order in which models first train in this process."""
 
     @property
     def busiest(self) -> float:
@@ -102,6 +104,9 @@ class LayerMetrics:
 
 class Metrics:
     """Follows the MoE layers of a model, and writes what they did since the last report as scalars.
+
+    Forwards count that train: in training mode, with gradients enabled. Those of an evaluation do not. Of a layer that is in eval mode when
+    it is followed, as a model that serves, all forwards count.
 
     A layer is a module with a `buffer` and `experts`: `MoELayer`, or what `deepep_moe.integrations.huggingface.spread_experts` puts into a
     model. Hooks of PyTorch gather it, so layers that nobody follows do nothing for it, and a compiled layer is not followed inside a graph.
@@ -173,6 +178,8 @@ class _Followed:
         self.buffer: Buffer = layer.buffer
         self.metrics = LayerMetrics(self.buffer.num_local_experts)
         self._timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        serves = not layer.training
+        self._counts: Callable[[], bool] = lambda: serves or (layer.training and torch.is_grad_enabled())
         # Dispatch begins behind the router, combine behind the shared expert, where the layer has them.
         if isinstance(router := getattr(layer, "router", None), nn.Module):
             router.register_forward_hook(lambda module, args, output: self._begin(args[0]))
@@ -184,7 +191,7 @@ class _Followed:
         layer.register_forward_hook(lambda module, args, output: self._end())
 
     def _begin(self, x: Tensor) -> None:
-        self._timed = self.metrics.timed(x.device)
+        self._timed = self.metrics.timed(x.device) if self._counts() else contextlib.nullcontext()
         self._timed.__enter__()
 
     def _end(self) -> None:
@@ -192,4 +199,5 @@ class _Followed:
 
     def _dispatched(self, rows_per_expert: Tensor | Sequence[int]) -> None:
         self._end()
-        self.metrics.count(rows_per_expert if isinstance(rows_per_expert, Tensor) else torch.tensor(rows_per_expert))
+        if self._counts():
+            self.metrics.count(rows_per_expert if isinstance(rows_per_expert, Tensor) else torch.tensor(rows_per_expert))

@@ -64,6 +64,7 @@ def gate(
     routed_scaling_factor: float = 1.0,
     mask: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
+    check_finite: bool = True,
 ) -> GateOutput:
     """Chooses `num_topk` experts for each token, in one pass and with ties going to the lower expert index.
 
@@ -89,22 +90,26 @@ def gate(
         routed_scaling_factor: multiplies the weights.
         mask: `[num_tokens]` bool, True for tokens to leave out, such as padding. Their logits are not read; their gradient is 0.
         index_dtype: int64 or int32, of `topk_idx`.
+        check_finite: False lets logits through that are NaN or infinite, for training with a loss scaler, which skips such a step. They go
+            through the arithmetic above as other numbers do, and NaN is greater than all. So each token chooses `num_topk` different
+            experts, and its weights are NaN where PyTorch's functions make them so.
 
     Raises:
         TypeError: a tensor has another dtype, or an option another type.
-        ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit or bias is NaN or infinite.
+        ValueError: a shape or number is out of bounds, tensors are on different devices, or a logit (with `check_finite`)
+            or a bias is NaN or infinite.
     """
     native, made = _native(logits), None
     if native is not None:
         made = native.gate(
             logits, num_topk, num_groups, topk_groups, group_score_topk, score_function, expert_bias, normalize, routed_scaling_factor,
-            mask, index_dtype,
+            mask, index_dtype, check_finite,
         )  # fmt: skip
     if made is None:
         arguments = _checked(
             logits, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
             score_function=score_function, expert_bias=expert_bias, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
-            mask=mask, index_dtype=index_dtype,
+            mask=mask, index_dtype=index_dtype, check_finite=check_finite,
         )  # fmt: skip
         made = call("gate", (logits, expert_bias, mask), *arguments)
     return GateOutput(*made)
@@ -168,10 +173,13 @@ def _native(logits: Any) -> Any:
     return torch_module.MODULE
 
 
-def _checked(logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, **options: Any) -> tuple[Any, ...]:
+def _checked(
+    logits: Tensor, num_topk: int, *, expert_bias: Any, mask: Any, index_dtype: Any, check_finite: Any, **options: Any
+) -> tuple[Any, ...]:
     """The arguments of the operator `gate` that follow its tensors."""
     _check_tensors(logits, expert_bias, mask, index_dtype)
-    return *check_options(logits.shape[1], num_topk, **options), index_dtype
+    check_bool("check_finite", check_finite)
+    return *check_options(logits.shape[1], num_topk, **options), check_finite, index_dtype
 
 
 def why_not(device: torch.device, dtype: torch.dtype, num_experts: int, num_topk: int, **options: Any) -> str | None:

@@ -15,7 +15,7 @@ from deepep_moe.ops.dense import shares_of, to_dense
 _EPSILON = 1e-20  # kWeightEpsilon of csrc/common/gate.h
 _SETTINGS = (
     "Tensor logits, Tensor? expert_bias, Tensor? mask, int num_topk, int num_groups, int topk_groups, int group_score_topk, "
-    "str score_function, bool normalize, float routed_scaling_factor, ScalarType index_dtype"
+    "str score_function, bool normalize, float routed_scaling_factor, bool check_finite, ScalarType index_dtype"
 )
 # Counts that the last launch on a stream has zeroed for the next one: a launch that does nothing else would take as long as half a gate.
 _next_counts: dict[tuple[Any, ...], Tensor] = {}
@@ -23,7 +23,9 @@ _next_counts: dict[tuple[Any, ...], Tensor] = {}
 
 @functools.lru_cache(maxsize=64)
 def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype: torch.dtype, num_threads: int = 1) -> _C.GateOptions:
-    num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype = settings
+    num_topk, num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, check_finite, index_dtype = (
+        settings
+    )
     return _C.GateOptions(
         num_tokens=num_tokens,
         num_experts=num_experts,
@@ -37,6 +39,7 @@ def _options(num_tokens: int, num_experts: int, settings: tuple[Any, ...], dtype
         dtype=DTYPES[dtype],
         index64=index_dtype == torch.int64,
         num_threads=num_threads,
+        check_finite=check_finite,
     )
 
 
@@ -221,7 +224,7 @@ def _gate_backward(
     grad_topk_weights, grad_probs, grad_shares = _readable(grad_topk_weights, grad_probs, grad_shares)
     logits, topk_idx = _readable(logits, topk_idx)  # type: ignore[assignment]
     grad_logits = torch.empty_like(logits)
-    settings = (topk_idx.shape[1], 1, 1, 1, *weights, topk_idx.dtype)
+    settings = (topk_idx.shape[1], 1, 1, 1, *weights, True, topk_idx.dtype)
     if is_gpu(logits.device):
         with on_device(logits):
             _C.gpu_gate_backward(

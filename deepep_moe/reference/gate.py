@@ -18,7 +18,8 @@ def gate(
     mask: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `deepep_moe.ops.gate` computes, step by step and for valid arguments only; differentiable in `logits`.
+    """What `deepep_moe.ops.gate` computes, step by step and for valid arguments only; differentiable in `logits`. Logits that are not
+    finite are let through, as with `check_finite=False`.
 
     Returns `(topk_idx, topk_weights, num_tokens_per_expert)` as there.
     """
@@ -28,9 +29,11 @@ def gate(
     scores = _scores(logits, score_function)
 
     selection = scores.detach() if expert_bias is None else scores.detach() + expert_bias
+    order = selection.sort(dim=1, descending=True, stable=True).indices
     if topk_groups < num_groups:
-        selection = _limit_groups(selection, num_groups, topk_groups, group_score_topk)
-    topk_idx = selection.sort(dim=1, descending=True, stable=True).indices[:, :num_topk]
+        is_allowed = _in_best_groups(selection, num_groups, topk_groups, group_score_topk).gather(1, order)
+        order = order.gather(1, is_allowed.int().sort(dim=1, descending=True, stable=True).indices)
+    topk_idx = order[:, :num_topk]
 
     topk_weights = _weights(scores.gather(1, topk_idx).double(), score_function, normalize) * routed_scaling_factor
     topk_weights = topk_weights.float()
@@ -66,14 +69,14 @@ def _scores(logits: Tensor, score_function: str) -> Tensor:
             return logits.float()
 
 
-def _limit_groups(selection: Tensor, num_groups: int, topk_groups: int, group_score_topk: int) -> Tensor:
-    """The selection scores with -inf for the experts outside of each token's `topk_groups` best groups."""
+def _in_best_groups(selection: Tensor, num_groups: int, topk_groups: int, group_score_topk: int) -> Tensor:
+    """[num_tokens, num_experts] bool: is the expert in one of the token's `topk_groups` best groups?"""
     num_tokens, num_experts = selection.shape
     best = selection.view(num_tokens, num_groups, num_experts // num_groups).sort(dim=2, descending=True).values[:, :, :group_score_topk]
     group_scores = _sum_in_order(best)
     chosen = group_scores.sort(dim=1, descending=True, stable=True).indices[:, :topk_groups]
     in_chosen = torch.zeros(num_tokens, num_groups, dtype=torch.bool).scatter(1, chosen, True)
-    return selection.masked_fill(~in_chosen.repeat_interleave(num_experts // num_groups, dim=1), -torch.inf)
+    return in_chosen.repeat_interleave(num_experts // num_groups, dim=1)
 
 
 def _weights(chosen: Tensor, score_function: str, normalize: bool) -> Tensor:

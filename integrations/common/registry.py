@@ -4,12 +4,19 @@ import atexit
 import weakref
 from collections.abc import Callable, Hashable
 
+import torch
+import torch.distributed as dist
+
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.growing import GrowingBuffer
+from deepep_moe.integrations.common.process_groups import is_destroyed
 
 
 class BufferRegistry:
-    """Growing buffers by key, such as a group and sizes. Layers that share one run one after another."""
+    """Growing buffers by key, such as a group and sizes. Layers that share one run one after another.
+
+    A buffer whose group was destroyed goes when somebody asks for a new buffer, or for all of them.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, GrowingBuffer] = {}
@@ -17,14 +24,24 @@ class BufferRegistry:
 
     def get(self, key: Hashable, construct: Callable[[], GrowingBuffer]) -> GrowingBuffer:
         """Return the buffer of `key`. The first call for a key constructs it, so all ranks of its group must make that call together."""
-        found = self._buffers.get(key)
-        if found is None:
-            found = self._buffers[key] = construct()
-        return found
+        growing = self._buffers.get(key)
+        return self._construct(key, construct) if growing is None else growing
+
+    @torch.compiler.disable  # constructions cannot be traced
+    def _construct(self, key: Hashable, construct: Callable[[], GrowingBuffer]) -> GrowingBuffer:
+        self.release(is_destroyed)
+        growing = self._buffers[key] = construct()
+        return growing
 
     def buffers(self) -> list[Buffer]:
         """Return the buffers in use."""
+        self.release(is_destroyed)
         return [growing.buffer for growing in self._buffers.values()]
+
+    def release(self, is_dead: Callable[["dist.ProcessGroup | None"], bool]) -> None:
+        """Destroy the buffers of groups that are dead. Makes no call of a group."""
+        for key in [key for key, growing in self._buffers.items() if is_dead(growing.group)]:
+            self._buffers.pop(key).destroy()
 
     def destroy(self) -> None:
         """Destroy all buffers. May be called any number of times; the next `get` constructs a new one."""

@@ -8,14 +8,19 @@ import torch.distributed as dist
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
 def warn_once(message: str, *groups: "dist.ProcessGroup | None", on_all_ranks: bool = False) -> None:
     """Log a warning, the first time only, on the first rank of all `groups`, or on every rank that calls with `on_all_ranks`.
 
     Without groups rank 0 logs it. A layer's warning needs the groups of its pipeline stage, as rank 0 may be in one without such layers.
     """
     if on_all_ranks or is_first(*groups):
-        _log.warning(message)
+        log_once(message)
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Log a warning, the first time only. Groups are no arguments, as the cache would keep them alive."""
+    _log.warning(message)
 
 
 def is_first(*groups: "dist.ProcessGroup | None") -> bool:

@@ -78,7 +78,6 @@ def ready(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffe
     return plan.buffers.get((group, x.shape[1], x.device.type), lambda: _growing(group, x, plan))
 
 
-@torch.compiler.disable  # constructions cannot be traced
 def _growing(group: dist.ProcessGroup, x: torch.Tensor, plan: Plan) -> GrowingBuffer:
     _check_same_plan(group, plan)
     # It keeps the plan's numbers and not the plan: buffers go at once with the last layer, not with a collection of cycles.

@@ -1,5 +1,7 @@
 """The buffers that the MoE layers of Megatron-Core share."""
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from deepep_moe.integrations.megatron.cuda_graphs import holds_calls
 from deepep_moe.integrations.megatron.metrics import Metrics
 from deepep_moe.integrations.megatron.options import Options
 from deepep_moe.integrations.megatron.over_budget import agree, excess_error, is_judged_at_end, take_notes
+from deepep_moe.integrations.megatron.patches import Patches
 from deepep_moe.integrations.megatron.recv_capacity import RecvCapacity, capacity_factor_of
 
 _OPTION = "num_max_tokens_per_rank of deepep_moe.integrations.megatron.enable(), the launcher's --num-max-tokens-per-rank,"
@@ -23,6 +26,7 @@ class LayerBuffers(BufferRegistry):
     """One buffer per (group, hidden, num_experts, num_topk, num_sms). Layers that agree in these share it: they run one after another.
 
     Buffers stay when the layers go. Ranks lose a model at different times, and the next model must find the same buffers on all of them.
+    They go with their group: when it is destroyed, or when Megatron-Core forgets it. A layer of that group that goes on gets a new one.
     """
 
     def __init__(self, options: Options):
@@ -30,7 +34,7 @@ class LayerBuffers(BufferRegistry):
         self.options = options
         self.metrics = Metrics() if options.metrics else None
         self.is_closed = False
-        self._capacities: list[RecvCapacity] = []
+        self._capacities: weakref.WeakSet[RecvCapacity] = weakref.WeakSet()  # the layers own them
         self.has_runner = False  # Megatron-Core's, of the job: on ranks without MoE layers too
         self._has_graphs = False  # with calls in them, which nobody sees fail
 
@@ -84,9 +88,10 @@ class LayerBuffers(BufferRegistry):
         is_sync_free, factor = capacity_factor_of(config, self.options)
         if not is_sync_free:
             return None
-        self._capacities.append(RecvCapacity(factor))
+        capacity = RecvCapacity(factor)
+        self._capacities.add(capacity)
         self._has_graphs = self._has_graphs or holds_calls(config)
-        return self._capacities[-1]
+        return capacity
 
     def grow_capacity(self, times: float) -> None:
         for capacity in self._capacities:
@@ -139,6 +144,22 @@ class LayerBuffers(BufferRegistry):
         """Destroy all buffers and refuse new ones. May be called any number of times."""
         self.is_closed = True
         self.destroy()
+
+
+def serve_new_groups(patches: Patches, buffers: LayerBuffers) -> None:
+    """Let `parallel_state.destroy_model_parallel` release the buffers of the groups that it forgets. It does not destroy them."""
+    from megatron.core import parallel_state
+
+    stock = parallel_state.destroy_model_parallel
+
+    @functools.wraps(stock)
+    def destroy_model_parallel(*args: Any, **kwargs: Any) -> None:
+        forgotten = parallel_state.get_expert_tensor_and_model_parallel_group(check_initialized=False)
+        stock(*args, **kwargs)
+        if forgotten is not None:
+            buffers.release(lambda group: group is forgotten)
+
+    patches.set(parallel_state, "destroy_model_parallel", destroy_model_parallel)
 
 
 def _is_capturing() -> bool:

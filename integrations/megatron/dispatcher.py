@@ -26,7 +26,7 @@ from deepep_moe.integrations.megatron.fp8_experts import check_fp8
 from deepep_moe.integrations.megatron.gating import choice_for
 from deepep_moe.integrations.megatron.metrics import LayerMetrics
 from deepep_moe.integrations.megatron.over_budget import HOW_TO_GO_ON, is_judged_at_end
-from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded
+from deepep_moe.integrations.megatron.recompute import Dispatched, record, recorded, take_recorded, trains
 from deepep_moe.integrations.megatron.recv_capacity import FACTOR_FIELD, RecvCapacity
 from deepep_moe.integrations.megatron.routing import choice_of_shards, repeat_for_tp, topk_from_dense
 from deepep_moe.integrations.megatron.shared_experts import SharedExperts, check_shared_overlap
@@ -86,7 +86,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self.buffer: Any = None
         self._num_calls = 0  # calls that `buffer` has seen when this forward's last call returned
         self._shared: SharedExperts | None = None
-        self.metrics: LayerMetrics | None = None
+        self._layer: Callable[[], Any] = lambda: None
+        self._counting: LayerMetrics | None = None  # where this forward counts
         self._asked: tuple[Any, ...] = ()  # for which `_growing` was found
         self._growing: GrowingBuffer | None = None  # it replaces `buffer` when a rank has more tokens
         self._handle: Any = None
@@ -95,7 +96,6 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         # A CUDA graph of the preprocessing must hand this over. Dotted names crash the local graphs of 0.16 and 0.17.
         self.cudagraph_attrs = ["topk_idx"]
         self._comm_manager = _CommManager(self._capacity, lambda: self._tokens_per_expert)
-        self._is_training: Callable[[], bool] = lambda: True  # of the layer
         # Local graphs write the choices of later micro batches into the tensor of the first one, whose backward still needs it.
         self._choice_is_overwritten = getattr(config, "cuda_graph_impl", None) == "local"
 
@@ -115,10 +115,18 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
                 f"fp8 is asked for, but {type(layer.experts).__name__} takes no fp8 rows; leave moe_grouped_gemm out, so that "
                 "grouped experts are built, or leave out fp8"
             )
-        if self.buffers.metrics is not None:
-            self.metrics = self.buffers.metrics.follow(layer)
-        found = weakref.ref(layer)
-        self._is_training = lambda: getattr(found(), "training", True)
+        self._layer = weakref.ref(layer)
+
+    @property
+    def _is_training(self) -> bool:
+        return bool(getattr(self._layer(), "training", True))
+
+    def _metrics_of_forward(self) -> LayerMetrics | None:
+        """Return what this forward is to be counted in: None without metrics, and for forwards that do not train."""
+        layer = self._layer()
+        if self.buffers.metrics is None or layer is None or not (self._is_training and trains()):
+            return None
+        return self.buffers.metrics.of(layer)
 
     # ---- more rows than there is room for: over_budget.py ----
 
@@ -142,7 +150,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         capacity = self._capacity
         if capacity is None or capacity.has_runner:
             return capacity is not None
-        return capacity.factor is not None and self._is_training() and is_judged_at_end(self.config, self.tp_ep_group)
+        return capacity.factor is not None and self._is_training and is_judged_at_end(self.config, self.tp_ep_group)
 
     def run_layer(self, forward: Callable[..., Any], layer: Any, hidden_states: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Run `forward(layer, hidden_states [S/TP, B, H], ...)`, which makes a dispatch and a combine.
@@ -159,8 +167,8 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
             notify_peers(self.buffer, error, self._num_calls)
             if isinstance(error, EPCapacityError):
                 error.add_note(HOW_TO_GO_ON)
-                if self.metrics is not None:
-                    self.metrics.num_over_capacity += 1
+                if (metrics := self._metrics_of_forward()) is not None:
+                    metrics.num_over_capacity += 1
             if self._shared is not None:
                 self._shared.forget()
             raise
@@ -195,7 +203,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """Return the buffer that the layers share. Collective where it is constructed."""
         num_sms = getattr(self.config, "moe_flex_dispatcher_num_sms", None)  # from 0.19
         asked = hidden, device, num_sms, self._notes_excess
-        if self._growing is not None and asked == self._asked and not self.buffers.is_closed:
+        if self._growing is not None and asked == self._asked and not self._growing.is_destroyed:
             return self._growing  # several calls of each forward come here
         num_experts, num_topk = self.num_local_experts * self.ep_size * self.tp_size, self.config.moe_router_topk * self.tp_size
         self._growing = self.buffers.ready(
@@ -235,7 +243,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         """x [T, H], topk_weights [T, TP * topk] -> recv_x [R, H] grouped by local expert, recv_topk_weights [R] fp32."""
         if self._shared is not None:
             self._shared.before_dispatch(hidden_states)
-        first_run = take_recorded()
+        first_run, self._counting = take_recorded(), self._metrics_of_forward()
         with self._timed(hidden_states):
             buffer, out = (
                 self._dispatch(hidden_states, probs) if first_run is None else self._dispatch_again(hidden_states, probs, first_run)
@@ -245,10 +253,10 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         self._tokens_per_expert = self._counts_for_experts(out.handle)
         if first_run is None:
             record(Dispatched(buffer, out.handle))
-            if self.metrics is not None:
-                self.metrics.count(self._tokens_per_expert)
-                assert self.topk_idx is not None  # dispatch_preprocess has set it
-                self.metrics.count_nodes(self.topk_idx, buffer)
+        if self._counting is not None:
+            self._counting.count(self._tokens_per_expert)
+            assert self.topk_idx is not None  # dispatch_preprocess has set it
+            self._counting.count_nodes(self.topk_idx, buffer)
         assert out.recv_topk_weights is not None  # they were sent
         if self._shared is not None:
             self._shared.after_dispatch(hidden_states, out.recv_x)
@@ -296,7 +304,7 @@ class NativeTokenDispatcher(MoEFlexTokenDispatcher):
         return torch.tensor(handle.num_rows_per_expert_list, dtype=torch.int64, device="cpu")
 
     def _timed(self, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.metrics is None else self.metrics.timed(rows.device)
+        return contextlib.nullcontext() if self._counting is None else self._counting.timed(rows.device)
 
     def _explain_excess(self) -> str:
         return (

@@ -64,10 +64,11 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
     """
     from megatron.core.transformer.moe import router
 
-    routing, served = router.TopKRouter.routing, [False]
+    routing = router.TopKRouter.routing
+    served: list[Any] = [None]  # the configs of the routers that run, None where the gate does not serve
     _serve_losses(patches)
 
-    def replacement(name: str, ours: Callable[[dict[str, Any]], Any], known: set[str]) -> Callable[..., Any]:
+    def replacement(name: str, ours: Callable[[dict[str, Any], bool], Any], known: set[str]) -> Callable[..., Any]:
         original = getattr(router, name)
         parameters = inspect.signature(original)
         names = tuple(parameters.parameters)
@@ -79,20 +80,20 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
             return parameters.bind(*args, **kwargs).arguments  # which says what is wrong
 
         def choose(*args: Any, **kwargs: Any) -> Any:
-            if not served[-1]:
+            if served[-1] is None:
                 return original(*args, **kwargs)
             reason = _replaced(name, original)
             given = {} if reason else named(args, kwargs)
             reason = reason or _refusal(given, known)
             if reason is None:
-                return ours(given)
+                return ours(given, not has_loss_scaler(served[-1]))
             warn_once(f"Megatron-Core's own routing is used, without the gate of deepep_moe: {reason}", stage_group())
             return original(*args, **kwargs)
 
         return choose
 
     def route(self: Any, *args: Any, **kwargs: Any) -> Any:
-        served.append(is_served(self.config))
+        served.append(self.config if is_served(self.config) else None)
         try:
             return routing(self, *args, **kwargs)
         finally:
@@ -104,6 +105,12 @@ def serve_routers(patches: Patches, is_served: Callable[[Any], bool]) -> None:
         else:
             patches.set(router, name, replacement(name, ours, known))
     patches.set(router.TopKRouter, "routing", route)
+
+
+def has_loss_scaler(config: Any) -> bool:
+    """Return whether Megatron-Core scales the loss of a model with this config. It does for fp16, and skips steps that overflow, with a
+    dynamic and with a constant scale alike."""
+    return bool(getattr(config, "fp16", False))
 
 
 def stage_group() -> "dist.ProcessGroup | None":
@@ -159,7 +166,7 @@ def _groups(given: dict[str, Any]) -> dict[str, int]:
     return {"num_groups": given["num_groups"], "topk_groups": group_topk, "group_score_topk": given["topk"] // group_topk}
 
 
-def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _route(given: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pair of topk_routing_with_score_function."""
     topk, score_function = given["topk"], given.get("score_function", "softmax")
     if score_function == "softmax" and not given.get("use_pre_softmax"):
@@ -167,7 +174,7 @@ def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     out = _gate(
         given["logits"], topk, score_function=score_function, expert_bias=given.get("expert_bias"),
         normalize=score_function in ("sigmoid", "sqrtsoftplus") and topk > 1, routed_scaling_factor=given.get("scaling_factor") or 1.0,
-        **_groups(given),
+        check_finite=check_finite, **_groups(given),
     )  # fmt: skip
     assert out.probs is not None and out.routing_map is not None  # they were asked for
     if not out.probs.is_inference():  # tensors of the inference mode have no versions that tell whether they were changed
@@ -175,9 +182,12 @@ def _route(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return out.probs, out.routing_map
 
 
-def _score(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _score(given: dict[str, Any], check_finite: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pair of compute_routing_scores_for_aux_loss: the experts chosen by scores alone, and each expert's share of the scores."""
-    out = _gate(given["logits"], given["topk"], shares=True, score_function=given["score_function"], mask=given.get("padding_mask"))
+    out = _gate(
+        given["logits"], given["topk"], shares=True, score_function=given["score_function"], mask=given.get("padding_mask"),
+        check_finite=check_finite,
+    )  # fmt: skip
     assert out.routing_map is not None and out.shares is not None  # they were asked for
     return out.routing_map, out.shares
 
@@ -232,7 +242,7 @@ def _serve_losses(patches: Patches) -> None:
     patches.set(MoEAuxLossAutoScaler, "apply", staticmethod(apply))
 
 
-_REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any]], Any], set[str]]] = {
+_REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any], bool], Any], set[str]]] = {
     "topk_routing_with_score_function": (
         _route,
         {
@@ -242,4 +252,5 @@ _REPLACEMENTS: dict[str, tuple[Callable[[dict[str, Any]], Any], set[str]]] = {
     ),
     "compute_routing_scores_for_aux_loss": (_score, {"logits", "topk", "score_function", "fused", "padding_mask"}),
 }  # fmt: skip
-"""Functions of Megatron-Core's router, by name: our function, which takes their arguments, and the arguments that it knows."""
+"""Functions of Megatron-Core's router, by name: our function, which takes their arguments and `check_finite`, and the arguments that it
+knows."""

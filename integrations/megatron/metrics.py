@@ -1,9 +1,12 @@
 """What MoE layers have done since the last report: rows of each expert, time of the exchange, calls over capacity, nodes per token.
 
-`enable(metrics=True)` gathers it. Megatron-Core's own report of MoE losses, to TensorBoard and W&B, writes it too.
+`enable(metrics=True)` gathers it. Megatron-Core's own report of MoE losses, to TensorBoard and W&B, writes it too. Forwards count
+that train: in training mode, with a backward to come, and once where they are recomputed. Evaluations and reference models do not.
 """
 
+import collections
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -18,50 +21,62 @@ class Metrics:
     """The layers of this process that gather metrics."""
 
     def __init__(self) -> None:
-        self._layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._layers: weakref.WeakKeyDictionary[Any, tuple[int, LayerMetrics]] = weakref.WeakKeyDictionary()  # with the model's number
+        self._num_models: collections.Counter[int] = collections.Counter()  # that have trained a layer of this number
 
-    def follow(self, layer: Any) -> LayerMetrics:
-        """Return what a MoELayer is to write to, whose dispatcher has it as `metrics`."""
-        self._layers.add(layer)
-        return LayerMetrics(len(layer.local_expert_indices))
+    def of(self, layer: Any) -> LayerMetrics:
+        """Return what a MoELayer is to write to. Its first call here, which all ranks make in the same order, numbers its model: a second
+        layer of one number is of another model. A model that is built again gets a new number."""
+        if layer not in self._layers:
+            number = layer.layer_number or 1
+            self._num_models[number] += 1
+            self._layers[layer] = self._num_models[number], LayerMetrics(len(layer.local_expert_indices))
+        return self._layers[layer][1]
 
     def take(self) -> list[LayerReport]:
-        """Return a report of every layer with a dispatcher of ours, in order, and begin anew. Collective over all ranks of the job."""
-        table = self._table()
+        """Return a report of every layer that has trained, by model and layer, and begin anew. Collective over all ranks of the job."""
+        table, first_model = self._table()
         dist.all_reduce(table)
         reports = []
-        for index, (*rows, ms, num_timed, num_over, nodes, tokens) in enumerate(table.tolist()):
+        for (model, layer), row in zip(itertools.product(*map(range, table.shape[:2])), table.flatten(0, 1).tolist(), strict=True):
+            *rows, ms, num_timed, num_over, nodes, tokens, num_experts, num_ranks = row
             if any((*rows, num_timed, num_over)):
+                counts = [int(count) for count in rows[: round(num_experts / num_ranks)]]
                 per_token = nodes / tokens if tokens else 1.0
-                reports.append(LayerReport(index + 1, [int(count) for count in rows], ms / max(num_timed, 1.0), int(num_over), per_token))
+                reports.append(LayerReport(layer + 1, counts, ms / max(num_timed, 1.0), int(num_over), per_token, first_model + model))
         return reports
 
-    def _table(self) -> torch.Tensor:
-        """[num_layers, num_experts + totals] of this rank."""
-        configs = [layer.config for layer in self._layers]
-        sizes = [max((getattr(config, name) for config in configs), default=0) for name in ("num_layers", "num_moe_experts")]
+    def _table(self) -> tuple[torch.Tensor, int]:
+        """Return [num_models, num_layers, num_experts + totals + 2] of this rank, and the number of the first model. The last two columns
+        are the experts of the layer, and 1."""
+        layers = list(self._layers.items())
+        sizes = [[layer.layer_number or 1, layer.config.num_moe_experts, model, -model] for layer, (model, _) in layers]
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-        largest = torch.tensor(sizes, dtype=torch.int64, device=device)
+        least = -(2**31)
+        largest = torch.tensor([[0, 0, least, least], *sizes], dtype=torch.int64, device=device).amax(0)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # a pipeline stage may have no such layer
-        num_layers, num_experts = largest.tolist()
-        table = torch.zeros(num_layers, num_experts + NUM_TOTALS, dtype=torch.float64)
-        for layer in self._layers:
-            rows, totals = layer.token_dispatcher.metrics.take()
-            row = table[(layer.layer_number or 1) - 1]
+        num_layers, num_experts, last_model, first_model = largest.tolist()
+        num_models = last_model + first_model + 1 if num_layers else 0
+        table = torch.zeros(num_models, num_layers, num_experts + NUM_TOTALS + 2, dtype=torch.float64)
+        for layer, (model, metrics) in layers:
+            rows, totals = metrics.take()
+            row = table[model + first_model, (layer.layer_number or 1) - 1]
             row[layer.local_expert_indices] += rows
-            row[num_experts:] += torch.tensor(totals, dtype=torch.float64)
-        return table.to(device)
+            row[num_experts:] += torch.tensor([*totals, layer.config.num_moe_experts, 1.0], dtype=torch.float64)
+        return table.to(device), -first_model
 
     def write(self, iteration: int, writer: Any, wandb_writer: Any) -> None:
-        """Write the reports as scalars. Collective; writers are there on one rank."""
+        """Write the reports as scalars. Collective; writers are there on one rank. Names of a second model and of later ones have its
+        number."""
         for report in self.take():
+            prefix = f"deepep_moe/layer_{report.layer}" if report.model == 1 else f"deepep_moe/model_{report.model}/layer_{report.layer}"
             values = {"busiest_expert": report.busiest, "exchange_ms": report.exchange_ms, "over_capacity": report.num_over_capacity}
             values["nodes_per_token"] = report.nodes_per_token
             for name, value in values.items():
                 if writer is not None:
-                    writer.add_scalar(f"deepep_moe/layer_{report.layer}/{name}", value, iteration)
+                    writer.add_scalar(f"{prefix}/{name}", value, iteration)
                 if wandb_writer:
-                    wandb_writer.log({f"deepep_moe/layer_{report.layer}/{name}": value}, iteration)
+                    wandb_writer.log({f"{prefix}/{name}": value}, iteration)
 
 
 def serve_reports(patches: Patches, metrics: Metrics) -> None:

@@ -11,7 +11,7 @@ On GPUs such a step has lost rows until it is run again. On CPUs the dispatch is
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def is_judged_at_end(config: Any, group: Any) -> bool:
     return bool(judges) and dist.get_world_size() > dist.get_world_size(group)
 
 
-def agree(capacities: list[RecvCapacity], device: torch.device) -> None:
+def agree(capacities: Collection[RecvCapacity], device: torch.device) -> None:
     """Raise EPCapacityError on all ranks of the job if a rank's capacities have noted an excess. Collective over all ranks; waits."""
     is_over = take_notes(capacities)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -45,7 +45,7 @@ def agree(capacities: list[RecvCapacity], device: torch.device) -> None:
         raise excess_error(num_ranks - found)
 
 
-def take_notes(capacities: list[RecvCapacity]) -> bool:
+def take_notes(capacities: Collection[RecvCapacity]) -> bool:
     """Return whether one of them has noted an excess, and forget it. The host waits for the GPU."""
     flags = [capacity.over_budget for capacity in capacities if capacity.over_budget is not None]
     is_over = any(bool(flag) for flag in flags)

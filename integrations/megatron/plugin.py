@@ -166,7 +166,7 @@ def enable(
       (those versions refuse that pair on their own), on the command line `--moe-token-dispatcher-type flex` alone.
 
     Every other configuration behaves as before. Layers with the same group and sizes share one buffer, constructed at the first forward
-    and kept until `disable()`.
+    and kept until `disable()`, `parallel_state.destroy_model_parallel()`, or until the group is destroyed.
 
     If a router or an expert fails on one rank, also in a recomputation, its peers raise EPPeerError with that rank's error instead of
     waiting for the deadline. A config with both `moe_enable_deepep` and our backend raises ValueError, as Megatron-Core would put the
@@ -180,7 +180,8 @@ def enable(
         expert_alignment: the rows of each expert are padded with zeros to a multiple of this.
         gate: let `deepep_moe.ops.gate` choose the experts, in one pass that serves the dispatch too. Where it cannot (logits that are not
             fp32, router replay, ...) a warning says why and Megatron-Core's own routing runs, as with False. Logits that are not finite
-            raise ValueError. The gate does not see changes of its probs and routing_map behind autograd's back (`.data`, `.numpy()`).
+            raise ValueError, but in fp16 they go through, and Megatron-Core skips the step. The gate does not see changes of its probs and
+            routing_map behind autograd's back (`.data`, `.numpy()`).
         num_sms: on GPUs, the SMs that send, as for `deepep_moe.Buffer`. `moe_flex_dispatcher_num_sms` of a config (0.19) overrides it.
         grouped_experts: where Megatron-Core would build a `SequentialMLP`, build experts whose products run at once for all experts, with
             the same weights and checkpoints. Other classes of experts, such as TEGroupedMLP, stay.
@@ -193,7 +194,8 @@ def enable(
             group step together and the schedule calls `finalize_model_grads`, that raises the error, on all ranks of the job.
             `moe_expert_rank_capacity_factor` of a config (0.19) stands for both arguments. Megatron-Core's PagedStashRunner then runs
             such a step again.
-        metrics: gather rows of each expert, time of the exchange, calls over capacity and nodes per token for `take_metrics()`.
+        metrics: gather rows of each expert, time of the exchange, calls over capacity and nodes per token for `take_metrics()`, of each
+            model apart and of forwards that train: those of an evaluation or of a reference model do not count.
             Megatron-Core's report of MoE losses to TensorBoard and W&B (`track_moe_metrics`, from 0.18 `MoEMetricsTracker.report`) writes
             them too.
         ranks_per_node: as for `deepep_moe.Buffer`; ranks are those of the expert-parallel group. None: those of a host are a node.
@@ -229,6 +231,7 @@ def enable(
     _check_version()
     from megatron.core.transformer.moe import moe_layer
 
+    from deepep_moe.integrations.megatron.buffers import serve_new_groups
     from deepep_moe.integrations.megatron.config_switches import serve_config
     from deepep_moe.integrations.megatron.cuda_graphs import serve_full_graphs
     from deepep_moe.integrations.megatron.gating import serve_routers
@@ -246,6 +249,7 @@ def enable(
                 patches.set(moe_layer.MoELayer, name, _by_dispatcher(stock, "run_layer" if name == "forward" else "run_part"))
         patches.set(moe_layer.MoELayer, "__init__", _checking_the_layer(moe_layer.MoELayer.__init__))
         serve_config(patches, _is_ours, _BACKEND_FIELD, lambda config: capacity_factor_of(config, options)[0])
+        serve_new_groups(patches, buffers)
         serve_schedule(patches)
         serve_recompute(patches)
         serve_step_ends(patches, functools.partial(buffers.end_step, is_ours=_is_ours))
@@ -285,7 +289,9 @@ def grow_recv_capacity(times: float = 2.0) -> None:
 
 
 def take_metrics() -> list[LayerReport]:
-    """Return what all MoE layers have done since it was asked last, over all ranks. Collective over all ranks of the job.
+    """Return what all MoE layers have done in training since it was asked last, over all ranks. Collective over all ranks of the job.
+
+    `LayerReport.model` tells models apart, by the order in which they first train.
 
     Raises ValueError without `enable(metrics=True)`.
     """

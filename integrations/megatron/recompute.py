@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.handle import DispatchHandle
 from deepep_moe.integrations.megatron.patches import Patches
@@ -27,18 +29,25 @@ class Dispatched(NamedTuple):
 
 
 class _Run:
-    """A checkpointed part that runs: `dispatches` of the first run in order, those that are left in the second."""
+    """A checkpointed part that runs: `dispatches` of the first run in order, those that are left in the second. `trains`: this is the
+    run of a forward of which a backward comes."""
 
-    def __init__(self, dispatches: deque[Dispatched], is_second: bool):
-        self.dispatches, self.is_second = dispatches, is_second
+    def __init__(self, dispatches: deque[Dispatched], is_second: bool, trains: bool):
+        self.dispatches, self.is_second, self.trains = dispatches, is_second, trains
 
 
 class _Runs(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Run] = []
+        self.trains = False  # the part that is about to begin
 
 
 _runs = _Runs()
+
+
+def trains() -> bool:
+    """Return whether this is a forward of which a backward comes. Each is one once: a second run is none."""
+    return _runs.stack[-1].trains if _runs.stack else torch.is_grad_enabled()
 
 
 def record(dispatched: Dispatched) -> None:
@@ -75,11 +84,16 @@ def serve_recompute(patches: Patches) -> None:
     """Let Megatron-Core's checkpoints keep the dispatches of their first run for the second."""
     from megatron.core.tensor_parallel.random import CheckpointFunction
 
-    stock_forward, stock_backward = CheckpointFunction.forward, CheckpointFunction.backward
+    stock_forward, stock_backward, stock_apply = CheckpointFunction.forward, CheckpointFunction.backward, CheckpointFunction.apply
+
+    @functools.wraps(stock_apply)
+    def apply(*args: Any) -> Any:
+        _runs.trains = trains()  # PyTorch switches gradients off before it calls `forward`
+        return stock_apply(*args)
 
     @functools.wraps(stock_forward)
     def forward(ctx: Any, *args: Any) -> Any:
-        run = _Run(deque(), is_second=False)
+        run = _Run(deque(), is_second=False, trains=_runs.trains)
         with _running(run):
             outputs = stock_forward(ctx, *args)
         setattr(ctx, _ATTRIBUTE, run.dispatches)
@@ -88,8 +102,9 @@ def serve_recompute(patches: Patches) -> None:
     @functools.wraps(stock_backward)
     def backward(ctx: Any, *grads: Any) -> Any:
         # A copy: a graph that is retained runs its backward again.
-        with _running(_Run(deque(getattr(ctx, _ATTRIBUTE, ())), is_second=True)):
+        with _running(_Run(deque(getattr(ctx, _ATTRIBUTE, ())), is_second=True, trains=False)):
             return stock_backward(ctx, *grads)
 
+    patches.set(CheckpointFunction, "apply", staticmethod(apply))
     patches.set(CheckpointFunction, "forward", staticmethod(forward))
     patches.set(CheckpointFunction, "backward", staticmethod(backward))

@@ -112,6 +112,48 @@ def test_masked_tokens_choose_nothing_and_are_not_read(device):
     assert grad[1].tolist() == [0.0, 0.0]
 
 
+def test_logits_that_are_not_finite_by_hand(device):
+    """NaN is greater than all, of any sign. Experts of -inf are chosen last, and weigh nothing."""
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor([[nan, nan, nan], [1.0, -nan, 2.0], [-inf, 0.0, -inf], [0.0, inf, 1.0]])
+    output = run(device, logits, 2, score_function="softmax_topk", check_finite=False)
+    assert output.topk_idx.tolist() == [[0, 1], [1, 2], [1, 0], [1, 2]]
+    assert output.topk_weights.isnan().tolist() == [[True, True], [True, True], [False, False], [True, True]]
+    assert output.topk_weights[2].tolist() == [1.0, 0.0] and output.num_tokens_per_expert.tolist() == [2, 4, 2]
+
+
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+@pytest.mark.parametrize(
+    "groups", [{}, {"num_groups": 4, "topk_groups": 2}, {"num_groups": 3, "topk_groups": 1, "group_score_topk": 3}], ids=str
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_that_are_not_finite(device, score_function, groups, dtype):
+    """They go through as through PyTorch's functions, each token has different experts, and nothing is reported."""
+    nan, inf = math.nan, math.inf
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 24, generator=generator)
+    for row, value in enumerate((nan, -nan, inf, -inf)):
+        logits[row], logits[4 + row, 7] = value, value
+        logits[8 + row, :13], logits[12 + row, ::2] = value, value
+    logits[16] = torch.where(torch.rand(24, generator=generator) < 0.5, inf, -inf)
+    logits, bias = logits.to(dtype).requires_grad_(), torch.linspace(-0.3, 0.3, 24).roll(3)
+    for options in ({}, {"expert_bias": bias, "normalize": False}):
+        options |= groups | {"score_function": score_function}
+        output = run(device, logits, 3, function=ops.gate_full, dense=True, shares=True, check_finite=False, **options)
+        expected = reference.gate(logits, 3, **options)
+        assert torch.equal(output.topk_idx, expected[0]) and torch.equal(output.num_tokens_per_expert, expected[2])
+        for got, want in (
+            (output.topk_weights, expected[1]),
+            (output.shares, reference.gate_shares(logits, score_function=score_function)),
+        ):
+            torch.testing.assert_close(got, want, rtol=3e-7, atol=0, equal_nan=True)
+        assert (output.routing_map.sum(1) == 3).all()
+        (grad,) = torch.autograd.grad(output.topk_weights.sum() + output.shares.square().sum(), logits)
+        has_nan = output.topk_weights.isnan().any(1)
+        assert has_nan[:2].all() and not grad[has_nan].isfinite().all(1).any() and grad[17:].isfinite().all()
+    ops.check_gate()
+
+
 def test_no_tokens(device):
     logits = torch.empty(0, 6, requires_grad=True)
     output = run(device, logits, 2)
@@ -317,7 +359,7 @@ def test_cuda_graph_replays_count_anew():
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 def test_opcheck(score_function):
     logits, topk_idx = torch.randn(5, 8), torch.tensor([[0, 3]] * 5)
-    gate_arguments = (None, torch.zeros(5, dtype=torch.bool), 2, 4, 2, 1, score_function, True, 1.0, torch.int64)
+    gate_arguments = (None, torch.zeros(5, dtype=torch.bool), 2, 4, 2, 1, score_function, True, 1.0, True, torch.int64)
     torch.library.opcheck(torch.ops.deepep_moe.gate.default, (logits, *gate_arguments))
     for wanted in ((True, 4, True), (False, 0, True), (False, 4, False)):
         torch.library.opcheck(torch.ops.deepep_moe.gate_full.default, (logits, *gate_arguments, *wanted))

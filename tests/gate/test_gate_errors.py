@@ -103,6 +103,12 @@ LOGITS = torch.zeros(4, 12)
         ({"routed_scaling_factor": torch.tensor(2.5)}, TypeError, r"routed_scaling_factor is tensor\(2.5000\); it must be a float"),
         ({"normalize": "no"}, TypeError, "normalize is 'no'; it must be a bool"),
         ({"normalize": None}, TypeError, "normalize is None; it must be a bool"),
+        ({"check_finite": 0}, TypeError, "check_finite is 0; it must be a bool"),
+        (
+            {"check_finite": False, "expert_bias": torch.full((12,), math.inf)},
+            ValueError,
+            "expert_bias has inf for expert 0; it must be finite",
+        ),
         ({"logits": LOGITS.numpy()}, TypeError, "logits must be a torch.Tensor, not ndarray"),
         ({"expert_bias": [0.0] * 12}, TypeError, "expert_bias must be a torch.Tensor, not list"),
         ({"mask": True}, TypeError, "mask must be a torch.Tensor, not bool"),
@@ -205,9 +211,10 @@ def test_gpu_names_a_bias_that_is_not_finite():
     device = device_of("nvlink", 0)
     bias = torch.zeros(24)
     bias[5] = math.nan
-    assert (run(device, torch.zeros(2, 24), 2, expert_bias=bias).topk_idx == -1).all()
-    with pytest.raises(ValueError, match="expert_bias has nan for expert 5 in an earlier call of the gate on the GPU"):
-        ops.check_gate()
+    for logits, options in ((torch.zeros(2, 24), {}), (torch.full((2, 24), math.inf), {"check_finite": False})):
+        assert (run(device, logits, 2, expert_bias=bias, **options).topk_idx == -1).all()
+        with pytest.raises(ValueError, match="expert_bias has nan for expert 5 in an earlier call of the gate on the GPU"):
+            ops.check_gate()
 
 
 @pytest.mark.gpu

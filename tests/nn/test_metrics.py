@@ -60,6 +60,23 @@ def test_reports_of_layers(num_ranks):
     assert all(of_rank[0] == first for of_rank in reports), "every rank has the sums of all"
 
 
+def training_worker(rank: int, num_ranks: int):
+    model, x = layers(num_ranks), torch.randn(3, 16)
+    metrics = Metrics(model)
+    served = Metrics(model.eval())
+    found = []
+    for is_training, has_gradient in ((False, True), (True, False), (True, True)):
+        model.train(is_training)
+        with torch.set_grad_enabled(has_gradient):
+            model(x)
+        found.append([sum(metrics.take()[0].rows_per_expert), sum(served.take()[0].rows_per_expert)])
+    return found
+
+
+def test_evaluations_count_for_a_model_that_serves_only():
+    assert run_ranks(training_worker, 1)[0] == [[0, 6], [0, 6], [6, 6]]
+
+
 def test_what_cannot_be_followed():
     with pytest.raises(ValueError, match="^Linear has no MoE layer of deepep_moe; pass a model that has one$"):
         Metrics(torch.nn.Linear(2, 2))

@@ -46,8 +46,9 @@ struct BestTwo {
     }
 };
 
-// Tells the host what is not. A logit and its bias may also add up to infinity, which is no failure.
-__device__ __noinline__ bool is_finite_after_all(const Launch& launch, int64_t token) {
+// False, and tells the host, where a number is not finite that has to be. A logit and its bias may also add up to infinity, which is no
+// failure.
+__device__ __noinline__ bool is_accepted(const Launch& launch, int64_t token) {
     const GateParams& p = launch.params.gate;
     const GateOptions& o = p.options;
     const int lane = threadIdx.x % 32;
@@ -56,11 +57,12 @@ __device__ __noinline__ bool is_finite_after_all(const Launch& launch, int64_t t
         const int expert = first + lane;
         const float logit = expert < o.num_experts ? load_number(p.logits, o.dtype, token * o.num_experts + expert) : 0.0f;
         const float bias = expert < o.num_experts && p.expert_bias != nullptr ? p.expert_bias[expert] : 0.0f;
-        const unsigned found = __ballot_sync(kFullWarp, !is_finite(logit) || !is_finite(bias));
+        const bool is_wrong_logit = o.check_finite && !is_finite(logit);
+        const unsigned found = __ballot_sync(kFullWarp, is_wrong_logit || !is_finite(bias));
         if (found == 0) continue;
-        const float x = is_finite(logit) ? bias : logit;
+        const float x = is_wrong_logit ? logit : bias;
         const GateFailure what = x != x ? GateFailure::kNan : x > 0.0f ? GateFailure::kInf : GateFailure::kMinusInf;
-        const int whats = static_cast<int>(what) + (is_finite(logit) ? static_cast<int>(GateFailure::kBias) : 0);
+        const int whats = static_cast<int>(what) + (is_wrong_logit ? 0 : static_cast<int>(GateFailure::kBias));
         if (lane == __ffs(found) - 1)
             *static_cast<volatile unsigned long long*>(launch.params.failure) =
                 static_cast<unsigned long long>(token) << kFailureTokenShift | static_cast<unsigned>(whats << kFailureWhatShift | expert);
@@ -94,7 +96,7 @@ __device__ __noinline__ void write_shares(const float* scores, const Launch& lau
 #pragma unroll 1
     for (int i = 0; i < num_own; ++i) sum += part(i);
     sum = warp_sum(sum) + (is_logit ? 0.0 : kWeightEpsilon);
-    const double factor = o.score_function == ScoreFunction::kSoftmax ? 1.0 : reciprocal_of(sum);
+    const double factor = o.score_function == ScoreFunction::kSoftmax ? 1.0 : reciprocal_of_sum(sum);
 #pragma unroll 1
     for (int i = 0; i < num_own; i += kQuad) {
         float shares[kQuad];
@@ -150,7 +152,7 @@ __device__ __noinline__ void limit_groups(uint32_t* keys, uint32_t* group_keys, 
 #pragma unroll 1
     for (int first = 0; first < o.num_groups; first += step) {
         const float score = score_of_group(keys, launch, group_of(first), member);
-        if (member == 0) group_keys[group_of(first)] = ordered(score);
+        if (member == 0) group_keys[group_of(first)] = ordered_with_nan(score);
     }
     __syncwarp();
 #pragma unroll 1

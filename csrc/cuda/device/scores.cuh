@@ -70,6 +70,9 @@ __device__ __forceinline__ uint32_t ordered(float x) {
     return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
+// The same, but NaN of any sign is greater than all.
+__device__ __forceinline__ uint32_t ordered_with_nan(float x) { return x == x ? ordered(x) : ~0u; }
+
 __device__ __forceinline__ float from_ordered(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
 // ---- a warp's reductions ----
@@ -115,9 +118,10 @@ __device__ __forceinline__ double exp_of(double x) {
     return __longlong_as_double(__double_as_longlong(p) + (__double_as_longlong(shifted) << 52));  // 2^n at least 2^-1021
 }
 
-// Of a softmax's shifted logit, 0 or less.
+// Of a softmax's shifted logit, 0 or less, or NaN.
 __device__ __forceinline__ double exp_of_shifted(float x, double largest) {
-    return exp_of(fmax(static_cast<double>(x) - largest, -kExpBound));
+    const double shifted = static_cast<double>(x) - largest;
+    return exp_of(shifted < -kExpBound ? -kExpBound : shifted);  // fmax would lose NaN
 }
 
 // Of a normal number, with one step of third order: no division's branches.
@@ -127,15 +131,18 @@ __device__ __forceinline__ double reciprocal_of(double x) {
     return fma(guess, fma(error, error, error), guess);
 }
 
+// Of a sum, which may be infinite.
+__device__ __forceinline__ double reciprocal_of_sum(double sum) { return sum == INFINITY ? 0.0 : reciprocal_of(sum); }
+
 constexpr float kSigmoidBound = 128.0f;  // beyond it the result, rounded to fp32, no longer changes
 
 // For |x| <= kExpBound.
 __device__ __forceinline__ double sigmoid_of(float x) { return reciprocal_of(1.0 + exp_of(-static_cast<double>(x))); }
 
-__device__ __forceinline__ float bounded(float x) { return fminf(fmaxf(x, -kSigmoidBound), kSigmoidBound); }
+__device__ __forceinline__ float bounded(float x) { return x < -kSigmoidBound ? -kSigmoidBound : x > kSigmoidBound ? kSigmoidBound : x; }
 
 __device__ __noinline__ inline double sqrt_softplus_of(float x) {
-    return sqrt(fmax(static_cast<double>(x), 0.0) + log1p(exp_of(fmax(-fabs(static_cast<double>(x)), -kExpBound))));
+    return sqrt((x < 0.0f ? 0.0 : static_cast<double>(x)) + log1p(exp_of(fmax(-fabs(static_cast<double>(x)), -kExpBound))));
 }
 
 // Its derivative. Far out both the sigmoid and the root vanish, so they have to be bounded alike.

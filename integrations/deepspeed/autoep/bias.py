@@ -16,7 +16,8 @@ _STEP = "_take_model_step"  # both `step` and a pipeline engine's `train_batch` 
 class StepWithBias:
     """Takes the place of an engine's optimizer step: makes the step, and then moves the biases of `routers`.
 
-    A step that DeepSpeed skips, as after an overflow in fp16, moves none. Its counts go into the next step.
+    A step that DeepSpeed skips, as after an overflow in fp16, moves none. Its counts are dropped: tokens that are not finite say nothing
+    of the load.
     """
 
     def __init__(self, engine: Any, routers: Sequence[GatedRouter]):
@@ -25,8 +26,12 @@ class StepWithBias:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.own_step(*args, **kwargs)
+        routers = [router for router in self.routers if has_moving_bias(router)]
         if self._engine.was_step_applied():
-            move_biases([router for router in self.routers if has_moving_bias(router)], self._engine.seq_data_parallel_group)
+            move_biases(routers, self._engine.seq_data_parallel_group)
+        else:
+            for router in routers:
+                router.take_counts()
         return result
 
 

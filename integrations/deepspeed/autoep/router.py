@@ -32,10 +32,11 @@ class GatedRouter(TokenChoiceTopKRouter):
         """Choose experts for x [num_tokens, hidden]. expert_bias, [num_experts] or None, adds to the router's `e_score_correction_bias`.
 
         Returns fp32 weights and int64 experts, both [num_tokens, top_k], and int32 [num_experts] tokens of each expert. Not collective.
-        Raises ValueError for logits that are not finite: on the CPU at once, on a GPU as `deepep_moe.ops.gate` says.
+        Raises ValueError for logits that are not finite: on the CPU at once, on a GPU as `deepep_moe.ops.gate` says. In fp16 they go
+        through: DeepSpeed scales the loss and skips a step that overflows.
         """
         chosen = self._choose(x, expert_bias)
-        if self.training and has_moving_bias(self):  # a recomputed layer counts every expert twice
+        if self.training and torch.is_grad_enabled() and has_moving_bias(self):
             counts = chosen[2].long()
             self.deepep_moe_counts = counts if self.deepep_moe_counts is None else self.deepep_moe_counts + counts
         return chosen
@@ -50,7 +51,9 @@ class GatedRouter(TokenChoiceTopKRouter):
             return super().forward(x, expert_bias)
         biases = [bias.detach().float() for bias in (expert_bias, self.e_score_correction_bias) if bias is not None]
         bias = torch.stack(biases).sum(0) if biases else None
-        out = gate(self.gate(x), expert_bias=bias, normalize=bool(self.route_norm), **gate_options(self))
+        logits = self.gate(x)
+        check_finite = logits.dtype != torch.float16
+        out = gate(logits, expert_bias=bias, normalize=bool(self.route_norm), check_finite=check_finite, **gate_options(self))
         return out.topk_weights, out.topk_idx, out.num_tokens_per_expert
 
     def take_counts(self) -> Tensor:

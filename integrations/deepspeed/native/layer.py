@@ -93,8 +93,14 @@ class PackedMOELayer(MOELayer):
 
     def _exchange_fast(self, growing: GrowingBuffer, x: Tensor, routing: Routing) -> Tensor:
         """Send a row per (rank, token) there and back. The experts' rank weights and sums the rows of a token."""
-        idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan_of(self).num_topk)
-        return self._exchange(growing, x, idx, weights, None)
+        return self._exchange(growing, x, *self._lanes(x, routing), None)
+
+    def _lanes(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Return experts and weights [num_tokens, lanes of the buffer], with different experts for each token."""
+        idx, weights = routing.topk_idx.t(), routing.topk_weights.t()
+        if self.gate.k == 2 and x.dtype == torch.float16:  # an overflow to logits of -inf: the first expert is also the best of the others
+            idx = torch.stack((idx[:, 0], idx[:, 1].masked_fill(idx[:, 1] == idx[:, 0], -1)), 1)
+        return lengthened(idx, weights, plan_of(self).num_topk)
 
     def _exchange(
         self, growing: GrowingBuffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, source_weights: Tensor | None
@@ -117,7 +123,7 @@ class PackedMOELayer(MOELayer):
         """As `_exchange_fast`, with fp8 rows in both passes. The experts weight the rows."""
         experts, plan = list(self.experts.deepspeed_experts), plan_of(self)
         own = notify_peers_on_failure(growing.buffer, fp8_weights, experts, plan.options.grouped_experts, x)
-        idx, weights = lengthened(routing.topk_idx.t(), routing.topk_weights.t(), plan.num_topk)
+        idx, weights = self._lanes(x, routing)
         x, idx = x.contiguous(), widened(idx, self.num_local_experts, plan.num_local_experts)
 
         def send(buffer: Buffer) -> DispatchOutput:

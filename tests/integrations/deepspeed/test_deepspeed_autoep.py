@@ -14,7 +14,7 @@ from deepspeed_cases import assert_equal, engine_ready, logged
 
 from deepep_moe.errors import EPPeerError
 from deepep_moe.integrations.common.registry import all_buffers
-from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.common.warn_once import log_once
 from deepep_moe.integrations.deepspeed import replace_moe_layers, restore_moe_layers
 from deepep_moe.integrations.deepspeed.options import Options, options_of
 from deepep_moe.testing.launch import run_ranks
@@ -206,7 +206,7 @@ def _replaced_forwards(rank: int, case: Case) -> None:
     layers = autoep_layers(engine)
     for layer in layers:
         layer.forward = layer.forward
-    warn_once.cache_clear()
+    log_once.cache_clear()
     with logged() as messages:
         assert replace_moe_layers(engine) == 0
     assert messages == ["2 MoE layers keep their forward, which was replaced on the layer or its class; swap layers before that"] * (

@@ -1,6 +1,7 @@
 """AutoEP's router and the bias that balances its experts."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="AutoEP came with DeepSpeed 0.19.2")
 pytest.importorskip("transformers.models.deepseek_v3", reason="AutoEP serves transformers' models")
-from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.common.warn_once import log_once
 from deepep_moe.integrations.deepspeed.autoep import bias as autoep_bias
+from deepep_moe.integrations.deepspeed.autoep.bias import StepWithBias
 from deepep_moe.integrations.deepspeed.autoep.router import GatedRouter, restore_router, swap_router
 
 # ---- routers ----
@@ -75,6 +77,41 @@ def test_router_equals_autoep(options, dtype, num_biases):
     assert_equal(got, want, str(options), tolerance=2e-6 if dtype == torch.float32 else 2e-2)
     restore_router(router)
     assert type(router).__name__ == "TokenChoiceTopKRouter" and not [name for name in vars(router) if "deepep_moe" in name]
+
+
+@pytest.mark.parametrize("options", [{}, {"score_func": "softmax", "route_norm": False}, {"num_expert_groups": 4, "num_limited_groups": 2}])
+def test_overflows_in_fp16_go_through(options):
+    """As with AutoEP: the same tokens have weights that are not finite, and every token has different experts."""
+    torch.manual_seed(3)
+    router, x = _make_router(**options).half(), torch.randn(8, 16).half()
+    x[2], x[5, 3] = torch.nan, torch.inf
+    want, bias = _route(router, x, None), torch.linspace(-0.1, 0.1, 12)
+    swap_router(router, Options())
+    got = _route(router, x, None)
+    assert torch.equal(got["weights"].isfinite().all(1), want["weights"].isfinite().all(1)) and not got["gate"].isfinite().all()
+    for experts in (got["experts"], router(x, bias)[1]):
+        assert ((experts >= 0) & (experts < 12)).all() and all(len(set(row)) == 3 for row in experts.tolist())
+    with pytest.raises(ValueError, match="logits has nan for token 2"):
+        router.bfloat16()(x.bfloat16())
+
+
+def test_skipped_steps_and_evaluations_do_not_count():
+    """3 tokens choose the experts 0 to 2 by a bias. A step that is skipped moves no bias, and its counts are gone."""
+    router = _make_router()
+    swap_router(router, Options(expert_bias_update_rate=RATE))
+    chosen = torch.tensor([9.0] * 3 + [0.0] * 9)
+    engine = SimpleNamespace(was_step_applied=lambda: engine.applied, seq_data_parallel_group=None, _take_model_step=lambda: None)
+    step = StepWithBias(engine, [router])
+    router(torch.randn(3, 16), chosen)
+    engine.applied = False
+    step()
+    assert router.e_score_correction_bias.eq(0).all()
+    with torch.no_grad():
+        router(torch.randn(3, 16), chosen)
+    router.eval()(torch.randn(3, 16), chosen)
+    assert router.take_counts().sum() == 0
+    router.train()(torch.randn(3, 16), chosen)
+    assert router.take_counts().tolist() == [3] * 3 + [0] * 9
 
 
 @pytest.mark.parametrize(
@@ -155,7 +192,7 @@ def _balance_worker(rank: int, num_ranks: int, folder: str) -> None:
             tag = case.family
             lacks = [getattr(layer.router, BIAS, None) is None for layer in autoep_layers(build_engine(case, False))]
             assert all(lacks) or case.family != "deepseek_v2"
-            warn_once.cache_clear()
+            log_once.cache_clear()
             with logged() as messages:
                 engine = _make_balancing(case)
             assert sum("are given an e_score_correction_bias" in line for line in messages) == (any(lacks) and rank == 0), messages

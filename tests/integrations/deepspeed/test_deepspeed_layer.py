@@ -18,6 +18,7 @@ from deepspeed_cases import (
 from left_graphs import assert_leaves_no_graph
 from torch import nn
 
+from deepep_moe.integrations.common import warn_once
 from deepep_moe.integrations.common.registry import all_buffers
 from deepep_moe.integrations.deepspeed import buffers, replace_moe_layers, restore_moe_layers
 from deepep_moe.testing.launch import run_ranks
@@ -101,6 +102,26 @@ def _nodes_worker(rank: int, num_ranks: int) -> None:
         layer(x)
         assert moe.nodes_per_token(2).tolist() == [1, 2, 1] and moe.nodes_per_token(4).tolist() == [2, 2, 2]
         assert moe.nodes_per_token(1).tolist() == [1, 1, 1] and all_buffers()[0].ranks_per_node == 1
+
+
+def _overflow_worker(rank: int, num_ranks: int) -> None:
+    """Logits of a token are NaN, or all -inf, for which top-2 chooses one expert twice. Only its output is not finite."""
+    with engine_ready():
+        for k, exact in ((1, True), (2, True), (2, False), (3, False)):
+            layer = times_layer(rank, num_ranks, k=k, use_rts=False, top2_2nd_expert_sampling=False, drop_tokens=False)
+            replace_moe_layers(layer.half(), exact=exact)
+            layer.deepspeed_moe.gate.wg.float().weight.data.add_(0.1)  # the sum of -inf and zeros would be NaN
+            x = torch.rand(5, HIDDEN).half() / 100
+            x[1], x[3] = torch.nan, -torch.inf
+            usual = torch.tensor([True, False, True, False, True])
+            y = layer(x.requires_grad_())[0]
+            assert torch.equal(y.isfinite().all(1), usual), (k, exact)
+            y.float().sum().backward()
+            assert not layer.deepspeed_moe.gate.wg.weight.grad.isfinite().all()
+
+
+def test_overflows_in_fp16_go_through():
+    run_ranks(_overflow_worker, 2)
 
 
 def leaves_no_graph(rank, num_ranks, exact):
@@ -326,7 +347,7 @@ def _replaced_worker(rank: int, num_ranks: int) -> None:
         ):
             replace_moe_layers(layer)
             plain = layer(x)[0]
-            buffers.warn_once.cache_clear()
+            warn_once.log_once.cache_clear()
             change()
             with logged() as lines:
                 changed = layer(x)[0]

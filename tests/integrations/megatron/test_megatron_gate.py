@@ -275,3 +275,48 @@ def attached_losses(rank, num_ranks):
 
 def test_attached_losses():
     run_ranks(attached_losses, 1)
+
+
+# ---- overflow in fp16 ----
+
+OVERFLOWS = {
+    "DeepSeek-V3": {}, "softmax of the chosen": ROUTINGS["softmax of the chosen"], "softmax of all": ROUTINGS["softmax of all"],
+    "sigmoid, top-1": ROUTINGS["sigmoid, top-1"], "capacity": ROUTINGS["capacity"],
+    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}  # fmt: skip
+
+
+def half_layer(sizes, dispatcher, switches):
+    half = {"fp16": True, "params_dtype": torch.float16, "moe_router_dtype": "fp32"}
+    layer = build_layer(layer_config(**sizes, **selection(dispatcher), **(half | switches)))
+    return layer.half().train()
+
+
+def overflowed(rank, num_ranks, names):
+    """Rank 0 has tokens of NaN and of infinity. Its other tokens, and those of rank 1, are as with `alltoall`, and so are the places of
+    what is not finite, in the output and in the gradients of the router, by which Megatron-Core finds the overflow."""
+    with model_parallel(ep=num_ranks) as sizes:
+        for name in names:
+            results = {}
+            for dispatcher in ("alltoall", "deepep_moe"):
+                layer = half_layer(sizes, dispatcher, OVERFLOWS[name])
+                x = torch.randn(6, 2, HIDDEN, generator=torch.Generator().manual_seed(rank)).half()
+                if rank == 0:
+                    x[1, 0], x[4, 1, 3], x[5, 0] = torch.nan, torch.inf, torch.inf
+                x.requires_grad_()
+                output, _ = layer(x)
+                output.float().square().mean().backward()
+                results[dispatcher] = output.detach().float()
+                assert layer.router.weight.grad.isfinite().all() == (rank != 0), (name, dispatcher)
+                with torch.no_grad():
+                    layer.eval()(x)  # a validation takes such logits too
+            stock, ours = results["alltoall"], results["deepep_moe"]
+            assert torch.equal(stock.isfinite().all(2), ours.isfinite().all(2)), name
+            torch.testing.assert_close(ours.nan_to_num(0, 0, 0), stock.nan_to_num(0, 0, 0), atol=2e-3, rtol=4e-3)
+        if rank == 0:
+            with pytest.raises(ValueError, match="logits has nan for token 0"):
+                layer_of(sizes).router(torch.full((1, 1, HIDDEN), torch.nan))
+
+
+def test_overflows_in_fp16():
+    run_ranks(overflowed, 2, list(OVERFLOWS))

@@ -135,6 +135,47 @@ def test_recomputed_rows_count_once():
     run_ranks(_recomputed_worker, 2)
 
 
+def rows() -> list[tuple[int, int, int]]:
+    """(model, layer, rows of all experts) of each report."""
+    return [(report.model, report.layer, sum(report.rows_per_expert)) for report in take_metrics()]
+
+
+def _models_worker(rank: int, num_ranks: int) -> None:
+    """An actor and a critic, which has fewer experts, train; a reference and evaluations do not. 3 tokens of a rank go to 4 experts."""
+    with model_parallel(ep=num_ranks, metrics=True) as sizes:
+        x, each = torch.randn(3, 1, HIDDEN, requires_grad=True), 3 * TOPK * num_ranks
+        actor, reference = layer_of(sizes, 2), layer_of(sizes, 2)
+        few = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"}
+        critic = layer_of(sizes, 7, **few, recompute_granularity="selective", recompute_modules=["moe"])  # more than num_layers
+        second_critic = layer_of(sizes, 2)
+
+        def not_training() -> None:
+            with torch.no_grad():
+                for layer in (reference, actor, critic):
+                    layer(x)
+            actor.eval()(x)
+            actor.train()
+
+        not_training()
+        assert rows() == []
+        actor(x)[0].sum().backward()
+        not_training()
+        assert rows() == [(1, 2, each)]
+        for layer in (actor, critic, second_critic):
+            layer(x)[0].sum().backward()
+        not_training()
+        reports = take_metrics()
+        assert [(report.model, report.layer, len(report.rows_per_expert)) for report in reports] == [(1, 2, 8), (1, 7, 4), (2, 2, 8)]
+        assert all(sum(report.rows_per_expert) == each and report.exchange_ms > 0 for report in reports)
+        assert reports[1].busiest == 1.0, "all tokens go to all of its experts"
+        second_critic(x)[0].sum().backward()
+        assert rows() == [(2, 2, each)]
+
+
+def test_only_training_counts_and_each_model_apart():
+    run_ranks(_models_worker, 2)
+
+
 def _over_worker(rank: int, num_ranks: int) -> None:
     options = {"grouped_experts": True, "sync_free": True, "recv_capacity_factor": 1.0, "num_max_tokens_per_rank": 4}
     with model_parallel(ep=num_ranks, metrics=True, **options) as sizes:

@@ -1,19 +1,24 @@
 """Switching on and off, what is refused, and the launcher. Everything else must stay as it was."""
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
 import typing
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import HIDDEN, build_layer, layer_config, model_parallel
 
 from deepep_moe.errors import BufferDestroyedError
 from deepep_moe.exchange import growing
-from deepep_moe.integrations.megatron import disable, enable
+from deepep_moe.integrations.common.registry import all_buffers
+from deepep_moe.integrations.common.warn_once import warn_once
+from deepep_moe.integrations.megatron import disable, enable, plugin
 from deepep_moe.integrations.megatron.__main__ import with_flex
 from deepep_moe.integrations.megatron.plugin import selection
 from deepep_moe.testing.launch import run_ranks
@@ -317,3 +322,39 @@ def test_cpu_layer_puts_everything_back():
     disable_cpu()
     disable_cpu()
     assert [dict(vars(owner)) for owner in owners] == before
+
+
+# ---- groups that are made again ----
+
+
+def made_again(rank, num_ranks):
+    """Buffers of forgotten and of destroyed groups go, those of other groups stay, and a layer of a forgotten group goes on."""
+    from megatron.core import parallel_state
+
+    with model_parallel(ep=num_ranks) as sizes:
+        x, apart = torch.randn(4, 1, HIDDEN), dist.new_group()
+        layer = build_layer(layer_config(**sizes, **selection()))
+        expected = layer(x)[0]
+        plugin._enabled.buffers.ready(apart, 4, HIDDEN, 8, 2, device=x.device)
+        assert len(all_buffers()) == 2
+        parallel_state.destroy_model_parallel()
+        (kept,) = all_buffers()
+        assert kept.num_topk == 2
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        build_layer(layer_config(**sizes, **selection()))(x)
+        assert len(all_buffers()) == 2
+        assert torch.equal(layer(x)[0], expected) and len(all_buffers()) == 3
+        dist.destroy_process_group(apart)
+        assert kept not in all_buffers() and len(all_buffers()) == 2
+
+        group = dist.new_group()
+        warn_once("a warning", group)
+        reference = weakref.ref(group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert reference() is None
+
+
+def test_buffers_go_with_their_groups():
+    run_ranks(made_again, 2)
