@@ -98,12 +98,13 @@ def _one_by_one(*_: Any, **__: Any) -> Iterator[_Handle]:
 
 
 def _set_states(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's Adam keeps its step in a tensor, which formats for apex's and TransformerEngine's do not store."""
+    """Keep the step of PyTorch's Adam, a tensor, which formats for apex's and TransformerEngine's do not store."""
 
     def call(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
         group, order = self.model_param_group_index_map[model_param]
         own = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        return stock(self, model_param, {"step": own["step"]} | tensors)
+        own["step"] = own["step"].clone()  # all parameters share one, to which each would add
+        return stock(self, model_param, tensors | {"step": own["step"]})
 
     return call
 
