@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import torch as strategy
@@ -108,8 +109,8 @@ class _Order:
         found = [(bucket, start - begins[bucket]) for bucket, start in found]
         if found != self.here.places or [bucket.numel_unpadded for bucket in buffer.buckets] != self.here.numels:
             raise EPError(
-                f"this megatron-core fills the {len(begins)} buckets of a buffer with grouped experts in a way that deepep_moe does not know; "
-                "set distrib_optim_sharding_type to 'fully_reshardable' (--dist-ckpt-optim-fully-reshardable), or leave out grouped_experts"
+                f"this megatron-core fills the {len(begins)} buckets of a buffer with grouped experts in a way that deepep_moe does not "
+                "know; set distrib_optim_sharding_type to 'fully_reshardable', or leave out grouped_experts"
             )
 
     def spans(self, bucket: int, start: int, numel: int) -> Iterator[tuple[_Part, int, int]]:
@@ -156,7 +157,7 @@ def serve_optimizers(patches: Patches) -> None:
         stock(self, *args, **kwargs)
         if any(is_stacked(parameter) for buffer in getattr(self, "buffers", ()) for parameter in buffer.params):
             if type(self) is not DistributedOptimizer:
-                raise EPError(f"{type(self).__name__} is not Megatron-Core's DistributedOptimizer; use that one, or leave out grouped_experts")
+                raise EPError(f"{type(self).__name__} is not DistributedOptimizer itself; use that one, or leave out grouped_experts")
             self.__class__ = StackedDistributedOptimizer
 
     @functools.wraps(stock_load)
@@ -197,8 +198,8 @@ class StackedDistributedOptimizer(DistributedOptimizer):
         for name, numels in self._numels_in_file().items():
             if name == "per_bucket_numel_unpadded" and state_dict.get(name, numels) != numels:
                 raise ValueError(
-                    f"the optimizer's buckets in the checkpoint have {state_dict[name]} elements, and this run's, in SequentialMLP's order, "
-                    f"{numels}; resume with the same parallel sizes and the same bucket size (--ddp-bucket-size, --overlap-grad-reduce), "
+                    f"the optimizer's buckets in the checkpoint have {state_dict[name]} elements, and this run's, in SequentialMLP's "
+                    f"order, {numels}; resume with the same parallel sizes and bucket size (--ddp-bucket-size, --overlap-grad-reduce), "
                     "or save with distrib_optim_sharding_type 'fully_reshardable'"
                 )
         super().load_parameter_state_from_dp_reshardable({**state_dict, **ours})
@@ -306,24 +307,33 @@ def _piece(tensor: ShardedTensor, key: str, data: torch.Tensor, bucket: int, sta
 
 
 def _check_parts(sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-    """Raise EPError for a checkpoint that an older deepep_moe has saved with grouped experts, in the order of stacked parameters.
+    """Raise EPError, on all ranks, for a checkpoint that an older deepep_moe has saved with grouped experts, in the order of memory.
 
-    It is told by its pieces: SequentialMLP's begin and end with a parameter of an expert, and those go over several.
+    It is told by its pieces: SequentialMLP's begin and end with a parameter of an expert, and those go over several. Collective.
     """
-    parts = [tensor for tensor in nested_values(sharded_state_dict) if hasattr(tensor, _BOUNDS)]
+    reason = _why_in_other_order([tensor for tensor in nested_values(sharded_state_dict) if hasattr(tensor, _BOUNDS)], checkpoint_dir)
+    reasons: list[Any] = [reason]
+    if dist.is_initialized():
+        reasons = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+    for reason in filter(None, reasons):
+        raise EPError(
+            f"in {checkpoint_dir}, {reason}: an older deepep_moe has saved it with grouped experts, in another order; load it with that "
+            "version and save it with distrib_optim_sharding_type 'fully_reshardable' (--dist-ckpt-optim-fully-reshardable)"
+        )
+
+
+def _why_in_other_order(parts: list[ShardedTensor], checkpoint_dir: Any) -> str | None:
     if not parts:
-        return
+        return None
     stored = _reader(checkpoint_dir).read_metadata().state_dict_metadata
     pieces = {key: _pieces(stored[key]) for key in {tensor.key for tensor in parts} & set(stored)}
     for tensor in parts:
         for bound in getattr(tensor, _BOUNDS):
             start, end = _piece_at(pieces.get(tensor.key, []), bound)
             if start < bound < end:
-                raise EPError(
-                    f"{tensor.key} in {checkpoint_dir} has elements {start} to {end} in one piece, but element {bound} begins the parameter "
-                    "of an expert: an older deepep_moe has saved it with grouped experts, in another order; load it with that version and "
-                    "save it with distrib_optim_sharding_type 'fully_reshardable' (--dist-ckpt-optim-fully-reshardable)"
-                )
+                return f"{tensor.key} has elements {start} to {end} in one piece, but element {bound} begins or ends an expert's parameter"
+    return None
 
 
 def _reader(checkpoint_dir: Any) -> Any:

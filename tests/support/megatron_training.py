@@ -76,7 +76,7 @@ class _Handle:
 
 @contextlib.contextmanager
 def _one_by_one(*_: Any, **__: Any) -> Iterator[_Handle]:
-    """Start collectives one by one, as gloo joins none, with a handle that waits for all. A gather so writes its result late, as on GPUs."""
+    """Start collectives one by one, as gloo joins none, with a handle that waits for all. A gather writes late, as on GPUs."""
     from megatron.core.distributed import param_and_grad_buffer
 
     handle, patches = _Handle(), Patches()
@@ -89,7 +89,11 @@ def _one_by_one(*_: Any, **__: Any) -> Iterator[_Handle]:
 
         return call
 
-    for place, name in ((param_and_grad_buffer, "dist_all_gather_func"), (param_and_grad_buffer, "dist_reduce_scatter_func"), (dist, "all_reduce")):
+    for place, name in (
+        (param_and_grad_buffer, "dist_all_gather_func"),
+        (param_and_grad_buffer, "dist_reduce_scatter_func"),
+        (dist, "all_reduce"),
+    ):
         patches.set(place, name, keeping(getattr(place, name)))
     try:
         yield handle
@@ -221,7 +225,12 @@ def _batch(step: int, micro: int) -> dict[str, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(100_000 * step + 1000 * micro + dist.get_rank())
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     positions = torch.arange(LENGTH).expand(BATCH, -1)
-    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions, "attention_mask": None}
+    return {
+        "input_ids": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "position_ids": positions,
+        "attention_mask": None,
+    }
 
 
 def _loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -285,7 +294,7 @@ def save(run: Training, folder: Path, kind: str = "dp_reshardable") -> None:
 def _make_states(run: Training) -> None:
     """Give optimizers their states, which PyTorch's Adam else makes in its first step."""
     for optimizer in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
-        if hasattr(optimizer, "_init_optimizer_states_with_dummy_values"):
+        if hasattr(optimizer, "_init_optimizer_states_with_dummy_values") and not optimizer.optimizer.state:
             optimizer._init_optimizer_states_with_dummy_values()
 
 
