@@ -42,14 +42,13 @@ class Fp8GroupedMLP(GroupedMLP):
         """Drop the fp8 copies of the weights. The next forward makes new ones, if it shares them with others."""
         self.kept_weights.release()
 
-    def _copies_of_weights(self) -> dict[str, Any]:
-        weights = self.linear_fc1.weight, self.linear_fc2.weight
-        if _is_captured(weights[0]):
+    def _copies_of_weights(self, w1: torch.Tensor, w2: torch.Tensor) -> dict[str, Any]:
+        if _is_captured(w1):
             self.kept_weights.release()  # of forwards before the capture
             return {}
         if self.is_first_microbatch is None or getattr(self.config, "disable_parameter_transpose_cache", False):
             return {}
-        is_first = self.is_first_microbatch or not self.kept_weights.has(*weights)
+        is_first = self.is_first_microbatch or not self.kept_weights.has(w1, w2)
         self.is_first_microbatch = False
         return {"kept": self.kept_weights, "is_first_microbatch": is_first}
 

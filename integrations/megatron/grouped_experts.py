@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from deepep_moe.integrations.megatron.patches import Patches
-from deepep_moe.integrations.megatron.stacked_checkpoint import stack_sharded
+from deepep_moe.integrations.megatron.stacked_checkpoint import mark_stack, stack_sharded
 from deepep_moe.ops.grouped_mlp import Activation, clear_tail, grouped_mlp
 
 _KINDS = ("weight", "bias")
@@ -37,8 +37,10 @@ class GroupedMLP(SequentialMLP):
 
     `linear_fc1` and `linear_fc2` hold one parameter each for all local experts, [num_local_experts, out, in], because the host's time is
     what it saves: a parameter for each expert has a hook of Megatron's DDP each, and views of one memory do not survive its buffers, which
-    move parameters. State dicts nevertheless have SequentialMLP's names and tensors, so checkpoints go both ways. `local_experts` stays as
-    a frame without parameters that makes and reads them, in whichever form this Megatron-Core has.
+    move parameters. State dicts nevertheless have SequentialMLP's names and tensors, so checkpoints go both ways. SequentialMLP's own
+    modules, without parameters, are the frame that makes and reads them, in whichever form this Megatron-Core has. The frame is
+    `local_experts` only while it does so. Whoever looks for modules to hook, to adapt or to quantize does not find experts that nobody
+    calls.
 
     Biases have names that end with `.bias`, by which Megatron-Core leaves out weight decay. Optimizers for matrices only, such as Muon,
     see parameters of three dimensions.
@@ -54,8 +56,10 @@ class GroupedMLP(SequentialMLP):
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any):
         self.check_config(config)
         super().__init__(num_local_experts, config, *args, **kwargs)
-        self.linear_fc1 = _Stacked([expert.linear_fc1 for expert in self.local_experts])
-        self.linear_fc2 = _Stacked([expert.linear_fc2 for expert in self.local_experts])
+        self.__dict__["_frame"] = self._modules.pop("local_experts")
+        self.linear_fc1 = _Stacked([expert.linear_fc1 for expert in self._frame])
+        self.linear_fc2 = _Stacked([expert.linear_fc2 for expert in self._frame])
+        mark_stack(self.parameters())
         self._activation = _activation(config)
         modules = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         self._recompute_activation = "moe_act" in modules
@@ -87,15 +91,15 @@ class GroupedMLP(SequentialMLP):
         if self.config.moe_apply_probs_on_input:
             scale = clear_tail(permuted_probs, tokens_per_expert).unsqueeze(-1)
             rows, probs = (scale * clear_tail(rows, tokens_per_expert)).to(rows.dtype), None
-        first, second = self.linear_fc1, self.linear_fc2
+        (w1, b1), (w2, b2) = self.linear_fc1(), self.linear_fc2()
         output = grouped_mlp(
-            rows, tokens_per_expert, first.weight, second.weight, b1=first.bias, b2=second.bias, probs=probs, activation=self._activation,
+            rows, tokens_per_expert, w1, w2, b1=b1, b2=b2, probs=probs, activation=self._activation,
             recompute_activation=self._recompute_activation, zero_tail=False, delay=self._delay if self._delays else None,
-            **self._copies_of_weights(),
+            **self._copies_of_weights(w1, w2),
         )  # fmt: skip
         return output, None
 
-    def _copies_of_weights(self) -> dict[str, Any]:
+    def _copies_of_weights(self, w1: Tensor, w2: Tensor) -> dict[str, Any]:
         """Return the arguments of `grouped_mlp` that say whether this forward shares copies of the weights. Here it has none."""
         return {}
 
@@ -128,6 +132,7 @@ class GroupedMLP(SequentialMLP):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f"{prefix}linear_fc1.weight" not in state_dict:  # which sharded checkpoints have
             self._expand()
+        self._modules["local_experts"] = self._frame
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _stacked_parameters(self) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
@@ -138,12 +143,13 @@ class GroupedMLP(SequentialMLP):
     def _expand(self) -> None:
         """Give the frame the parameters of each expert, which are views."""
         for name, kind, parameter in self._stacked_parameters():
-            for expert, view in zip(self.local_experts, parameter.detach(), strict=True):
+            for expert, view in zip(self._frame, parameter.detach(), strict=True):
                 getattr(expert, name)._parameters[kind] = torch.nn.Parameter(view, parameter.requires_grad)
 
     @contextlib.contextmanager
     def _expanded(self) -> Iterator[None]:
         self._expand()
+        self._modules["local_experts"] = self._frame
         try:
             yield
         finally:
@@ -153,12 +159,13 @@ class GroupedMLP(SequentialMLP):
 def _collapse(experts: GroupedMLP, incompatible_keys: Any = None) -> None:
     """Take the parameters from the frame. Those that a load has put there instead of filling the views are copied."""
     for name, kind, parameter in experts._stacked_parameters():
-        for expert, view in zip(experts.local_experts, parameter.detach(), strict=True):
+        for expert, view in zip(experts._frame, parameter.detach(), strict=True):
             linear = getattr(expert, name)
             loaded = linear._parameters[kind]
             if loaded is not None and loaded.data_ptr() != view.data_ptr():
                 view.copy_(loaded.detach())
             linear._parameters[kind] = None
+    experts._modules.pop("local_experts", None)
 
 
 class _Stacked(torch.nn.Module):
@@ -175,6 +182,11 @@ class _Stacked(torch.nn.Module):
             for linear in linears:
                 if kind in linear._parameters:
                     linear._parameters[kind] = None
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias. Frameworks hang on this call: Megatron's DDP gathers a bucket before the module that owns its parameters
+        is called (`overlap_param_gather`)."""
+        return self.weight, self.bias
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Megatron's DDP gives what adds the weight's `grad` to its `main_grad`, to be called after a delayed gradient."""

@@ -260,9 +260,11 @@ def enable(
         if buffers.metrics is not None:
             serve_reports(patches, buffers.metrics)
         if grouped_experts:
+            from deepep_moe.integrations.megatron.flat_states import serve_optimizers
             from deepep_moe.integrations.megatron.grouped_experts import serve_experts
 
             serve_experts(patches, _is_ours, _experts_class(options))
+            serve_optimizers(patches)
         if fp8:
             from deepep_moe.integrations.megatron.fp8_experts import serve_first_microbatches
 

@@ -1,10 +1,35 @@
-"""Sharded checkpoints of a parameter that holds those of several experts."""
+"""Checkpoints of a parameter that holds those of several experts."""
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+_STACK = "deepep_moe_stack"  # an attribute of a stacked parameter: the number of its layer
+_numbers = itertools.count()
+
+
+def mark_stack(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Mark the parameters [num_experts, ...] of one layer, each of which holds those of all its experts."""
+    number = next(_numbers)
+    for parameter in parameters:
+        setattr(parameter, _STACK, number)
+
+
+def is_stacked(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, _STACK)
+
+
+def by_expert(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int | None]]:
+    """Find what SequentialMLP has in the place of `parameters`, in its order: a stacked parameter and the index of an expert, or any other
+    parameter and None."""
+    for number, alike in itertools.groupby(parameters, lambda parameter: getattr(parameter, _STACK, None)):
+        layer = list(alike)
+        experts = [None] if number is None else range(len(layer[0]))
+        yield from ((parameter, expert) for expert in experts for parameter in layer)
 
 
 def stack_sharded(of_experts: list[ShardedTensor | ShardedTensorFactory], parameter: torch.Tensor, key: str) -> ShardedTensorFactory:

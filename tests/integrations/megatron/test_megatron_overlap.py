@@ -290,6 +290,26 @@ def test_order_of_the_parts():
     assert run_ranks(_order_worker, 2) == [first + rest] * 2
 
 
+def _gate_worker(rank: int, num_ranks: int) -> None:
+    """Megatron's DDP gathers a parameter before the module that owns it is called. Here nobody calls the shared experts."""
+    with model_parallel(ep=1) as sizes:
+        config = layer_config(**sizes, **selection(), moe_shared_expert_overlap=True, moe_shared_expert_gate=True)
+        layer = build_layer(config)
+        shared, x = layer.shared_experts, torch.ones(6, 2, HIDDEN)
+        layer(x)
+        weight, stale = shared.gate_weight.detach().clone(), torch.full_like(shared.gate_weight, torch.nan)
+        want = layer(x)[0]
+        shared.gate_weight.data = stale
+        shared.register_forward_pre_hook(lambda module, args: setattr(module.gate_weight, "data", weight))
+        assert torch.equal(layer(x)[0], want)
+
+
+def test_the_gate_of_shared_experts_is_gathered():
+    if not hasattr(layer_config(), "moe_shared_expert_gate"):
+        pytest.skip("this megatron-core has no such gate")
+    run_ranks(_gate_worker, 1)
+
+
 def _failed_worker(rank: int, num_ranks: int) -> None:
     """After a forward that failed between the parts, the next one is right."""
     with model_parallel(ep=num_ranks) as sizes:
