@@ -21,8 +21,8 @@ from deepep_moe.integrations.megatron.flat_states import StackedDistributedOptim
 
 BEFORE, AFTER = range(4), range(4, 6)
 OTHER = {"sequential": "grouped", "grouped": "sequential"}
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Of a loss of about 4.2. A step with weights of the step before is off by more than 0.05."""
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-4}
+"""Of a loss of about 4.2. Experts with weights of an earlier step are off by 2e-3 in fp32 and by 1e-3 in bf16."""
 
 OPTIMIZERS = (
     {"is_distributed": False},
@@ -130,7 +130,7 @@ def _refusals(rank: int, num_ranks: int, folder: str) -> None:
         assert torch.equal(weight, before)
     with training(replace(stacked, bucket_size=10_000)) as run:
         train(run, range(1))
-        with pytest.raises(Exception, match="shape|bucket_idx"):
+        with pytest.raises(BaseException, match="Global shape mismatch"):  # PyTorch's CheckpointException is no Exception
             load(run, path / "one bucket size")
 
 
