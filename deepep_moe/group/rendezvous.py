@@ -194,8 +194,8 @@ def culprit_behind(group: "dist.ProcessGroup", peers: Sequence[int]) -> int | No
 
     def ask() -> None:
         store = _store_of(group)
-        with contextlib.suppress(RuntimeError):  # of a store that makes no second connection
-            store = store.clone()
+        with contextlib.suppress(AttributeError, RuntimeError):  # of a store that makes no second connection
+            store = store.clone()  # type: ignore[attr-defined]
         deadline, culprit = time.monotonic() + _TOLD_WITHIN_S, None
         while culprit is None and time.monotonic() < deadline:
             culprit = next((rank for rank in (told(store, peer) for peer in peers) if rank is not None), None)
