@@ -14,6 +14,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C import _TorchDispatchModeKey as ModeKey
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 _library = torch.library.Library("deepep_moe", "FRAGMENT")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -118,8 +120,6 @@ _TRANSFORMS = _set_of("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBa
 """torch.func, and the vmap of `is_grads_batched`."""
 _TRACERS = _set_of("Tracer", "PreDispatch")
 """torch.jit.trace, and `make_fx(..., pre_dispatch=True)`."""
-
-
 _RECORDERS = (ModeKey.PROXY, ModeKey.FAKE)
 """Modes that record operators, or their shapes."""
 
@@ -191,8 +191,8 @@ _NOBODY = contextlib.nullcontext()
 def _hidden() -> Iterator[None]:
     with contextlib.ExitStack() as hidden:
         hidden.enter_context(torch._C.DisableTorchFunction())
-        hidden.enter_context(torch.utils._python_dispatch._disable_current_modes())
-        hidden.enter_context(torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack())
+        hidden.enter_context(_disable_current_modes())
+        hidden.enter_context(temporarily_clear_interpreter_stack())
         if (tracing := torch._C._get_tracing_state()) is not None:
             torch._C._set_tracing_state(None)
             hidden.callback(torch._C._set_tracing_state, tracing)

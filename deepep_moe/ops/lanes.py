@@ -25,7 +25,7 @@ def lanes_of_map(routing_map: Tensor, values: Tensor | None, num_topk: int) -> t
         topk_idx [num_tokens, num_topk] int64, a token's experts ascending, then -1; and their values [num_tokens, num_topk] fp32, 0 in
         lanes without an expert, or None.
     """
-    if not _is_served(routing_map, values):
+    if is_watched((routing_map, values)) or not _is_served(routing_map):  # by operators, with the same values
         topk_idx = topk_from_map(routing_map.bool(), num_topk)
         return topk_idx, None if values is None else weights_at(values, topk_idx)
     num_tokens, routing_map = routing_map.shape[0], routing_map.bool()
@@ -42,7 +42,8 @@ def dense_of_lanes(topk_idx: Tensor, topk_values: Tensor, num_experts: int) -> T
 
     topk_idx: [num_tokens, num_topk] int64, -1 = no expert, as is any number that is none. Without gradient.
     """
-    if needs_gradients((topk_values,)) or not _is_served(topk_idx, topk_values):  # in a backward that is to be differentiated
+    is_differentiated = needs_gradients((topk_values,))  # a backward, once more
+    if is_differentiated or is_watched((topk_idx, topk_values)) or not _is_served(topk_idx):
         dense = topk_values.new_zeros(topk_idx.shape[0], num_experts + 1)
         columns = torch.where(topk_idx < num_experts, topk_idx, -1) + 1
         return dense.scatter_(1, columns, topk_values)[:, 1:].contiguous()  # lanes without an expert write column 0, which goes
@@ -64,7 +65,7 @@ def count_lanes(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Ten
     """
     counts = torch.zeros(num_ranks + num_experts, dtype=torch.int32, device=topk_idx.device)
     is_token_in_rank = torch.empty(topk_idx.shape[0], num_ranks, dtype=torch.bool, device=topk_idx.device)
-    if _is_served(topk_idx):
+    if not is_watched((topk_idx,)) and _is_served(topk_idx):
         _run("count_lanes", readable(topk_idx), counts, is_token_in_rank)
     else:
         columns = torch.where(topk_idx < num_experts, topk_idx, -1).clamp(min=-1).long() + 1
@@ -111,11 +112,8 @@ def weights_at(probs: Tensor, topk_idx: Tensor) -> Tensor:
     return probs.gather(1, topk_idx.clamp(0, probs.shape[1] - 1)).float().masked_fill(topk_idx < 0, 0.0)
 
 
-def _is_served(*tensors: Tensor | None) -> bool:
-    """Do kernels take these? What somebody watches is computed by PyTorch's operators, with the same values."""
-    first = tensors[0]
-    assert first is not None
-    return not is_watched(tensors) and (not is_gpu(first.device) or hasattr(_C, "gpu_lanes_of_map"))
+def _is_served(tensor: Tensor) -> bool:
+    return not is_gpu(tensor.device) or hasattr(_C, "gpu_lanes_of_map")
 
 
 def _run(name: str, *tensors: Tensor | None) -> None:
