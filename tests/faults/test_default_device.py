@@ -33,7 +33,11 @@ def results(buffer, x, idx, weights, more):
         again.event.wait()
         hooked = buffer.dispatch(x, idx, weights, return_hook=True)
         hooked.hook()
-        rows = [rows[:2] for rows in (out.recv_x.float(), again.recv_x, hooked.recv_x)]
+        counts = out.num_recv_tokens_per_expert.tolist()  # nobody writes the rows behind them
+        rows = [
+            torch.cat([of_expert[:count] for of_expert, count in zip(recv_x, counts, strict=True)])
+            for recv_x in (out.recv_x.float(), again.recv_x, hooked.recv_x)
+        ]
         y = buffer.combine(again.recv_x, again.handle)
         return [*rows, out.num_recv_tokens_per_expert, y, buffer.combine_input(torch.float32)[:, :0]]
     found = []
