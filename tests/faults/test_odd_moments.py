@@ -253,8 +253,8 @@ def test_calls_from_threads(kind):
 
 
 def interrupted_recovery(rank, num_ranks):
-    """Peers that are in the recovery are told, and all ranks blame the interrupted one. A second recovery meets none of the first one's messages. (The wait of a process group lets the
-    handler raise once it has ended.)"""
+    """Peers that are in the recovery are told, and all ranks blame the interrupted one. A second recovery meets none of the first one's
+    messages. (The wait of a process group lets the handler raise once it has ended.)"""
     buffer = make("shm", num_ranks)
     if rank == 0:
         signal.signal(signal.SIGALRM, lambda *_: fail(KeyboardInterrupt("of the recovery")))
