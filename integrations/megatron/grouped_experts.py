@@ -53,6 +53,8 @@ class GroupedMLP(SequentialMLP):
 
     takes_fp8_rows = False
 
+    _frame: Any
+
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any):
         self.check_config(config)
         super().__init__(num_local_experts, config, *args, **kwargs)

@@ -21,7 +21,7 @@ from deepep_moe.integrations.megatron.flat_states import StackedDistributedOptim
 
 BEFORE, AFTER = range(4), range(4, 6)
 OTHER = {"sequential": "grouped", "grouped": "sequential"}
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-4}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-4}
 """Of a loss of about 4.2. Experts with weights of an earlier step are off by 2e-3 in fp32 and by 1e-3 in bf16."""
 
 OPTIMIZERS = (
