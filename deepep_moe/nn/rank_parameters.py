@@ -151,7 +151,7 @@ def _look(layer: RankExperts, seen: _Seen | None, ddp: DistributedDataParallel |
         if parameter.requires_grad and not own.is_hooked:
             parameter.register_hook(own.average)
             own.is_hooked = True
-    owner, name, parameter = places[0] if places else (None, "", None)
+    owner, name, parameter = places[0] if places else (None, "", None)  # type: ignore[assignment]
     return _Seen(owner, name, parameter, parameter is not None and parameter.requires_grad, wrapper)
 
 
@@ -174,9 +174,9 @@ def _check_shards(layer: RankExperts, modules: list[nn.Module], was_flattened: b
     """Raise ValueError where FSDP, of either kind, shards the experts over ranks that have different ones."""
     ranks, me = set(_ranks(layer.buffer._group)), dist.get_rank()
     advice = "each rank has other ones. Pass the expert parameters (docs/data_parallel.md) as"
-    inner = [module for module in layer.experts.modules() if hasattr(module, "_handle") and hasattr(module, "process_group")]
+    inner: list[Any] = [getattr(module, "process_group", None) for module in layer.experts.modules() if hasattr(module, "_handle")]
     if inner:
-        was_flattened = any(ranks.intersection(_ranks(module.process_group)) != {me} for module in inner)
+        was_flattened = any(ranks.intersection(_ranks(group)) != {me} for group in inner)
     if was_flattened:
         raise ValueError(f"FullyShardedDataParallel shards the experts; {advice} ignored_states to it")
     meshes = list(_meshes_of({id(module) for module in modules}))

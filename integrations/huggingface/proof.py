@@ -104,11 +104,11 @@ def _prove(name: str, experts: nn.Module, up: Tensor, down: Tensor, chosen: list
         is_known = want.isfinite().all(1) & (want != 0).any(1)
         if not is_known.view(len(_MAGNITUDES), num_topk).any(0).all():
             raise ValueError(f"{name} has zeros or numbers that are not finite for weights; load its weights before spread_experts")
-        error = ((result - want).norm(dim=1) / want.norm(dim=1))[is_known].nan_to_num(torch.inf).amax().item()
-        if error > tolerance:
+        difference = ((result - want).norm(dim=1) / want.norm(dim=1))[is_known].nan_to_num(torch.inf).amax().item()
+        if difference > tolerance:
             raise ValueError(
                 f"{name} ({type(experts).__name__}) computes something else than down(silu(gate(x)) * up(x)): its {what} differ by "
-                f"{error:.1e} of their norm; only experts that compute this can be spread"
+                f"{difference:.1e} of their norm; only experts that compute this can be spread"
             )
 
 

@@ -43,7 +43,7 @@ def guard(model: nn.Module) -> None:
     for module in model.modules():
         has_own = "save_pretrained" in vars(module) or hasattr(module, "get_base_model")
         if not has_own and hasattr(type(module), "save_pretrained") and _layers(module):
-            module.save_pretrained = types.MethodType(_save_pretrained, module)
+            vars(module)["save_pretrained"] = types.MethodType(_save_pretrained, module)
     guard_trainer()
 
 
