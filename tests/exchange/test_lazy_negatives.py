@@ -121,7 +121,8 @@ def gradients_of_layers(buffer, x, idx, weights, grad):
         (out.recv_x, (x,)), (out.recv_topk_weights, (weights,)), (again.recv_x, (x,)), (combined, (rows, row_weights, x)), (plain, (rows,)),
         (by_expert, (x, weights)), (parts[0], (x,)),
     ):  # fmt: skip
-        found += torch.autograd.grad(output, leaves, grad(output), retain_graph=True)
+        grads = torch.autograd.grad(output, leaves, grad(output), retain_graph=True)
+        found += [grad.to_dense() if grad.is_sparse else grad for grad in grads]  # that of a bias is the gradient itself
     return found
 
 
