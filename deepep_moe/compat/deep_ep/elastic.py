@@ -29,9 +29,9 @@ class _BufferOfGroup:
         self.rank_idx, self.num_ranks = members_of(group, type(self).__name__)
         self.group = group
         names = "num_max_tokens_per_rank", "hidden", "num_topk"
-        sizes = tuple(as_int(name, size) for name, size in zip(names, sizes, strict=True))
-        self.num_max_tokens_per_rank = sizes[0]
-        self.num_bytes = self.get_buffer_size_hint(group, *sizes) if num_bytes is None else num_bytes
+        self.num_max_tokens_per_rank, hidden, num_topk = (as_int(name, size) for name, size in zip(names, sizes, strict=True))
+        hint = self.get_buffer_size_hint(group, self.num_max_tokens_per_rank, hidden, num_topk)
+        self.num_bytes = hint if num_bytes is None else num_bytes
         self.num_allocated_qps = num_qps or _NUM_QPS
         self.allow_hybrid_mode = is_hybrid
         self._calls = ElasticCalls(group)

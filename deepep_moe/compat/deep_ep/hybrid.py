@@ -159,8 +159,8 @@ class HybridEPBuffer:
             hidden: [num_tokens, hidden] bf16 (fp32 and fp16 too), or fp8, as float8_e4m3fn or its bytes in uint8.
             routing_map, probs: [num_tokens, num_experts] bool, and floats or None. The host looks how many experts a token chooses, unless
                 `num_permuted_tokens` is given.
-            topk_idx, topk_weights, num_of_experts: instead of the map, [num_tokens, num_topk] int32 or int64, -1 = no expert; floats or
-                None; and a number, None: as many as the buffer was made for.
+            topk_idx, topk_weights, num_of_experts: instead of the map, [num_tokens, num_topk] int32 or int64, where any index that is no
+                expert counts as none; floats or None; and a number, None: as many as the buffer was made for.
             scaling_factor: [num_tokens, hidden / 128] fp32 of fp8 rows; with others it is left out.
             num_permuted_tokens: the rows of the results, of this rank, a number or a tensor of one (of a GPU, the host waits for it). Rows
                 behind the last group are zero. Rows for which there is no room are dropped, on which the last item of the handle is 1 on

@@ -44,7 +44,9 @@ def combine_along(
         return combine_with_lanes(buffer, x, handle, lanes, bias, num_sms)
     buffer.calls.refuse_on_failure(_check_combine, buffer, x, lanes, bias, handle)
     parts = buffer.calls.refuse_on_failure(_in_parts, x, buffer.hidden)
-    biases = [None] * len(parts) if bias is None else buffer.calls.refuse_on_failure(_in_parts, bias, buffer.hidden)
+    biases: list[Tensor | None] = [None] * len(parts)
+    if bias is not None:
+        biases = list(buffer.calls.refuse_on_failure(_in_parts, bias, buffer.hidden))
     first, sums = combine_along(buffer, parts[0], handle, lanes, biases[0], num_sms)
     rest = [buffer.combine(part, handle, bias=added, num_sms=num_sms) for part, added in zip(parts[1:], biases[1:], strict=True)]
     return torch.cat([first, *rest], 1)[:, : x.shape[1]].contiguous(), sums
