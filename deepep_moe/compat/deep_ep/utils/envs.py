@@ -15,7 +15,7 @@ def check_nvlink_connections(group: Any) -> None:
 
 def check_torch_deterministic() -> None:
     """Raise RuntimeError where PyTorch fills new tensors, which would run beside a call on the communication stream."""
-    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+    if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         raise RuntimeError(
             "torch.utils.deterministic.fill_uninitialized_memory is True with deterministic algorithms; set it to False before calls of "
             "deep_ep"
