@@ -31,7 +31,7 @@ class HostPool:
         with self._lock:
             storage = self._unused(num_bytes) or self._fresh(num_bytes, shape, dtype)
             # A tensor of its own, not a view: autograd forbids changing an operator's output in place if it is one.
-            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]
 
     def trim(self) -> None:
         """Keep nothing. What is in use goes with its last tensor."""

@@ -141,8 +141,8 @@ def _not_transformed(what: str) -> str:
 def _refuse_gradient_transforms(what: str) -> None:
     """Raise TypeError under a transform other than torch.func.vmap, for which PyTorch has a rule of its own."""
     if _is_included(_TRANSFORMS):
-        transforms = torch._C._functorch.get_interpreter_stack() or [None]
-        if any(transform is None or transform.key() != torch._C._functorch.TransformType.Vmap for transform in transforms):
+        transforms = torch._C._functorch.get_interpreter_stack()
+        if not transforms or any(transform.key() != torch._C._functorch.TransformType.Vmap for transform in transforms):
             raise TypeError(_not_transformed(what))
 
 
@@ -194,6 +194,7 @@ def _hidden() -> Iterator[None]:
         hidden.enter_context(_disable_current_modes())
         hidden.enter_context(temporarily_clear_interpreter_stack())
         if (tracing := torch._C._get_tracing_state()) is not None:
-            torch._C._set_tracing_state(None)
-            hidden.callback(torch._C._set_tracing_state, tracing)
+            set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+            set_tracing_state(None)
+            hidden.callback(set_tracing_state, tracing)
         yield

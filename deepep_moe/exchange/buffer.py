@@ -257,10 +257,10 @@ class Buffer(Sizes):
             calls.refuse_on_failure(check_beside_handle, handle, topk_idx, layout, expert_alignment, num_recv_rows)
             recv_x, scales, weights = operators.dispatch_cached(calls, mode, x, x_scales, topk_weights, handle)
         else:
-            *how, bound = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
+            layout, expert_alignment, bound = calls.refuse_on_failure(check_routing, topk_idx, layout, expert_alignment, num_recv_rows)
             assert topk_idx is not None  # checked
             recv_x, scales, weights, handle = operators.dispatch(
-                calls, mode, x, x_scales, topk_idx, topk_weights, *how, -1 if bound is None else bound
+                calls, mode, x, x_scales, topk_idx, topk_weights, layout, expert_alignment, -1 if bound is None else bound
             )
         event = calls.event(mode, recv_x, scales, handle.recv_topk_idx, weights, handle, x, x_scales, topk_idx, topk_weights)
         hook = event.wait if event is not None and return_hook else None

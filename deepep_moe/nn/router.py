@@ -21,7 +21,7 @@ class Router(nn.Module):
         num_topk: experts per token.
         expert_bias: keep a bias per expert that balances the load without an auxiliary loss (arXiv 2408.15664); see
             `update_expert_bias`.
-        num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype: as in
+        num_groups, topk_groups, group_score_topk, score_function, normalize, routed_scaling_factor, index_dtype, check_finite: as in
             `deepep_moe.ops.gate`.
         compute_dtype: dtype of the linear map, inputs and weight are cast to it; autocast does not apply.
         device, dtype: of `weight`.
@@ -55,6 +55,7 @@ class Router(nn.Module):
         normalize: bool = True,
         routed_scaling_factor: float = 1.0,
         index_dtype: torch.dtype = torch.int64,
+        check_finite: bool = True,
         compute_dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -62,12 +63,17 @@ class Router(nn.Module):
         super().__init__()
         hidden, num_experts = as_int("hidden", hidden), as_int("num_experts", num_experts)
         check_bool("expert_bias", expert_bias)
+        check_bool("check_finite", check_finite)
         num_topk, *values = check_options(
             num_experts, num_topk, num_groups=num_groups, topk_groups=topk_groups, group_score_topk=group_score_topk,
             score_function=score_function, normalize=normalize, routed_scaling_factor=routed_scaling_factor,
         )  # fmt: skip
         self.hidden, self.num_experts, self.num_topk = hidden, num_experts, num_topk
-        self.gate_options: dict[str, Any] = {**dict(zip(OPTIONS, values, strict=True)), "index_dtype": index_dtype}
+        self.gate_options: dict[str, Any] = {
+            **dict(zip(OPTIONS, values, strict=True)),
+            "index_dtype": index_dtype,
+            "check_finite": check_finite,
+        }
         self.compute_dtype = compute_dtype
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if expert_bias else None

@@ -157,9 +157,9 @@ def _check(x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | No
     for name, tensor, shape in ((name, tensor, shape) for name, tensor, shape in shapes if tensor is not None):
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
-    for name, tensor in (("x", x), ("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2), ("probs", probs)):
-        if tensor is not None:
-            check_memory(name, tensor)
+    for name, operand in (("x", x), ("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2), ("probs", probs)):
+        if operand is not None:
+            check_memory(name, operand)
     for name, weight in (("w1", w1), ("w2", w2), ("b1", b1), ("b2", b2)):
         if weight is not None and weight.dtype != x.dtype and not isinstance(x, QuantizedRows):
             raise TypeError(f"{name} has dtype {weight.dtype} and x {x.dtype}; cast one of them, or use autocast")

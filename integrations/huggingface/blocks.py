@@ -121,17 +121,17 @@ def spread_experts(
     assert num_topk is not None
     buffers: dict[tuple[int, int], Buffer] = {}
     try:
-        for _, *sizes in blocks:
-            if tuple(sizes) not in buffers:
-                buffers[sizes[0], sizes[1]] = Buffer(group, num_max_tokens_per_rank, *sizes, num_topk, backend=backend)
+        for _, hidden, num_experts in blocks:
+            if (hidden, num_experts) not in buffers:
+                buffers[hidden, num_experts] = Buffer(group, num_max_tokens_per_rank, hidden, num_experts, num_topk, backend=backend)
     except BaseException:
         for buffer in buffers.values():
             buffer.destroy()
         raise
     spread: dict[int, SpreadExperts] = {}  # a module that stands in several places stays one
-    for name, *sizes in blocks:
+    for name, hidden, num_experts in blocks:
         experts = model.get_submodule(name)
-        layer = spread.get(id(experts)) or SpreadExperts(experts, buffers[sizes[0], sizes[1]])
+        layer = spread.get(id(experts)) or SpreadExperts(experts, buffers[hidden, num_experts])
         spread[id(experts)] = layer
         model.get_submodule(name.rpartition(".")[0]).experts = layer
     mark_experts(model)
@@ -149,7 +149,9 @@ def expert_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _find(model: nn.Module) -> list[_Block]:
     """Return the blocks of a model. Raises ValueError for a model without any, or with experts that are wrapped or shared."""
-    blocks, owners, spread = [], {}, []
+    blocks: list[_Block] = []
+    owners: dict[int, set[int]] = {}
+    spread: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
         if any(hasattr(getattr(module, weight, None), "ds_id") for weight in WEIGHTS):
             raise ValueError(f"{name} is partitioned by DeepSpeed's ZeRO-3; spread_experts needs whole weights, and no ZeRO-3 around it")
