@@ -196,8 +196,10 @@ def _wrap(setting: Setting, config: Any, model: Any) -> tuple[Any, Any]:
     )
     wrapped = DistributedDataParallel(config, ddp, Float16Module(config, model) if is_bf16 else model)
     adam = OptimizerConfig(
-        optimizer="adam", lr=1e-2, min_lr=1e-2, weight_decay=0.1, clip_grad=1.0, bf16=is_bf16, params_dtype=setting.dtype, **alike
-    )
+        optimizer="adam", lr=1e-2, min_lr=1e-2, weight_decay=0.1, clip_grad=1.0, bf16=is_bf16, params_dtype=setting.dtype,
+        adam_eps=1e-4,  # with the default of 1e-8, gradients that are nothing but rounding move weights as far as others do
+        **alike,
+    )  # fmt: skip
     optimizer = get_megatron_optimizer(adam, [wrapped])
     config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
     if setting.overlap_grad_reduce:

@@ -21,8 +21,8 @@ from deepep_moe.integrations.megatron.flat_states import StackedDistributedOptim
 
 BEFORE, AFTER = range(4), range(4, 6)
 OTHER = {"sequential": "grouped", "grouped": "sequential"}
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-4}
-"""Of a loss of about 4.2. Experts with weights of an earlier step are off by 2e-3 in fp32 and by 1e-3 in bf16."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
+"""The largest difference of a loss of about 4.2. Experts with weights of an earlier step are off by 1.4e-3 in both."""
 
 OPTIMIZERS = (
     {"is_distributed": False},
