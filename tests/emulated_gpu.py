@@ -184,7 +184,9 @@ def install() -> None:
     from deepep_moe.low_latency import nvlink as low_latency
 
     event = SimpleNamespace(record=lambda _: None, query=lambda: True, device=None)
-    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: event)
+    stream = SimpleNamespace(
+        cuda_stream=0, synchronize=lambda: None, wait_stream=lambda _: None, wait_event=lambda _: None, record_event=lambda: event
+    )
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda device=None: stream

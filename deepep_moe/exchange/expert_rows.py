@@ -19,7 +19,7 @@ from deepep_moe.library import is_watched
 def rows_of(calls: Calls, handle: DispatchHandle, rows: Sequence[Tensor], *, may_stay: bool, found: Any = None) -> tuple[Tensor, Any]:
     """Return all rows, joined; or, where they may stay and kernels can read them there, the first expert's and `_C.ExpertRows` of all.
     `found`: the `_C.ExpertRows` of these rows before they were saved, which hold unless saving has moved them."""
-    if may_stay and calls.capabilities.can_fuse and not any(map(is_lazy, rows)):
+    if may_stay and calls.capabilities.can_fuse and all(isinstance(row, Tensor) and not is_lazy(row) for row in rows):
         s = calls.settings
         is_there = found is not None and found.lie_in(rows)
         expert_rows = found if is_there else _C.ExpertRows.of(handle, rows, s.num_local_experts, s.hidden)

@@ -10,6 +10,7 @@ from exchange_cases import assert_same, device_of, poison_outputs
 from deepep_moe import ops
 from deepep_moe.compat import deep_ep
 from deepep_moe.errors import EPPeerError
+from deepep_moe.exchange.calls import live_calls
 from deepep_moe.testing import run_ranks
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN = 6, 2, 64
@@ -65,6 +66,14 @@ def hybrid(group, x, idx, w, permutes):
     return dispatch, combine
 
 
+def look(backend):
+    """The host of a GPU waits for no peer along a handle, so it learns of refusals by looking."""
+    if backend == "nvlink":
+        torch.cuda.synchronize()
+        for calls in list(live_calls.values()):
+            calls.check()
+
+
 def serves(rank, num_ranks, backend, make):
     """What comes is, column by column, what comes of rows of the buffer's own width."""
     device = device_of(backend, rank)
@@ -103,8 +112,10 @@ def serves(rank, num_ranks, backend, make):
     fails = partial(pytest.raises, ValueError if rank == 1 else EPPeerError)
     with fails(match="row of x, 66 columns"):
         dispatch(torch.zeros(num_tokens, 66 if rank == 1 else 72, dtype=torch.bfloat16, device=device), handle)
+        look(backend)
     with fails(match="x has shape"):
         combine(recv_x.float()[: None if rank != 1 else -1], handle)
+        look(backend)
     dispatch(wide[:, :HIDDEN].contiguous(), handle)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from deepep_moe.device import is_gpu
 from deepep_moe.exchange.backends.base import CachedDispatchArgs, CombineArgs
 from deepep_moe.exchange.buffer import Buffer
 from deepep_moe.exchange.checks import check_cached_dispatch, check_combine, check_tensors
@@ -26,7 +27,10 @@ def dispatch_along(
     buffer.calls.refuse_on_failure(_check_dispatch, buffer, x, x_scales, topk_weights, handle)
     num_words, num_scales = x.shape[1] * x.itemsize // _WORD.itemsize, 0 if x_scales is None else x_scales.shape[1]
     parts = buffer.calls.refuse_on_failure(lambda: _in_parts(_words(x, x_scales), buffer.hidden))
-    outs = [buffer.dispatch(part, None, None if n else topk_weights, handle=handle, num_sms=num_sms) for n, part in enumerate(parts)]
+    outs = [buffer.dispatch(parts[0], None, topk_weights, handle=handle, num_sms=num_sms)]
+    if len(parts) > 1:
+        _hear_refusals(buffer, x)
+    outs += [buffer.dispatch(part, None, handle=handle, num_sms=num_sms) for part in parts[1:]]
     recv = torch.cat([out.recv_x for out in outs], 1)
     recv_x = recv[:, :num_words].contiguous().view(x.dtype)
     recv_scales = None if x_scales is None else recv[:, num_words : num_words + num_scales].contiguous()
@@ -48,8 +52,18 @@ def combine_along(
     if bias is not None:
         biases = list(buffer.calls.refuse_on_failure(_in_parts, bias, buffer.hidden))
     first, sums = combine_along(buffer, parts[0], handle, lanes, biases[0], num_sms)
+    if len(parts) > 1:
+        _hear_refusals(buffer, x)
     rest = [buffer.combine(part, handle, bias=added, num_sms=num_sms) for part, added in zip(parts[1:], biases[1:], strict=True)]
     return torch.cat([first, *rest], 1)[:, : x.shape[1]].contiguous(), sums
+
+
+def _hear_refusals(buffer: Buffer, x: Tensor) -> None:
+    """Raise what the first part has met, before others follow: a rank that refuses its arguments takes part in the first one only, and the
+    host of a GPU hears of that by waiting."""
+    if is_gpu(x.device) and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(x.device).synchronize()
+        buffer.check()
 
 
 def _is_of_another_width(buffer: Buffer, x: Tensor) -> bool:
