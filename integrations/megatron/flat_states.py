@@ -241,6 +241,14 @@ class StackedDistributedOptimizer(DistributedOptimizer):
                     state[index] = state[index] | {dtype: values | moved | {"numel_unpadded": sum(target.numels)}}
         return state
 
+    # the format of flat buckets before Megatron-Core 0.14
+
+    def sharded_param_state_fs_bucket_space(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise EPError(
+            "distrib_optim_sharding_type is 'fully_sharded_bucket_space', which grouped experts do not store in SequentialMLP's order; set "
+            "it to 'dp_zero_gather_scatter', or leave out grouped_experts"
+        )
+
     # a format that stores parameters by name
 
     def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:

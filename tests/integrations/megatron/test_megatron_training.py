@@ -117,6 +117,8 @@ def _refusals(rank: int, num_ranks: int, folder: str) -> None:
         experts = run.optimizer.chained_optimizers[1]
         with pytest.raises(Exception, match="'fully_sharded_model_space'|flattened_range"):  # ours, or Megatron-Core's from 0.16 on
             save(run, path / "model space", "fully_sharded_model_space")
+        with pytest.raises(EPError, match="distrib_optim_sharding_type is 'fully_sharded_bucket_space'"):  # Megatron-Core 0.13 calls this
+            experts.sharded_param_state_fs_bucket_space({})
         with pytest.raises(ValueError, match="update_legacy_format is True"):
             experts.load_parameter_state_from_dp_zero(None, update_legacy_format=True)
         save(run, path / "one bucket size")
