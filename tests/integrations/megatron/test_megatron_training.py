@@ -21,7 +21,7 @@ from deepep_moe.integrations.megatron.flat_states import StackedDistributedOptim
 
 BEFORE, AFTER = range(4), range(4, 6)
 OTHER = {"sequential": "grouped", "grouped": "sequential"}
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-4}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """The largest difference of a loss of about 4.2. Experts with weights of an earlier step are off by 1.4e-3 in both."""
 
 OPTIMIZERS = (
@@ -95,11 +95,11 @@ def _formats(rank: int, num_ranks: int, ways: tuple[tuple[str, str], ...], folde
         with training(cell) as run:
             train(run, range(2))
             for kind in FORMATS:
-                _save(run, Path(folder) / source / kind, kind)
+                _save(run, Path(folder) / f"{source} to {target}" / kind, kind)
             want = train(run, range(2, 4))
         for kind in FORMATS:
             with training(replace(cell, experts=target), seed=8) as run:
-                _load(run, Path(folder) / source / kind, kind)
+                _load(run, Path(folder) / f"{source} to {target}" / kind, kind)
                 got = train(run, range(2, 4))
                 assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 2e-5, f"{source} to {target}, {kind}: {got}, {want}"
 
