@@ -30,8 +30,8 @@ from deepep_moe.testing.launch import run_ranks
 
 pytest.importorskip("deepspeed")
 
-# With k = 4, sums of four in fp32 are added in another order in the backward; ten steps of AdamW repeat such an error. In bf16 a rounding is
-# 2^-8, and matrix products of other shapes round other bits.
+# With k = 4, sums of four in fp32 are added in another order in the backward; ten steps of AdamW repeat such an error. In bf16 a rounding
+# is 2^-8, and matrix products of other shapes round other bits.
 REORDERED, BF16 = 2e-5, 0.1
 ON_GPUS = 1e-3  # there DeepSpeed does not repeat its own bits with k = 4: two of its runs were 7e-5 apart after ten steps
 STEPS_APART = 4e-3  # after ten steps of a DeepSpeed that rounds otherwise in each
