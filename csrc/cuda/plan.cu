@@ -45,9 +45,9 @@ __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long
     if (wait_word(c, Workspace(c, c.rank).entered(sequence, peer), expected, peer, GpuPhase::kEntry) == 0) return false;
     const unsigned long long word = wait_word(c, words + at, expected, peer, GpuPhase::kCounts);
     counts[at] = static_cast<int>(word - expected);
-    // A rank that refuses does not wait for its peers, so this may be its refusal of a later call.
+    // A rank that refuses or has failed does not wait for its peers, so this may be its refusal of a later call, whose stamp says why.
     const bool refuses = word >= (expected | kRefused);
-    if (refuses) report(c, kPeerRefused, peer, GpuPhase::kNone, static_cast<long long>(sequence), 0);
+    if (refuses) report(c, kPeerRefused, peer, GpuPhase::kNone, static_cast<long long>(word >> kValueBits), 0);
     return word != 0 && !refuses;
 }
 
@@ -69,9 +69,9 @@ struct Plan : TokenCounts {
         GpuStamp& stamp = *theirs.stamp(sequence, c.rank);
         if (is_refusal()) stamp = p.stamp;
         stamp.what = p.stamp.what;
+        if (refuses) return refuse(theirs);
         if (!p.cached) store_relaxed(theirs.bound(sequence, c.rank), sequence << kValueBits | bound_to_tell());
-        if (refuses) refuse(theirs);
-        if (!refuses) store_relaxed(theirs.entered(sequence, c.rank), sequence << kValueBits | digest(p.stamp.what));
+        store_relaxed(theirs.entered(sequence, c.rank), sequence << kValueBits | digest(p.stamp.what));
     }
 
     __device__ unsigned long long bound_to_tell() const {
@@ -178,7 +178,9 @@ struct Plan : TokenCounts {
         const unsigned long long seen = wait_word(c, own.entered(sequence, peer), sequence << kValueBits, peer, GpuPhase::kEntry);
         if (seen == 0) return false;
         if (peer == c.rank || seen == (sequence << kValueBits | digest(p.stamp.what))) return true;
-        report(c, (seen & kRefused) == 0 ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(sequence), 0);
+        const bool refuses = (seen & kRefused) == 0;
+        const unsigned long long call = refuses ? seen >> kValueBits : sequence;  // a refused one may be a later one, as in `wait_count`
+        report(c, refuses ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(call), 0);
         return false;
     }
 
