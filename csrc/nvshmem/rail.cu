@@ -164,9 +164,10 @@ struct Meeting {
         if (threadIdx.x == 0) {
             const unsigned long long seen = p.stamp.what == 0 || gave_up(c) ? 0 : wait_for_entry(sequence);
             met = seen == (sequence << kValueBits | digest(p.stamp.what));
+            const bool refuses = (seen & kRefused) == 0;  // this call, or a later one where that rank has failed
             if (seen != 0 && !met)
-                report(c, (seen & kRefused) == 0 ? kPeerRefused : kMismatch, rail_peer(node), GpuPhase::kNone,
-                       static_cast<long long>(sequence), 0);
+                report(c, refuses ? kPeerRefused : kMismatch, rail_peer(node), GpuPhase::kNone,
+                       static_cast<long long>(refuses ? seen >> kValueBits : sequence), 0);
         }
         __syncthreads();
         return met;

@@ -168,6 +168,28 @@ def test_refusals_of_later_calls():
     run_ranks(refusing_on_and_on, 4)
 
 
+def calls_after_a_failure(rank, num_ranks, num_layers):
+    """Rank 1 has too little room, and nobody looks before the last call: a rank that has failed may overtake its peer."""
+    buffer, x, idx = make_buffer(rank)
+    communicator = buffer.calls.backend._exchange
+    idx[3, 1] = 3 if rank == 0 else -1  # rank 1 receives 9 rows
+    for _ in range(5):
+        buffer.calls.backend._exchange = Unchecked(communicator)
+        for _ in range(num_layers):
+            out = buffer.dispatch(x, idx, num_recv_rows=(64, 8)[rank])
+            buffer.combine(out.recv_x, out.handle)
+        torch.cuda.synchronize()
+        buffer.calls.backend._exchange = communicator
+        with pytest.raises(EPCapacityError, match="rank 1 would receive 9 rows, more than its num_recv_rows of 8") as info:
+            buffer.check()
+        assert info.value.rank == 1
+
+
+@pytest.mark.parametrize("num_layers", [2, 6])  # 4 calls, and 12, which are more than a rank keeps the reasons of
+def test_calls_after_a_failure(num_layers):
+    run_ranks(calls_after_a_failure, 2, num_layers)
+
+
 def exceeded_bound(rank, num_ranks):
     buffer, x, idx = make_buffer(rank)
     with pytest.raises(EPCapacityError, match="rank 0 would receive 7 rows, more than its num_recv_rows of 3"):

@@ -108,24 +108,35 @@ std::string NvlinkExchange::reason_of(int peer, long long call) const {
     return stamp.reason[0] != '\0' ? stamp.reason : Failures::reason_of(stamp.why, describe(in_calls(stamp.why, peer), peer));
 }
 
-// The last call that `peer` has entered, as far as this rank knows.
-long long NvlinkExchange::last_call_of(int peer) const {
+// The last call that `peer` has entered, as far as this rank knows, above the value that it entered with.
+unsigned long long NvlinkExchange::last_entry_of(int peer) const {
     unsigned long long entered[2];
     for (int parity = 0; parity < 2; ++parity) {
         const std::byte* word =
             is_rail_peer(peer) ? rail_->entered(parity, peer - kFirstRailPeer) : memory_.of(rank_) + layout_.entered_of(parity, peer);
         failures_.read(&entered[parity], word, sizeof(entered[parity]));
     }
-    return static_cast<long long>(std::max(entered[0], entered[1]) >> kValueBits);
+    return std::max(entered[0], entered[1]);
 }
 
+long long NvlinkExchange::last_call_of(int peer) const { return static_cast<long long>(last_entry_of(peer) >> kValueBits); }
+
 GpuStamp NvlinkExchange::stamp_of(int peer, long long call) const {
-    GpuStamp stamp{};
-    const auto number = static_cast<unsigned long long>(call);
-    const std::byte* at =
-        is_rail_peer(peer) ? rail_->stamp(number, peer - kFirstRailPeer) : memory_.of(rank_) + layout_.stamp_of(number, peer);
-    failures_.read(&stamp, at, sizeof(stamp));
+    const auto read = [&](unsigned long long number) {
+        GpuStamp stamp{};
+        const std::byte* at =
+            is_rail_peer(peer) ? rail_->stamp(number, peer - kFirstRailPeer) : memory_.of(rank_) + layout_.stamp_of(number, peer);
+        failures_.read(&stamp, at, sizeof(stamp));
+        return stamp;
+    };
+    const GpuStamp stamp = read(static_cast<unsigned long long>(call));
     if (!may_be_overwritten(peer, call)) return stamp;
+    // A rank whose kernels have failed refuses all calls that are enqueued, and each of its stamps says why.
+    if (const auto entry = last_entry_of(peer); entry % (1u << kValueBits) == 0) {
+        GpuStamp last = read(entry >> kValueBits);
+        last.what = 0;
+        if (last.reason[0] == '\0' && last.why.kind != kNoFailure) return last;
+    }
     const std::string name = "rank " + std::to_string(numbers_.of(peer));
     GpuStamp lost{};
     copy_text(lost.reason, sizeof(lost.reason), "its reason is lost, as " + name + " has entered later calls since; see its output");
