@@ -1,5 +1,7 @@
 """Shared fixtures. GPU tests run where the devices are and are skipped, saying so, where they are not."""
 
+from collections import defaultdict
+
 import emulated_gpu
 import preload
 import pytest
@@ -8,18 +10,34 @@ import torch
 
 def pytest_addoption(parser):
     parser.addoption("--select", action="append", default=[], help="only tests whose names begin so, as those of --deselect")
+    parser.addoption("--cases", type=int, help="at most so many cases of a parametrized test, from the first to the last")
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     if begins := tuple(config.option.select):
         config.hook.pytest_deselected(items=[item for item in items if not item.nodeid.startswith(begins)])
         items[:] = [item for item in items if item.nodeid.startswith(begins)]
+    if config.option.cases:
+        left_out = set(items) - set(sample(items, config.option.cases))
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     num_gpus = 1 if emulated_gpu.is_chosen() else torch.cuda.device_count()
     for item in items:
         marker = item.get_closest_marker("multi_gpu")
         needed = marker.args[0] if marker else 1 if item.get_closest_marker("gpu") else 0
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, this machine has {num_gpus}"))
+
+
+def sample(items, most):
+    """At most so many cases of each test function, evenly spread, the first and the last among them."""
+    functions = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        step = (len(cases) - 1) / max(most - 1, 1)
+        yield from cases if len(cases) <= most else (cases[round(step * n)] for n in range(most))
 
 
 def pytest_runtestloop(session):
