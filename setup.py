@@ -31,10 +31,13 @@ import runpy
 import shutil
 import subprocess
 import sysconfig
+import threading
 import tomllib
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, find_packages, setup
@@ -64,6 +67,7 @@ LEAST_GCC = 11
 MODULES = os.environ.get("DEEPEP_MOE_MODULES", "_C,_torch,_nvshmem").split(",")
 BUILD_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # what a build needs beside csrc
 NUM_JOBS = int(os.environ.get("DEEPEP_MOE_BUILD_JOBS") or len(os.sched_getaffinity(0)))
+COMPILERS = threading.Semaphore(NUM_JOBS)  # the compilers that may still be started
 
 
 def find_nvcc() -> str:
@@ -246,6 +250,8 @@ class BuildWithCuda(build_ext):
         if not last.is_file() or last.read_text() != now:
             shutil.rmtree(self.build_temp, ignore_errors=True)
             self.force = True
+        self.compiler.spawn = in_turn(self.compiler.spawn)
+        self.parallel = len(self.extensions)  # so no module waits for the longest file of another
         super().build_extensions()
         last.parent.mkdir(parents=True, exist_ok=True)
         last.write_text(now)
@@ -281,7 +287,7 @@ class BuildWithCuda(build_ext):
         linked = str(Path(self.build_temp) / "csrc" / "nvshmem" / "device_link.o")
         libraries = [f"-L{nvshmem}/lib", "-lnvshmem_device", "-lcudadevrt"]
         codes = architecture_flags(nvcc, with_ptx=False)
-        subprocess.run([nvcc, "-dlink", "-Xcompiler=-fPIC", *codes, *objects, "-o", linked, *libraries], check=True)
+        run_compiler([nvcc, "-dlink", "-Xcompiler=-fPIC", *codes, *objects, "-o", linked, *libraries])
         return [*objects, linked, f"{nvshmem}/lib/libnvshmem_device.a"]
 
     def exported(self, symbol: str) -> Path:
@@ -411,7 +417,21 @@ def compile_cuda(nvcc: str, codes: list[str], source: Path, target: Path) -> Non
         return
     flags = ["-std=c++20", "-O3", "--threads=3", "-fmad=false", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes]
     outputs = ["-o", str(target), "-MMD", "-MF", str(target.with_suffix(".d"))]
-    subprocess.run([nvcc, *flags, "-c", str(source), *outputs], check=True)
+    run_compiler([nvcc, *flags, "-c", str(source), *outputs])
+
+
+def run_compiler(command: list[str]) -> None:
+    in_turn(subprocess.run)(command, check=True)
+
+
+def in_turn(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `start`, which runs a compiler, so that at most NUM_JOBS run at a time."""
+
+    def wait_and_start(*arguments: Any, **options: Any) -> Any:
+        with COMPILERS:
+            return start(*arguments, **options)
+
+    return wait_and_start
 
 
 def is_stale(object_file: str, source: str) -> bool:
