@@ -11,8 +11,8 @@ SOURCES = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh")
 LIMITS = {
     "lines of deepep_moe, csrc and integrations": 52_800,
     "lines of benchmarks": 1_300,
-    "lines of tests": 38_900,
-    "words of docs and README": 66_400,
+    "lines of tests": 38_400,
+    "words of docs and README": 66_500,
     "lines of JSON in benchmarks": 119_400,
 }
 
