@@ -11,8 +11,9 @@ A wheel for others has `_C` alone, which any PyTorch and any driver loads, and t
 `python -m deepep_moe.build` builds these where the wheel is installed.
 
 Environment: CUDA_HOME, NVSHMEM_HOME; DEEPEP_MOE_CUDA=0 builds without GPU backends, DEEPEP_MOE_AUTOGRAD=0 without `_torch`,
-DEEPEP_MOE_NVSHMEM=0 without `_nvshmem`; DEEPEP_MOE_MODULES, the modules to build, such as `_C` or `_torch,_nvshmem`, by default all that
-can be; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
+DEEPEP_MOE_NVSHMEM=0 without `_nvshmem`; DEEPEP_MOE_ARCHITECTURES, the GPUs to build for (`9.0`, `8.0;9.0`, `native`), else
+TORCH_CUDA_ARCH_LIST, else all that are supported; DEEPEP_MOE_MODULES, the modules to build, such as `_C` or `_torch,_nvshmem`, by default
+all that can be; DEEPEP_MOE_BUILD_JOBS, the compilers that run at a time, by default one for each CPU of this process.
 """
 
 import sys
@@ -25,14 +26,18 @@ import base64
 import hashlib
 import importlib.util
 import os
+import re
 import runpy
 import shutil
 import subprocess
 import sysconfig
+import threading
 import tomllib
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Extension, find_packages, setup
@@ -43,12 +48,26 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent
 HOST_FOLDERS = ("common", "cpu", "runtime", "runtime/shm", "bindings")
 CUDA_FOLDERS = ("runtime/nvlink", "bindings/cuda")  # host sources that are built only with CUDA; csrc/cuda holds the kernels
-# Those of them that nvcc knows: CUDA 12.8 and newer know the last, with PTX for what comes after it.
-GPU_ARCHITECTURES = (("compute_80", "sm_80"), ("compute_90a", "sm_90a"), ("compute_100", "sm_100,compute_100"))
+# A build that names no GPUs compiles for those of these that nvcc knows. CUDA 12.8 and newer know 10.0; its PTX serves GPUs after it.
+DEFAULT_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+ARCHITECTURE_VARIABLES = ("DEEPEP_MOE_ARCHITECTURES", "TORCH_CUDA_ARCH_LIST")  # the first that is set counts
+ARCHITECTURE = re.compile(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)([af]?)(\+ptx)?")  # 9.0, 9.0a, 9.0+PTX, 90a, sm_90a
+LEAST_ARCHITECTURE = 80
+NAMED_ARCHITECTURES = {  # as PyTorch names them in TORCH_CUDA_ARCH_LIST
+    "volta": "7.0+PTX",
+    "turing": "7.5+PTX",
+    "ampere+tegra": "8.7",
+    "ampere": "8.0;8.6+PTX",
+    "ada": "8.9+PTX",
+    "hopper": "9.0+PTX",
+    "blackwell+tegra": "11.0",
+    "blackwell": "10.0;10.3;12.0;12.1+PTX",
+}
 LEAST_GCC = 11
 MODULES = os.environ.get("DEEPEP_MOE_MODULES", "_C,_torch,_nvshmem").split(",")
 BUILD_FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # what a build needs beside csrc
 NUM_JOBS = int(os.environ.get("DEEPEP_MOE_BUILD_JOBS") or len(os.sched_getaffinity(0)))
+COMPILERS = threading.Semaphore(NUM_JOBS)  # the compilers that may still be started
 
 
 def find_nvcc() -> str:
@@ -231,6 +250,8 @@ class BuildWithCuda(build_ext):
         if not last.is_file() or last.read_text() != now:
             shutil.rmtree(self.build_temp, ignore_errors=True)
             self.force = True
+        self.compiler.spawn = in_turn(self.compiler.spawn)
+        self.parallel = len(self.extensions)  # so no module waits for the longest file of another
         super().build_extensions()
         last.parent.mkdir(parents=True, exist_ok=True)
         last.write_text(now)
@@ -266,7 +287,7 @@ class BuildWithCuda(build_ext):
         linked = str(Path(self.build_temp) / "csrc" / "nvshmem" / "device_link.o")
         libraries = [f"-L{nvshmem}/lib", "-lnvshmem_device", "-lcudadevrt"]
         codes = architecture_flags(nvcc, with_ptx=False)
-        subprocess.run([nvcc, "-dlink", "-Xcompiler=-fPIC", *codes, *objects, "-o", linked, *libraries], check=True)
+        run_compiler([nvcc, "-dlink", "-Xcompiler=-fPIC", *codes, *objects, "-o", linked, *libraries])
         return [*objects, linked, f"{nvshmem}/lib/libnvshmem_device.a"]
 
     def exported(self, symbol: str) -> Path:
@@ -317,18 +338,77 @@ def configuration(extensions: list[Extension]) -> str:
     """What a build depends on beside the files of this repository."""
     nvcc = find_nvcc()
     lines = [subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout] if nvcc else []
+    if nvcc and any(ext.name != "deepep_moe._torch" for ext in extensions):
+        lines += architecture_flags(nvcc)
     for ext in extensions:
         lines += [repr((ext.name, ext.sources, ext.define_macros, ext.include_dirs, ext.extra_compile_args, ext.extra_link_args))]
     return "\n".join(lines)
 
 
 def architecture_flags(nvcc: str, with_ptx: bool = True) -> list[str]:
-    """Of nvcc, for the architectures that it knows. Stops with advice where it knows too few."""
-    known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
-    chosen = [(virtual, real) for virtual, real in GPU_ARCHITECTURES if virtual.rstrip("a") in known]
-    if len(chosen) < 2:
-        raise SystemExit(f"deepep_moe needs CUDA 12 or newer, and {nvcc} knows {known}: set CUDA_HOME, or build with DEEPEP_MOE_CUDA=0")
-    return [f"-gencode=arch={virtual},code=[{real if with_ptx else real.split(',')[0]}]" for virtual, real in chosen]
+    """Return the options of nvcc that choose the GPUs."""
+    flags = []
+    for (number, suffix), wants_ptx in architectures(nvcc).items():
+        ptx = f"compute_{number}" if wants_ptx and with_ptx else ""
+        if suffix:  # PTX of such an architecture serves no newer GPU, so it is made without the suffix
+            flags.append(f"-gencode=arch=compute_{number}{suffix},code=[sm_{number}{suffix}]")
+            flags += [f"-gencode=arch={ptx},code=[{ptx}]"] if ptx else []
+        else:
+            flags.append(f"-gencode=arch=compute_{number},code=[sm_{number}{ptx and ','}{ptx}]")
+    return flags
+
+
+def architectures(nvcc: str) -> dict[tuple[int, str], bool]:
+    """Return the architectures to compile for, (90, "a") for 9.0a, and whether PTX for newer GPUs is wanted with each. Stop with advice
+    where nvcc does not know one that the environment names."""
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
+    known = sorted(map(int, re.findall(r"compute_(\d+)", listed)))
+    if 90 not in known:
+        raise SystemExit(
+            f"deepep_moe needs CUDA 12 or newer, and {nvcc} knows {listed.split()}: set CUDA_HOME, or build with DEEPEP_MOE_CUDA=0"
+        )
+    variable = next((name for name in ARCHITECTURE_VARIABLES if os.environ.get(name)), "")
+    chosen: dict[tuple[int, str], bool] = {}
+    for name in architecture_names(os.environ[variable] if variable else DEFAULT_ARCHITECTURES):
+        number, suffix, wants_ptx = parse_architecture(name)
+        if variable == "TORCH_CUDA_ARCH_LIST" and 0 < number < LEAST_ARCHITECTURE:
+            print(f"deepep_moe: {variable} names {name}, and deepep_moe has kernels for 8.0 and newer only")
+        elif number in known and number >= LEAST_ARCHITECTURE:
+            chosen[number, suffix] = chosen.get((number, suffix), False) or wants_ptx
+        elif variable:
+            numbers = ", ".join(f"{each // 10}.{each % 10}" for each in known if each >= LEAST_ARCHITECTURE)
+            raise SystemExit(f"deepep_moe cannot be built for {name} of {variable}: {nvcc} knows {numbers}; name these, or native")
+    if not chosen:
+        raise SystemExit(f"deepep_moe cannot be built for {variable}={os.environ[variable]!r}: name a GPU of 8.0 or newer")
+    return dict(sorted(chosen.items()))
+
+
+def architecture_names(text: str) -> list[str]:
+    """Return the names in `text`, which semicolons, commas or spaces separate; `native` becomes the GPUs of this machine."""
+    names: list[str] = []
+    for word in re.split(r"[;,\s]+", text.strip("; ,")):
+        names += native_architectures() if word == "native" else NAMED_ARCHITECTURES.get(word.lower(), word).split(";")
+    return names
+
+
+def native_architectures() -> list[str]:
+    """Return the compute capabilities of the GPUs of this machine."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    shown = subprocess.run(command, capture_output=True, text=True).stdout.split() if shutil.which("nvidia-smi") else []
+    if not shown or not all(map(ARCHITECTURE.fullmatch, shown)):
+        raise SystemExit("deepep_moe cannot be built for `native`: nvidia-smi shows no GPU on this machine; name the GPUs, such as 9.0")
+    return shown
+
+
+def parse_architecture(name: str) -> tuple[int, str, bool]:
+    """Return number, suffix and whether PTX is wanted: (90, "a", True) for 9.0+PTX. The number is 0 where `name` is none. Kernels for 9.0
+    use instructions that only 9.0a has, and what is compiled for 9.0a runs on every GPU of 9.0."""
+    match = ARCHITECTURE.fullmatch(name.lower())
+    if match is None:
+        return 0, "", False
+    number, suffix = int(match[1] + match[2]), "a" if (match[1], match[2]) == ("9", "0") else match[3]
+    exists = number >= {"": 0, "a": 90, "f": 100}[suffix] and match[3] in ("", suffix)
+    return number if exists else 0, suffix, bool(match[4])
 
 
 def compile_cuda(nvcc: str, codes: list[str], source: Path, target: Path) -> None:
@@ -337,7 +417,21 @@ def compile_cuda(nvcc: str, codes: list[str], source: Path, target: Path) -> Non
         return
     flags = ["-std=c++20", "-O3", "--threads=3", "-fmad=false", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden", *codes]
     outputs = ["-o", str(target), "-MMD", "-MF", str(target.with_suffix(".d"))]
-    subprocess.run([nvcc, *flags, "-c", str(source), *outputs], check=True)
+    run_compiler([nvcc, *flags, "-c", str(source), *outputs])
+
+
+def run_compiler(command: list[str]) -> None:
+    in_turn(subprocess.run)(command, check=True)
+
+
+def in_turn(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `start`, which runs a compiler, so that at most NUM_JOBS run at a time."""
+
+    def wait_and_start(*arguments: Any, **options: Any) -> Any:
+        with COMPILERS:
+            return start(*arguments, **options)
+
+    return wait_and_start
 
 
 def is_stale(object_file: str, source: str) -> bool:

@@ -1,10 +1,15 @@
 // PyTorch's tensors as native calls take them, and when a call is plain.
 #pragma once
 
+// Not torch/extension.h, which brings PyTorch's C++ layers and optimizers, and nearly doubles the time of each file.
+#include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/extension.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <initializer_list>

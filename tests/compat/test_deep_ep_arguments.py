@@ -43,7 +43,7 @@ def test_num_sms(monkeypatch):
     assert [senders_of(n) for n in (20, 24, 2, 0)] == [None, 12, 1, 1]
     Buffer.set_num_sms(24)
     assert Buffer.num_sms == 24 == Buffer.get_dispatch_config(8).num_sms == Buffer.get_combine_config(8).num_sms
-    with pytest.raises(ValueError, match="new_num_sms is 7; it must be an even number of SMs"):
+    with pytest.raises(ValueError, match="new_num_sms is 7"):
         Buffer.set_num_sms(7)
 
 
@@ -125,7 +125,7 @@ def test_packed_scales(num_scales):
 def test_what_is_refused(group):
     with pytest.raises(NotImplementedError, match=r"deep_ep\.Buffer's comm"):
         Buffer(None, comm=object())
-    with pytest.raises(ValueError, match="group is None; pass a torch.distributed process group"):
+    with pytest.raises(ValueError, match="group is None"):
         Buffer(None)
     for name in ("internode_dispatch", "internode_combine"):
         with pytest.raises(NotImplementedError, match=f"deep_ep.Buffer.{name} is not served"):
@@ -235,7 +235,7 @@ def outside_of_the_group(rank, _):
     group = dist.new_group([0])
     if rank == 1:
         for construct, _ in KINDS.values():
-            with pytest.raises(ValueError, match="this process is not a member of the group; create the .*Buffer on"):
+            with pytest.raises(ValueError, match="this process is not a member of the group"):
                 construct(group, int)
     for construct, call in KINDS.values():
         with pytest.raises((TypeError, ValueError), match="group is"):
@@ -288,7 +288,7 @@ def test_bad_layout(group, backend):
     device = device_of(backend, 0)
     with pytest.raises(ValueError, match="num_experts is 0; it must be a multiple of the group's 1 ranks"):
         Buffer(group).get_dispatch_layout(IDX.to(device), 0)
-    with pytest.raises(ValueError, match=re.escape("topk_idx has shape [4]; it must be [num_tokens, num_topk]")):
+    with pytest.raises(ValueError, match=re.escape("topk_idx has shape [4]")):
         Buffer(group).get_dispatch_layout(COUNTS.to(device), 4)
 
 
@@ -296,7 +296,7 @@ def test_bias():
     bias = torch.ones(2, 3)
     assert one_bias(None) is None and one_bias((None, None)) is None and one_bias((None, bias)) is bias
     assert torch.equal(one_bias((bias, bias)), 2 * bias) and not one_bias(bias.clone().requires_grad_()).requires_grad
-    with pytest.raises(ValueError, match="bias has 3 tensors; it must be a tensor, a pair of them or None"):
+    with pytest.raises(ValueError, match="bias has 3 tensors"):
         one_bias((bias, bias, bias))
 
 

@@ -248,22 +248,22 @@ def refusals(rank, _):
     group = dist.group.WORLD
     buffer, newer = deep_ep.ElasticBuffer(group), deep_ep.EPBuffer(group)
     x, topk_idx = torch.ones(2, 8), torch.tensor([[0, 1], [1, 0]])
-    with pytest.raises(ValueError, match="topk_idx and num_experts are needed without a handle; give both"):
+    with pytest.raises(ValueError, match="topk_idx and num_experts are needed without a handle"):
         buffer.dispatch(x, topk_idx)
-    with pytest.raises(ValueError, match="do_cpu_sync is False and num_max_tokens_per_rank is 0; give num_max_tokens_per_rank"):
+    with pytest.raises(ValueError, match="do_cpu_sync is False and num_max_tokens_per_rank is 0"):
         buffer.dispatch(x, topk_idx, num_experts=2, do_cpu_sync=False)
     with pytest.raises(ValueError, match=r"do_handle_copy is True; .* pass topk_idx.clone\(\) instead"):
         newer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=True)
     handle = buffer.dispatch(x, topk_idx, num_experts=2, do_expand=True)[3]
     assert handle.topk_idx is not topk_idx
     assert buffer.dispatch(x, topk_idx, num_experts=2, do_handle_copy=False)[3].topk_idx is topk_idx
-    with pytest.raises(ValueError, match="do_expand is False, and the handle's dispatch had True; pass do_expand=handle.do_expand"):
+    with pytest.raises(ValueError, match="do_expand is False, and the handle's dispatch had True"):
         buffer.dispatch(x, handle=handle)
     with pytest.raises(ValueError, match="topk_idx and handle were both given"):
         buffer.dispatch(x, topk_idx, handle=handle, do_expand=True)
-    with pytest.raises(TypeError, match="handle is a tuple; it must be the EPHandle that a dispatch returned"):
+    with pytest.raises(TypeError, match="handle is a tuple"):
         buffer.dispatch(x, handle=(1, 2))
-    with pytest.raises(ValueError, match=r"bias has 1 tensors; it must be a tensor, a pair of them or None"):
+    with pytest.raises(ValueError, match=r"bias has 1 tensors"):
         buffer.combine(torch.ones(4, 8), handle, bias=(torch.ones(2, 8),))
 
 

@@ -351,12 +351,12 @@ def test_signatures():
 def refusals(rank, _):
     buffer, _ = make("shm", rank, hidden=64, num_local_experts=2)
     x, topk_idx = torch.ones(2, 64), torch.tensor([[0, 1], [1, 0]])
-    with pytest.raises(ValueError, match="routing_map and topk_idx are missing; give one of them, or the handle"):
+    with pytest.raises(ValueError, match="routing_map and topk_idx are missing"):
         buffer.dispatch_with_permute(hidden=x)
-    with pytest.raises(ValueError, match="non_blocking is True and num_permuted_tokens is None; give the number of rows"):
+    with pytest.raises(ValueError, match="non_blocking is True and num_permuted_tokens is None"):
         buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx, non_blocking=True)
     rows, *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=topk_idx)
-    with pytest.raises(TypeError, match="handle is a NoneType; it must be the handle that a dispatch of HybridEPBuffer returned"):
+    with pytest.raises(TypeError, match="handle is a NoneType"):
         buffer.combine_with_unpermute(hidden=rows)
     with pytest.raises(ValueError, match=r"x has shape \[3, 64\]; it must be \[4, 64\]"):
         buffer.combine_with_unpermute(hidden=rows[:3], handle=handle)

@@ -481,7 +481,7 @@ def refusals(rank, _, backend):
     ]:
         with pytest.raises(error, match=message):
             buffer.low_latency_dispatch(x, idx, SMALL.max_tokens, SMALL.num_experts, **options)
-    with pytest.raises(ValueError, match="topk_idx is None; it must be a tensor of two dimensions"):
+    with pytest.raises(ValueError, match="topk_idx is None"):
         buffer.low_latency_dispatch(x, None, SMALL.max_tokens, SMALL.num_experts)
     for options, error, message in [
         (dict(use_logfmt=True), NotImplementedError, "low_latency_combine: use_logfmt is not served, .* pass use_logfmt=False"),

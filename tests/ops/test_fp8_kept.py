@@ -192,9 +192,9 @@ def test_other_weights_are_refused(change, message):
 
 def test_bad_arguments():
     module, rows = experts(), QuantizedRows.of(randn(256, HIDDEN, seed=1))
-    with pytest.raises(TypeError, match="is_first_microbatch is 1; it must be True, False or None"):
+    with pytest.raises(TypeError, match="is_first_microbatch is 1"):
         module(rows, COUNTS, is_first_microbatch=1)
-    with pytest.raises(ValueError, match=r"is_first_microbatch is True, but nothing keeps copies; pass kept=KeptWeights\(\), or None"):
+    with pytest.raises(ValueError, match=r"is_first_microbatch is True, but nothing keeps copies"):
         ops.grouped_mlp(rows, COUNTS, *weights(), is_first_microbatch=True)
     plain = module(rows.dequantized(), COUNTS, is_first_microbatch=False)
     assert torch.equal(plain, module(rows.dequantized(), COUNTS)), "without fp8 rows nothing is kept"

@@ -1,6 +1,7 @@
 """Installations that cannot work say so in one sentence, with what to do."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -47,17 +48,77 @@ def test_modules_that_are_none():
     assert told == "DEEPEP_MOE_MODULES names _triton; it takes some of _C, _torch, _nvshmem, separated by commas"
 
 
-def test_nvcc_too_old(tmp_path):
+@pytest.fixture
+def flags(monkeypatch, tmp_path):
+    """Return the options with which setup.py gives the GPUs to nvcc, where the environment has these variables."""
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: None)
+    monkeypatch.setenv("DEEPEP_MOE_CUDA", "0")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+
+    def flags(known: str = "75 80 86 89 90 100 120", with_ptx: bool = True, **variables: str) -> list[str]:
+        nvcc = tool(tmp_path, "nvcc", "\n".join(f"compute_{number}" for number in known.split()))
+        for name in setup["ARCHITECTURE_VARIABLES"]:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return [flag.removeprefix("-gencode=arch=compute_") for flag in setup["architecture_flags"](str(nvcc), with_ptx)]
+
+    return flags
+
+
+def test_nvcc_too_old(flags, tmp_path):
     """It knows no GPU but those of 8.0, as that of CUDA 11 does."""
-    nvcc = tool(tmp_path, "nvcc", "compute_80")
-    found = (
-        "import setuptools; setuptools.setup = lambda **given: None; setup = runpy.run_path('setup.py')\n"
-        f"setup['architecture_flags']({str(nvcc)!r})"
+    with pytest.raises(SystemExit) as error:
+        flags("80")
+    nvcc = tmp_path / "nvcc"
+    told = f"deepep_moe needs CUDA 12 or newer, and {nvcc} knows ['compute_80']: set CUDA_HOME, or build with DEEPEP_MOE_CUDA=0"
+    assert str(error.value) == told
+
+
+def test_gpus_of_a_build_that_names_none(flags):
+    assert flags() == ["80,code=[sm_80]", "90a,code=[sm_90a]", "100,code=[sm_100,compute_100]"]
+    assert flags("80 90", DEEPEP_MOE_ARCHITECTURES="") == ["80,code=[sm_80]", "90a,code=[sm_90a]"]
+    assert flags(with_ptx=False)[-1] == "100,code=[sm_100]"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((spelling, ["90a,code=[sm_90a]"]) for spelling in ("9.0", "9.0a", "90", "90a", "sm_90a", "compute_90a", "9.0, sm_90")),
+        *((spelling, ["90a,code=[sm_90a]", "90,code=[compute_90]"]) for spelling in ("9.0+PTX", "9.0a+ptx", "9.0;9.0+PTX", "Hopper")),
+        *((spelling, ["80,code=[sm_80]", "90a,code=[sm_90a]"]) for spelling in ("8.0;9.0", "9.0,8.0", "8.0 9.0", " sm_80; 90a ")),
+        ("10.0+PTX", ["100,code=[sm_100,compute_100]"]),
+        ("sm_100a;120f", ["100a,code=[sm_100a]", "120f,code=[sm_120f]"]),
+        ("Ampere", ["80,code=[sm_80]", "86,code=[sm_86,compute_86]"]),
+    ],
+)
+def test_gpus_that_are_named(flags, given, expected):
+    assert flags(DEEPEP_MOE_ARCHITECTURES=given) == flags(TORCH_CUDA_ARCH_LIST=given) == expected
+    assert flags(DEEPEP_MOE_ARCHITECTURES=given, TORCH_CUDA_ARCH_LIST="8.9") == expected
+
+
+def test_gpus_of_this_machine(flags, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    tool(tmp_path, "nvidia-smi", "8.9\n9.0\n9.0")
+    assert flags(DEEPEP_MOE_ARCHITECTURES="native") == ["89,code=[sm_89]", "90a,code=[sm_90a]"]
+    tool(tmp_path, "nvidia-smi", "No devices were found")
+    with pytest.raises(SystemExit, match="native.*nvidia-smi shows no GPU"):
+        flags(DEEPEP_MOE_ARCHITECTURES="native")
+
+
+@pytest.mark.parametrize("given", ["9.9", "sm_", "hooper", "8.0a", "9.0f", "7.5", "8.0;9.0+SASS"])
+def test_gpus_that_nvcc_does_not_know(flags, given, tmp_path):
+    with pytest.raises(SystemExit) as error:
+        flags(DEEPEP_MOE_ARCHITECTURES=given)
+    assert f"{given.split(';')[-1]} of DEEPEP_MOE_ARCHITECTURES: {tmp_path / 'nvcc'} knows 8.0, 8.6, 8.9, 9.0, 10.0, 12.0" in str(
+        error.value
     )
-    done = subprocess.run([sys.executable, "-c", f"import runpy\n{found}"], capture_output=True, text=True, cwd=ROOT)
-    assert done.stderr.strip() == (
-        f"deepep_moe needs CUDA 12 or newer, and {nvcc} knows ['compute_80']: set CUDA_HOME, or build with DEEPEP_MOE_CUDA=0"
-    )
+
+
+def test_older_gpus_of_pytorch_are_left_out(flags):
+    assert flags(TORCH_CUDA_ARCH_LIST="5.2 7.5 8.0") == ["80,code=[sm_80]"]
+    with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST='Volta;7\.5'.*8\.0 or newer"):
+        flags(TORCH_CUDA_ARCH_LIST="Volta;7.5")
 
 
 def with_torch(monkeypatch, version: str) -> str:
