@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[3]
-STEPS = 16
+STEPS = 10
 
 
 def _tutorial_worker(rank: int, num_ranks: int, script: str) -> tuple[str, float]:
