@@ -14,10 +14,6 @@ from typing import Any
 from deepep_moe import config, topology
 
 OK, WARNING, FAULT, ABSENT = "ok", "warning", "fault", "not here"
-VARIABLES = ("CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
-
-
-_LATE = "no end within"
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,8 @@ def run(command: list[str], timeout_s: float) -> Ran:
     except OSError as error:
         return Ran(None, errors=f"{command[0]} does not start: {error.strerror}")
     except subprocess.TimeoutExpired:
-        return Ran(None, errors=f"{_LATE} {timeout_s:g} s")
+        return Ran(None, errors=f"no end within {timeout_s:g} s: the machine is busy, or it hangs")
     return Ran(done.returncode, done.stdout, done.stderr)
-
-
-def remedy(why: str, otherwise: str) -> str:
-    """Return what to do where a program failed for the reason `why`: a busy machine or a cold disk stops more of them than a hang does."""
-    return "run the doctor again while the machine is idle" if why.startswith(_LATE) else otherwise
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Environment:
     """The machine. `root`: the folder that has /proc, /sys and /dev; `variables`: those of the environment; `run`: runs a command."""
 
     root: Path = Path("/")
-    variables: Mapping[str, str] = field(default_factory=lambda: config.given(VARIABLES))
+    variables: Mapping[str, str] = field(default_factory=lambda: config.given(("CUDA_HOME", "CUDA_VISIBLE_DEVICES")))
     run: Callable[[list[str], float], Ran] = run
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

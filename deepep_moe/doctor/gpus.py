@@ -5,7 +5,6 @@ import itertools
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check
 
 _LEAST_CAPABILITY = [8, 0]  # docs/install.md
-_HARMFUL = ("CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
 
 
 @check("GPUs", "torch")
@@ -40,12 +39,3 @@ def peer_access(env: Environment) -> tuple[str, ...]:
         advice = "LowLatencyBuffer refuses them and Buffer is slow; choose GPUs with NVLink between them"
         return WARNING, f"GPUs {', '.join(slow[:4])} of {len(slow)} pairs reach each other without NVLink (no atomics)", advice
     return OK, f"all {len(pairs)} pairs, over NVLink"
-
-
-@check("variables")
-def variables(env: Environment) -> tuple[str, ...]:
-    """No variable of the environment slows down what it should not."""
-    if harmful := [name for name in _HARMFUL if env.variables.get(name, "0") not in ("0", "")]:
-        advice = f"unset {' '.join(harmful)}, unless you look for a fault"
-        return WARNING, f"{', '.join(harmful)} is set and makes calls much slower", advice
-    return OK, "none that slows calls down"

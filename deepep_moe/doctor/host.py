@@ -1,33 +1,14 @@
-"""The host: shared memory, limits, what a container may do, RDMA devices and the ways from GPUs to them (docs/multi_node.md)."""
+"""The host: what a container may do, RDMA devices and the ways from GPUs to them (docs/multi_node.md)."""
 
 import mmap
 import os
 import re
-import shutil
 
-from deepep_moe.doctor.base import FAULT, OK, WARNING, Environment, check
+from deepep_moe.doctor.base import FAULT, OK, Environment, check
 
-_MIB = 1 << 20
-_LEAST_FREE, _ENOUGH_FREE = 64, 1024  # MiB of /dev/shm: NCCL takes 10 or more for each pair of ranks
 _IPC_LOCK = 14  # of linux/capability.h
 _LEAST_DMABUF_KERNEL = (5, 12)
 _REVERSE = "import mmap, os, sys\nwith mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0) as memory: memory[:5] = memory[:5][::-1]"
-
-
-@check("/dev/shm")
-def shared_memory(env: Environment) -> tuple[str, ...]:
-    """/dev/shm has room. NCCL and data loaders use it, this library does not."""
-    try:
-        space = shutil.disk_usage(env.root / "dev/shm")
-    except OSError:
-        return FAULT, "it is not there, and NCCL needs it", "mount it: mount -t tmpfs -o size=8g shm /dev/shm"
-    total, free = space.total // _MIB, space.free // _MIB
-    text, advice = f"{free} of {total} MiB are free", "delete what dead processes left there, or docker: --shm-size=8g"
-    if free < _LEAST_FREE:
-        return FAULT, f"{text}, and NCCL and data loaders need more", advice
-    if free < _ENOUGH_FREE:
-        return WARNING, f"{text}; NCCL on 8 GPUs and data loaders may need more", advice
-    return OK, text
 
 
 @check("memory files")
@@ -35,8 +16,8 @@ def memory_files(env: Environment) -> tuple[str, ...]:
     """A second process opens an anonymous memory file of this one through /proc: this is how `shm` shares memory."""
     fd = os.memfd_create("deepep_moe_doctor")
     try:
-        os.ftruncate(fd, _MIB)
-        with mmap.mmap(fd, _MIB) as memory:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE) as memory:
             memory[:5] = b"hello"
             ran = env.python("-c", _REVERSE, f"/proc/{os.getpid()}/fd/{fd}")
             is_there = memory[:5] == b"olleh"

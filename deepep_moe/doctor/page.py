@@ -11,10 +11,8 @@ from deepep_moe.doctor import gpus, host, software
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Check, Environment, Finding, check
 
 CHECKS: tuple[Check, ...] = (
-    software.torch, software.library, software.nvshmem, software.gpu_kernels, software.torch_module,
-    *software.INTEGRATIONS,
-    gpus.gpus, gpus.peer_access, gpus.variables,
-    host.shared_memory, host.memory_files, host.locked_memory, host.rdma, host.gpu_memory,
+    software.torch, software.library, software.nvshmem, software.gpu_kernels, *software.INTEGRATIONS,
+    gpus.gpus, gpus.peer_access, host.memory_files, host.locked_memory, host.rdma, host.gpu_memory,
 )  # fmt: skip
 _LIBRARY = ("PyTorch", "deepep_moe")
 _NVLINK = (*_LIBRARY, "GPUs", "GPU kernels", "peer access", "test of nvlink")

@@ -6,7 +6,7 @@ import re
 import shutil
 
 from deepep_moe import installed
-from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check, remedy
+from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check
 
 _AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
 _INTEGRATIONS = (  # package, from, first that is too new (as pyproject.toml has them), modules to import
@@ -39,7 +39,7 @@ def torch(env: Environment) -> tuple[str, ...]:
     """PyTorch imports, and is of a version that the library was made for."""
     wanted = f"pip install '{installed.wanted_torch()}'"
     if "torch" not in env.facts:
-        return FAULT, f"it does not import: {env.facts['error']}", remedy(env.facts["error"], wanted)
+        return FAULT, f"it does not import: {env.facts['error']}", wanted
     version, cuda = env.facts["torch"]["version"], env.facts["torch"]["cuda"]
     if not installed.TORCH[0] <= numbers(version)[:2] < installed.TORCH[1]:
         return FAULT, f"version {version} is installed", wanted
@@ -48,10 +48,15 @@ def torch(env: Environment) -> tuple[str, ...]:
 
 @check("deepep_moe", "torch")
 def library(env: Environment) -> tuple[str, ...]:
+    """The library imports, and its module that links PyTorch is there and of this PyTorch."""
     features = env.facts.get("features")
     if features is None:
-        return FAULT, f"it does not import: {env.facts['error']}", remedy(env.facts["error"], f"build it again: {_AGAIN}")
-    return OK, f"{features['version']}, built with gcc {features['compiler']}"
+        return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {_AGAIN}"
+    built, why_not = f"{features['version']}, built with gcc {features['compiler']}", features["autograd"]
+    if why_not is not True and (env.gpus or not why_not.startswith("not built")):  # without GPUs Python makes the calls
+        text = f"{built}; deepep_moe._torch is {why_not.partition('; ')[0]}, so calls are slower"
+        return WARNING, text, "python -m deepep_moe.build _torch"
+    return OK, built
 
 
 @check("NVSHMEM", "features")
@@ -77,19 +82,6 @@ def gpu_kernels(env: Environment) -> tuple[str, ...]:
     return FAULT, f"{len(env.gpus)} GPUs are here, and deepep_moe was built without nvcc, so it has no kernels for them", advice
 
 
-@check("calls in C++", "features")
-def torch_module(env: Environment) -> tuple[str, ...]:
-    """The module that links PyTorch is there, and of this PyTorch."""
-    why, advice = env.facts["features"]["autograd"], "python -m deepep_moe.build _torch"
-    if why is True:
-        return OK, "built for this PyTorch"
-    if not why.startswith("not built"):
-        return FAULT, f"deepep_moe._torch is {why.partition('; ')[0]}", advice
-    if not env.gpus:
-        return ABSENT, "not built; Python makes the calls, with the same bits"
-    return WARNING, "deepep_moe._torch is not built, so the host needs longer for a call", advice
-
-
 def _integration(
     package: str, first: tuple[int, ...] | None, too_new: tuple[int, ...] | None, modules: str, env: Environment
 ) -> tuple[str, ...]:
@@ -102,7 +94,7 @@ def _integration(
     ran = env.python("-c", f"import {modules}")
     if ran.code != 0:  # nothing needs the packages without an adapter: Megatron-Core takes of them what imports
         text = f"{version} does not import (import {modules}): {ran.why()}"
-        return FAULT if first else WARNING, text, remedy(ran.why(), f"install what the message asks for, or {package} again")
+        return FAULT if first else WARNING, text, f"install what the message asks for, or {package} again"
     return OK, version
 
 

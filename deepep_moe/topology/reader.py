@@ -25,7 +25,7 @@ def read(root: str | Path = "/") -> Topology:
     allowed = allowed_cpus_of("self", root)
     if allowed is None:
         tree.notes.append("The CPUs of this process are unknown: /proc/self/status has no list of them.")
-    names = sorted({name for device in (*gpus, *nics) for name in device.pci.path[1:]})
+    names = sorted({name for path in (*(gpu.pci.path for gpu in gpus), *(nic.pci.path for nic in nics)) for name in path[1:]})
     bridges = tuple(replace(_device(tree, f"{_PCI}/{name}", name, nodes), bus_id=name) for name in names)
     return Topology(_cpu(tree), nodes, gpus, nics, bridges, allowed, tuple(dict.fromkeys(tree.notes)))
 

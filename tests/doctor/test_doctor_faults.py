@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from doctor_machine import Machine
@@ -13,14 +12,12 @@ from deepep_moe.doctor.page import TESTS, as_text, backends, examine, exit_code
 
 HEALTHY = {"shm": "", "nvlink": "", "nvshmem": "", "collective": ""}
 VERSIONS = {"megatron-core": "0.16.1", "deepspeed": "0.19.8"}
-GIB = 1 << 30
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(software, "version_of", VERSIONS.get)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=32 * GIB, free=30 * GIB))
     return Machine(tmp_path)
 
 
@@ -66,17 +63,16 @@ def ran(word, *how):
 # What is put into the machine, the one finding, a part of its text or advice, and the backends that do not serve.
 FAULTS = [
     (change("nvshmem", "deepep_moe._nvshmem was built for NVSHMEM 3.4; install NVSHMEM 3.4"), "NVSHMEM", FAULT, "NVSHMEM 3.4", "nvshmem"),
-    (change("features.autograd", "built for torch 2.11.0; run this"), "calls in C++", FAULT, "is built for torch 2.11.0", ""),
-    (change("features.autograd", "not built; run this"), "calls in C++", WARNING, "_torch is not built", ""),
+    (change("features.autograd", "built for torch 2.11.0; run this"), "deepep_moe", WARNING, "_torch is built for torch 2.11.0,", ""),
+    (change("features.autograd", "not built; run this"), "deepep_moe", WARNING, "_torch is not built,", ""),
     (change("torch.version", "2.5.1+cu130"), "PyTorch", FAULT, "pip install 'torch>=2.6,<2.16'", "shm nvlink nvshmem collective"),
     (change("torch.version", "2.16.0"), "PyTorch", FAULT, "version 2.16.0 is installed", "shm nvlink nvshmem collective"),
     (change("features.nvlink", False), "GPU kernels", FAULT, "install the CUDA toolkit 12 or newer", "nvlink nvshmem"),
     (ran("import megatron.core", 1, "", "Traceback\nImportError: no apex\n"), "megatron-core", FAULT, "ImportError: no apex", ""),
-    (ran("import megatron.core", None, "", "no end within 25 s"), "megatron-core", FAULT, "again while the machine is idle", ""),
+    (ran("import megatron.core", None, "", "no end within 25 s"), "megatron-core", FAULT, "no end within 25 s", ""),
     (change("cuda.reach", []), "peer access", FAULT, "GPUs 0-1, 1-0 of 2 pairs cannot map", "nvlink nvshmem"),
     (change("cuda.atomics", []), "peer access", WARNING, "reach each other without NVLink", ""),
     (change("cuda.gpus", [{"name": "V100", "capability": [7, 0], "num_sms": 80}]), "GPUs", FAULT, "0 (V100) is older", "nvlink nvshmem"),
-    (change("variables", {"NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "0"}), "variables", WARNING, "NCCL_P2P_DISABLE is set", ""),
     (ran("/fd/", 1, "", "PermissionError: Permission denied: '/proc/7/fd/3'\n"), "memory files", FAULT, "Permission denied", "shm"),
 ]
 
@@ -130,12 +126,6 @@ def test_gpus_that_pytorch_does_not_see(machine):
     assert only(machine, "GPUs", WARNING)[0].text == "CUDA_VISIBLE_DEVICES='' hides 8 GPUs"
     machine.torch["cuda"] = None
     assert "built without CUDA" in only(machine, "GPUs", FAULT)[0].text
-
-
-def test_shared_memory(machine, monkeypatch):
-    for free, state in ((3 << 20, FAULT), (GIB // 2, WARNING)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(total=GIB, free=free))
-        assert f"{free >> 20} of 1024 MiB are free" in only(machine, "/dev/shm", state)[0].text
 
 
 def test_locked_memory(machine):

@@ -13,7 +13,6 @@ FILES = {
     "proc/self/limits": "Max locked memory  unlimited  unlimited  bytes",
     "proc/self/status": "Name:\tpython\nCapEff:\t000001ffffffffff",
     "dev/infiniband/uverbs0": "",
-    "dev/shm/of_a_rank": "",
 }
 
 
