@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from doctor_machine import Machine
 
+from deepep_moe.doctor import facts
 from deepep_moe.doctor.base import ABSENT, FAULT, OK, Environment, Ran, check, run
 from deepep_moe.doctor.page import as_text, examine, exchange_over_shm
 from deepep_moe.errors import BackendUnavailableError
@@ -86,6 +88,24 @@ def test_program_that_does_not_start_or_end():
     assert run(["/no/such/program"], 5) == Ran(None, errors="/no/such/program does not start: No such file or directory")
     ran = run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
     assert ran == Ran(None, errors="no end within 0.5 s: the machine is busy, or it hangs")
+
+
+def test_facts_of_gpus(monkeypatch):
+    gpu = SimpleNamespace(name="H100", major=9, minor=0, multi_processor_count=132)
+    told = {"init": lambda: None, "device_count": lambda: 2, "get_device_properties": lambda index: gpu}
+    told["can_device_access_peer"] = lambda first, second: first == 0
+    for name, function in told.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(facts, "has_atomics", lambda first, second: False)
+    found = {"name": "H100", "capability": [9, 0], "num_sms": 132}
+    assert facts.cuda() == {"error": "", "gpus": [found, found], "reach": [(0, 1)], "atomics": []}
+
+
+@pytest.mark.gpu
+def test_gpus_of_this_machine():
+    found = Environment().facts["cuda"]
+    assert found["error"] == "" and len(found["gpus"]) == torch.cuda.device_count()
+    assert [gpu["name"] for gpu in found["gpus"]] == [torch.cuda.get_device_name(index) for index in range(len(found["gpus"]))]
 
 
 def test_exchange_between_ranks():
