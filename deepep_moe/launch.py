@@ -21,12 +21,6 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def set_for_nccl(root: Path = Path("/")) -> None:
-    """Set the advised settings of NCCL that neither the environment nor NCCL's file sets, and say which on stderr."""
-    new = config.set_unless_given(nccl.missing(root))
-    print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
-
-
 def bound(options: argparse.Namespace) -> argparse.Namespace:
     """Return torchrun's `options` with the command wrapped into one that binds itself first."""
     command = [options.training_script, *options.training_script_args]
@@ -43,14 +37,13 @@ def main(arguments: list[str]) -> None:
     words = parser()
     options = words.parse_args(arguments)
     if options.bind:
-        for name in ("run_path", "virtual_local_rank"):
-            if getattr(options, name, False):
+        for name in ("run_path", "virtual_local_rank", "numa_binding"):  # the last would bind the ranks too
+            if getattr(options, name, None):
                 words.error(f"--bind does not work with --{name.replace('_', '-')}; leave one of them out")
-        if getattr(options, "numa_binding", None):
-            words.error(f"--bind and --numa-binding={options.numa_binding} would both bind the ranks; leave one of them out")
         options = bound(options)
     if options.nccl_settings:
-        set_for_nccl()
+        new = config.set_unless_given(nccl.missing(Path("/")))
+        print(f"NCCL settings: {' '.join(f'{name}={value}' for name, value in new.items()) or 'all are set already'}", file=sys.stderr)
     run.run(options)
 
 

@@ -1,13 +1,14 @@
-"""Draw how far losses of fp8 are from those of bf16, from the records: `python benchmarks/plots/losses.py`. A test compares the picture
-with what this draws."""
+"""Draw how far losses of fp8 are from those of bf16, from the records, by matplotlib: `python benchmarks/plots/losses.py`."""
 
 import json
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
-from figures import svg
+from figures import STYLE, save
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "pictures" / "losses.svg"
@@ -22,10 +23,9 @@ _NUM_DRAWN = 2
 _T = {2: 4.303, 32: 2.037}  # 97.5% quantiles of Student's distribution, by degrees of freedom
 FP8, NUDGED = "fp8", "bf16, nudged"
 LINES = {FP8: "#4d9a5f", NUDGED: "#b9b9c4"}
-_TITLE = "Loss against that of bf16, by 30 steps: fp8, and bf16 with a learning rate a millionth larger"
 _NOTE = "Green: experts in fp8. Grey: bf16 again, with a learning rate a millionth larger. A line a seed, the mean of 30 steps a point."
 _MANY = 10  # lines, which are thin
-_LEFT, _WIDTH, _GAP, _TOP, _HEIGHT, _MOST = 56, 310, 60, 44, 190, 3.0
+_MOST = 3.0  # percent, of the axis
 
 
 def record_of(file: str) -> dict[str, Any]:
@@ -56,30 +56,25 @@ def differences(record: dict[str, Any], experts: str) -> dict[int, np.ndarray]:
     return {seed: 100 * (loss / means[seed, "bf16"] - 1) for (seed, name), loss in means.items() if name == experts}
 
 
-def picture() -> str:
-    parts = []
-    for nth, ((model, _, gpu), file) in enumerate(list(RECORDS.items())[:_NUM_DRAWN]):
-        record, left = record_of(file), _LEFT + nth * (_WIDTH + _GAP)
-        seeds = f"{len(record['seeds'])} seeds"
-        parts.append(f'<text x="{left}" y="{_TOP - 16}" font-weight="bold">--model {model}, {record["steps"]} steps, {seeds}, {gpu}</text>')
-        width = 2 if len(record["seeds"]) < _MANY else 1
-        for percent in (-2, 0, 2):
-            y = _height(percent)
-            parts.append(f'<line x1="{left}" x2="{left + _WIDTH}" y1="{y}" y2="{y}" stroke="#e3e3ea"/>')
-            parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{percent and f"{percent:+d}"}%</text>')
-        for experts in (NUDGED, FP8):
-            for line in differences(record, experts).values():
-                step = _WIDTH / (len(line) - 1)
-                points = " ".join(f"{left + i * step:.1f},{_height(percent)}" for i, percent in enumerate(line))
-                parts.append(f'<polyline points="{points}" fill="none" stroke="{LINES[experts]}" stroke-width="{width}"/>')
-    height = _TOP + _HEIGHT + 40
-    parts.append(f'<text x="16" y="{height - 14}" font-size="12">{_NOTE}</text>')
-    return svg(_TITLE, height, parts)
-
-
-def _height(percent: float) -> float:
-    return round(_TOP + _HEIGHT * (0.5 - percent / (2 * _MOST)), 1)
+def draw(path: Path) -> None:
+    """Write the picture: a plot for each of the records that are drawn, a line for each seed."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 3), layout="constrained")
+        all_axes = figure.subplots(1, _NUM_DRAWN, sharey=True)
+        for axes, ((model, _, gpu), file) in zip(all_axes, list(RECORDS.items())[:_NUM_DRAWN], strict=True):
+            record = record_of(file)
+            width = 1.5 if len(record["seeds"]) < _MANY else 0.7
+            for experts in (NUDGED, FP8):
+                for line in differences(record, experts).values():
+                    axes.plot(line, color=LINES[experts], linewidth=width)
+            axes.set_title(f"--model {model}, {record['steps']} steps, {len(record['seeds'])} seeds, {gpu}", fontsize=9, fontweight="bold")
+            axes.yaxis.set_major_formatter("{x:+.0f}%")
+            axes.set(ylim=(-_MOST, _MOST), yticks=(-2, 0, 2), xticks=())
+            axes.grid(axis="y", color="#e3e3ea")
+            axes.spines[:].set_visible(False)
+        figure.supxlabel(_NOTE, fontsize=8)
+        save(figure, path)
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(picture())
+    draw(PICTURE)

@@ -7,14 +7,12 @@ import argparse
 import json
 import sys
 
-from deepep_moe.doctor.environment import Environment
+from deepep_moe.doctor.base import Environment
 from deepep_moe.doctor.page import CHECKS, TESTS, as_json, as_text, examine, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m deepep_moe.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("python -m deepep_moe.doctor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--test", action="store_true", help="also exchange rows between ranks: correctness and bandwidth (up to 4 minutes)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the page")
     options = parser.parse_args(arguments)

@@ -1,71 +1,71 @@
 """All checks in their order, and the page and the JSON that they make."""
 
 import dataclasses
+import json
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from deepep_moe.doctor import build, exchange_test, gpus, host, network, profiles, versions
-from deepep_moe.doctor.environment import Environment
-from deepep_moe.doctor.findings import FAULT, OK, WARNING, Finding, fault
+from deepep_moe.doctor import gpus, host, software
+from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Check, Environment, Finding, check
 
-Check = Callable[[Environment], Finding | list[Finding]]
 CHECKS: tuple[Check, ...] = (
-    versions.python, versions.torch, build.library, versions.driver, versions.nvidia_packages, versions.nvshmem, build.gpu_kernels,
-    build.torch_module, versions.integrations, versions.fused_kernels,
-    gpus.gpus, gpus.peer_access, gpus.ipc, gpus.mps, gpus.clocks, gpus.variables, profiles.profiles,
-    host.shared_memory, host.memory_files, host.open_files, host.locked_memory, host.container,
-    network.rdma, network.gpu_memory, network.ibgda, network.gdrcopy,
+    software.torch, software.library, software.nvshmem, software.gpu_kernels, *software.INTEGRATIONS,
+    gpus.gpus, gpus.peer_access, host.memory_files, host.locked_memory, host.rdma, host.gpu_memory,
 )  # fmt: skip
-TESTS: tuple[Check, ...] = (exchange_test.shm, exchange_test.nvlink)
-# A backend serves where all of these are ok or have a warning.
-BACKENDS = {
-    "shm": ("PyTorch", "deepep_moe", "memory files"),
-    "nvlink": ("PyTorch", "deepep_moe", "GPUs", "GPU kernels", "CUDA driver", "CUDA IPC"),
-    "nvshmem": (
-        "PyTorch",
-        "deepep_moe",
-        "GPUs",
-        "GPU kernels",
-        "CUDA driver",
-        "CUDA IPC",
-        "NVSHMEM",
-        "RDMA ports",
-        "locked memory",
-        "GPU memory at NICs",
-    ),
-    "collective": ("PyTorch", "deepep_moe"),
+_LIBRARY = ("PyTorch", "deepep_moe")
+_NVLINK = (*_LIBRARY, "GPUs", "GPU kernels", "peer access", "test of nvlink")
+BACKENDS = {  # a backend serves where none of these is a fault, and each but `_MAY_BE_ABSENT` is there
+    "shm": (*_LIBRARY, "memory files", "test of shm"),
+    "nvlink": _NVLINK,
+    "nvshmem": (*_NVLINK, "NVSHMEM", "RDMA ports", "locked memory", "GPU memory at NICs"),
+    "collective": _LIBRARY,
 }
-_PARTS = {"nvlink": ("peer access",), "nvshmem": ("peer access", "container")}  # where they are a fault, it does not serve; absent is fine
+_MAY_BE_ABSENT = ("peer access", "test of shm", "test of nvlink")  # one GPU has no peer, and tests run when asked for
 _WIDTH = 110
+_MOST_GPUS = 8
+_TEST_S = 100.0
 
 
-def examine(env: Environment, checks: Iterable[Check] = CHECKS) -> list[Finding]:
-    """Make all checks at once and return their findings in this order. A check that fails is a fault of its own, so the others count."""
-    checks = tuple(checks)
+def examine(env: Environment, checks: Sequence[Check] = CHECKS) -> list[Finding]:
+    """Make all checks at once and return their findings in this order."""
     with ThreadPoolExecutor(len(checks)) as pool:  # what takes time is programs that they run: one that hangs holds up no other
-        return [finding for findings in pool.map(lambda check: _make(env, check), checks) for finding in findings]
+        return list(pool.map(lambda check: check(env), checks))
 
 
-def _make(env: Environment, check: Check) -> list[Finding]:
-    try:
-        found = check(env)
-    except Exception as error:
-        name = f"{check.__module__.rpartition('.')[2]}.{check.__name__}"
-        found = fault(name, f"the check itself failed: {type(error).__name__}: {error}", "file an issue with this page")
-    return found if isinstance(found, list) else [found]
+@check("test of shm", "features")
+def exchange_over_shm(env: Environment) -> tuple[str, ...]:
+    """Two ranks on CPUs exchange rows over shared memory."""
+    return _exchange(env, "shm", 2)
+
+
+@check("test of nvlink", "features", "GPUs")
+def exchange_over_nvlink(env: Environment) -> tuple[str, ...]:
+    """A rank on each GPU of this host exchanges rows over NVLink."""
+    if not env.facts["features"]["nvlink"]:
+        return ABSENT, "no kernels for GPUs"
+    return _exchange(env, "nvlink", min(len(env.gpus), _MOST_GPUS))
+
+
+TESTS: tuple[Check, ...] = (exchange_over_shm, exchange_over_nvlink)
+
+
+def _exchange(env: Environment, backend: str, num_ranks: int) -> tuple[str, ...]:
+    ran = env.python("-m", "deepep_moe.doctor.selftest", backend, str(num_ranks), timeout_s=_TEST_S)
+    if ran.code != 0:
+        return FAULT, f"{num_ranks} ranks failed: {ran.why()}", "mend what the lines above report; else file an issue with this page"
+    told = json.loads(ran.output.splitlines()[-1])
+    if told["wrong"]:
+        return FAULT, f"results differ from deepep_moe.reference: {', '.join(told['wrong'][:4])}", "file an issue with this page"
+    return OK, f"{num_ranks} ranks, the reference's bits; dispatch {told['dispatch']:.1f} GB/s, combine {told['combine']:.1f} GB/s"
 
 
 def backends(findings: list[Finding]) -> dict[str, str]:
     """Return for each backend "" where it can serve here, else the checks that it fails."""
-    state = {finding.check: finding.state for finding in findings}
-    reasons = {}
-    for name, needs in BACKENDS.items():
-        failed = [need for need in needs if state.get(need) not in (OK, WARNING)]
-        failed += [part for part in _PARTS.get(name, ()) if state.get(part) == FAULT]
-        reasons[name] = ", ".join(failed)
-    return reasons
+    bad = {finding.check for finding in findings if finding.state == FAULT}
+    bad |= {finding.check for finding in findings if finding.state == ABSENT and finding.check not in _MAY_BE_ABSENT}
+    return {name: ", ".join(need for need in needs if need in bad) for name, needs in BACKENDS.items()}
 
 
 def exit_code(findings: list[Finding]) -> int:
@@ -96,6 +96,5 @@ def as_text(findings: list[Finding]) -> str:
 
 
 def _folded(head: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text, len(head) + _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False
-    )
+    indents: Any = {"initial_indent": head, "subsequent_indent": " " * len(head)}
+    return textwrap.wrap(text, len(head) + _WIDTH, break_long_words=False, break_on_hyphens=False, **indents)

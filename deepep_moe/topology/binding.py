@@ -54,14 +54,20 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
         return Binding(own, (), ("this process was bound before",))
     done: list[str] = []
     left = list(own.notes)
-    if has_a_share(topology.allowed_cpus, allowed_cpus_of(os.getppid(), root), num_ranks):
-        left.append(f"CPUs {format_cpulist(topology.allowed_cpus or ())} are this rank's share already, by who started it")
+    # Another launcher, such as `srun --cpu-bind`, may have given this rank its share of the CPUs: dividing it again would leave a share of
+    # a share. A cpuset that all ranks have together is larger.
+    parent, allowed = allowed_cpus_of(os.getppid(), root) or (), topology.allowed_cpus or ()
+    if num_ranks > 1 and allowed and len(allowed) * num_ranks <= len(parent):
+        left.append(f"CPUs {format_cpulist(allowed)} are this rank's share already, by who started it")
         config.mark_bound(has_own_cpus=True)
     elif own.cpus:
-        _report(f"CPUs {format_cpulist(own.cpus)}", why_not := set_affinity(own.cpus), done, left)
+        why_not = set_affinity(own.cpus)
         config.mark_bound(has_own_cpus=not why_not)
+        results = {f"CPUs {format_cpulist(own.cpus)}": why_not}
         if own.node is not None:
-            _report(f"memory of NUMA node {own.node}", prefer_memory(own.node), done, left)
+            results[f"memory of NUMA node {own.node}"] = prefer_memory(own.node)
+        done += [what for what, reason in results.items() if not reason]
+        left += [f"{what}: {reason}" for what, reason in results.items() if reason]
     variables, reason = network_variables(topology, places)
     if "NCCL_IB_HCA" in variables and (set_there := configured(Path(root)).get("NCCL_IB_HCA")):
         del variables["NCCL_IB_HCA"]  # the environment would win over the file of the machine's owner
@@ -72,26 +78,8 @@ def bind(local_rank: int | None = None, num_ranks: int | None = None, *, root: s
     return Binding(own, tuple(done), tuple(left))
 
 
-def _report(what: str, why_not: str, done: list[str], left: list[str]) -> None:
-    if why_not:
-        left.append(f"{what}: {why_not}")
-    else:
-        done.append(what)
-
-
-def has_a_share(cpus: tuple[int, ...] | None, of_parent: tuple[int, ...] | None, num_ranks: int) -> bool:
-    """Return whether another launcher, such as `srun --cpu-bind`, gave this rank its share: at most 1 / `num_ranks` of its parent's CPUs.
-
-    To divide them again would leave a share of a share. A cpuset that all ranks have together is larger.
-    """
-    return num_ranks > 1 and bool(cpus) and len(cpus or ()) * num_ranks <= len(of_parent or ())
-
-
 def set_affinity(cpus: tuple[int, ...]) -> str:
-    """Let all threads of this process run on `cpus` only. Return why the kernel refused, "" where it did not.
-
-    Threads that libraries started at import are bound too; the kernel's call would bind the calling one only.
-    """
+    """Let all threads of this process, those of libraries too, run on `cpus` only. Return why the kernel refused, "" where it did not."""
     try:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
@@ -133,9 +121,8 @@ def network_variables(topology: Topology, places: tuple[Placement, ...]) -> tupl
     runs = [(nic, len(list(ranks))) for nic, ranks in groupby(own.nics[0] for own in places)]
     if len({nic for nic, _ in runs}) < len(runs):
         return nccl, "NVSHMEM's NICs: ranks that share a NIC do not follow each other; NVSHMEM chooses"
-    mapping = {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}
     if len(runs) == len(places):
-        mapping["NVSHMEM_HCA_LIST"] = ",".join(nic for nic, _ in runs)
+        names = {"NVSHMEM_HCA_LIST": ",".join(nic for nic, _ in runs)}
     else:
-        mapping["NVSHMEM_HCA_PE_MAPPING"] = ",".join(f"{nic}:{count}" for nic, count in runs)
-    return nccl | mapping, ""
+        names = {"NVSHMEM_HCA_PE_MAPPING": ",".join(f"{nic}:{count}" for nic, count in runs)}
+    return nccl | {"NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"} | names, ""

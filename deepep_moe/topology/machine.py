@@ -36,26 +36,22 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. `index` is its place in the order of bus ids. `nvlinks` has the bus id and the number of links of each neighbour (another GPU
-    or a switch); `peers` the GPUs whose memory it can address. Both are None where NVML is missing and nobody can tell."""
+    """A GPU. `index` is its place in the order of bus ids."""
 
     index: int
     name: str
     uuid: str
     pci: PciDevice
-    nvlinks: tuple[tuple[str, int], ...] | None = None
-    peers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Port:
-    """A port of a NIC: `rate_gbps` in Gb/s (0 = unknown), `state` such as "ACTIVE", `link_layer` such as "InfiniBand", its first GID."""
+    """A port of a NIC: `rate_gbps` in Gb/s (0 = unknown), `state` such as "ACTIVE", `link_layer` such as "InfiniBand"."""
 
     number: int
     state: str
     link_layer: str
     rate_gbps: float
-    gid: str
 
 
 @dataclass(frozen=True)
@@ -139,15 +135,6 @@ class Topology:
         found = [nic for far, nic in usable if far == nearest != "SYS"]
         fastest = max(map(_rate, found), default=0.0)
         return tuple(nic for nic in found if _rate(nic) == fastest)
-
-    def num_nvlinks(self, one: Gpu, other: Gpu) -> int | None:
-        """Return the number of NVLinks between two GPUs, directly or through switches; None where NVML could not tell."""
-        if one.nvlinks is None or other.nvlinks is None:
-            return None
-        direct = dict(one.nvlinks).get(other.pci.bus_id, 0)
-        of_gpus = {gpu.pci.bus_id for gpu in self.gpus}
-        switched = [sum(count for bus_id, count in gpu.nvlinks or () if bus_id not in of_gpus) for gpu in (one, other)]
-        return direct or min(switched)
 
 
 def _rate(nic: Nic) -> float:

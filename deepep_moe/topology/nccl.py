@@ -1,11 +1,10 @@
-"""Write a topology file for NCCL, and explain settings of NCCL that help machines with several NICs. Nothing is set here.
+"""Write a topology file for NCCL, and show settings of NCCL that help machines with several NICs (docs/topology.md). Nothing is set here.
 
 The file has the form of those that images of cloud machines ship: NUMA nodes with their CPUs, in them PCI switches, in these GPUs and NICs.
 NCCL reads the rest, such as NVLinks and rates of NICs, from the machine itself.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,32 +15,14 @@ from deepep_moe.topology.sysfs import is_bus_id
 
 _ARCHITECTURES = {"aarch64": "arm64", "ppc64le": "ppc64"}  # what NCCL calls them; others have one name
 _SHIPPED = "opt/microsoft"  # where Azure's images keep topology files
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A variable of NCCL, the advised value, what it does and what it costs."""
-
-    name: str
-    value: str
-    effect: str
-    cost: str
-
-
-SETTINGS = (
-    Setting(
-        "NCCL_IGNORE_CPU_AFFINITY", "1", "NCCL's threads use all CPUs of the GPU's NUMA node, not those of the rank only",
-        "NCCL's threads may run on cores of other ranks",
-    ),
-    Setting("NCCL_MIN_NCHANNELS", "32", "large messages between nodes are faster", "one SM for each channel while NCCL runs"),
-    Setting("NCCL_P2P_NET_CHUNKSIZE", "524288", "send and receive between nodes move 512 KiB at a time, not 128", "more buffer memory"),
-    Setting("NCCL_IB_QPS_PER_CONNECTION", "4", "a connection has 4 queue pairs, on more paths of the network", "NIC memory"),
-    Setting(
-        "NCCL_PXN_DISABLE", "1", "a GPU sends by its own NIC only, so registered buffers need no copy",
-        "more connections; slower where GPUs send to NICs of other rails",
-    ),
-)  # fmt: skip
-"""Settings that a public article advises for NCCL 2.24 and newer on two H100 machines with 8 NICs each. We have not timed them."""
+SETTINGS = {
+    "NCCL_IGNORE_CPU_AFFINITY": "1",
+    "NCCL_MIN_NCHANNELS": "32",
+    "NCCL_P2P_NET_CHUNKSIZE": "524288",
+    "NCCL_IB_QPS_PER_CONNECTION": "4",
+    "NCCL_PXN_DISABLE": "1",
+}
+"""Values that a public article advises for NCCL 2.24 and newer on two H100 machines with 8 NICs each. We have not timed them."""
 
 
 def topology_xml(topology: Topology) -> str:
@@ -81,15 +62,10 @@ def switches(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _cpu_attributes(node: NumaNode, cpu: Cpu) -> dict[str, str]:
-    facts = {
-        "numaid": str(node.index),
-        "affinity": cpu_mask(node.cpus),
-        "arch": _ARCHITECTURES.get(cpu.arch, cpu.arch),
-        "vendor": cpu.vendor,
-    }
+    facts = {"numaid": str(node.index), "affinity": cpu_mask(node.cpus), "arch": _ARCHITECTURES.get(cpu.arch, cpu.arch)}
     if cpu.vendor:
-        facts |= {"familyid": str(cpu.family), "modelid": str(cpu.model)}
-    return {name: value for name, value in facts.items() if value}
+        facts |= {"vendor": cpu.vendor, "familyid": str(cpu.family), "modelid": str(cpu.model)}
+    return facts
 
 
 def cpu_mask(cpus: tuple[int, ...]) -> str:
@@ -111,33 +87,20 @@ def configured(root: Path) -> dict[str, tuple[str, str]]:
     return {found[1]: (found[2], str(file)) for found in pairs if found}
 
 
-def shipped_files(root: Path) -> list[Path]:
-    """Return topology files that the machine's image brings."""
-    return sorted((root / _SHIPPED).glob("**/*topo*.xml"))
-
-
 def missing(root: Path) -> dict[str, str]:
     """Return the advised values of those `SETTINGS` that neither the environment nor NCCL's file sets."""
-    found = configured(root).keys() | config.given(setting.name for setting in SETTINGS).keys()
-    return {setting.name: setting.value for setting in SETTINGS if setting.name not in found}
+    found = configured(root).keys() | config.given(SETTINGS).keys()
+    return {name: value for name, value in SETTINGS.items() if name not in found}
 
 
 def report(root: Path, topology_file: Path | None = None) -> str:
     """Return the settings as text, with what sets each already. `topology_file` is the one just written."""
-    files = [str(path) for path in ([topology_file.resolve()] if topology_file else shipped_files(root))]
-    value = files[0] if files else "FILE"
-    effect = "NCCL knows the NUMA node of each GPU and NIC where a virtual machine hides it; small and medium messages are faster"
-    rows = [Setting("NCCL_TOPO_FILE", value, effect, "none; a wrong file makes NCCL slow"), *SETTINGS]
-    in_files, in_environment = configured(root), config.given(row.name for row in rows)
-    lines = ["Settings of NCCL for several nodes. Nothing is set; export what you want. Containers need the files mounted.", ""]
-    for row in rows:
-        lines += [f"{row.name}={row.value}", f"  does:  {row.effect}", f"  costs: {row.cost}"]
-        if row.name in in_environment:
-            lines.append(f"  now:   {in_environment[row.name]} (environment)")
-        elif row.name in in_files:
-            lines.append(f"  now:   {in_files[row.name][0]} ({in_files[row.name][1]})")
-        else:
-            lines.append("  now:   not set")
-    if shipped := shipped_files(root):
-        lines += ["", f"The machine's image brings {', '.join(map(str, shipped))}; prefer it to a file made here."]
-    return "\n".join(lines)
+    shipped = sorted((root / _SHIPPED).glob("**/*topo*.xml"))
+    files = [topology_file.resolve()] if topology_file else shipped
+    settings = {"NCCL_TOPO_FILE": str(files[0]) if files else "FILE"} | SETTINGS
+    now = {name: f"{value} ({file})" for name, (value, file) in configured(root).items()}
+    now |= {name: f"{value} (environment)" for name, value in config.given(settings).items()}
+    lines = [f"{name}={value}  # now: {now.get(name, 'not set')}" for name, value in settings.items()]
+    if shipped:
+        lines.append(f"The machine's image brings {', '.join(map(str, shipped))}; prefer it to a file made here.")
+    return "\n".join(["Settings of NCCL for several nodes. Nothing is set; docs/topology.md says what each does and costs.", *lines])

@@ -1,6 +1,5 @@
 """Decide where the ranks of a host run: on which cores, beside which memory, with which NICs. Nothing is changed here."""
 
-import re
 from dataclasses import dataclass
 
 from deepep_moe.topology.machine import Gpu, NumaNode, Topology
@@ -30,38 +29,34 @@ def place(topology: Topology, num_ranks: int, visible_devices: str | None = None
     if num_ranks < 1:
         raise ValueError(f"`num_ranks` is {num_ranks}; pass the number of ranks of this host, at least 1")
     gpus, note = visible_gpus(topology, visible_devices)
-    chosen = [gpus[rank % len(gpus)] if gpus else None for rank in range(num_ranks)]
-    nodes = [gpu.pci.node for gpu in chosen if gpu is not None] or _spread(topology, num_ranks, unknown=bool(note))
+    chosen: list[Gpu | None] = [gpus[rank % len(gpus)] for rank in range(num_ranks)] if gpus else [None] * num_ranks
+    if gpus:
+        nodes = [topology.node(gpu.pci.node) for gpu in chosen if gpu]
+    else:  # where it is unknown which GPU a rank has, no node is right
+        usable = [] if note else [node for node in topology.nodes if topology.allowed_cores(node)]
+        nodes = [usable[rank * len(usable) // num_ranks] if usable else None for rank in range(num_ranks)]
     places = []
-    for rank, (gpu, index) in enumerate(zip(chosen, nodes, strict=True)):
-        node = topology.node(index)
-        ranks = [other for other, theirs in enumerate(nodes) if theirs == index]
-        cpus, why = _share(topology, node, ranks.index(rank), len(ranks)) if node else ((), _unknown(gpu))
+    for rank, (gpu, node) in enumerate(zip(chosen, nodes, strict=True)):
+        if node:
+            cpus, why = _share(topology, node, nodes[:rank].count(node), nodes.count(node))
+        else:
+            cpus, why = (), f"the NUMA node of GPU {gpu.index} is unknown" if gpu else "the machine's NUMA nodes are unknown"
         nics = tuple(f"{nic.name}:{nic.active_ports[0].number}" for nic in topology.nearest_nics(gpu)) if gpu else ()
-        notes = tuple(filter(None, (note, why if not note else "")))
+        notes = tuple(filter(None, [note or why]))
         places.append(Placement(rank, gpu.index if gpu else None, node.index if node else None, cpus, nics, notes))
     return tuple(places)
 
 
-def _unknown(gpu: Gpu | None) -> str:
-    return f"the NUMA node of GPU {gpu.index} is unknown" if gpu else "the machine's NUMA nodes are unknown"
-
-
-def _spread(topology: Topology, num_ranks: int, *, unknown: bool) -> list[int | None]:
-    """Spread ranks without GPUs over the nodes that have cores for them. Where it is unknown which GPU a rank has, no node is right."""
-    nodes = [] if unknown else [node.index for node in topology.nodes if topology.allowed_cores(node)]
-    return [nodes[rank * len(nodes) // num_ranks] if nodes else None for rank in range(num_ranks)]
-
-
 def _share(topology: Topology, node: NumaNode, place: int, num_ranks: int) -> tuple[tuple[int, ...], str]:
-    cores = topology.allowed_cores(node)
+    """Return the CPUs of the rank `place` of `num_ranks` ranks of a node, and what is wrong with them."""
+    cores, note = topology.allowed_cores(node), ""
     if not cores:
-        return (), f"this process may use no CPU of NUMA node {node.index}"
-    if num_ranks > len(cores):
-        everything = tuple(sorted(cpu for core in cores for cpu in core))
-        return everything, f"{num_ranks} ranks share {len(cores)} cores of NUMA node {node.index}; start at most as many ranks as cores"
-    own = cores[place * len(cores) // num_ranks : (place + 1) * len(cores) // num_ranks]
-    return tuple(sorted(cpu for core in own for cpu in core)), ""
+        note = f"this process may use no CPU of NUMA node {node.index}"
+    elif num_ranks > len(cores):
+        note = f"{num_ranks} ranks share {len(cores)} cores of NUMA node {node.index}; start at most as many ranks as cores"
+    else:
+        cores = cores[place * len(cores) // num_ranks : (place + 1) * len(cores) // num_ranks]
+    return tuple(sorted(cpu for core in cores for cpu in core)), note
 
 
 def visible_gpus(topology: Topology, visible_devices: str | None) -> tuple[tuple[Gpu, ...], str]:
@@ -73,15 +68,15 @@ def visible_gpus(topology: Topology, visible_devices: str | None) -> tuple[tuple
         return (), "the GPUs are of different kinds, and CUDA orders them by speed; start ranks on GPUs of one kind"
     if visible_devices is None:
         return topology.gpus, ""
-    if "MIG-" in visible_devices:
-        return (), f"CUDA_VISIBLE_DEVICES={visible_devices} names parts of a GPU (MIG); bind ranks on whole GPUs"
     found: list[Gpu] = []
     for entry in filter(None, map(str.strip, visible_devices.split(","))):
-        by_uuid = [gpu for gpu in topology.gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-        by_index = topology.gpus[int(entry) : int(entry) + 1] if re.fullmatch(r"\d{1,4}", entry) else ()
-        if not (by_uuid or by_index):
+        known = [gpu for gpu in topology.gpus if str(gpu.index) == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))]
+        if not known:
             break
-        found.append((*by_uuid, *by_index)[0])
+        found.append(known[0])
     if topology.gpus and visible_devices.strip() and not found:
-        return (), f"CUDA_VISIBLE_DEVICES={visible_devices} names no GPU of this machine; give indices from 0 to {len(topology.gpus) - 1}"
+        return (
+            (),
+            f"CUDA_VISIBLE_DEVICES={visible_devices} names no whole GPU of this machine; give indices from 0 to {len(topology.gpus) - 1}",
+        )
     return tuple(found), ""

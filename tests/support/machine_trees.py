@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 from deepep_moe.topology.sysfs import parse_cpulist
 
@@ -69,7 +68,7 @@ class MachineTree:
             (self.root / f"sys/bus/pci/drivers/{driver}").mkdir(parents=True, exist_ok=True)
             self.link(f"{folder}/driver", f"sys/bus/pci/drivers/{driver}")
         port = f"{folder}/infiniband/{name}/ports/1"
-        for file, text in {"link_layer": layer, "rate": rate, "state": state, "gids/0": f"fe80::{name}"}.items():
+        for file, text in {"link_layer": layer, "rate": rate, "state": state}.items():
             self.write(f"{port}/{file}", text)
 
 
@@ -144,37 +143,3 @@ def small_vm(root: Path) -> None:
     tree.node(0, "0-1")
     for slot, pci_class in enumerate(("0x060000", "0xffff00", "0x018000", "0x020000")):
         tree.pci(f"pci0000:00/0000:00:{slot:02x}.0", pci_class, "0x1af4", -1)
-
-
-class NvmlError(Exception):
-    """What calls of a fake NVML raise."""
-
-
-def fake_nvml(gpus: dict[str, dict[str, int]], *, start_error: str = "") -> SimpleNamespace:
-    """A module like pynvml: `gpus` has, for each bus id, remote bus ids and numbers of links. GPUs that share a remote reach each other."""
-    bus_ids = list(gpus)
-    remotes = {bus_id: [remote for remote, count in links.items() for _ in range(count)] for bus_id, links in gpus.items()}
-
-    def start() -> None:
-        if start_error:
-            raise NvmlError(start_error)
-
-    def state(handle: str, link: int) -> int:
-        if link >= len(remotes[handle]):
-            raise NvmlError("Not Supported")
-        return 1
-
-    def as_nvml(bus_id: str) -> SimpleNamespace:
-        return SimpleNamespace(busId=f"0000{bus_id}".upper().encode())
-
-    def p2p(one: str, other: str, capability: int) -> int:
-        assert capability == 0, "reads of memory; the constant of nvidia-ml-py is a tuple, which it does not take"
-        return 0 if set(remotes[one]) & {*remotes[other], other} else 5
-
-    return SimpleNamespace(
-        NVMLError=NvmlError, NVML_NVLINK_MAX_LINKS=18, NVML_FEATURE_ENABLED=1, NVML_P2P_CAPS_INDEX_READ=(0,), NVML_P2P_STATUS_OK=0,
-        nvmlInit=start, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: len(bus_ids), nvmlDeviceGetHandleByIndex=bus_ids.__getitem__,
-        nvmlDeviceGetPciInfo=as_nvml, nvmlDeviceGetName=lambda handle: "H100", nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
-        nvmlDeviceGetNvLinkState=state, nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: as_nvml(remotes[handle][link]),
-        nvmlDeviceGetP2PStatus=p2p,
-    )  # fmt: skip

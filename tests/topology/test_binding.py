@@ -85,8 +85,8 @@ def test_ranks_without_gpus_are_spread(tmp_path):
     ("file", "text", "visible", "note"),
     [
         ("numa_node", "-1", None, "the NUMA node of GPU 0 is unknown"),
-        (None, None, "MIG-1", "CUDA_VISIBLE_DEVICES=MIG-1 names parts of a GPU"),
-        (None, None, "9", "CUDA_VISIBLE_DEVICES=9 names no GPU of this machine; give indices from 0 to 7"),
+        (None, None, "MIG-1", "CUDA_VISIBLE_DEVICES=MIG-1 names no whole GPU of this machine"),
+        (None, None, "9", "CUDA_VISIBLE_DEVICES=9 names no whole GPU of this machine; give indices from 0 to 7"),
         ("information", "Model: \t NVIDIA L4", None, "the GPUs are of different kinds"),
     ],
 )
@@ -317,7 +317,7 @@ def test_binding_twice_is_refused(capsys):
         pytest.skip("this torchrun does not bind")
     with pytest.raises(SystemExit):
         launch.main(["--bind", "--numa-binding", "node", "a.py"])
-    assert "--bind and --numa-binding=node would both bind the ranks; leave one of them out" in capsys.readouterr().err
+    assert "--bind does not work with --numa-binding; leave one of them out" in capsys.readouterr().err
 
 
 def test_command_that_is_missing(monkeypatch):

@@ -11,7 +11,7 @@ from deepep_moe.errors import EPError
 from deepep_moe.topology import bind, binding, nccl, read
 from deepep_moe.topology.__main__ import main
 
-NAMES = ("NCCL_TOPO_FILE", "NCCL_CONF_FILE", "NCCL_IB_HCA", "CUDA_VISIBLE_DEVICES", *(setting.name for setting in nccl.SETTINGS))
+NAMES = ("NCCL_TOPO_FILE", "NCCL_CONF_FILE", "NCCL_IB_HCA", "CUDA_VISIBLE_DEVICES", *nccl.SETTINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -110,11 +110,10 @@ def test_command_writes_and_explains(tmp_path, capsys, monkeypatch):
     main(["--root", str(tmp_path), "nccl", "--write", str(tmp_path / "topo.xml")])
     assert (tmp_path / "topo.xml").read_text() == nccl.topology_xml(read(tmp_path))
     printed = capsys.readouterr().out
-    parts = dict(part.split("\n", 1) for part in printed.split("\nNCCL_")[1:])
-    assert f"TOPO_FILE={tmp_path}/topo.xml" in parts and len(parts) == 6
-    assert f"  now:   2 ({tmp_path}/etc/nccl.conf)" in parts["IB_QPS_PER_CONNECTION=4"]
-    assert "  now:   0 (environment)" in parts["PXN_DISABLE=1"]
-    assert "  costs: one SM for each channel while NCCL runs\n  now:   not set" in parts["MIN_NCHANNELS=32"]
+    assert f"NCCL_TOPO_FILE={tmp_path}/topo.xml  # now: not set" in printed
+    assert f"NCCL_IB_QPS_PER_CONNECTION=4  # now: 2 ({tmp_path}/etc/nccl.conf)" in printed
+    assert "NCCL_PXN_DISABLE=1  # now: 0 (environment)" in printed
+    assert "NCCL_MIN_NCHANNELS=32  # now: not set" in printed
 
 
 def test_shipped_file_is_preferred(tmp_path):
@@ -123,7 +122,7 @@ def test_shipped_file_is_preferred(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text("<system/>")
     found = nccl.report(tmp_path)
-    assert f"NCCL_TOPO_FILE={file}\n" in found and f"The machine's image brings {file}; prefer it to a file made here." in found
+    assert f"NCCL_TOPO_FILE={file} " in found and f"The machine's image brings {file}; prefer it to a file made here." in found
 
 
 def test_launcher_sets_what_nobody_set(tmp_path, capsys, monkeypatch):

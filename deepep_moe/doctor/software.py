@@ -1,0 +1,101 @@
+"""Versions and builds of PyTorch, this library, and the packages that it works with."""
+
+import functools
+import importlib.metadata
+import re
+import shutil
+
+from deepep_moe import installed
+from deepep_moe.doctor.base import ABSENT, FAULT, OK, WARNING, Environment, check
+
+_AGAIN = "pip install --force-reinstall --no-deps --no-build-isolation deepep_moe"
+_INTEGRATIONS = (  # package, from, first that is too new (as pyproject.toml has them), modules to import
+    ("megatron-core", (0, 13), (0, 20), "megatron.core"),
+    ("deepspeed", (0, 14, 5), (0, 20), "deepspeed"),
+    ("transformer-engine", None, None, "transformer_engine.pytorch, transformer_engine.pytorch.optimizers.fused_adam"),
+    ("apex", None, None, "torch, amp_C, apex.optimizers.fused_adam, fused_weight_gradient_mlp_cuda"),
+)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (2, 13, 0) of "2.13.0+cu130"."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def dotted(version: tuple[int, ...] | list[int]) -> str:
+    return ".".join(map(str, version))
+
+
+@check("PyTorch")
+def torch(env: Environment) -> tuple[str, ...]:
+    """PyTorch imports, and is of a version that the library was made for."""
+    wanted = f"pip install '{installed.wanted_torch()}'"
+    if "torch" not in env.facts:
+        return FAULT, f"it does not import: {env.facts['error']}", wanted
+    version, cuda = env.facts["torch"]["version"], env.facts["torch"]["cuda"]
+    if not installed.TORCH[0] <= numbers(version)[:2] < installed.TORCH[1]:
+        return FAULT, f"version {version} is installed", wanted
+    return OK, f"{version}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
+
+
+@check("deepep_moe", "torch")
+def library(env: Environment) -> tuple[str, ...]:
+    """The library imports, and its module that links PyTorch is there and of this PyTorch."""
+    features = env.facts.get("features")
+    if features is None:
+        return FAULT, f"it does not import: {env.facts['error']}", f"build it again: {_AGAIN}"
+    built, why_not = f"{features['version']}, built with gcc {features['compiler']}", features["autograd"]
+    if why_not is not True and (env.gpus or not why_not.startswith("not built")):  # without GPUs Python makes the calls
+        text = f"{built}; deepep_moe._torch is {why_not.partition('; ')[0]}, so calls are slower"
+        return WARNING, text, "python -m deepep_moe.build _torch"
+    return OK, built
+
+
+@check("NVSHMEM", "features")
+def nvshmem(env: Environment) -> tuple[str, ...]:
+    """The module `_nvshmem` is built, loads, and finds the NVSHMEM that it was built for."""
+    if not env.facts["features"]["nvshmem"]:
+        return ABSENT, "the module deepep_moe._nvshmem is not built; only GPUs of several hosts need it (docs/install.md)"
+    told = env.facts.get("nvshmem") or f"loading it ended the process: {env.facts['error']}; install NVSHMEM and deepep_moe again"
+    wrong, _, advice = told.partition("; ")
+    return (FAULT, wrong, advice) if advice else (OK, told)
+
+
+@check("GPU kernels", "features")
+def gpu_kernels(env: Environment) -> tuple[str, ...]:
+    """The backends for GPUs are compiled, where there are GPUs."""
+    if env.facts["features"]["nvlink"]:
+        return OK, "compiled"
+    if not env.gpus:
+        return ABSENT, "not compiled; there is no GPU either"
+    home = env.variables.get("CUDA_HOME", "/usr/local/cuda")
+    has_nvcc = shutil.which("nvcc") or env.exists(f"{home}/bin/nvcc".lstrip("/"))
+    advice = f"nvcc is here now: {_AGAIN}" if has_nvcc else f"install the CUDA toolkit 12 or newer, set CUDA_HOME, then {_AGAIN}"
+    return FAULT, f"{len(env.gpus)} GPUs are here, and deepep_moe was built without nvcc, so it has no kernels for them", advice
+
+
+def _integration(
+    package: str, first: tuple[int, ...] | None, too_new: tuple[int, ...] | None, modules: str, env: Environment
+) -> tuple[str, ...]:
+    version = version_of(package)
+    if version is None:
+        return ABSENT, "not installed"
+    if first and too_new and not first <= numbers(version) < too_new:
+        wanted = f"pip install '{package}>={dotted(first)},<{dotted(too_new)}'"
+        return FAULT, f"version {version} is installed, and deepep_moe has no adapter for it", wanted
+    ran = env.python("-c", f"import {modules}")
+    if ran.code != 0:  # nothing needs the packages without an adapter: Megatron-Core takes of them what imports
+        text = f"{version} does not import (import {modules}): {ran.why()}"
+        return FAULT if first else WARNING, text, f"install what the message asks for, or {package} again"
+    return OK, version
+
+
+INTEGRATIONS = tuple(check(package[0])(functools.partial(_integration, *package)) for package in _INTEGRATIONS)
