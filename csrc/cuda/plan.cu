@@ -38,6 +38,13 @@ __device__ __noinline__ void catch_up(const GpuContext& c, unsigned long long ca
     __syncthreads();
 }
 
+// The call whose stamp says why `peer` is not in call `sequence`, of which it sent a refusal, or of a later call: it waits for nobody where
+// the host refuses calls, this one too, or where its kernels have failed, maybe after it had entered this one.
+__device__ __noinline__ long long refused_call(const GpuContext& c, unsigned long long sequence, unsigned long long word, int peer) {
+    const bool has_refused_this = Workspace(c, c.rank).stamp(sequence, peer)->what == 0;
+    return static_cast<long long>(has_refused_this ? sequence : word >> kValueBits);
+}
+
 __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long long* words, int at, unsigned long long expected,
                                         int32_t* counts) {
     const int peer = at / c.layout.columns % c.config.num_ranks;
@@ -45,9 +52,8 @@ __device__ __noinline__ bool wait_count(const GpuContext& c, const unsigned long
     if (wait_word(c, Workspace(c, c.rank).entered(sequence, peer), expected, peer, GpuPhase::kEntry) == 0) return false;
     const unsigned long long word = wait_word(c, words + at, expected, peer, GpuPhase::kCounts);
     counts[at] = static_cast<int>(word - expected);
-    // A rank that refuses or has failed does not wait for its peers, so this may be its refusal of a later call, whose stamp says why.
     const bool refuses = word >= (expected | kRefused);
-    if (refuses) report(c, kPeerRefused, peer, GpuPhase::kNone, static_cast<long long>(word >> kValueBits), 0);
+    if (refuses) report(c, kPeerRefused, peer, GpuPhase::kNone, refused_call(c, sequence, word, peer), 0);
     return word != 0 && !refuses;
 }
 
@@ -179,8 +185,8 @@ struct Plan : TokenCounts {
         if (seen == 0) return false;
         if (peer == c.rank || seen == (sequence << kValueBits | digest(p.stamp.what))) return true;
         const bool refuses = (seen & kRefused) == 0;
-        const unsigned long long call = refuses ? seen >> kValueBits : sequence;  // a refused one may be a later one, as in `wait_count`
-        report(c, refuses ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, static_cast<long long>(call), 0);
+        const long long call = refuses ? refused_call(c, sequence, seen, peer) : static_cast<long long>(sequence);
+        report(c, refuses ? kPeerRefused : kMismatch, peer, GpuPhase::kNone, call, 0);
         return false;
     }
 
