@@ -12,22 +12,23 @@ import pytest
 import torch
 from bench_cases import RECORD_FIELDS, bench
 
+from benchmarks.common import report as common_report
+from benchmarks.common import verify
+from benchmarks.exchange import cpu as exchange
+from benchmarks.exchange import measure
+from benchmarks.exchange import nvlink as link
+from benchmarks.gate import baselines as gate_baselines
+from benchmarks.gate import gpu as gate_gpu
+from benchmarks.overlap import command as overlap
+from benchmarks.overlap import measure as overlap_measure
+from benchmarks.overlap import report as overlap_report
+from benchmarks.overlap.measure import BesideGemms, Overlap, Schedule
+from benchmarks.overlap.report import Bar
+from benchmarks.run import with_name
 from deepep_moe import Buffer
-from deepep_moe.bench.__main__ import _with_command
-from deepep_moe.bench.common import report as common_report
-from deepep_moe.bench.common import timing, verify, workload
-from deepep_moe.bench.exchange import cpu as exchange
-from deepep_moe.bench.exchange import measure, operations
-from deepep_moe.bench.exchange import nvlink as link
-from deepep_moe.bench.gate import baselines as gate_baselines
-from deepep_moe.bench.gate import gpu as gate_gpu
-from deepep_moe.bench.overlap import command as overlap
-from deepep_moe.bench.overlap import measure as overlap_measure
-from deepep_moe.bench.overlap import report as overlap_report
-from deepep_moe.bench.overlap.measure import BesideGemms, Overlap, Schedule
-from deepep_moe.bench.overlap.report import Bar
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
+from deepep_moe.tune import operations, timing, workload
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -63,7 +64,7 @@ def options_of(*arguments: str, command=link) -> argparse.Namespace:
 # ---- what it reports ----
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
@@ -369,9 +370,9 @@ def test_gate_is_timed_on_a_gpu():
 
 
 def test_commands():
-    assert _with_command([]) == ["exchange"] and _with_command(["gate"]) == ["gate"]
-    assert _with_command(["--backend", "shm"])[0] == "exchange" and _with_command(["--backend=nvlink", "--sweep"])[0] == "link"
-    assert _with_command(["overlap", "--backend", "nvlink"])[0] == "overlap"
+    assert with_name([]) == ["exchange"] and with_name(["gate"]) == ["gate"]
+    assert with_name(["--backend", "shm"])[0] == "exchange" and with_name(["--backend=nvlink", "--sweep"])[0] == "link"
+    assert with_name(["overlap", "--backend", "nvlink"])[0] == "overlap"
 
 
 def test_plan(monkeypatch):
@@ -422,7 +423,7 @@ def test_missing_matplotlib(monkeypatch):
 
 @pytest.mark.parametrize("given", (("--num-ranks", "0"), ("--num-tokens", "0"), ("--num-experts", "9"), ("--num-topk", "65")))
 def test_exchange_refuses_sizes_that_make_no_sense(given):
-    result = subprocess.run([sys.executable, "-m", "deepep_moe.bench", *given], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "benchmarks/run.py", *given], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 1 and "must be at least 1, --num-experts" in result.stderr and "Traceback" not in result.stderr
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from bench_cases import RECORD_FIELDS, bench
 
-from deepep_moe.bench.layers import fp8, fp8_layers
-from deepep_moe.bench.layers.fp8 import Measured
-from deepep_moe.bench.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, SHARED, TITLES, Wire, graph_of
-from deepep_moe.bench.layers.megatron_steps import StepTimes
-from deepep_moe.bench.layers.passes import draw_inputs
+from benchmarks.layers import fp8, fp8_layers
+from benchmarks.layers.fp8 import Measured
+from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, SHARED, TITLES, Wire, graph_of
+from benchmarks.layers.megatron_steps import StepTimes
+from benchmarks.layers.passes import draw_inputs
 from deepep_moe.testing import run_ranks
 
 SIZES = ["--num-tokens", "48", "--hidden", "128", "--ffn-hidden", "128", "--num-topk", "2", "--num-experts", "4", "--repeats", "1"]

@@ -9,18 +9,18 @@ import pytest
 import torch
 from bench_cases import RECORD_FIELDS, bench
 
+from benchmarks.low_latency import batches as low_latency_timing
+from benchmarks.low_latency import command as low_latency
+from benchmarks.low_latency import measure as low_latency_measure
+from benchmarks.low_latency import operations as low_latency_operations
+from benchmarks.low_latency import report as low_latency_report
+from benchmarks.low_latency.batches import Times
+from benchmarks.low_latency.measure import Baseline, Measurement, Report
 from deepep_moe import LowLatencyBuffer
-from deepep_moe.bench.common import workload
-from deepep_moe.bench.common.timing import Timer
-from deepep_moe.bench.low_latency import batches as low_latency_timing
-from deepep_moe.bench.low_latency import command as low_latency
-from deepep_moe.bench.low_latency import measure as low_latency_measure
-from deepep_moe.bench.low_latency import operations as low_latency_operations
-from deepep_moe.bench.low_latency import report as low_latency_report
-from deepep_moe.bench.low_latency.batches import Times
-from deepep_moe.bench.low_latency.measure import Baseline, Measurement, Report
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
+from deepep_moe.tune import workload
+from deepep_moe.tune.timing import Timer
 
 TINY = ["--num-tokens", "9", "3", "--hidden", "256", "--num-experts", "8", "--num-topk", "3", "--iterations", "4"]
 SHAPE = workload.Shape(num_ranks=2, hidden=256, num_experts=8, num_topk=3, expert_alignment=1)

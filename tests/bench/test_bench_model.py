@@ -11,12 +11,12 @@ import pytest
 import torch
 from bench_cases import RECORD_FIELDS, ROOT
 
+from benchmarks.model import command, measure, published, queues, simulate
+from benchmarks.model.machine import MACHINES, ONE_HOST, RECORDS, Machine, calibrate
+from benchmarks.model.simulate import Setting
+from benchmarks.model.traffic import Cluster, Traffic, choose
+from benchmarks.run import main
 from deepep_moe import ops
-from deepep_moe.bench.__main__ import main
-from deepep_moe.bench.model import command, measure, published, queues, simulate
-from deepep_moe.bench.model.machine import MACHINES, ONE_HOST, RECORDS, Machine, calibrate
-from deepep_moe.bench.model.simulate import Setting
-from deepep_moe.bench.model.traffic import Cluster, Traffic, choose
 
 RESULTS = ROOT / "benchmarks" / "results"
 MODELLED = "modelled-nodes-2026-11-25.json"

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from bench_cases import RECORD_FIELDS, ROOT
 
-from deepep_moe.bench.__main__ import main
-from deepep_moe.bench.model import low_latency_report
-from deepep_moe.bench.model.low_latency import (
+from benchmarks.model import low_latency_report
+from benchmarks.model.low_latency import (
     GUESSED,
     MEASURED,
     Batch,
@@ -24,8 +23,9 @@ from deepep_moe.bench.model.low_latency import (
     lines,
     times_of,
 )
-from deepep_moe.bench.model.machine import MACHINES
-from deepep_moe.bench.model.published import LOW_LATENCY
+from benchmarks.model.machine import MACHINES
+from benchmarks.model.published import LOW_LATENCY
+from benchmarks.run import main
 
 RECORDS = json.loads((ROOT / "benchmarks/results/modelled-low-latency-nodes-2026-11-26.json").read_text())
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import deepep_moe
-from deepep_moe.bench.common import workload
-from deepep_moe.bench.exchange import measure, nvlink, peers
-from deepep_moe.bench.exchange import report as exchange_report
-from deepep_moe.bench.low_latency import command as low_latency
-from deepep_moe.bench.low_latency import measure as low_latency_measure
-from deepep_moe.bench.low_latency import peers as small_peers
-from deepep_moe.bench.low_latency import report as low_latency_report
+from benchmarks.exchange import measure, nvlink, peers
+from benchmarks.exchange import report as exchange_report
+from benchmarks.low_latency import command as low_latency
+from benchmarks.low_latency import measure as low_latency_measure
+from benchmarks.low_latency import peers as small_peers
+from benchmarks.low_latency import report as low_latency_report
 from deepep_moe.compat import deep_ep
 from deepep_moe.errors import BackendUnavailableError, EPError
 from deepep_moe.testing import run_ranks
+from deepep_moe.tune import workload
 
 SIZES = ["--backend", "shm", "--num-experts", "8", "--num-topk", "3", "--iterations", "2"]
 OPERATIONS = {"dispatch bf16", "dispatch fp8", "combine bf16", "cached dispatch bf16"}

@@ -1,16 +1,14 @@
 """The documentation site and the pages of runs in a real browser, of a desktop and of a phone."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from browser import Browser, find_chrome
+from example_page import Page, Table
 from questions import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "benchmarks" / "results"
 WIDTHS = {"desktop": 1280, "phone": 390}
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not find_chrome(), reason="no Chromium or Chrome on this machine")]
@@ -78,18 +76,16 @@ def test_search(site, browser):
 
 
 def test_page_of_a_run(browser, pictures_of_pages, tmp_path):
-    """A benchmark's page, and two of them side by side."""
-    for name in ("a", "b"):
-        command = [sys.executable, "-m", "deepep_moe.bench", "model", "--report", str(tmp_path / f"{name}.html")]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    pages = [str(tmp_path / f"{name}.html") for name in ("a", "b", "both")]
-    subprocess.run([sys.executable, "-m", "deepep_moe.bench", "compare", *pages[:2], "--out", pages[2]], check=True, capture_output=True)
-    for page in pages:
-        for name, width in WIDTHS.items():
-            browser.open(Path(page), width)
-            take(browser, pictures_of_pages / f"{name}-bench-{Path(page).stem}.png")
-            assert browser.value("document.documentElement.scrollWidth") <= width and not browser.complaints, page
-            assert len(browser.value("document.body.innerText")) > 500
+    """The page of a run as an example writes it, with a long table and a long command."""
+    rows = [[f"dispatch bf16, 2 ranks, {num_tokens} tokens, layout expert", 100.0 + num_tokens, None] for num_tokens in range(40)]
+    about = {"hardware": "2 x H100", "command": "python examples/megatron/train.py " + "--option value " * 20}
+    page = tmp_path / "report.html"
+    Page("A run", "It ran. It was fast.", about, [Table("Calls", ["call", "us", "baseline"], rows, bars="us")]).write(page)
+    for name, width in WIDTHS.items():
+        browser.open(page, width)
+        take(browser, pictures_of_pages / f"{name}-run.png")
+        assert browser.value("document.documentElement.scrollWidth") <= width and not browser.complaints
+        assert len(browser.value("document.body.innerText")) > 500
 
 
 def test_complaints_are_heard(browser, tmp_path):

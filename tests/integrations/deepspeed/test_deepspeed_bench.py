@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed_cases import repeats_bits
 
-from deepep_moe.bench.layers import deepspeed as bench
+from benchmarks.layers import deepspeed as bench
 from deepep_moe.testing import RankFailedError, run_ranks
 
 pytest.importorskip("deepspeed")
@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "forward+backward")
 def options_of(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    options = parser.parse_args(arguments, argparse.Namespace(bind=False))  # as `python -m deepep_moe.bench` adds it
+    options = parser.parse_args(arguments, argparse.Namespace(bind=False))  # as `python benchmarks/run.py` adds it
     bench.resolve(options)
     return options
 
@@ -32,7 +32,7 @@ def options_of(*arguments: str) -> argparse.Namespace:
 def run_tiny(tmp_path: Path, *more: str) -> tuple[str, list[dict]]:
     """What the command with tiny sizes prints, and its records."""
     arguments = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-W", "ignore", "-m", "deepep_moe.bench", "deepspeed", "--device", "cpu", *arguments, *more]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "run.py"), "deepspeed", "--device", "cpu", *arguments, *more]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "records.json")], capture_output=True, text=True, env=environment, timeout=800
