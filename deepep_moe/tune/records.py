@@ -113,8 +113,8 @@ def _without_files(arguments: list[str]) -> list[str]:
 
 
 def write_json(path: Path | None, records: list[dict[str, Any]]) -> None:
-    """Write the records to `path`, if one was given."""
+    """Write the records to `path`, if one was given, a line for each."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(records, indent=2) + "\n")
+        path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")  # a line for each record
         print(f"wrote {len(records)} records to {path}")

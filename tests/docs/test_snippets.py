@@ -187,7 +187,10 @@ for module, *arguments in map(str.split, sys.argv[1:]):
     print("==", " ".join([module, *arguments]))
     sys.argv = [module, *arguments, "--help"]
     try:
-        runpy.run_path(module, run_name="__main__") if module.endswith(".py") else runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         assert not end.code, end.code
 """
@@ -198,9 +201,8 @@ SUBCOMMANDS = {"benchmarks/run.py", "deepep_moe.topology"}
 def commands() -> dict[str, set[str]]:
     """Return the modules that the texts start, with subcommand, and the options that they give them."""
     found: dict[str, set[str]] = {}
-    for module, rest in re.findall(
-        r"(?:python|torchrun[^`\n]*?) (?:-m )?(deepep_moe[\w.]*\w|benchmarks/run\.py)([^`\n]*)", "\n".join(TEXTS.values())
-    ):
+    pattern = r"(?:python|torchrun[^`\n]*?) (?:-m )?(deepep_moe[\w.]*\w|benchmarks/run\.py)([^`\n]*)"
+    for module, rest in re.findall(pattern, "\n".join(TEXTS.values())):
         words = rest.split("#")[0].split()
         name = f"{module} {words[0]}" if module in SUBCOMMANDS and words and re.fullmatch(r"[a-z][\w-]+", words[0]) else module
         if name == "benchmarks/run.py" and words[:1] != ["--help"]:
