@@ -28,7 +28,7 @@ from deepep_moe.topology.option import add_bind, bind_this_rank
 
 MODULES = {
     "exchange": "exchange.cpu", "link": "exchange.nvlink", "low-latency": "low_latency.command", "overlap": "overlap.command",
-    "gate": "gate.command", "host": "host.command", "model": "model.command", "megatron": "layers.megatron",
+    "gate": "gate.command", "host": "host.command", "model": "model", "megatron": "layers.megatron",
     "deepspeed": "layers.deepspeed", "fp8": "layers.fp8",
 }  # fmt: skip
 
