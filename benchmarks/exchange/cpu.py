@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.report import number, show_table, spread_of
 from benchmarks.exchange.baselines import AllToAllRows
 from deepep_moe import Buffer, config
 from deepep_moe.errors import EPError
 from deepep_moe.testing import run_ranks
 from deepep_moe.tune.records import DTYPES, record, write_json
+from deepep_moe.tune.timing import slowest
 
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
@@ -89,13 +91,6 @@ def _verify(pairs: dict[str, Pair], options: argparse.Namespace, inputs: tuple[t
     return x.nbytes + rows["ours"].nbytes
 
 
-def _slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the maximum over ranks of every time, as an exchange ends when its last rank is done."""
-    table = torch.tensor(list(times.values()), dtype=torch.float64)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return dict(zip(times, table.tolist(), strict=True))
-
-
 def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
     """Return the times of one rank in microseconds, by step, and the bytes that it touches."""
     torch.set_num_threads(config.num_threads(num_ranks))  # baselines and memcpy use as many threads as we do
@@ -117,7 +112,7 @@ def measure(rank: int, num_ranks: int, options: argparse.Namespace) -> tuple[dic
                 times[name].append((time.perf_counter() - begin) * 1e6)
     buffer.destroy()
     other.destroy()
-    return _slowest(times), bytes_touched
+    return dict(zip(times, slowest(list(times.values())), strict=True)), bytes_touched
 
 
 OPS = ("dispatch", "combine")
@@ -149,16 +144,20 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
+_COLUMNS = {
+    "operation": lambda r: r["op"], "us median": number("us_median", 0), "p10-p90": spread_of, "MB touched": number("bytes_moved", 1, 1e-6),
+    "GB/s": number("gbps"), "% of memcpy": number("percent_of_memcpy", 0), "speed-up": number("ratio", 1, unit="x"),
+    "baseline us": number("rival_us", 0), "baseline": lambda r: r["rival"],
+}  # fmt: skip
+
+
 def show(records: list[dict[str, Any]]) -> None:
     first = records[0]
     print(
         f"{first['hardware']}: {first['num_ranks']} ranks, {first['num_tokens']} tokens x {first['hidden']} {first['dtype']}, "
         f"top-{first['num_topk']} of {first['num_experts']} experts, layout {first['layout']}, backend {first['backend']}"
     )
-    print(f"{'operation':18}{'us median':>11}{'p10':>9}{'p90':>9}{'MB touched':>12}{'GB/s':>7}{'% of memcpy':>13}  faster than")
-    for r in records:
-        numbers = f"{r['us_median']:11.0f}{r['us_p10']:9.0f}{r['us_p90']:9.0f}{r['bytes_moved'] / 1e6:12.1f}{r['gbps']:7.1f}"
-        print(f"{r['op']:18}{numbers}{r['percent_of_memcpy']:12.0f}%  {r['ratio']:.1f}x {r['rival']} ({r['rival_us']:.0f} us)")
+    show_table(_COLUMNS, records)
 
 
 def main(options: argparse.Namespace) -> None:

@@ -8,14 +8,13 @@ of an exchange hides behind GEMMs (`python benchmarks/run.py overlap --help`).
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
-from benchmarks.common.report import load_pyplot
+from benchmarks.common.report import exit_with_failures
 from benchmarks.exchange.measure import Report, measure
 from benchmarks.exchange.peers import add_peer, check_peers
-from benchmarks.exchange.report import plot, records_of, show
+from benchmarks.exchange.report import records_of, show
 from benchmarks.overlap import report as overlap_report
 from deepep_moe import config
 from deepep_moe.errors import EPError
@@ -50,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", action="store_true", help=f"also {' '.join(map(str, SWEEP))} SMs at {SWEPT_TOKENS} tokens")
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, 10 iterations")
     add_peer(parser)
-    parser.add_argument("--plot", type=Path, help="file for a plot of GB/s over tokens; that of the overlap goes to overlap.png beside it")
     parser.set_defaults(is_overlap=False)
 
 
@@ -99,10 +97,6 @@ def _num_sms(options: argparse.Namespace, num_tokens: int) -> list[int | None]:
 def run(options: argparse.Namespace) -> list[Report]:
     """Return one report per number of ranks."""
     check_peers(options.peer)
-    if options.plot is not None:
-        load_pyplot()
-        if options.plot.name == "overlap.png" and not options.is_overlap:
-            raise ValueError(f"--plot {options.plot}: overlap.png is the name of the other figure; give another")
     resolve(options)
     return start(measure, options)
 
@@ -118,12 +112,6 @@ def main(options: argparse.Namespace) -> None:
     write_json(options.json, records + overlaps)
     if records:
         show(records)
-        if options.plot is not None:
-            plot(options.plot, records)
     if overlaps:
-        overlap_report.show(reports, overlaps)
-        if options.plot is not None:
-            overlap_report.plot(options.plot if options.is_overlap else options.plot.with_name("overlap.png"), reports)
-    failures = [failure for report in reports for failure in report.failures]
-    if failures:
-        sys.exit("not timed, because it failed or its results are wrong:\n" + "\n".join(failures))
+        overlap_report.show(overlaps)
+    exit_with_failures(reports)

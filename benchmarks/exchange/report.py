@@ -1,11 +1,10 @@
-"""Records, table and plot of the benchmark of exchanges on GPUs."""
+"""Records and table of the benchmark of exchanges on GPUs."""
 
 import argparse
 import statistics
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import load_pyplot, save_figure, show_peers, with_version
+from benchmarks.common.report import number, show_head, show_table, sms_of, spread_of, with_version
 from benchmarks.exchange.baselines import PLANNED
 from benchmarks.exchange.measure import Measurement, Report
 from deepep_moe.tune.records import record, spread
@@ -50,55 +49,18 @@ def _record(report: Report, m: Measurement, options: argparse.Namespace) -> dict
     return with_version(made, m.backend, m.version)
 
 
-_COLUMNS = (
-    f"{'operation':31}{'EP':>3}{'tokens':>7}{'SMs':>5}{'stream us':>11} {'[p10-p90]':15}{'call us':>9}{'MB':>8}{'GB/s':>7}{'% link':>7}"
-    f"{'baseline us':>12}{'permuted':>10}{'speed-up':>10}"
-)
+_COLUMNS = {
+    "operation": lambda r: r["name"], "EP": number("num_ranks", 0), "tokens": number("num_tokens", 0), "SMs": sms_of,
+    "stream us": number("us_median"), "p10-p90": spread_of, "call us": number("call_us"), "MB": number("bytes_moved", 1, 1e-6),
+    "GB/s": number("gbps"), "% link": number("percent_of_link", 0), "baseline us": number("rival_alone_us"),
+    "permuted": number("rival_permuted_us"), "speed-up": number("ratio", 2, unit="x"),
+}  # fmt: skip
 
 
 def show(records: list[dict[str, Any]]) -> None:
-    first = records[0]
-    print(f"{records[-1]['hardware']}; hidden {first['hidden']}, top-{first['num_topk']} of {first['num_experts']} experts")
-    links = {r["num_ranks"]: r["link_gbps"] for r in records if r["link_gbps"] is not None}
-    print("link, every rank copying to its neighbour: " + (", ".join(f"EP{n} {g:.0f} GB/s" for n, g in links.items()) or "none"))
+    show_head(records)
     sizes = {(r["num_ranks"], r["num_tokens"]): r["workspace_bytes"] for r in records if r["workspace_bytes"] is not None}
     print("workspace per rank: " + ", ".join(f"EP{n} {t} tokens {size / 2**20:.0f} MiB" for (n, t), size in sizes.items()))
-    show_peers(records)
     print("baseline: all-to-all of every (token, expert) row, in the rank layout of every (token, rank) row, its permutes left out and")
     print("counted; speed-up over the latter. MB: over the link, of the rank that sends most. SMs: - is the buffer's own choice.")
-    print(_COLUMNS)
-    for r in records:
-        print(_line(r))
-
-
-def _line(r: dict[str, Any]) -> str:
-    sms = {None: "-", 0: "copy"}.get(r["num_sms"], r["num_sms"])
-    percent = "-" if r["percent_of_link"] is None else f"{r['percent_of_link']:.0f}"
-    spread = f"[{r['us_p10']:.0f}-{r['us_p90']:.0f}]"
-    times = f"{r['us_median']:11.1f} {spread:15}{r['call_us']:9.1f}{r['bytes_moved'] / 1e6:8.1f}{r['gbps']:7.1f}{percent:>7}"
-    baseline = f"{r['rival_alone_us']:12.1f}{r['rival_permuted_us']:10.1f}{r['ratio']:9.2f}x"
-    return f"{r['name']:31}{r['num_ranks']:3}{r['num_tokens']:7}{sms:>5}{times}{baseline}"
-
-
-def plot(path: Path, records: list[dict[str, Any]]) -> None:
-    """Plot GB/s over tokens, a line per operation and EP size, at the buffer's own number of SMs (or the first of `--num-sms`)."""
-    pyplot = load_pyplot()
-    num_sms = records[0]["num_sms"]
-    lines: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    for r in records:
-        if r["num_sms"] == num_sms or r["workspace_bytes"] is None:
-            lines.setdefault((r["name"], r["num_ranks"]), []).append((r["num_tokens"], r["gbps"]))
-    names, sizes = (list(dict.fromkeys(key[axis] for key in lines)) for axis in (0, 1))
-    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
-    for (name, num_ranks), points in lines.items():
-        style = ("-", "--", ":", "-.")[sizes.index(num_ranks) % 4]
-        axes.plot(*zip(*sorted(points), strict=True), style, color=f"C{names.index(name) % 10}", marker=".", label=f"{name}, EP{num_ranks}")
-    for rate in {r["link_gbps"] for r in records} - {None}:
-        axes.axhline(rate, color="grey", linewidth=0.8)
-    tokens = sorted({r["num_tokens"] for r in records})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [str(n) for n in tokens])
-    axes.set(xlabel="tokens per rank", ylabel="GB/s over the link, one direction (grey: copy engine)", title=records[-1]["hardware"])
-    axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=3)
-    save_figure(figure, path)
+    show_table(_COLUMNS, records)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.report import number, show_table, spread_of
 from benchmarks.gate import cpu, gpu
 from benchmarks.gate.baselines import Shape
 from deepep_moe.tune.records import write_json
@@ -23,19 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Print one line per record and write all records to `--json`."""
+    """Print a line for each record and write all records to `--json`."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("the gate's kernels need a GPU, which PyTorch does not see here; use --device cpu")
     run_all = _run_on_gpu if options.device == "cuda" else _run_on_cpu
-    records = []
-    for r in run_all(options):
-        print(f"{r['op']:19} {r['us_median']:9.1f} us (p10 {r['us_p10']:.1f}, p90 {r['us_p90']:.1f}), {r['gbps']:.2f} GB/s", end="")
-        print(f"; {r['rival']} {r['rival_us']:.1f} us, {r['ratio']:.1f}x", end="")
-        if "us_called" in r:
-            print(f"; as called {r['us_called']:.1f} and {r['rival_us_called']:.1f} us", end="")
-        print(f"; {r['num_tokens']} tokens, {r['num_experts']} experts in {r['num_groups']} groups; {r['hardware']}", flush=True)
-        records.append(r)
+    records = list(run_all(options))
+    show_table(_COLUMNS, records)
+    print(records[0]["hardware"])
     write_json(options.json, records)
+
+
+_COLUMNS = {
+    "operation": lambda r: r["op"], "tokens": number("num_tokens", 0), "experts": number("num_experts", 0),
+    "groups": number("num_groups", 0),
+    "us": number("us_median"), "p10-p90": spread_of, "GB/s": number("gbps", 2), "baseline us": number("rival_us"),
+    "speed-up": number("ratio", unit="x"), "as called us": number("us_called"), "baseline called": number("rival_us_called"),
+    "baseline": lambda r: r["rival"],
+}  # fmt: skip
 
 
 def _run_on_cpu(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.report import number, show_table, spread_of
 from benchmarks.gate import baselines
 from benchmarks.host import drop_in, measure
 from deepep_moe.errors import BackendUnavailableError
@@ -26,9 +27,9 @@ def main(options: argparse.Namespace) -> None:
         raise SystemExit("the host's time is that of calls on a GPU, which PyTorch does not see here")
     shape = measure.Shape(*(getattr(options, name) for name in measure.Shape._fields))
     records = run(shape, options.repeats)
-    for r in records:
-        print(f"{r['op']:40} {r['us_median']:7.1f} us (p10 {r['us_p10']:.1f}, p90 {r['us_p90']:.1f})", end="")
-        print(f"; {r['rival']} {r['rival_us']:.1f} us; {r['num_tokens']} tokens; {r['hardware']}", flush=True)
+    columns = {"call": lambda r: r["op"], "us": number("us_median"), "p10-p90": spread_of, "baseline us": number("rival_us")}
+    show_table(columns | {"baseline": lambda r: r["rival"]}, records)
+    print(f"{records[0]['num_tokens']} tokens; {records[0]['hardware']}")
     write_json(options.json, records)
 
 

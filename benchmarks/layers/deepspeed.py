@@ -15,7 +15,6 @@ makes of a Mixtral's; it needs transformers.
 import argparse
 import gc
 import importlib.util
-import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,11 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.common.report import show_layers
 from benchmarks.layers.deepspeed_passes import AutoEPPass, CommunicationPass, LayerPass
 from benchmarks.layers.passes import PARTS, check_ranks, describe, difference, draw_inputs, slowest, times_of
 from deepep_moe import torch_module
 from deepep_moe.testing import RankFailedError, run_ranks
-from deepep_moe.tune.records import DTYPES, record, spread, write_json
+from deepep_moe.tune.records import DTYPES, record, write_json
 from deepep_moe.tune.timing import Timer
 
 DEEPSPEED = "deepspeed"
@@ -291,31 +291,14 @@ def records_of(ranks: list[Measured], shape: Shape, options: argparse.Namespace)
     return records
 
 
-def show(ranks: list[Measured], shape: Shape, options: argparse.Namespace) -> None:
-    first, times = ranks[0], slowest(ranks)
+def show(ranks: list[Measured], records: list[dict[str, Any]], shape: Shape, options: argparse.Namespace) -> None:
     capacity = "AutoEP" if options.autoep else f"capacity factor {options.capacity_factor:g}"
     print(
         f"\nMoE, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {shape.dtype} a rank, top-{shape.num_topk} of "
         f"{options.num_experts} experts, {capacity}, ffn {options.ffn_hidden}, layers at a time: {options.num_layers}; deepep_moe backend "
-        f"{first.backend}"
+        f"{ranks[0].backend}"
     )
-    columns = [f"{part:>26}" for part in PARTS] + [f"{'faster than deepspeed':>24}"] + [f"{'kernels alone':>16}"] * bool(first.kernel_us)
-    print(f"{'ms, median (p10 to p90)':28}" + "".join(columns))
-    for (what, kind), of_one in times.items():
-        ratio = ""
-        if kind != DEEPSPEED:
-            ratio = f"{statistics.median(times[what, DEEPSPEED][PARTS[2]]) / statistics.median(of_one[PARTS[2]]):23.2f}x"
-        kernels = f"{fewest_kernel_us(ranks, what, kind) / 1e3:16.2f}" if first.kernel_us else ""
-        print(f"{what + ', ' + kind:28}" + "".join(f"{_cell(of_one[part]):>26}" for part in PARTS) + f"{ratio:24}{kernels}")
-    print("largest difference from deepspeed on rank 0, relative to the largest entry:")
-    for what, modes in first.differences.items():
-        for mode, kinds in modes.items():
-            print(f"  {what}, {mode}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in kinds.items()))
-
-
-def _cell(times: list[float]) -> str:
-    median, p10, p90 = (value / 1e3 for value in spread(times))
-    return f"{median:.1f} ({p10:.1f} to {p90:.1f})"
+    show_layers(records)
 
 
 def resolve(options: argparse.Namespace) -> None:
@@ -362,8 +345,9 @@ def main(options: argparse.Namespace) -> None:
             continue
         if not records:
             print(f"{ranks[0].hardware}; {ranks[0].versions}")
-        show(ranks, shape, options)
-        records += records_of(ranks, shape, options)
+        made = records_of(ranks, shape, options)
+        show(ranks, made, shape, options)
+        records += made
         wrong += disagreements(ranks, shape)
         write_json(options.json, records)
         sys.stdout.flush()

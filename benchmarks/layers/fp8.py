@@ -25,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.report import show_layers
 from benchmarks.layers import fp8_layers, megatron_steps
-from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, OURS, SHARED, TITLES, Layer, Wire, graph_of
+from benchmarks.layers.fp8_layers import BF16, BF16_GRAPH, EACH, GRAPHS, KEPT, OURS, SHARED, Layer, Wire, graph_of
 from benchmarks.layers.graphs import Graphed
 from benchmarks.layers.megatron_steps import StepTimes
 from benchmarks.layers.passes import chain, describe, difference
@@ -249,46 +250,26 @@ def _median(times: list[StepTimes], name: str) -> float:
     return statistics.median(getattr(each, name) for each in times)
 
 
-def show(ranks: list[Measured], options: argparse.Namespace) -> None:
+def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     first = ranks[0]
     print(f"{first.hardware}; {first.versions}; {first.rivals}")
     print(
         f"MoELayer, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} a rank, top-{options.num_topk} of "
         f"{options.num_experts} experts, ffn {options.ffn_hidden}; deepep_moe backend {first.backend}"
     )
-    _show_times(ranks)
+    show_layers(records)
+    for name, why in first.not_captured.items():
+        print(f"{name}: not captured: {why}")
     if graphs := [name for name in first.times if name in GRAPHS]:
         print(f"CUDA graphs of {options.micro_batches} forwards and backwards, a replay's times divided by them: {'; '.join(graphs)}")
     print(
         f"wire, bytes of a row: dispatch and combine's gradient {first.wire.fp8_bytes} in fp8, {first.wire.bf16_bytes} in bf16 = "
         f"{first.wire.ratio:.4f}x; kept copies {first.kept_bytes / 1e9:.2f} GB"
     )
-    print("distance of fp8 from bf16, relative: " + ", ".join(f"{kind} {value:.1e}" for kind, value in first.differences[EACH].items()))
     for name, of_layer in first.kernels.items():
         print(f"kernels of {name}, us a pass, the longest {options.kernels}:")
         for kernel, us in sorted(of_layer.items(), key=lambda item: -item[1])[: options.kernels]:
             print(f"  {us:9.1f}  {kernel[:120]}")
-
-
-def _show_times(ranks: list[Measured]) -> None:
-    """Print a row for each layer, also for those that have no CUDA graph, with speed-ups over each of the baselines that have run."""
-    first = ranks[0]
-    baselines = {name: title for name, title in TITLES.items() if name in first.times}
-    print(f"{'':74}  times as fast as")
-    titles = "".join(title.rjust(11) for title in baselines.values())
-    print(f"{'us a forward and backward':34}{'wall':>10}{'host':>10}{'kernels':>10}{'peak GB':>10}{titles}")
-    for name in (*OURS, *GRAPHS, *(name for name in first.times if name not in (*OURS, *GRAPHS))):
-        if name in first.not_captured:
-            print(f"{name:34}  not captured: {first.not_captured[name]}")
-        if name not in first.times:
-            continue
-        times, kernels = _slowest(ranks, name), _kernel_us(ranks, name)
-        wall = _median(times, "wall")
-        ratios = "".join(f"{_median(_slowest(ranks, other), 'wall') / wall:10.2f}x" for other in baselines)
-        cells = f"{wall:10.0f}{_median(times, 'host'):10.0f}" + ("-" if kernels is None else f"{kernels:.0f}").rjust(10)
-        print(f"{name:34}{cells}{max(rank.peak_bytes[name] for rank in ranks) / 1e9:10.2f}{ratios}")
-    if renamed := [f'{title} is "{name}"' for name, title in baselines.items() if title != name]:
-        print("columns: " + ", ".join(renamed))
 
 
 def resolve(options: argparse.Namespace) -> None:
@@ -312,8 +293,9 @@ def main(options: argparse.Namespace) -> None:
     except ValueError as error:
         sys.exit(str(error))
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
-    show(ranks, options)
-    write_json(options.json, records_of(ranks, options))
+    records = records_of(ranks, options)
+    show(ranks, records, options)
+    write_json(options.json, records)
     wrong = [
         f"{max(counts)} results differ between {what}"
         for what, counts in (

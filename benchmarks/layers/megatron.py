@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.report import show_layers
 from benchmarks.layers import megatron_steps
 from benchmarks.layers.megatron_steps import GROUPED, StepTimes
 from benchmarks.layers.passes import PARTS, Pass, check_ranks, describe, difference, draw_inputs, slowest, times_of
@@ -280,39 +281,16 @@ def _median(steps: list[StepTimes], name: str) -> float:
     return statistics.median(getattr(times, name) for times in steps)
 
 
-def show_steps(ranks: list[Measured]) -> None:
-    print(f"training step of the layer, us a forward and backward, median; {megatron_steps.rivals()}")
-    print(f"{'':36}{'wall':>12}{'host':>12}{'kernels':>12}{'wall, grouped is faster':>26}")
-    steps = slowest_steps(ranks)
-    for name, times in steps.items():
-        kernels = times[-1].kernels
-        ratio = "" if name == GROUPED else f"{_median(times, 'wall') / _median(steps[GROUPED], 'wall'):25.2f}x"
-        cells = f"{_median(times, 'wall'):12.0f}{_median(times, 'host'):12.0f}" + ("-" if kernels is None else f"{kernels:.0f}").rjust(12)
-        print(f"{name:36}{cells}{ratio}")
-
-
-def _cell(times: list[float]) -> str:
-    ordered = sorted(times)
-    return f"{statistics.median(ordered):9.0f} ({ordered[len(ordered) // 10]:.0f} to {ordered[len(ordered) * 9 // 10]:.0f})"
-
-
-def show(ranks: list[Measured], options: argparse.Namespace) -> None:
-    first, times = ranks[0], slowest(ranks)
-    print(f"{first.hardware}; {first.versions}")
+def show(ranks: list[Measured], records: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    first = ranks[0]
+    print(f"{first.hardware}; {first.versions}; {megatron_steps.rivals()}")
     print(
         f"MoELayer, EP {len(ranks)}, {options.num_tokens} tokens x {options.hidden} {options.dtype} a rank, top-{options.num_topk} of "
         f"{options.num_experts} experts, ffn {options.ffn_hidden}; deepep_moe backend {first.backend}; "
         f"Megatron-Core's permutes are {'fused' if first.permutes_are_fused else 'not fused, as TransformerEngine is missing'}"
     )
-    print(f"{'us, median (p10 to p90)':32}" + "".join(f"{part:>28}" for part in PARTS) + f"{'ours is faster':>18}")
-    for (what, name), of_one in times.items():
-        ours, both = times[what, OURS][PARTS[2]], of_one[PARTS[2]]
-        ratio = "" if name == OURS else f"{statistics.median(both) / statistics.median(ours):17.2f}x"
-        print(f"{what + ', ' + name:32}" + "".join(f"{_cell(of_one[part]):>28}" for part in PARTS) + ratio)
-    print(f"largest difference from deepep_moe, relative to the largest entry ({tolerance(options):.1e} is what rounding explains):")
-    for what, baselines in worst(ranks).items():
-        for baseline, kinds in baselines.items():
-            print(f"  {what}, {baseline}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in kinds.items()))
+    show_layers(records)
+    print(f"{tolerance(options):.1e} is what rounding explains")
 
 
 def resolve(options: argparse.Namespace) -> None:
@@ -335,9 +313,9 @@ def main(options: argparse.Namespace) -> None:
     except ValueError as error:
         sys.exit(str(error))
     ranks = run_ranks(measure, options.num_ranks, options, timeout_s=900, bind=options.bind)
-    show(ranks, options)
-    show_steps(ranks)
-    write_json(options.json, records_of(ranks, options) + step_records(ranks, options))
+    records = records_of(ranks, options) + step_records(ranks, options)
+    show(ranks, records, options)
+    write_json(options.json, records)
     wrong = [
         f"{what}, {baseline}: {kind} differs by {value:.1e}"
         for what, baselines in worst(ranks).items()

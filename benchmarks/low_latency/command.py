@@ -9,13 +9,12 @@ library. Times are of the rank with the largest median.
 
 import argparse
 import sys
-from pathlib import Path
 
-from benchmarks.common.report import load_pyplot
+from benchmarks.common.report import exit_with_failures
 from benchmarks.exchange.peers import add_peer, check_peers
 from benchmarks.low_latency.measure import Report, measure
 from benchmarks.low_latency.peers import PEERS
-from benchmarks.low_latency.report import plot, records_of, show
+from benchmarks.low_latency.report import records_of, show
 from deepep_moe import config
 from deepep_moe.errors import EPError
 from deepep_moe.tune.ranks import add_ranks_and_tokens, resolve_ranks, start
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=int, help=helped)
     parser.add_argument("--quick", action="store_true", help=f"{' and '.join(map(str, QUICK_TOKENS))} tokens, a tenth of the iterations")
     add_peer(parser, tuple(PEERS))
-    parser.add_argument("--plot", type=Path, help="file for a plot of microseconds over tokens")
     parser.set_defaults(expert_alignment=1)
 
 
@@ -76,8 +74,6 @@ def _iterations(options: argparse.Namespace, num_tokens: int, device: str) -> in
 def run(options: argparse.Namespace) -> list[Report]:
     """Return one report per number of ranks."""
     check_peers(options.peer)
-    if options.plot is not None:
-        load_pyplot()
     resolve(options)
     return start(measure, options)
 
@@ -93,8 +89,4 @@ def main(options: argparse.Namespace) -> None:
     write_json(options.json, records)
     if records:
         show(reports, records)
-        if options.plot is not None:
-            plot(options.plot, records)
-    failures = [failure for report in reports for failure in report.failures]
-    if failures:
-        sys.exit("not timed, because it failed or its results are wrong:\n" + "\n".join(failures))
+    exit_with_failures(reports)

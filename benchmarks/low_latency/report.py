@@ -1,12 +1,11 @@
-"""Records, table and plot of the low-latency benchmark."""
+"""Records and table of the low-latency benchmark."""
 
 import argparse
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import load_pyplot, save_figure, show_peers, with_version
+from benchmarks.common.report import number, show_head, show_table, spread_of, with_version
 from benchmarks.low_latency.batches import Times
 from benchmarks.low_latency.measure import Measurement, Report
 from deepep_moe.tune.records import record
@@ -67,74 +66,23 @@ def percentile(times: Sequence[float], percent: int) -> float:
     return sorted(times)[len(times) * percent // 100]
 
 
-_COLUMNS = (
-    f"{'operation':25}{'EP':>3}{'tokens':>7}{'graph us':>10} {'[p10-p90]':15}{'p99':>7}{'of 20':>8}{'eager us':>10}{'send us':>9}"
-    f"{'receive us':>12}{'MB':>8}{'GB/s':>7}{'% link':>7}{'baseline us':>12}{'speed-up':>10}{'Buffer us':>11}"
-)
+_COLUMNS = {
+    "operation": lambda r: r["name"].removeprefix("low-latency ") + ("" if r["is_host_ahead"] else "*"),
+    "EP": number("num_ranks", 0), "tokens": number("num_tokens", 0), "part": lambda r: "graph" if r["graph"] else r["half"],
+    "us": number("us_median"), "p10-p90": spread_of, "p99": number("us_p99"), "of 20": number("us_graph_of_20"),
+    "MB": number("bytes_moved", 3, 1e-6), "GB/s": number("gbps"), "% link": number("percent_of_link", 0),
+    "baseline us": number("rival_us"), "speed-up": number("ratio", 2, unit="x"), "Buffer us": number("buffer_us"),
+}  # fmt: skip
 
 
 def show(reports: list[Report], records: list[dict[str, Any]]) -> None:
-    first = records[0]
-    shape = f"hidden {first['hidden']}, top-{first['num_topk']} of {first['num_experts']} experts, backend {first['backend']}"
-    print(f"{records[-1]['hardware']}; {shape}")
+    show_head(records)
     for report in reports:
-        link = "no link" if report.link_gbps is None else f"link {report.link_gbps:.0f} GB/s"
-        event = "" if report.event_us is None else f", {report.event_us:.2f} us from event to event, part of every time but `of 20`"
-        print(f"EP{report.num_ranks}: {link}{event}")
-    show_peers(records)
-    print("graph: one call a CUDA graph, with the percentiles; on the CPU these are of eager calls. of 20: mean of 20 calls in one graph.")
-    print(
-        "receive: with the rows already there. MB: over the link, of the rank that sends most. baseline: all-to-all of all (token, expert)"
-    )
-    print("rows with its permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
+        if report.event_us is not None:
+            print(f"EP{report.num_ranks}: {report.event_us:.2f} us from event to event, part of every time but `of 20`")
+    print("graph: one call a CUDA graph; both: eager; send, receive: its halves, with the rows already there. of 20: mean of 20 calls in")
+    print("one graph. MB: over the link, of the rank that sends most. baseline: all-to-all of all (token, expert) rows with its")
+    print("permutes, in a graph where ours is. Neither it nor Buffer has a combine in fp8: theirs is in bf16 there too.")
     if not all(r["is_host_ahead"] for r in records):
         print("*: the host was not always ahead of the device")
-    print(_COLUMNS)
-    lines: dict[tuple[int, int, str], dict[tuple[str, bool], dict[str, Any]]] = {}
-    for r in records:
-        lines.setdefault((r["num_ranks"], r["num_tokens"], r["name"]), {})[r["half"], r["graph"]] = r
-    for found in lines.values():
-        print(_line(found))
-
-
-def _line(found: dict[tuple[str, bool], dict[str, Any]]) -> str:
-    eager, send, receive = (found.get((half, False)) for half in ("both", "send", "receive"))
-    assert eager is not None
-    r = found.get(("both", True), eager)
-    name = r["name"].removeprefix("low-latency ") + ("" if all(each["is_host_ahead"] for each in found.values()) else "*")
-    percent = "-" if r["percent_of_link"] is None else f"{r['percent_of_link']:.0f}"
-    spread = f"[{r['us_p10']:.1f}-{r['us_p90']:.1f}]"
-    graph, of_20 = (f"{r['us_median']:.1f}", f"{r['us_graph_of_20']:.1f}") if r["graph"] else ("-", "-")
-    graph = f"{graph:>10} {spread:15}{r['us_p99']:7.1f}{of_20:>8}"
-    halves = ["-" if half is None else f"{half['us_median']:.1f}" for half in (send, receive)]
-    times = f"{eager['us_median']:10.1f}{halves[0]:>9}{halves[1]:>12}"
-    link = f"{r['bytes_moved'] / 1e6:8.3f}{r['gbps']:7.1f}{percent:>7}"
-    baseline = f"{'-':>12}{'-':>10}" if r["rival_us"] is None else f"{r['rival_us']:12.1f}{r['ratio']:9.2f}x"
-    buffer = "-" if r["buffer_us"] is None else f"{r['buffer_us']:.1f}"
-    return f"{name:25}{r['num_ranks']:3}{r['num_tokens']:7}{graph}{times}{link}{baseline}{buffer:>11}"
-
-
-def plot(path: Path, records: list[dict[str, Any]]) -> None:
-    """Plot microseconds over tokens, a line per operation and EP size, and thin lines for the baseline."""
-    pyplot = load_pyplot()
-    is_graph = any(r["graph"] for r in records)
-    lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for r in records:
-        if r["half"] == "both" and r["graph"] == is_graph:
-            lines.setdefault((r["name"], r["num_ranks"]), []).append(r)
-    names, sizes = (list(dict.fromkeys(key[axis] for key in lines)) for axis in (0, 1))
-    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
-    for (name, num_ranks), points in lines.items():
-        style, color = ("-", "--", ":", "-.")[sizes.index(num_ranks) % 4], f"C{names.index(name) % 10}"
-        label = f"{name.removeprefix('low-latency ')}, EP{num_ranks}"
-        axes.plot([r["num_tokens"] for r in points], [r["us_median"] for r in points], style, color=color, marker=".", label=label)
-        against = [r for r in points if r["rival_us"] is not None]
-        axes.plot([r["num_tokens"] for r in against], [r["rival_us"] for r in against], style, color=color, linewidth=0.7, alpha=0.5)
-    tokens = sorted({r["num_tokens"] for r in records})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(tokens, [str(n) for n in tokens])
-    how = "a CUDA graph" if is_graph else "eagerly"
-    axes.set(xlabel="tokens per rank", ylabel=f"us a call, {how} (thin: all-to-all with permutes)", title=records[-1]["hardware"])
-    figure.legend(loc="outside lower center", fontsize=8, ncols=4)
-    save_figure(figure, path)
+    show_table(_COLUMNS, records)

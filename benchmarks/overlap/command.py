@@ -8,14 +8,12 @@ run dry by then, the GEMMs include the launch of the first one.
 """
 
 import argparse
-from pathlib import Path
 
 from benchmarks.exchange import nvlink
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     nvlink.add_shape_arguments(parser, ("nvlink", "shm"), " ".join(map(str, nvlink.OVERLAP_TOKENS["cuda"])))
-    parser.add_argument("--plot", type=Path, help="file for a figure of the timelines, such as overlap.png")
     parser.set_defaults(is_overlap=True, num_sms=None, sweep=False, quick=False, peer=[])
 
 
