@@ -26,10 +26,6 @@ def graph_of(name: str) -> str:
 BF16_GRAPH = graph_of(BF16)
 OURS = BF16, EACH, SHARED, KEPT
 GRAPHS = tuple(map(graph_of, OURS))
-TITLES = {
-    BF16: "bf16", BF16_GRAPH: "bf16 graph", TE_BF16: "TE bf16", TE_EACH: "TE fp8", TE_SHARED: "TE shared", TE_PADDED: "TE padded",
-}  # fmt: skip
-"""Short names of the layers that others are compared with."""
 
 
 class Layer(Pass):
